@@ -1,0 +1,45 @@
+# `make demo` and `make test` are all that a machine with only Python needs; each makes its environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help env demo test test-fast lint format bench table clean
+
+help:  ## list the commands
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+env: $(VENV)/.installed  ## make the environment
+
+demo: env  ## train with ZeRO-3, convert to Hugging Face, verify, load
+	$(BIN)/python -m train.demo
+
+test: env lint  ## lint, type check, and the whole test suite
+	$(BIN)/python -m pytest -m ''
+
+test-fast: env  ## the tests that start no engine
+	$(BIN)/python -m pytest
+
+lint: env  ## ruff, mypy, import-linter, codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+format: env  ## format and sort imports
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: env  ## speed and memory against cp and the peers
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo-outputs demo-outputs-hf

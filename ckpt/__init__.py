@@ -1,0 +1,27 @@
+"""Checkpoint conversion and sharded-state toolkit.
+
+    checkpoint = ckpt.open("outputs")                     # a lazy description; no tensor data is read
+    ckpt.plan(checkpoint, "hf").run("outputs-hf")
+    ckpt.verify(checkpoint, ckpt.open("outputs-hf")).equal
+
+Importing this package imports neither torch nor any framework.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ckpt.api import open, plan, verify
+
+__all__ = ["__version__", "open", "plan", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("open", "plan", "verify"):
+        from ckpt import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'ckpt' has no attribute {name!r}")

@@ -1,0 +1,217 @@
+"""Open, plan, convert, verify: what the command line does, for use from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+from ckpt import registry
+from ckpt.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint, Format, Layout, ReadRequest
+from ckpt.companions import read_config
+from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
+from ckpt.files import check_destination, translate_os_errors
+from ckpt.mapping import Relation, translate
+from ckpt.plan import Plan, choose_replica, make_plan
+from ckpt.run import Progress, Resources, execute
+from ckpt.runs import enclosing_folders, trainer_steps
+from ckpt.tensors import Shape
+
+if TYPE_CHECKING:
+    from ckpt.verify import Report
+
+AUTO = "auto"
+
+
+def open(
+    path: str | Path,
+    format: str = AUTO,
+    *,
+    tag: str | None = None,
+    config: str | None = None,
+    replica: int | None = None,
+) -> Checkpoint:
+    """Describe the checkpoint at `path`, which may be a checkpoint or a run folder; no tensor data is read.
+
+    `format` is a name from the registry or `auto`; `tag` names a step folder; `config` is a folder, a config.json or a
+    Hub id; `replica` is the rank whose copy of replicated tensors is taken.  How the checkpoint was found is in its
+    `notes`.  Raises the errors of `ckpt.errors`.
+    """
+    path = Path(path)
+    with translate_os_errors(path):
+        if not path.exists():
+            raise NotFoundError("no such file or folder", path=path)
+        formats = registry.all_formats() if format == AUTO else [registry.get(format)]
+        for one in formats:
+            if not one.reads:
+                raise UsageError(f"the format {one.name!r} cannot be read", hint="see `ckpt formats`")
+        request = ReadRequest(tag, None if config is None else find_config(config))
+        checkpoint = _open_first(path, formats, request)
+        if checkpoint is None:
+            raise _nothing_found(path, format, tag)
+        checkpoint = _with_config(checkpoint, request)
+        return checkpoint if replica is None else choose_replica(checkpoint, replica)
+
+
+def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Checkpoint | None:
+    """The checkpoint that `path` is or records; otherwise, in a run folder, the newest complete `checkpoint-N`."""
+    for one in formats:
+        found = one.find(path, request.tag)
+        if found is not None:
+            return _noted(one.read(found, request), _naming(path, found))
+    skipped: list[str] = []
+    failure: CkptError | None = None
+    for folder in trainer_steps(path):
+        if request.tag is not None and folder.name != request.tag:
+            continue
+        inner = replace(request, tag=None)
+        for one in formats:
+            try:
+                found = one.find(folder, None)
+                if found is None:
+                    continue
+                checkpoint = one.read(found, inner)
+            except CorruptError as error:
+                failure = failure or error
+                skipped.append(f"{folder.name} is skipped, it is not complete: {error.what}")
+                break
+            return _noted(checkpoint, _naming(path, found) + skipped)
+    if failure is not None:
+        raise failure
+    return None
+
+
+def _noted(checkpoint: Checkpoint, notes: list[str]) -> Checkpoint:
+    return replace(checkpoint, notes=(*notes, *checkpoint.notes))
+
+
+def _naming(path: Path, found: Path) -> list[str]:
+    return [] if found == path else [f"taking {found.relative_to(path) if found.is_relative_to(path) else found}"]
+
+
+def _nothing_found(path: Path, format: str, tag: str | None) -> NotFoundError:
+    wanted = "checkpoint of a known format" if format == AUTO else f"{format} checkpoint"
+    if tag is not None:
+        wanted += f" with the tag {tag!r}"
+    others = []
+    for one in registry.all_formats():
+        if one.name != format and one.reads:
+            try:
+                found = any(one.find(folder, tag) is not None for folder in [path, *trainer_steps(path)])
+            except CkptError:
+                continue
+            others += [one.name] if found else []
+    hint = f"what is here looks like {' and '.join(others)}" if others else "see `ckpt formats`"
+    return NotFoundError(f"no {wanted} here", path=path, hint=hint)
+
+
+def _with_config(checkpoint: Checkpoint, request: ReadRequest) -> Checkpoint:
+    """Add the model's config and the folders of the run's other files, where the reader did not."""
+    folders = [request.config] if request.config is not None else []
+    folders += [f for folder in checkpoint.folders for f in enclosing_folders(Path(folder))]
+    distinct = tuple(dict.fromkeys(folders))
+    config = checkpoint.config or read_config(distinct)
+    namespace = checkpoint.namespace
+    if namespace == OWN and config and config.get("model_type"):
+        namespace = TRANSFORMERS
+    return replace(checkpoint, folders=tuple(map(str, distinct)), config=config, namespace=namespace)
+
+
+def find_config(where: str) -> Path:
+    """The folder of a model's config: a folder, the folder of a config.json, or a Hub id's files in the local cache."""
+    path = Path(where)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return path.parent
+    if where.count("/") == 1 and not where.startswith((".", "/", "~")):
+        return _from_hub(where)
+    raise NotFoundError("no such config", path=where, expected="a folder, a config.json or a Hub id like org/name")
+
+
+def _from_hub(repo_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "*.py", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*"]
+    try:
+        folder = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=["*.safetensors.index.json"])
+    except Exception as error:  # the library raises its own, requests' and OS errors
+        raise NotFoundError(
+            f"the config of {repo_id!r} could not be had from the Hub",
+            found=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            hint="give the folder of a local copy",
+        ) from error
+    return Path(folder)
+
+
+class _NamesModule(Protocol):
+    def relation(
+        self, config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: Literal["to_hub", "to_memory"]
+    ) -> Relation | None: ...
+
+
+def to_namespace(checkpoint: Checkpoint, namespace: str | None) -> Checkpoint:
+    """`checkpoint` under the names of `namespace`, where the two are related and differ.
+
+    Raises LossError where the relation does not place a tensor.
+    """
+    have = checkpoint.namespace
+    if namespace is None or have == namespace or {have, namespace} != {HUB, TRANSFORMERS}:
+        return checkpoint
+    assert checkpoint.config is not None
+    module = cast(_NamesModule, import_module(registry.TRANSFORMERS_NAMES))
+    shapes = {fqn: tensor.shape for (fqn, _), tensor in checkpoint.tensors.items()}
+    relation = module.relation(checkpoint.config, shapes, "to_hub" if namespace == HUB else "to_memory")
+    if relation is None:
+        return replace(checkpoint, namespace=namespace)
+    return translate(checkpoint, relation, namespace)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A plan that has been proved and can be run."""
+
+    plan: Plan
+    resources: Resources
+
+    def run(self, destination: str | Path, *, overwrite: bool = False, progress: Progress | None = None) -> None:
+        """Write it to `destination`, which must not overlap the source; see `ckpt.run.execute`."""
+        check_destination(Path(destination), Path(self.plan.checkpoint.path))
+        execute(self.plan, Path(destination), overwrite=overwrite, resources=self.resources, progress=progress)
+
+
+def plan(
+    checkpoint: Checkpoint, to: str, layout: Layout | None = None, resources: Resources | None = None
+) -> Conversion:
+    """The conversion of `checkpoint` to the format `to`, proved to be complete; nothing is written yet.
+
+    Raises LossError where a tensor would go nowhere or part of the target would be filled by nothing.
+    """
+    target = registry.get(to)
+    if not target.writes:
+        raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
+    named = to_namespace(checkpoint, target.namespace)
+    return Conversion(make_plan(named, target.lay_out(named, layout or Layout())), resources or Resources())
+
+
+def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
+    """Compare two checkpoints of any formats, tensor by tensor and bit by bit; options as of `ckpt.verify.verify`."""
+    from ckpt.verify import verify as verify_same_names  # not needed to convert
+
+    return verify_same_names(*_comparable(a, b), **options)
+
+
+def _comparable(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Both checkpoints under the same names, those of the Hub where one of them has these."""
+    if HUB in (a.namespace, b.namespace):
+        a, b = (replace(c, config=c.config or other.config) for c, other in ((a, b), (b, a)))
+        return _as_hub(a), _as_hub(b)
+    return a, b
+
+
+def _as_hub(checkpoint: Checkpoint) -> Checkpoint:
+    if checkpoint.namespace == OWN and checkpoint.config and checkpoint.config.get("model_type"):
+        checkpoint = replace(checkpoint, namespace=TRANSFORMERS)
+    return to_namespace(checkpoint, HUB)

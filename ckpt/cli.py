@@ -1,0 +1,331 @@
+"""The command `ckpt`.  Data goes to stdout, everything else to stderr.
+
+Exit codes: 0 done or equal; 1 verified and different; 2 usage; 3 not found or not recognised; 4 corrupt or incomplete;
+5 refused as unsafe; 6 would lose information; 7 I/O or no space; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from ckpt import __version__, registry
+from ckpt.errors import CkptError, UsageError, printable
+from ckpt.sizes import parse_size, show_size
+
+if TYPE_CHECKING:
+    from ckpt.api import Conversion
+    from ckpt.checkpoint import Checkpoint
+    from ckpt.run import Progress
+
+INTERRUPTED = 130
+DIFFERENT = 1
+
+
+class DTypeOption(str, Enum):
+    """What `--dtype` takes."""
+
+    keep = "keep"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Only(str, Enum):
+    """What `--only` takes."""
+
+    weights = "weights"
+    optimizer = "optimizer"
+    all = "all"
+
+
+def _dashes(name: str) -> str:
+    """Options may be typed with underscores, as DeepSpeed's and Accelerate's users do."""
+    return name.replace("_", "-")
+
+
+app = typer.Typer(
+    name="ckpt",
+    help="Convert, verify and inspect checkpoints of large models, bit for bit, without a GPU.",
+    context_settings={"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _guarded(function: Function) -> Function:
+    """Turn our errors into one message on stderr and their exit code; a user's mistake gets no traceback."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from ckpt.files import translate_os_errors
+
+        try:
+            with translate_os_errors():
+                return function(*args, **kwargs)
+        except CkptError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            print("interrupted; the destination is as it was", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+
+    return run  # type: ignore[return-value]
+
+
+PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or the run folder it lies in.")]
+TagOption = Annotated[str | None, typer.Option(help="The step folder to take, instead of the one recorded as latest.")]
+ConfigOption = Annotated[
+    str | None, typer.Option(help="The model's config and tokenizer: a folder, a config.json or a Hub id.")
+]
+ReplicaOption = Annotated[
+    int | None, typer.Option(metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors only.")]
+VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Print every tensor or file.")]
+
+
+@app.command()
+@_guarded
+def convert(
+    source: Annotated[str, typer.Argument(metavar="FROM", help="The format to read, or auto; see `ckpt formats`.")],
+    target: Annotated[str, typer.Argument(metavar="TO", help="The format to write.")],
+    path: PathArgument,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The folder to write. [default: PATH-TO, beside PATH]")
+    ] = None,
+    tag: TagOption = None,
+    config: ConfigOption = None,
+    dtype: Annotated[
+        DTypeOption,
+        typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
+    ] = DTypeOption.keep,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")] = "5GB",
+    replica: ReplicaOption = None,
+    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Bound on all buffers together.")] = "512MB",
+    workers: Annotated[int, typer.Option(min=0, help="Threads that move data. 0: by the processors.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    as_json: JsonOption = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output folder.")] = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Convert a checkpoint from one format to another."""
+    from ckpt import api
+    from ckpt.checkpoint import Layout
+    from ckpt.dtypes import CASTABLE
+    from ckpt.run import Resources
+
+    destination = output or default_output(path, target)
+    layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size))
+    checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
+    conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
+    if not quiet:
+        _say_source(checkpoint)
+    if dry_run:
+        report = plan_report(conversion, destination)
+        print(json.dumps(report, indent=2) if as_json else "\n".join(plan_lines(report, verbose)))
+        return
+    with progress_bar(conversion.plan.moved_bytes, quiet) as progress:
+        conversion.run(destination, overwrite=overwrite, progress=progress)
+    if not quiet:
+        for line in _outcome(conversion):
+            print(line, file=sys.stderr)
+    print(json.dumps(plan_report(conversion, destination), indent=2) if as_json else printable(str(destination)))
+
+
+@app.command()
+@_guarded
+def verify(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint or run folder.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another, of any format.")],
+    from_a: Annotated[str, typer.Option(metavar="FORMAT", help="The format of A.")] = "auto",
+    from_b: Annotated[str, typer.Option(metavar="FORMAT", help="The format of B.")] = "auto",
+    tag_a: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of A.")] = None,
+    tag_b: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of B.")] = None,
+    config: ConfigOption = None,
+    only: Annotated[Only, typer.Option(help="Compare only these tensors.")] = Only.all,
+    cast: Annotated[
+        bool, typer.Option("--cast", help="Where dtypes differ, round the wider to the narrower, then compare.")
+    ] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Compare two checkpoints bit by bit, across formats. Exit code 0: equal, 1: different."""
+    from ckpt import api
+
+    one = api.open(a, from_a, tag=tag_a, config=config)
+    other = api.open(b, from_b, tag=tag_b, config=config)
+    if not quiet:
+        _say_source(one, "A: ")
+        _say_source(other, "B: ")
+    total = sum(tensor.nbytes for tensor in one.tensors.values())
+    with progress_bar(total, quiet) as progress:
+        report = api.verify(one, other, only=only.value, cast=cast, progress=progress)
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2))
+    elif not quiet:
+        print("\n".join(report.lines(verbose)))
+    if not report.equal:
+        raise typer.Exit(DIFFERENT)
+
+
+@app.command()
+@_guarded
+def inspect(
+    path: PathArgument,
+    format: Annotated[str, typer.Option(help="The format to read.")] = "auto",
+    tag: TagOption = None,
+    config: ConfigOption = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a checkpoint holds."""
+    from ckpt import api
+    from ckpt import inspect as inspection
+
+    checkpoint = api.open(path, format, tag=tag, config=config)
+    if as_json:
+        print(json.dumps(inspection.describe(checkpoint, tensors=tensors), indent=2))
+    else:
+        print("\n".join(inspection.lines(checkpoint, tensors=tensors)))
+
+
+@app.command()
+@_guarded
+def formats(as_json: JsonOption = False) -> None:
+    """List the formats: what can be read and written, and what carries optimizer state."""
+    rows = [
+        {"name": f.name, "reads": f.reads, "writes": f.writes, "optimizer": f.carries_optimizer, "title": f.title}
+        for f in registry.all_formats()
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    print(f"{'name':<20} {'reads':<6} {'writes':<7} {'optimizer':<10} what it is")
+    for row in rows:
+        marks = ["yes" if row[key] else "-" for key in ("reads", "writes", "optimizer")]
+        print(f"{row['name']:<20} {marks[0]:<6} {marks[1]:<7} {marks[2]:<10} {row['title']}")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ckpt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def default_output(path: Path, target: str) -> Path:
+    """`./outputs` becomes `./outputs-hf`, beside it."""
+    absolute = path.absolute()
+    if not absolute.name:
+        raise UsageError("there is no name to derive an output folder from", path=path, hint="give one with -o")
+    return absolute.with_name(f"{absolute.name}-{target}") if path.is_absolute() else _beside(path, target)
+
+
+def _beside(path: Path, target: str) -> Path:
+    """A relative sibling, so that what is printed is what the user would type; `.` and `..` need the real name."""
+    if path.name in ("", ".."):
+        path = Path(path.resolve())
+    return path.with_name(f"{path.name}-{target}")
+
+
+def plan_report(conversion: Conversion, destination: Path) -> dict[str, Any]:
+    """What a conversion writes, moves, casts and leaves out, for printing and for JSON."""
+    plan = conversion.plan
+    return {
+        "source": plan.checkpoint.path,
+        "format": plan.checkpoint.format,
+        "destination": str(destination),
+        "files": [{"name": file.name, "bytes": file.size} for file in plan.target.files],
+        "total_bytes": plan.total_bytes,
+        "moved_bytes": plan.moved_bytes,
+        "copied_by_the_kernel_bytes": plan.span_bytes,
+        "copies": plan.num_copies,
+        "peak_buffer_bytes": conversion.resources.peak_buffers(plan),
+        "casts": [
+            {"from": c.source.name, "to": c.target.name, "tensors": c.num_tensors, "bytes": c.nbytes}
+            for c in plan.casts
+        ],
+        "notes": list(plan.target.notes),
+        "left_out": list(plan.target.dropped),
+    }
+
+
+def plan_lines(report: dict[str, Any], verbose: bool) -> list[str]:
+    """The report of a plan as text; without `verbose` a long list of files is cut."""
+    files = report["files"]
+    shown = files if verbose or len(files) <= 12 else files[:10]
+    lines = [f"would write {len(files)} files, {show_size(report['total_bytes'])}, to {report['destination']}"]
+    lines += [f"  {show_size(file['bytes']):>9}  {printable(file['name'])}" for file in shown]
+    if len(shown) < len(files):
+        lines.append(f"  ... and {len(files) - len(shown)} more (-v lists them)")
+    kernel = show_size(report["copied_by_the_kernel_bytes"])
+    lines.append(f"bytes to move: {show_size(report['moved_bytes'])} in {report['copies']} copies, {kernel} as they are")
+    lines.append(f"peak buffer memory: {show_size(report['peak_buffer_bytes'])}")
+    lines += [
+        f"cast: {c['tensors']} tensors from {c['from']} to {c['to']}, {show_size(c['bytes'])}" for c in report["casts"]
+    ]
+    return lines + _notes(report["notes"], report["left_out"])
+
+
+def _notes(notes: list[str], left_out: list[str]) -> list[str]:
+    return [f"note: {printable(note)}" for note in notes] + [f"not in the target: {printable(x)}" for x in left_out]
+
+
+def _outcome(conversion: Conversion) -> list[str]:
+    plan = conversion.plan
+    summary = f"wrote {len(plan.target.files)} files, {show_size(plan.total_bytes)}"
+    return [*_notes(list(plan.target.notes), list(plan.target.dropped)), summary]
+
+
+def _say_source(checkpoint: Checkpoint, prefix: str = "") -> None:
+    ranks = f", {checkpoint.world_size} ranks" if checkpoint.world_size else ""
+    step = f", step {checkpoint.state.step}" if checkpoint.state.step is not None else ""
+    framework = f" ({checkpoint.framework})" if checkpoint.framework else ""
+    print(printable(f"{prefix}{checkpoint.path}: {checkpoint.format}{framework}{ranks}{step}"), file=sys.stderr)
+    for note in checkpoint.notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, quiet: bool) -> Iterator[Progress | None]:
+    """A bar of bytes on stderr, where that is a terminal; otherwise nothing."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
+
+        def advance(count: int) -> None:
+            bar.update(count)
+
+        yield advance
+
+
+def main() -> None:
+    """The entry point."""
+    app()

@@ -1,0 +1,98 @@
+"""One exception class per exit code.
+
+    CkptError
+    |- UsageError       2  the command cannot mean what it says
+    |- NotFoundError    3  nothing there, or nothing that is recognised
+    |- CorruptError     4  a checkpoint that is damaged, incomplete or contradicts itself
+    |- UnsafeError      5  content that would run code or reach outside its folder
+    |- LossError        6  going on would lose information
+    `- StorageError     7  the disk: no space, no permission, an I/O error
+
+Exit code 1 is no error: `ckpt verify` found a difference.  130 is Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class CkptError(Exception):
+    """What went wrong, where, what was expected and found, and what to do about it.
+
+    `where` is a file, optionally with a rank and an fqn; all of them may be absent.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        rank: int | str | None = None,
+        fqn: str | None = None,
+        expected: object = None,
+        found: object = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.path = None if path is None else os.fspath(path)
+        self.rank = rank
+        self.fqn = fqn
+        self.expected = expected
+        self.found = found
+        self.hint = hint
+
+    def facts(self) -> dict[str, str]:
+        """The parts that are known, in the order in which they are shown."""
+        parts = {
+            "file": self.path,
+            "rank": self.rank,
+            "tensor": self.fqn,
+            "expected": self.expected,
+            "found": self.found,
+        }
+        return {name: printable(str(value)) for name, value in parts.items() if value is not None}
+
+    def __str__(self) -> str:
+        lines = [printable(self.what)]
+        lines += [f"  {name}: {value}" for name, value in self.facts().items()]
+        if self.hint:
+            lines += ["", f"hint: {printable(self.hint)}"]
+        return "\n".join(lines)
+
+
+class UsageError(CkptError):
+    exit_code = 2
+
+
+class NotFoundError(CkptError):
+    exit_code = 3
+
+
+class CorruptError(CkptError):
+    exit_code = 4
+
+
+class UnsafeError(CkptError):
+    exit_code = 5
+
+
+class LossError(CkptError):
+    exit_code = 6
+
+
+class StorageError(CkptError):
+    exit_code = 7
+
+
+def printable(text: str, limit: int = 400) -> str:
+    """`text` with control characters escaped and its length bounded.
+
+    Names come from files that somebody else wrote: they must not move the cursor, colour the terminal
+    or fill the screen.
+    """
+    if len(text) > limit:
+        text = f"{text[:limit]}... ({len(text)} characters)"
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

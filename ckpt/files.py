@@ -1,0 +1,225 @@
+"""Staging, fsync, rename and path confinement: the only module that creates, renames or removes files.
+
+Output is written to a hidden folder beside the destination and renamed into place when every byte of it is on disk,
+so that the destination is at every moment either as it was before or complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt.errors import NotFoundError, StorageError, UnsafeError, UsageError
+
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100
+
+
+@contextlib.contextmanager
+def translate_os_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
+    """Turn an OSError into the CkptError with the exit code for it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NotFoundError("no such file or folder", path=error.filename or path) from error
+    except OSError as error:
+        hint = None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "free some space, or choose another place with -o"
+        raise StorageError(error.strerror or str(error), path=error.filename or path, hint=hint) from error
+
+
+def confined(root: Path, name: str) -> Path:
+    """`root / name`, if it cannot lead out of `root`; UnsafeError otherwise.
+
+    A symlink may lead out only into the `blobs` folder of the same Hugging Face cache entry, which is how that cache
+    stores its snapshots.
+    """
+    if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
+        raise UnsafeError("a file name leads out of the checkpoint's folder", path=root, found=repr(name))
+    path = root / name
+    real, real_root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
+    allowed = [real_root]
+    if real_root.parent.name == "snapshots":
+        allowed.append(real_root.parent.parent / "blobs")
+    if not any(real.is_relative_to(folder) for folder in allowed):
+        raise UnsafeError(
+            "a symlink leads out of the checkpoint's folder",
+            path=path,
+            found=str(real),
+            hint="if you trust it, replace the link by the file",
+        )
+    return path
+
+
+def check_destination(destination: Path, source: Path) -> None:
+    """Refuse a destination that is the source, lies in it, or contains it."""
+    real, origin = Path(os.path.realpath(destination)), Path(os.path.realpath(source))
+    if origin.is_file():
+        origin = origin.parent
+    if real == origin or real.is_relative_to(origin) or origin.is_relative_to(real):
+        raise UsageError(
+            "the destination and the source overlap",
+            path=destination,
+            expected="a folder that neither is, contains nor lies in the source",
+            found=f"source {source}",
+            hint="give another folder with -o",
+        )
+
+
+class Staging:
+    """A folder being written beside its destination.  Use as a context manager and call `commit` at the end.
+
+    Without `commit` the folder is removed on leaving, and the destination stays as it was.  A folder that a killed
+    process left behind is cleared; one that a living process is writing is refused.
+    """
+
+    def __init__(self, destination: Path, *, overwrite: bool, total_bytes: int) -> None:
+        self.destination = Path(os.path.abspath(destination))
+        self.path = self.destination.with_name(f".{self.destination.name}.ckpt-staging")
+        self._old = self.destination.with_name(f".{self.destination.name}.ckpt-old")
+        self._overwrite = overwrite
+        self._total_bytes = total_bytes
+        self._lock = -1
+
+    def __enter__(self) -> Staging:
+        with translate_os_errors(self.path):
+            self.destination.parent.mkdir(parents=True, exist_ok=True)
+            self._restore_interrupted_swap()
+            self._check_destination_free()
+            self._check_space()
+            self._lock = self._acquire()
+            _clear(self.path)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._lock >= 0:
+            if self.path.exists() and _same_file(self._lock, self.path):
+                shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+    def create(self, name: str, size: int) -> int:
+        """Create the file `name` with `size` bytes, all zero, and return a descriptor open for reading and writing."""
+        path = confined(self.path, name)
+        with translate_os_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            os.ftruncate(descriptor, size)
+            return descriptor
+
+    def commit(self) -> None:
+        """Make everything durable and move it to the destination in one step."""
+        with translate_os_errors(self.destination):
+            for folder, _, _ in os.walk(self.path, topdown=False):
+                sync_folder(Path(folder))
+            if self.destination.is_dir() and any(self.destination.iterdir()):
+                self._check_destination_free()
+                self._swap()
+            else:
+                os.rename(self.path, self.destination)
+            sync_folder(self.destination.parent)
+
+    def _check_destination_free(self) -> None:
+        if self.destination.is_symlink() or (self.destination.exists() and not self.destination.is_dir()):
+            raise UsageError("the destination exists and is no folder", path=self.destination)
+        if self.destination.is_dir() and any(self.destination.iterdir()) and not self._overwrite:
+            raise UsageError(
+                "the destination exists",
+                path=self.destination,
+                hint="give another folder with -o, or --overwrite to replace it",
+            )
+
+    def _check_space(self) -> None:
+        info = os.statvfs(self.destination.parent)
+        free = info.f_bavail * info.f_frsize
+        if free < self._total_bytes:
+            raise StorageError(
+                "not enough space for the output",
+                path=self.destination.parent,
+                expected=f"{self._total_bytes} bytes",
+                found=f"{free} bytes free",
+                hint="free some space, or choose another place with -o",
+            )
+
+    def _acquire(self) -> int:
+        """Create or take over the staging folder and lock it; the descriptor holds the lock."""
+        while True:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.path)
+            try:
+                descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # another process finished with it just now
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                raise StorageError("another process is writing this destination", path=self.destination) from None
+            except OSError:
+                return descriptor  # a filesystem without locks: go on without one
+            if self.path.exists() and _same_file(descriptor, self.path):
+                return descriptor
+            os.close(descriptor)
+
+    def _swap(self) -> None:
+        """Exchange the staged folder and the existing destination, then remove what was there before.
+
+        What was there takes the staging folder's name until it is gone, so it is locked as one.
+        """
+        previous = os.open(self.destination, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(previous, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _exchange(self.path, self.destination):
+                shutil.rmtree(self.path)
+            else:
+                os.rename(self.destination, self._old)
+                os.rename(self.path, self.destination)
+                shutil.rmtree(self._old)
+        finally:
+            os.close(previous)
+
+    def _restore_interrupted_swap(self) -> None:
+        """Undo the first half of a swap in two renames that was cut off between them."""
+        if self._old.exists() and not self.destination.exists():
+            os.rename(self._old, self.destination)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the entries of a folder durable, where the filesystem can."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    a, b = os.fstat(descriptor), os.stat(path)
+    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
+
+
+def _clear(folder: Path) -> None:
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two folders atomically; False where the kernel or the filesystem cannot."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+
+

@@ -1,0 +1,222 @@
+"""Declared, invertible relations between two namespaces of the same tensors.
+
+A relation is a list of links, each saying that a box of one tensor is a box of another, dim by dim.  Renaming,
+stacking, splitting, interleaving and transposing are all of this kind, so a relation is declared once and inverted
+mechanically, and the proof that nothing is left over on either side is the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ckpt.checkpoint import Checkpoint, Key, ParamGroup, TrainingState
+from ckpt.dtypes import DType
+from ckpt.errors import CorruptError, LossError
+from ckpt.tensors import (
+    Box,
+    Extent,
+    FlatRange,
+    Fragment,
+    Shape,
+    Source,
+    Tensor,
+    check_tiling,
+    flat_boxes,
+    flat_range,
+    whole,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Box `a_box` of tensor `a` is box `b_box` of tensor `b`.
+
+    `dims[d]` is the dim of `b` that dim `d` of `a` becomes; None for a dim of size 1 in the box that `b` does not
+    have.  Dims of `b` that no dim of `a` becomes have size 1 in `b_box`.
+    """
+
+    a: str
+    a_box: Box
+    b: str
+    b_box: Box
+    dims: tuple[int | None, ...]
+
+    @classmethod
+    def rename(cls, a: str, b: str, shape: Shape) -> Link:
+        return cls(a, whole(shape), b, whole(shape), tuple(range(len(shape))))
+
+    def inverse(self) -> Link:
+        back: list[int | None] = [None] * len(self.b_box.sizes)
+        for dim, target in enumerate(self.dims):
+            if target is not None:
+                back[target] = dim
+        return Link(self.b, self.b_box, self.a, self.a_box, tuple(back))
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether row-major order within the two boxes is the same."""
+        kept = [d for d in self.dims if d is not None]
+        return kept == sorted(kept)
+
+
+@dataclass(frozen=True)
+class Relation:
+    """Links between all tensors of two namespaces, with the shapes on either side."""
+
+    links: tuple[Link, ...]
+    a_shapes: Mapping[str, Shape]
+    b_shapes: Mapping[str, Shape]
+
+    def inverse(self) -> Relation:
+        return Relation(tuple(link.inverse() for link in self.links), self.b_shapes, self.a_shapes)
+
+    def check(self) -> None:
+        """Prove that every element on either side is placed exactly once; LossError otherwise."""
+        for side, shapes in (("a", self.a_shapes), ("b", self.b_shapes)):
+            boxes: dict[str, list[Box]] = {name: [] for name in shapes}
+            for link in self.links:
+                boxes[getattr(link, side)].append(getattr(link, f"{side}_box"))
+            for name, shape in shapes.items():
+                fault = check_tiling(boxes[name], shape)
+                if fault is not None:
+                    raise LossError(
+                        "the name mapping does not place this tensor exactly once",
+                        fqn=name,
+                        found=f"{fault.kind} at {fault.region} of shape {list(shape)}",
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Linked:
+    """A tensor put together from boxes of others, as links say."""
+
+    parts: tuple[tuple[Link, Shape, Source], ...]
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        for link, a_shape, source in self.parts:
+            a_flat, b_flat = flat_range(link.a_box, a_shape), flat_range(link.b_box, shape)
+            for fragment in source.fragments(a_shape):
+                if isinstance(fragment.region, FlatRange) and a_flat and b_flat and link.keeps_order:
+                    yield from _shift(fragment, a_flat, b_flat)
+                else:
+                    yield from _carry(fragment, a_shape, link)
+
+
+def _shift(fragment: Fragment, a: FlatRange, b: FlatRange) -> Iterator[Fragment]:
+    region = fragment.region
+    assert isinstance(region, FlatRange)
+    start, stop = max(region.start, a.start), min(region.stop, a.stop)
+    if start < stop:
+        extent = fragment.extent.flat(start - region.start, stop - region.start)
+        move = b.start - a.start
+        yield Fragment(FlatRange(start + move, stop + move), extent, fragment.rank)
+
+
+def _carry(fragment: Fragment, a_shape: Shape, link: Link) -> Iterator[Fragment]:
+    for box, extent in _boxes(fragment, a_shape):
+        common = box.intersect(link.a_box)
+        if common is None:
+            continue
+        part = extent.narrow(common.relative_to(box))
+        offsets, sizes = list(link.b_box.offsets), [1] * len(link.b_box.sizes)
+        strides = [0] * len(link.b_box.sizes)
+        for dim, target in enumerate(link.dims):
+            if target is not None:
+                offsets[target] += common.offsets[dim] - link.a_box.offsets[dim]
+                sizes[target] = common.sizes[dim]
+                strides[target] = part.strides[dim]
+        placed = Extent(part.path, part.offset, part.dtype, tuple(sizes), tuple(strides))
+        yield Fragment(Box(tuple(offsets), tuple(sizes)), placed, fragment.rank)
+
+
+def _boxes(fragment: Fragment, shape: Shape) -> Iterator[tuple[Box, Extent]]:
+    region = fragment.region
+    if isinstance(region, Box):
+        yield region, fragment.extent
+        return
+    done = 0
+    for box in flat_boxes(shape, region.start, region.stop):
+        yield box, fragment.extent.flat(done, done + box.numel).reshape(box.sizes)
+        done += box.numel
+
+
+def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Checkpoint:
+    """`checkpoint` under the names of the relation's `b` side.
+
+    Every role of a tensor is carried: what holds for a weight holds element by element for its master and for the
+    optimizer's states.  Raises LossError where the relation does not place a tensor.
+    """
+    relation.check()
+    into: dict[str, list[Link]] = {name: [] for name in relation.b_shapes}
+    onto: dict[str, list[str]] = {name: [] for name in relation.a_shapes}
+    for link in relation.links:
+        into[link.b].append(link)
+        if link.b not in onto[link.a]:
+            onto[link.a].append(link.b)
+
+    roles: dict[str, list[str]] = {}
+    for fqn, role in checkpoint.tensors:
+        roles.setdefault(fqn, []).append(role)
+    for fqn in roles:
+        if fqn not in onto:
+            raise LossError("the name mapping has no place for this tensor", fqn=fqn)
+
+    tensors: dict[Key, Tensor] = {}
+    for name, links in into.items():
+        for role in roles[links[0].a]:
+            tensors[name, role] = _combine(checkpoint, name, role, relation.b_shapes[name], links)
+    return replace(
+        checkpoint,
+        tensors=tensors,
+        namespace=namespace,
+        ties=_translate_ties(checkpoint.ties, onto),
+        state=_translate_state(checkpoint.state, onto),
+    )
+
+
+def _combine(checkpoint: Checkpoint, name: str, role: str, shape: Shape, links: list[Link]) -> Tensor:
+    parts = []
+    for link in links:
+        tensor = checkpoint.get(link.a, role)
+        if tensor is None:
+            raise LossError(
+                f"{name!r} is made from several tensors, and one of them has no {role!r}",
+                fqn=link.a,
+                expected=role,
+            )
+        parts.append((link, tensor))
+    first = parts[0][1]
+    if len(parts) == 1 and parts[0][0] == Link.rename(first.fqn, name, shape):
+        return first.renamed(name)
+    dtypes: set[DType] = {tensor.dtype for _, tensor in parts}
+    if len(dtypes) > 1:
+        raise CorruptError(
+            f"{name!r} is made from tensors of several dtypes",
+            fqn=first.fqn,
+            found=", ".join(sorted(map(str, dtypes))),
+        )
+    source = _Linked(tuple((link, tensor.shape, tensor.source) for link, tensor in parts))
+    return Tensor(name, role, first.dtype, shape, source, first.native)
+
+
+def _translate_ties(ties: Mapping[str, str], onto: Mapping[str, list[str]]) -> dict[str, str]:
+    """Ties under the new names.  An alias holds no tensor of its own, so it is named like its owner's kind."""
+    result = {}
+    for alias, owner in ties.items():
+        owners = onto.get(owner, [owner])
+        aliases = onto.get(alias, [alias])
+        result.update(dict(zip(aliases, owners, strict=False)))
+    return result
+
+
+def _translate_state(state: TrainingState, onto: Mapping[str, list[str]]) -> TrainingState:
+    def names(fqns: Iterable[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(new for fqn in fqns for new in onto.get(fqn, [fqn])))
+
+    groups = tuple(ParamGroup(names(group.fqns), group.options) for group in state.param_groups)
+    scalars = {
+        name: {new: value for fqn, value in values.items() for new in onto.get(fqn, [fqn])}
+        for name, values in state.scalars.items()
+    }
+    return replace(state, param_groups=groups, scalars=scalars)

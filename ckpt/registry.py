@@ -1,0 +1,51 @@
+"""The formats, one line each.  The core reaches converters only from here, by dotted name, when one is asked for.
+
+Other packages add formats with the entry-point group `ckpt.formats`: the entry's name is the format's name, its value
+`module:object`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import cast
+
+from ckpt.checkpoint import Format
+from ckpt.errors import UsageError
+
+#: In the order in which a folder is asked what it is: what holds most comes first.
+FORMATS = {
+    "zero1": "converters.zero:ZERO1",
+    "zero2": "converters.zero:ZERO2",
+    "zero3": "converters.zero:ZERO3",
+    "hf": "converters.hf:HF",
+}
+
+#: The module with `relation(config, shapes, direction)`: transformers' names in memory against those on the Hub.
+TRANSFORMERS_NAMES = "converters.names.transformers_names"
+
+
+@cache
+def _known() -> dict[str, str]:
+    from importlib.metadata import entry_points  # takes longer to import than the rest of the command line
+
+    return FORMATS | {entry.name: entry.value for entry in entry_points(group="ckpt.formats")}
+
+
+def names() -> list[str]:
+    """Names of all formats."""
+    return list(_known())
+
+
+def get(name: str) -> Format:
+    """The format called `name`; UsageError if there is none."""
+    known = _known()
+    if name not in known:
+        raise UsageError(f"there is no format called {name!r}", expected="one of " + ", ".join(known))
+    module, _, attribute = known[name].partition(":")
+    return cast(Format, getattr(import_module(module), attribute))
+
+
+def all_formats() -> list[Format]:
+    """Every format, in the order in which a folder is asked what it is."""
+    return [get(name) for name in names()]

@@ -1,0 +1,409 @@
+"""Carry out a plan: the only code that moves tensor bytes.
+
+Like-for-like ranges go from file to file inside the kernel (`copy_file_range`) and never enter this process.  Casts and
+strided copies go through buffers of bounded size.  Work is spread over a few threads, in the order of the target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.casts import cast_bits, storage_dtype
+from ckpt.errors import CorruptError, UsageError
+from ckpt.files import Staging, translate_os_errors
+from ckpt.plan import Copy, Plan
+from ckpt.tensors import Extent, Shape, is_contiguous
+
+Progress = Callable[[int], None]
+
+_SPAN = 64 << 20  # bytes per kernel copy: long enough to be fast, short enough to stop within a moment
+_BUFFER = 4 << 20  # bytes read at a time where data passes through this process
+_MIN_BUFFER = 64 << 10
+_BATCH = 8 << 20  # small copies are handed to a thread together, up to this many bytes
+_OPEN_FILES = 64  # source descriptors a thread keeps open
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+
+#: errno values with which a kernel says that it cannot copy between these two files.
+_NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY, errno.EBADF, errno.EPERM}
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Bounds on a run: `max_memory` bytes for all buffers together, `workers` threads."""
+
+    max_memory: int = 512 << 20
+    workers: int = 0
+
+    @property
+    def num_workers(self) -> int:
+        return self.workers or max(1, min(4, os.cpu_count() or 1))
+
+    @property
+    def buffer_size(self) -> int:
+        """Bytes of one read buffer.  A cast holds the source, the result and temporaries: at most three times this."""
+        size = min(_BUFFER, self.max_memory // (4 * self.num_workers))
+        if size < _MIN_BUFFER:
+            least = _MIN_BUFFER * 4 * self.num_workers
+            raise UsageError("--max-memory is too small", expected=f"at least {least} bytes", found=self.max_memory)
+        return size
+
+    def peak_buffers(self, plan: Plan) -> int:
+        """Upper bound of the bytes of all buffers while `plan` runs."""
+        return 3 * self.buffer_size * self.num_workers if plan.buffered_bytes else 0
+
+
+def execute(
+    plan: Plan,
+    destination: Path,
+    *,
+    overwrite: bool = False,
+    resources: Resources | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write the plan's files and move them to `destination` when all of them are complete and durable.
+
+    `progress` is called with numbers of bytes written, from several threads, one at a time.  Raises StorageError for
+    the disk's errors and CorruptError for a source that changed meanwhile; the destination is then as it was.
+    """
+    resources = resources or Resources()
+    check_replicas(plan)
+    with Staging(destination, overwrite=overwrite, total_bytes=plan.total_bytes) as staging:
+        workers = _Workers(resources, progress or (lambda _: None))
+        try:
+            for file in plan.target.files:
+                output = _Output(staging.create(file.name, file.size), file.name)
+                for offset, data in file.literals:
+                    _write_all(output.descriptor, memoryview(data), offset)
+                for batch in _batches(plan.copies(file)):
+                    workers.submit(output, batch)
+                workers.finish(output)
+            workers.join()
+        finally:
+            workers.stop()
+        for source in plan.checkpoint.files:
+            source.check_unchanged()
+        staging.commit()
+
+
+def _batches(copies: Iterator[Copy]) -> Iterator[list[Copy]]:
+    """Copies in lists of about `_BATCH` bytes; long ones are cut."""
+    batch: list[Copy] = []
+    size = 0
+    for copy in copies:
+        for part in _cut(copy):
+            batch.append(part)
+            size += part.target.nbytes
+            if size >= _BATCH:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _cut(copy: Copy) -> Iterator[Copy]:
+    """A contiguous copy in parts of at most `_SPAN` bytes."""
+    numel = copy.target.numel
+    step = _SPAN // max(copy.source.dtype.itemsize, copy.target.dtype.itemsize)
+    if numel <= step or len(copy.target.shape) != 1 or not (copy.source.is_contiguous and copy.target.is_contiguous):
+        yield copy
+        return
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        yield Copy(copy.source.flat(start, stop), copy.target.flat(start, stop))
+
+
+class _Output:
+    """A target file that several threads fill.  The last one to finish syncs and closes it."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        self.descriptor = descriptor
+        self.name = name
+        self.pending = 1  # one for the submitter, until it has submitted everything
+        self.lock = threading.Lock()
+
+    def add(self) -> None:
+        with self.lock:
+            self.pending += 1
+
+    def done(self) -> None:
+        with self.lock:
+            self.pending -= 1
+            last = self.pending == 0
+        if last:
+            with translate_os_errors(self.name):
+                os.fsync(self.descriptor)
+                os.close(self.descriptor)
+
+
+class _Workers:
+    """A few daemon threads around a bounded queue; the first error of any of them reaches the caller."""
+
+    def __init__(self, resources: Resources, progress: Progress) -> None:
+        self._queue: queue.Queue[tuple[_Output, list[Copy]] | None] = queue.Queue(4 * resources.num_workers)
+        self._buffer_size = resources.buffer_size
+        self._progress = progress
+        self._progress_lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(resources.num_workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, output: _Output, copies: list[Copy]) -> None:
+        output.add()
+        self._put((output, copies))
+
+    def finish(self, output: _Output) -> None:
+        self._put((output, []))
+
+    def join(self) -> None:
+        """Wait until everything submitted is done."""
+        for _ in self._threads:
+            self._put(None)
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(timeout=0.2)  # with a timeout, so that Ctrl-C is seen at once
+                self._raise_error()
+        self._raise_error()
+
+    def stop(self) -> None:
+        """Let the threads end after the piece in hand."""
+        self._stopping = True
+
+    def _put(self, item: tuple[_Output, list[Copy]] | None) -> None:
+        while True:
+            self._raise_error()
+            with contextlib.suppress(queue.Full):
+                self._queue.put(item, timeout=0.2)
+                return
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        with _Sources() as sources:
+            while not self._stopping:
+                try:
+                    item = self._queue.get(timeout=0.2)
+                except queue.Empty:
+                    continue
+                if item is None:
+                    return
+                output, copies = item
+                try:
+                    for copy in copies:
+                        if self._stopping:
+                            return
+                        move(copy, sources.open(copy.source.path), output.descriptor, self._buffer_size)
+                        with self._progress_lock:
+                            self._progress(copy.target.nbytes)
+                    if copies:
+                        _start_writeback(output.descriptor, copies)
+                    output.done()
+                except BaseException as error:  # handed to the caller, whatever it is
+                    self._error = self._error or error
+                    self._stopping = True
+                    return
+
+
+class _Sources:
+    """Source descriptors of one thread, the least recently used closed first."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, int] = OrderedDict()
+
+    def __enter__(self) -> _Sources:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+
+    def open(self, path: str) -> int:
+        descriptor = self._open.get(path)
+        if descriptor is None:
+            if len(self._open) >= _OPEN_FILES:
+                os.close(self._open.popitem(last=False)[1])
+            with translate_os_errors(path):
+                descriptor = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        else:
+            self._open.move_to_end(path)
+        return descriptor
+
+
+def move(copy: Copy, source: int, target: int, buffer_size: int = _BUFFER) -> None:
+    """Carry out one copy between two open files."""
+    with translate_os_errors(copy.target.path):
+        if copy.target.numel == 0:
+            return
+        if copy.is_span:
+            _copy_span(source, target, copy)
+        else:
+            _copy_blocks(source, target, copy, buffer_size)
+
+
+def _copy_span(source: int, target: int, copy: Copy) -> None:
+    read_at, write_at, left = copy.source.offset, copy.target.offset, copy.target.nbytes
+    while left:
+        try:
+            done = os.copy_file_range(source, target, left, read_at, write_at)
+        except OSError as error:
+            if error.errno not in _NO_KERNEL_COPY:
+                raise
+            _copy_through_buffer(source, target, copy, read_at, write_at, left)
+            return
+        if done == 0:
+            raise _truncated(copy.source, read_at)
+        read_at, write_at, left = read_at + done, write_at + done, left - done
+
+
+def _copy_through_buffer(source: int, target: int, copy: Copy, read_at: int, write_at: int, left: int) -> None:
+    while left:
+        data = os.pread(source, min(left, _BUFFER), read_at)
+        if not data:
+            raise _truncated(copy.source, read_at)
+        _write_all(target, memoryview(data), write_at)
+        read_at, write_at, left = read_at + len(data), write_at + len(data), left - len(data)
+
+
+def _copy_blocks(source: int, target: int, copy: Copy, buffer_size: int) -> None:
+    for read, write in _blocks(copy.source, copy.target, buffer_size):
+        bits = read_bits(source, read)
+        if read.dtype != write.dtype:
+            bits = cast_bits(bits.reshape(-1), read.dtype, write.dtype).reshape(bits.shape)
+        _write_bits(target, write, bits)
+
+
+def _blocks(source: Extent, target: Extent, buffer_size: int) -> Iterator[tuple[Extent, Extent]]:
+    """Cut a copy into blocks whose source range, gaps included, fits the buffer.
+
+    The dim with the longest source stride is cut first, so that a block is as compact as it can be in the source.
+    """
+    if source.end - source.offset <= buffer_size or source.numel <= 1:
+        yield source, target
+        return
+    dim = max(range(len(source.shape)), key=lambda d: (source.shape[d] > 1, source.strides[d]))
+    rest = replace(source, shape=source.shape[:dim] + (1,) + source.shape[dim + 1 :])
+    reach = (source.strides[dim] or 1) * source.dtype.itemsize
+    step = max(1, min(source.shape[dim] - 1, (buffer_size - (rest.end - rest.offset)) // reach + 1))
+    for start in range(0, source.shape[dim], step):
+        size = min(step, source.shape[dim] - start)
+        yield from _blocks(_slice(source, dim, start, size), _slice(target, dim, start, size), buffer_size)
+
+
+def _slice(extent: Extent, dim: int, start: int, size: int) -> Extent:
+    return replace(
+        extent,
+        offset=extent.offset + start * extent.strides[dim] * extent.dtype.itemsize,
+        shape=extent.shape[:dim] + (size,) + extent.shape[dim + 1 :],
+    )
+
+
+def read_bits(descriptor: int, extent: Extent) -> NDArray:
+    """The elements of `extent` as a contiguous array of raw bits, in the extent's shape."""
+    raw = np.empty(extent.end - extent.offset, np.uint8)
+    read_into(descriptor, memoryview(raw), extent)
+    elements = raw.view(storage_dtype(extent.dtype))
+    if extent.is_contiguous:
+        return elements.reshape(extent.shape)
+    strides = tuple(stride * extent.dtype.itemsize for stride in extent.strides)
+    return np.ascontiguousarray(np.lib.stride_tricks.as_strided(elements, extent.shape, strides))
+
+
+def read_into(descriptor: int, buffer: memoryview, extent: Extent) -> None:
+    """Fill `buffer` from the start of `extent`; CorruptError where the file ends before that."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(descriptor, [buffer[done:]], extent.offset + done)
+        if count == 0:
+            raise _truncated(extent, extent.offset + done)
+        done += count
+
+
+def _write_bits(descriptor: int, extent: Extent, bits: NDArray) -> None:
+    """Write a contiguous array to a possibly strided extent, one contiguous run at a time."""
+    inner = len(extent.shape)
+    while inner and is_contiguous(extent.shape[inner - 1 :], extent.strides[inner - 1 :]):
+        inner -= 1
+    run = prod(extent.shape[inner:])
+    flat = memoryview(np.ascontiguousarray(bits).reshape(-1).view(np.uint8))
+    size = run * extent.dtype.itemsize
+    for number, offset in enumerate(_offsets(extent.shape[:inner], extent.strides[:inner])):
+        where = extent.offset + offset * extent.dtype.itemsize
+        _write_all(descriptor, flat[number * size : (number + 1) * size], where)
+
+
+def _offsets(shape: Shape, strides: Shape) -> Iterator[int]:
+    if not shape:
+        yield 0
+        return
+    for index in range(shape[0]):
+        for offset in _offsets(shape[1:], strides[1:]):
+            yield index * strides[0] + offset
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _truncated(extent: Extent, offset: int) -> CorruptError:
+    return CorruptError("the file ends inside a tensor", path=extent.path, found=f"end of file at byte {offset}")
+
+
+def _start_writeback(descriptor: int, copies: list[Copy]) -> None:
+    """Ask the kernel to start writing what was just copied, so that the final fsync finds little left to do."""
+    if _sync_file_range is None:
+        return
+    start = min(copy.target.offset for copy in copies)
+    stop = max(copy.target.end for copy in copies)
+    _sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(stop - start), _SYNC_FILE_RANGE_WRITE)
+
+
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+
+
+def check_replicas(plan: Plan) -> None:
+    """Raise CorruptError where a tensor that several ranks hold is not the same on all of them."""
+    with _Sources() as sources:
+        for key in {slot.key for file in plan.target.files for slot in file.slots}:
+            tensor = plan.checkpoint.tensors[key]
+            first = None
+            for source in (tensor.source, *tensor.replicas):
+                fragments = sorted(source.fragments(tensor.shape), key=lambda f: str(f.region))
+                found = [read_bits(sources.open(f.extent.path), f.extent).tobytes() for f in fragments]
+                if first is None:
+                    first, rank = found, fragments[0].rank if fragments else None
+                elif found != first:
+                    raise CorruptError(
+                        "ranks that should hold the same tensor disagree",
+                        path=fragments[0].extent.path,
+                        rank=fragments[0].rank,
+                        fqn=tensor.fqn,
+                        expected=f"what rank {rank} holds",
+                        found=_first_difference(b"".join(first), b"".join(found), tensor.dtype.itemsize),
+                        hint="--replica RANK takes one rank's copy",
+                    )
+
+
+def _first_difference(a: bytes, b: bytes, itemsize: int) -> str:
+    position = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y) // itemsize
+    one, other = (x[position * itemsize : (position + 1) * itemsize].hex() for x in (a, b))
+    return f"element {position} is {other} instead of {one} (raw bytes)"
+
+

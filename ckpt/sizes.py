@@ -1,0 +1,32 @@
+"""Sizes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from ckpt.errors import UsageError
+
+_UNITS = {"": 1, "B": 1} | {
+    name: base**power
+    for power, letter in enumerate("KMGT", 1)
+    for name, base in ((f"{letter}B", 1000), (f"{letter}IB", 1024), (letter, 1000))
+}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB`, `512MiB`, `1.5 GB` or `1000000`; decimal units unless there is an `i`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = match[2].upper() if match else ""
+    if not match or unit not in _UNITS or float(match[1]) <= 0:
+        raise UsageError("this is no size", expected="for example 5GB or 512MB", found=repr(text))
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def show_size(count: int) -> str:
+    """A byte count in decimal units, as disks and `ls --si` show it."""
+    value, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{count} B" if unit == "B" else f"{value:.{2 if value < 10 else 1}f} {unit}"

@@ -1,0 +1,452 @@
+"""Boxes, extents, fragments and logical tensors: pure arithmetic, no I/O, no torch.
+
+A logical tensor is an fqn, a role, a dtype and a shape.  Its elements lie in fragments: a region of the
+tensor and the extent of a file that holds that region.  Everything that converts, compares or reshards is
+the intersection of two such descriptions (`overlay`), and the proof that one of them leaves no hole and no
+overlap (`check_tiling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Protocol
+
+from ckpt.dtypes import DType
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """`sizes` elements from `offsets` on, in every dim of a tensor.  A 0-d tensor has the empty box `Box((), ())`."""
+
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, or None where there is none."""
+        offsets, sizes = [], []
+        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            start, stop = max(a, b), min(a + n, b + m)
+            if start >= stop:
+                return None
+            offsets.append(start)
+            sizes.append(stop - start)
+        return Box(tuple(offsets), tuple(sizes))
+
+    def relative_to(self, outer: Box) -> Box:
+        """This box in the coordinates of a tensor that holds just `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{a}:{a + n}" for a, n in zip(self.offsets, self.sizes, strict=True))
+        return f"[{inner}]"
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRange:
+    """Elements `start` to `stop` of a tensor in row-major order.
+
+    Flat partitions (one long buffer cut among ranks) are of this kind.  A flat range is at most 2*ndim - 1 boxes
+    (`flat_boxes`); kept whole it is one copy instead of several, which is what a thousand ranks need.
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"elements {self.start}:{self.stop}"
+
+
+Region = Box | FlatRange
+
+
+def whole(shape: Shape) -> Box:
+    """The box that is all of a tensor of this shape."""
+    return Box((0,) * len(shape), shape)
+
+
+def contiguous_strides(shape: Shape) -> Shape:
+    """Row-major strides, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def is_contiguous(shape: Shape, strides: Shape) -> bool:
+    """Whether the elements lie one after the other in row-major order (dims of size 1 have no say)."""
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return size == 0 or 0 in shape
+        step *= size
+    return True
+
+
+def flat_range(box: Box, shape: Shape) -> FlatRange | None:
+    """`box` as a flat range of a tensor of `shape`, or None where it is not one.
+
+    It is one where, after leading dims of size 1, one dim is cut freely and all dims behind it are whole.
+    """
+    if box.numel == 0:
+        return FlatRange(0, 0)
+    start, step, cut = 0, 1, False
+    for offset, size, full in zip(reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True):
+        if cut and size != 1:
+            return None
+        cut = cut or size != full
+        start += offset * step
+        step *= full
+    return FlatRange(start, start + box.numel)
+
+
+def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """The flat range `start:stop` of a tensor of `shape` as disjoint boxes, in row-major order.
+
+    At most 2*ndim - 1 of them: a ragged head and tail per dim around one block of whole rows.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    if len(shape) == 1:
+        yield Box((start,), (stop - start,))
+        return
+    row = prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+
+    def partial(index: int, a: int, b: int) -> Iterator[Box]:
+        for box in flat_boxes(shape[1:], a, b):
+            yield Box((index, *box.offsets), (1, *box.sizes))
+
+    if first == last:
+        yield from partial(first, head, tail)
+        return
+    if head:
+        yield from partial(first, head, row)
+        first += 1
+    if first < last:
+        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+    if tail:
+        yield from partial(last, 0, tail)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A strided array in a file: `offset` in bytes from the file's start, `strides` in elements."""
+
+    path: str
+    offset: int
+    dtype: DType
+    shape: Shape
+    strides: Shape
+
+    @classmethod
+    def contiguous(cls, path: str, offset: int, dtype: DType, shape: Shape) -> Extent:
+        return cls(path, offset, dtype, shape, contiguous_strides(shape))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements (not of the gaps that strides leave between them)."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """The offset behind the last byte that this extent touches."""
+        if 0 in self.shape:
+            return self.offset
+        reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.offset + (reach + 1) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        return is_contiguous(self.shape, self.strides)
+
+    def narrow(self, box: Box) -> Extent:
+        """The part of this array that `box`, in its own coordinates, cuts out."""
+        skip = sum(offset * stride for offset, stride in zip(box.offsets, self.strides, strict=True))
+        return Extent(self.path, self.offset + skip * self.dtype.itemsize, self.dtype, box.sizes, self.strides)
+
+    def flat(self, start: int, stop: int) -> Extent:
+        """Elements `start:stop` of a contiguous array, as a 1-d extent."""
+        offset = self.offset + start * self.dtype.itemsize
+        return Extent(self.path, offset, self.dtype, (stop - start,), (1,))
+
+    def reshape(self, shape: Shape) -> Extent:
+        """A contiguous array under another shape of the same number of elements."""
+        return Extent(self.path, self.offset, self.dtype, shape, contiguous_strides(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A region of a tensor and the extent that holds it.
+
+    With a `Box` the extent has the box's sizes as its shape; with a `FlatRange` it is 1-d and contiguous.
+    `rank` says who wrote it, for messages; None where no rank is known.
+    """
+
+    region: Region
+    extent: Extent
+    rank: int | None = None
+
+
+class Source(Protocol):
+    """Where a tensor's elements are: a rule that produces fragments when they are asked for.
+
+    A rule keeps what differs between tensors and not one object per rank, so that the description of 50,000
+    tensors on 1,024 ranks stays small.
+    """
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        """Fragments that tile the tensor; flat ones in rising order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor that lies in one place."""
+
+    extent: Extent
+    rank: int | None = None
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        yield Fragment(whole(shape), self.extent, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A tensor whose fragments are listed one by one."""
+
+    pieces: tuple[Fragment, ...]
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        yield from self.pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A logical tensor: one fqn in one role (`weight`, `master`, `buffer`, or an optimizer state's own name).
+
+    `native` is the dtype the model itself uses for this fqn, where the tensor's own is another one: an fp32
+    master of a bf16 model has `dtype` float32 and `native` bfloat16.  `replicas` hold the same elements again.
+    """
+
+    fqn: str
+    role: str
+    dtype: DType
+    shape: Shape
+    source: Source
+    native: DType | None = None
+    replicas: tuple[Source, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def fragments(self) -> Iterator[Fragment]:
+        return self.source.fragments(self.shape)
+
+    def renamed(self, fqn: str) -> Tensor:
+        return replace(self, fqn=fqn)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What two descriptions of a tensor have in common: the region, and the same elements in either extent."""
+
+    region: Region
+    a: Extent
+    b: Extent
+    a_rank: int | None = None
+    b_rank: int | None = None
+
+
+def _as_flat(fragment: Fragment, shape: Shape) -> Fragment | None:
+    """The fragment with a `FlatRange` and a 1-d extent, where both are possible."""
+    if isinstance(fragment.region, FlatRange):
+        return fragment
+    if not fragment.extent.is_contiguous:
+        return None
+    flat = flat_range(fragment.region, shape)
+    if flat is None:
+        return None
+    return Fragment(flat, fragment.extent.reshape((flat.numel,)), fragment.rank)
+
+
+def _as_boxes(fragment: Fragment, shape: Shape) -> Iterator[Fragment]:
+    """The fragment as fragments of boxes."""
+    region = fragment.region
+    if isinstance(region, Box):
+        yield fragment
+        return
+    done = 0
+    for box in flat_boxes(shape, region.start, region.stop):
+        extent = fragment.extent.flat(done, done + box.numel).reshape(box.sizes)
+        yield Fragment(box, extent, fragment.rank)
+        done += box.numel
+
+
+def overlay(a: Iterable[Fragment], b: Iterable[Fragment], shape: Shape) -> Iterator[Overlap]:
+    """Every region that a fragment of `a` and one of `b` have in common, with both extents narrowed to it.
+
+    Where both sides are flat it is a merge of two sorted lists; otherwise boxes are intersected.
+    """
+    a, b = list(a), list(b)
+    flat_a = [_as_flat(f, shape) for f in a]
+    flat_b = [_as_flat(f, shape) for f in b]
+    if None not in flat_a and None not in flat_b:
+        yield from _overlay_flat([f for f in flat_a if f], [f for f in flat_b if f])
+    else:
+        boxes_b = sorted((g for f in b for g in _as_boxes(f, shape)), key=_first_offset)
+        for fragment in a:
+            for piece in _as_boxes(fragment, shape):
+                yield from _overlay_boxes(piece, boxes_b)
+
+
+def _first_offset(fragment: Fragment) -> int:
+    assert isinstance(fragment.region, Box)
+    return fragment.region.offsets[0] if fragment.region.offsets else 0
+
+
+def _overlay_boxes(piece: Fragment, others: list[Fragment]) -> Iterator[Overlap]:
+    assert isinstance(piece.region, Box)
+    end = _first_offset(piece) + (piece.region.sizes[0] if piece.region.sizes else 1)
+    for other in others:
+        assert isinstance(other.region, Box)
+        if _first_offset(other) >= end:
+            break
+        common = piece.region.intersect(other.region)
+        if common is None:
+            continue
+        yield Overlap(
+            common,
+            piece.extent.narrow(common.relative_to(piece.region)),
+            other.extent.narrow(common.relative_to(other.region)),
+            piece.rank,
+            other.rank,
+        )
+
+
+def _flat_start(fragment: Fragment) -> int:
+    assert isinstance(fragment.region, FlatRange)
+    return fragment.region.start
+
+
+def _overlay_flat(a: list[Fragment], b: list[Fragment]) -> Iterator[Overlap]:
+    a.sort(key=_flat_start)
+    b.sort(key=_flat_start)
+    j = 0
+    for f in a:
+        assert isinstance(f.region, FlatRange)
+        while j < len(b) and b[j].region.stop <= f.region.start:  # type: ignore[union-attr]
+            j += 1
+        k = j
+        while k < len(b) and b[k].region.start < f.region.stop:  # type: ignore[union-attr]
+            g = b[k]
+            assert isinstance(g.region, FlatRange)
+            start, stop = max(f.region.start, g.region.start), min(f.region.stop, g.region.stop)
+            if start < stop:
+                yield Overlap(
+                    FlatRange(start, stop),
+                    f.extent.flat(start - f.region.start, stop - f.region.start),
+                    g.extent.flat(start - g.region.start, stop - g.region.start),
+                    f.rank,
+                    g.rank,
+                )
+            k += 1
+
+
+@dataclass(frozen=True, slots=True)
+class TilingFault:
+    """Why regions do not tile a tensor: `kind` is `hole`, `overlap` or `outside`."""
+
+    kind: str
+    region: Region
+
+
+def check_tiling(regions: Sequence[Region], shape: Shape) -> TilingFault | None:
+    """None if the regions cover every element of `shape` exactly once; otherwise the first fault found."""
+    total = prod(shape)
+    flat: list[FlatRange] = []
+    for region in regions:
+        if isinstance(region, FlatRange):
+            if region.numel and not 0 <= region.start < region.stop <= total:
+                return TilingFault("outside", region)
+        else:
+            outside = len(region.sizes) != len(shape) or any(
+                a < 0 or n < 0 or a + n > full
+                for a, n, full in zip(region.offsets, region.sizes, shape, strict=True)
+            )
+            if outside:
+                return TilingFault("outside", region)
+        as_flat = region if isinstance(region, FlatRange) else flat_range(region, shape)
+        if as_flat is None:
+            return _check_boxes(regions, shape)
+        if as_flat.numel:
+            flat.append(as_flat)
+    flat.sort(key=lambda r: r.start)
+    reached = 0
+    for r in flat:
+        if r.start > reached:
+            return TilingFault("hole", FlatRange(reached, r.start))
+        if r.start < reached:
+            return TilingFault("overlap", FlatRange(r.start, min(reached, r.stop)))
+        reached = r.stop
+    return TilingFault("hole", FlatRange(reached, total)) if reached < total else None
+
+
+def _check_boxes(regions: Sequence[Region], shape: Shape) -> TilingFault | None:
+    boxes: list[Box] = []
+    for region in regions:
+        parts = [region] if isinstance(region, Box) else flat_boxes(shape, region.start, region.stop)
+        boxes += [box for box in parts if box.numel]
+    return _sweep(boxes, (), (), shape)
+
+
+def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape) -> TilingFault | None:
+    """Cut space into slabs at every edge of the next dim and check each slab in the dims that are left.
+
+    `offsets` and `sizes` are the slab so far.
+    """
+    dim = len(offsets)
+    if not boxes:
+        return TilingFault("hole", Box(offsets + (0,) * (len(shape) - dim), sizes + shape[dim:]))
+    if dim == len(shape):
+        return TilingFault("overlap", Box(offsets, sizes)) if len(boxes) > 1 else None
+    edges = sorted({0, shape[dim]} | {e for b in boxes for e in (b.offsets[dim], b.offsets[dim] + b.sizes[dim])})
+    if len(boxes) == 1 and boxes[0].offsets[dim:] == (0,) * (len(shape) - dim) and boxes[0].sizes[dim:] == shape[dim:]:
+        return None
+    by_start = sorted(boxes, key=lambda b: b.offsets[dim])
+    active: list[Box] = []
+    upcoming = 0
+    for start, stop in zip(edges, edges[1:], strict=False):
+        active = [b for b in active if b.offsets[dim] + b.sizes[dim] > start]
+        while upcoming < len(by_start) and by_start[upcoming].offsets[dim] <= start:
+            active.append(by_start[upcoming])
+            upcoming += 1
+        fault = _sweep(active, (*offsets, start), (*sizes, stop - start), shape)
+        if fault is not None:
+            return fault
+    return None

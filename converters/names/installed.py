@@ -1,0 +1,148 @@
+"""What the installed transformers' source text says, read without importing it (an import costs seconds).
+
+Only plain text is looked at: which models the conversion tables mention, and the literals of class
+attributes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_MODEL_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+_CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
+_TIED = re.compile(r"^    _tied_weights_keys(?::[^=\n]*)? = ", re.MULTILINE)
+_TIE_DEFAULT = re.compile(r"\btie_word_embeddings(?:: [^=\n]+)? ?= ?(True|False)\b")
+
+
+@functools.cache
+def package() -> Path | None:
+    """The folder of the installed transformers, or None."""
+    spec = importlib.util.find_spec("transformers")
+    locations = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(locations[0]) if locations else None
+
+
+@functools.cache
+def converted_identifiers() -> frozenset[str] | None:
+    """Model types and class names that transformers 5's tables (`conversion_mapping.py`) may mention.
+
+    Every quoted word counts, so that none is overlooked.  None where there are no tables: transformers 4, or
+    none.
+    """
+    folder = package()
+    path = folder / "conversion_mapping.py" if folder else None
+    if path is None or not path.is_file():
+        return None
+    return frozenset(re.findall(r"[\"']([\w.-]+)[\"']", path.read_text("utf-8")))
+
+
+def model_types(config: Mapping[str, Any]) -> Iterator[str]:
+    """The `model_type` of a config and of every config inside it."""
+    own = config.get("model_type")
+    if isinstance(own, str):
+        yield own
+    for value in config.values():
+        if isinstance(value, Mapping):
+            yield from model_types(value)
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """Class names of the model, without the prefix under which FSDP1 wraps them."""
+    named = config.get("architectures")
+    if not isinstance(named, list):
+        return []
+    return [re.sub(r"^FSDP(?=[A-Z])", "", name) for name in named if isinstance(name, str)]
+
+
+@functools.cache
+def model_folder(model_type: str) -> Path | None:
+    """The folder of the model's source files."""
+    root = package()
+    if root is None or not _MODEL_TYPE.fullmatch(model_type):
+        return None
+    names = [model_type.replace("-", "_")]
+    mappings = root / "models" / "auto" / "auto_mappings.py"
+    if not (root / "models" / names[0]).is_dir() and mappings.is_file():
+        names = re.findall(rf'\("{re.escape(model_type)}", "(\w+)"\)', mappings.read_text("utf-8"))
+    return next((f for name in names if (f := root / "models" / name).is_dir()), None)
+
+
+@functools.cache
+def _source(model_type: str, kind: str) -> str:
+    """The text of the `kind` (`modeling` or `configuration`) files of a model."""
+    folder = model_folder(model_type)
+    if folder is None:
+        return ""
+    return "\n".join(path.read_text("utf-8", "replace") for path in sorted(folder.glob(f"{kind}_*.py")))
+
+
+@functools.cache
+def _classes(model_type: str, kind: str) -> dict[str, tuple[tuple[str, ...], str]]:
+    """Bases and body text of every class in these files."""
+    text = _source(model_type, kind)
+    starts = list(_CLASS.finditer(text))
+    ends = [m.start() for m in starts[1:]] + [len(text)]
+    return {
+        m[1]: (tuple(base.strip() for base in (m[2] or "").split(",")), text[m.end() : end])
+        for m, end in zip(starts, ends, strict=True)
+    }
+
+
+def class_names(model_type: str) -> frozenset[str]:
+    """The classes that the model's modeling files define."""
+    return frozenset(_classes(model_type, "modeling"))
+
+
+def tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:
+    """`_tied_weights_keys` of the config's model class: patterns of aliases, and their owners where stated.
+
+    transformers 5 maps alias to owner; transformers 4 lists aliases only.  None where the class is not found.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        return None
+    classes = _classes(model_type, "modeling")
+    for name in architectures(config):
+        seen: set[str] = set()
+        while name in classes and name not in seen:
+            seen.add(name)
+            bases, body = classes[name]
+            found = _tied_literal(body)
+            if found is not None:
+                return found
+            name = next((base for base in bases if base in classes), "")
+        if seen:
+            return {}
+    return None
+
+
+def _tied_literal(body: str) -> dict[str, str | None] | None:
+    match = _TIED.search(body)
+    if match is None:
+        return None
+    rest = body[match.end() :]
+    lines = rest.splitlines(keepends=True)
+    for count in range(1, min(len(lines), 100) + 1):
+        try:
+            value = ast.literal_eval("".join(lines[:count]).strip())
+        except (SyntaxError, ValueError):
+            continue
+        if isinstance(value, dict):
+            return {str(alias): str(owner) for alias, owner in value.items()}
+        return dict.fromkeys(map(str, value or ()))
+    return None
+
+
+def ties_by_default(model_type: str) -> bool:
+    """Whether the config class ties the embeddings where `config.json` does not say."""
+    for _, body in _classes(model_type, "configuration").values():
+        if re.search(rf'^    model_type(?:: str)? = "{re.escape(model_type)}"', body, re.MULTILINE):
+            match = _TIE_DEFAULT.search(body)
+            return match is not None and match[1] == "True"
+    return False

@@ -1,0 +1,683 @@
+"""DeepSpeed ZeRO stages 1, 2 and 3: read.
+
+Format facts are from deepspeed 0.19.8: runtime/engine.py (`_save_checkpoint`, `_save_zero_checkpoint`),
+runtime/zero/stage_1_and_2.py and runtime/zero/stage3.py (`state_dict`), runtime/bf16_optimizer.py (`state_dict`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt import torchfile
+from ckpt.checkpoint import (
+    BUFFER,
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Key,
+    Layout,
+    ParamGroup,
+    ReadRequest,
+    SourceFile,
+    Target,
+    TrainingState,
+)
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.pickles import Record, StoredTensor
+from ckpt.scalars import read_scalar
+from ckpt.tensors import Extent, Shape, Tensor, Whole
+from converters.deepspeed_folder import (
+    StepFolder,
+    find_step_folder,
+    list_step_folder,
+    newest_complete,
+    step_folders,
+)
+from converters.zero_partitions import FlatGroup, InFlatGroup, InSlots, slot_size
+
+#: Entries of a model file that DeepSpeed itself writes; everything else there is the user's client state.
+_MODEL_FILE_KEYS = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler "
+    "data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
+    "mp_world_size checkpoint_parallel_dimensions num_experts ds_config ds_version ds_autoep_layers "
+    "universal_checkpoint_info".split()
+)
+#: Entries of an optimizer file's inner dict that describe tensors; the rest is training state.
+_OPTIMIZER_KEYS = frozenset(
+    "base_optimizer_state optimizer_state_dict single_partition_of_fp32_groups fp32_flat_groups zero_stage "
+    "group_paddings param_alignment_paddings partition_count ds_version param_slice_mappings "
+    "ds_zero_partition_groups universal_checkpoint_info".split()
+)
+
+
+@dataclass(frozen=True)
+class Zero:
+    """The three formats `zero1`, `zero2` and `zero3`."""
+
+    stage: int
+    reads: bool = True
+    writes: bool = False
+    carries_optimizer: bool = True
+    namespace: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"zero{self.stage}"
+
+    @property
+    def title(self) -> str:
+        return f"DeepSpeed ZeRO-{self.stage}"
+
+    def find(self, path: Path, tag: str | None) -> Path | None:
+        folder = find_step_folder(path, tag)
+        if folder is None or _stage_of_folder(folder) != self.stage:
+            return None
+        return folder
+
+    def read(self, path: Path, request: ReadRequest) -> Checkpoint:
+        try:
+            checkpoint = _read_step(path)
+        except CorruptError as error:
+            whole = newest_complete(path.parent, _read_step, besides=path)
+            if whole is not None and error.hint is None:
+                error.hint = f"the newest complete step here is {whole.name}: --tag {whole.name}"
+            raise
+        newer = [f.name for f in step_folders(path.parent)]
+        ahead = newer[: newer.index(path.name)] if path.name in newer else []
+        if ahead and request.tag is None:
+            note = f"{path.name} is what is recorded; there is also {', '.join(ahead)} (--tag takes it)"
+            checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
+        return checkpoint
+
+    def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        raise NotFoundError(f"{self.name} cannot be written", hint="see `ckpt formats`")
+
+
+ZERO1, ZERO2, ZERO3 = Zero(1), Zero(2), Zero(3)
+
+
+@dataclass(frozen=True)
+class _RankFile:
+    """What one rank wrote into one file."""
+
+    path: str
+    rank: int
+    content: Mapping[str, Any]
+
+    def need(self, key: str) -> Any:
+        if key not in self.content:
+            raise CorruptError("an entry is missing", path=self.path, rank=self.rank, expected=repr(key))
+        return self.content[key]
+
+
+@dataclass
+class _Reading:
+    """What has been read so far of one step folder."""
+
+    folder: StepFolder
+    files: list[SourceFile] = field(default_factory=list)
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+
+    def load(self, path: str, rank: int) -> _RankFile:
+        self.files.append(SourceFile.stat(path))
+        root = torchfile.read(path).root
+        if not isinstance(root, Mapping):
+            raise CorruptError("this is no DeepSpeed file", path=path, rank=rank, expected="a dict")
+        return _RankFile(path, rank, root)
+
+    def add(self, tensor: Tensor) -> None:
+        self.tensors[tensor.fqn, tensor.role] = tensor
+
+
+def _stage_of_folder(folder: Path) -> int:
+    files = list_step_folder(folder).optimizer
+    first = files[min(files)]
+    return _stage(_inner(_Reading(StepFolder(folder, files, {}, None)).load(first, min(files))))
+
+
+def _inner(file: _RankFile) -> _RankFile:
+    content = file.need("optimizer_state_dict")
+    if not isinstance(content, Mapping):
+        raise CorruptError("this is no DeepSpeed optimizer file", path=file.path, rank=file.rank)
+    return _RankFile(file.path, file.rank, content)
+
+
+def _stage(inner: _RankFile) -> int:
+    """1, 2 or 3.  BF16_Optimizer records no stage; it partitions like stage 1."""
+    stage = inner.content.get("zero_stage")
+    if isinstance(stage, Record):
+        stage = stage.args[0] if stage.args else None
+    if stage is None and "single_partition_of_fp32_groups" in inner.content:
+        return 1
+    if isinstance(stage, int) and 1 <= stage <= 3:
+        return int(stage)
+    raise CorruptError("the ZeRO stage is not recorded", path=inner.path, rank=inner.rank, found=stage)
+
+
+def _read_step(path: Path) -> Checkpoint:
+    folder = list_step_folder(path)
+    reading = _Reading(folder)
+    first_rank = min(folder.optimizer)
+    first = _inner(reading.load(folder.optimizer[first_rank], first_rank))
+    stage = _stage(first)
+    world_size = _world_size(first)
+    _check_ranks(folder.optimizer, world_size, path, "optim_states")
+    if stage == 3:
+        _check_ranks(folder.model_per_rank, world_size, path, "model_states")
+    elif folder.model is None:
+        raise CorruptError("the model file is missing", path=path, expected="mp_rank_00_model_states.pt")
+    others = [_inner(reading.load(folder.optimizer[rank], rank)) for rank in range(world_size) if rank != first_rank]
+    inners = sorted([first, *others], key=lambda inner: inner.rank)
+    for inner in inners:
+        if _stage(inner) != stage or _world_size(inner) != world_size:
+            raise CorruptError(
+                "files of different runs in one folder",
+                path=inner.path,
+                rank=inner.rank,
+                expected=f"ZeRO-{stage} on {world_size} ranks",
+                found=f"ZeRO-{_stage(inner)} on {_world_size(inner)} ranks",
+            )
+    if stage == 3:
+        model = _read_stage3(reading, inners)
+    else:
+        model = _read_stage12(reading, inners)
+    return _checkpoint(reading, model, inners, stage, world_size)
+
+
+def _world_size(inner: _RankFile) -> int:
+    """Ranks that share a partition.  Not `dp_world_size`: MiCS partitions over a part of the data-parallel ranks."""
+    count = inner.need("partition_count")
+    if isinstance(count, Sequence) and not isinstance(count, str) and count:
+        if len(set(count)) > 1:
+            raise NotFoundError(
+                "parameter groups partitioned over different numbers of ranks (DeepSpeed-MoE) are not supported",
+                path=inner.path,
+            )
+        count = count[0]
+    if not isinstance(count, int) or count < 1:
+        raise CorruptError("the number of partitions is not recorded", path=inner.path, found=count)
+    return count
+
+
+def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: str) -> None:
+    missing = [rank for rank in range(world_size) if rank not in files]
+    extra = [rank for rank in files if rank >= world_size]
+    if missing:
+        raise CorruptError(
+            f"{kind} files are missing: every parameter has a part in each of them",
+            path=path,
+            rank=", ".join(map(str, missing[:16])),
+            expected=f"{world_size} files, e.g. *zero_pp_rank_{missing[0]}_mp_rank_00_{kind}.pt",
+            found=f"{len(files)} files",
+        )
+    if extra:
+        raise CorruptError(
+            f"{kind} files of more ranks than the run had: left over from an earlier, larger run",
+            path=path,
+            rank=", ".join(map(str, extra[:16])),
+            expected=f"{world_size} ranks",
+            found=f"{len(files)} files",
+            hint="move them away if they do not belong to this run",
+        )
+
+
+# -- the model files ---------------------------------------------------------------------------------------------------
+
+
+def _shapes(value: Any, file: _RankFile, what: str) -> dict[str, Shape]:
+    """A dict of fqn to shape, as recorded (torch.Size, tuple or list)."""
+    if not isinstance(value, Mapping):
+        raise CorruptError(f"{what} is no dict of shapes", path=file.path, rank=file.rank)
+    shapes = {}
+    for fqn, shape in value.items():
+        sizes = tuple(shape) if isinstance(shape, Sequence) else None
+        if not isinstance(fqn, str) or sizes is None or not all(type(n) is int and n >= 0 for n in sizes):
+            raise CorruptError(f"{what} is no dict of shapes", path=file.path, rank=file.rank, fqn=str(fqn))
+        shapes[fqn] = sizes
+    return shapes
+
+
+def _param_shapes(model: _RankFile) -> list[dict[str, Shape]]:
+    """Shapes of trainable parameters in flattening order: one dict per group (stages 1, 2) or sub-group (stage 3)."""
+    recorded = model.need("param_shapes")
+    groups = recorded if isinstance(recorded, Sequence) else [recorded]  # one dict, in very old files
+    return [_shapes(group, model, "param_shapes") for group in groups]
+
+
+def _module(model: _RankFile) -> dict[str, StoredTensor]:
+    """The tensors of the module's state dict.  What is no tensor (`_extra_state`) is training state, see `_items`."""
+    module = model.need("module")
+    if not isinstance(module, Mapping):
+        raise NotFoundError(
+            "a DeepSpeed pipeline or a model-parallel run, which is not supported", path=model.path, found="no module"
+        )
+    if any(isinstance(value, Mapping) and any(_is_tensor_tree(v) for v in value.values()) for value in module.values()):
+        raise NotFoundError(
+            "a Megatron-DeepSpeed state dict (nested by component) is not supported", path=model.path
+        )
+    return {fqn: value for fqn, value in module.items() if isinstance(value, StoredTensor)}
+
+
+def _is_tensor_tree(value: Any) -> bool:
+    return isinstance(value, StoredTensor | Mapping)
+
+
+def _ties(model: _RankFile) -> dict[str, str]:
+    """Alias to owner.  Only the file of global rank 0 records them."""
+    shared = model.content.get("shared_params") or {}
+    pairs = shared.items() if isinstance(shared, Mapping) else shared
+    return {str(alias): str(owner) for alias, owner in pairs}
+
+
+def _whole(fqn: str, role: str, stored: StoredTensor, rank: int) -> Tensor:
+    extent = stored.extent
+    return Tensor(fqn, role, extent.dtype, extent.shape, Whole(extent, rank), extent.dtype)
+
+
+def _buffer_names(model: _RankFile) -> set[str]:
+    return {str(name) for name in model.content.get("buffer_names") or ()}
+
+
+# -- stages 1 and 2 ----------------------------------------------------------------------------------------------------
+
+
+def _read_stage12(reading: _Reading, inners: list[_RankFile]) -> _Model:
+    assert reading.folder.model is not None
+    file = reading.load(reading.folder.model, 0)
+    module, ties, buffers = _module(file), _ties(file), _buffer_names(file)
+    groups = _param_shapes(file)
+    frozen = file.content.get("frozen_param_fragments") or {}
+    for fqn, stored in {**frozen, **module}.items():
+        if isinstance(stored, StoredTensor) and fqn not in ties:
+            reading.add(_whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored, 0))
+    _expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
+
+    orders, scalars = [], {}
+    for number, shapes in enumerate(groups):
+        orders.append(tuple(shapes))
+        partition = _partition_size(inners, number)
+        starts = _starts(shapes, inners[0], number)
+        buffers_of = _flat_buffers(inners, number)
+        for role, extents in buffers_of.items():
+            group = FlatGroup(extents, partition)
+            for fqn, shape in shapes.items():
+                native = module[fqn].extent.dtype if fqn in module else None
+                source = InFlatGroup(group, starts[fqn])
+                reading.add(Tensor(fqn, role, extents[0].dtype, shape, source, native))
+        for name, value in _scalars(inners, lambda inner, n=number: _base_state(inner, n)).items():
+            scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
+    options = _hyperparameters(inners[0].content.get("base_optimizer_state"))
+    param_groups = [ParamGroup(order, options[i] if i < len(options) else {}) for i, order in enumerate(orders)]
+    return _Model(file, ties, tuple(param_groups), scalars, [file])
+
+
+def _expect_groups(inners: list[_RankFile], key: str, count: int) -> None:
+    for inner in inners:
+        found = inner.need(key)
+        if len(found) != count:
+            raise CorruptError(
+                "the optimizer file and the model file do not belong together",
+                path=inner.path,
+                rank=inner.rank,
+                expected=f"{count} parameter groups",
+                found=f"{len(found)}",
+            )
+
+
+def _base_state(inner: _RankFile, group: int) -> Mapping[str, Any]:
+    """The optimizer's states of a group: a dict by state name, empty before the first step."""
+    base = inner.content.get("base_optimizer_state")
+    if isinstance(base, Mapping):
+        state = base.get("state") or {}
+        ids = [i for g in (base.get("param_groups") or [])[group : group + 1] for i in g.get("params", [])]
+        return state.get(ids[0] if ids else group) or {}
+    if isinstance(base, Sequence) and group < len(base):  # elastic_checkpoint
+        state = dict(base[group])
+        if "base_optimizer_state_step" in inner.content:
+            state["step"] = inner.content["base_optimizer_state_step"]
+        return state
+    return {}
+
+
+def _partition_size(inners: list[_RankFile], group: int) -> int:
+    """Elements of the group's flat buffer per rank, padding included.
+
+    Recorded per rank as what is kept plus what was stripped; where paddings are recorded for the last rank only (before
+    DeepSpeed 0.16.4) or not at all, the longest partition, or an optimizer state, which is never stripped.
+    """
+    sizes = set()
+    for inner in inners:
+        kept = inner.need("single_partition_of_fp32_groups")[group]
+        lengths = [_vector(kept, inner).numel]
+        paddings = inner.content.get("group_paddings")
+        if paddings:
+            lengths.append(lengths[0] + paddings[group])
+        lengths += [
+            value.extent.numel
+            for value in _base_state(inner, group).values()
+            if isinstance(value, StoredTensor) and len(value.extent.shape) == 1
+        ]
+        if inner.content.get("zero_stage") is None:  # BF16_Optimizer keeps its padding
+            lengths = lengths[:1]
+        sizes.add(max(lengths))
+    return max(sizes)
+
+
+def _starts(shapes: Mapping[str, Shape], inner: _RankFile, group: int) -> dict[str, int]:
+    """Where each parameter begins in the group's flat buffer, with `parameter_alignment` paddings behind it."""
+    recorded = inner.content.get("param_alignment_paddings")
+    paddings = list(recorded[group]) if recorded else [0] * len(shapes)
+    if len(paddings) != len(shapes):
+        raise CorruptError(
+            "parameter paddings and parameters do not match",
+            path=inner.path,
+            expected=f"{len(shapes)} paddings",
+            found=len(paddings),
+        )
+    starts, position = {}, 0
+    for (fqn, shape), padding in zip(shapes.items(), paddings, strict=True):
+        starts[fqn] = position
+        position += prod(shape) + padding
+    return starts
+
+
+def _flat_buffers(inners: list[_RankFile], group: int) -> dict[str, list[Extent]]:
+    """Per role, every rank's 1-d extent of a group."""
+    buffers = {MASTER: [_vector(inner.need("single_partition_of_fp32_groups")[group], inner) for inner in inners]}
+    for name in _state_names(inners, lambda inner: _base_state(inner, group)):
+        buffers[name] = [_state_vector(_base_state(inner, group), name, inner) for inner in inners]
+    return buffers
+
+
+# -- stage 3 -----------------------------------------------------------------------------------------------------------
+
+
+def _read_stage3(reading: _Reading, inners: list[_RankFile]) -> _Model:
+    world_size = len(inners)
+    models = [_light(reading.load(reading.folder.model_per_rank[rank], rank)) for rank in range(world_size)]
+    file = models[0]
+    module, ties, buffer_names = _module(file), _ties(file), _buffer_names(file)
+    sub_groups = _param_shapes(file)
+    for model in models[1:]:
+        if _param_shapes(model) != sub_groups:
+            raise CorruptError(
+                "ranks describe different models", path=model.path, rank=model.rank, expected=f"as {file.path}"
+            )
+    _add_frozen(reading, models)
+    _add_buffers(reading, models, buffer_names)
+    _expect_groups(inners, "fp32_flat_groups", len(sub_groups))
+
+    scalars: dict[str, dict[str, Any]] = {}
+    for number, shapes in enumerate(sub_groups):
+        length = sum(slot_size(prod(shape), world_size) for shape in shapes.values())
+        states = [_sub_group_state(inner, number) for inner in inners]
+        by_role = {
+            MASTER: [
+                _offloaded(reading, inner, inner.need("fp32_flat_groups")[number], None, length) for inner in inners
+            ]
+        }
+        for name in _state_names(inners, lambda inner, n=number: _sub_group_state(inner, n)):
+            by_role[name] = [
+                _offloaded(reading, inner, state.get(name), name, length)
+                for inner, state in zip(inners, states, strict=True)
+            ]
+        for role, extents in by_role.items():
+            _check_lengths(inners, extents, length, role)
+            offset = 0
+            for fqn, shape in shapes.items():
+                native = module[fqn].extent.dtype if fqn in module else None
+                reading.add(Tensor(fqn, role, extents[0].dtype, shape, InSlots(extents, offset), native))
+                offset += slot_size(prod(shape), world_size)
+        for name, value in _scalars(inners, lambda inner, n=number: _sub_group_state(inner, n)).items():
+            scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
+    groups = _stage3_groups(inners[0], sub_groups)
+    return _Model(file, ties, groups, scalars, models)
+
+
+def _light(file: _RankFile) -> _RankFile:
+    """A rank's model file without what only rank 0's is read for, so that a thousand ranks fit in memory."""
+    if file.rank == 0:
+        return file
+    names = _buffer_names(file)
+    content = {key: value for key, value in file.content.items() if key not in ("ds_config", "optimizer")}
+    content["module"] = {fqn: value for fqn, value in file.need("module").items() if fqn in names}
+    return _RankFile(file.path, file.rank, content)
+
+
+def _add_frozen(reading: _Reading, models: list[_RankFile]) -> None:
+    """Frozen parameters: each rank's slot of each, in the model's dtype, in its model file."""
+    shapes = _shapes(models[0].content.get("frozen_param_shapes") or {}, models[0], "frozen_param_shapes")
+    ties = _ties(models[0])
+    for fqn, shape in shapes.items():
+        if fqn in ties:
+            continue
+        extents = []
+        for model in models:
+            stored = (model.content.get("frozen_param_fragments") or {}).get(fqn)
+            if not isinstance(stored, StoredTensor):
+                raise CorruptError("a rank has no part of a frozen parameter", path=model.path, rank=model.rank, fqn=fqn)
+            extents.append(_vector(stored, model))
+        _check_lengths(models, extents, slot_size(prod(shape), len(models)), fqn)
+        reading.add(Tensor(fqn, WEIGHT, extents[0].dtype, shape, InSlots(extents, 0), extents[0].dtype))
+
+
+def _add_buffers(reading: _Reading, models: list[_RankFile], names: set[str]) -> None:
+    """Buffers are not partitioned: every rank wrote its own copy."""
+    copies = [_module(model) for model in models]
+    for fqn in (fqn for fqn in copies[0] if fqn in names):
+        tensor = _whole(fqn, BUFFER, copies[0][fqn], 0)
+        replicas = []
+        for model, module in zip(models[1:], copies[1:], strict=True):
+            stored = module.get(fqn)
+            if stored is None or (stored.extent.shape, stored.extent.dtype) != (tensor.shape, tensor.dtype):
+                raise CorruptError(
+                    "ranks hold different kinds of the same buffer",
+                    path=model.path,
+                    rank=model.rank,
+                    fqn=fqn,
+                    expected=f"{tensor.dtype} {list(tensor.shape)}",
+                    found="none" if stored is None else f"{stored.extent.dtype} {list(stored.extent.shape)}",
+                )
+            replicas.append(Whole(stored.extent, model.rank))
+        reading.add(replace(tensor, replicas=tuple(replicas)))
+
+
+def _sub_group_state(inner: _RankFile, number: int) -> Mapping[str, Any]:
+    optimizer = inner.content.get("optimizer_state_dict") or {}
+    return (optimizer.get("state") or {}).get(number) or {}
+
+
+def _offloaded(reading: _Reading, inner: _RankFile, stored: Any, state: str | None, length: int) -> Extent:
+    """A rank's buffer of a sub-group, which with NVMe offload lies in a file of its own and is empty here.
+
+    deepspeed/runtime/swap_tensor/optimizer_utils.py: raw elements in `{ds_id}.tensor.swp`, for optimizer states
+    `{state}-{ds_id}.tensor.swp`, padded at the end; engine.py copies the folder to `offloaded_tensors/rankNN`.
+    """
+    extent = _vector(stored, inner)
+    name = (stored.attributes or {}).get("ds_id")
+    if extent.numel or not length or not isinstance(name, str):
+        return extent
+    if state is not None and not name.startswith(f"{state}-"):
+        name = f"{state}-{name}"
+    folder = reading.folder.path / "offloaded_tensors" / f"rank{inner.rank:02d}"
+    path = folder / f"{name}.tensor.swp"
+    if "/" in name or not path.is_file():
+        raise CorruptError(
+            "a buffer that was offloaded to NVMe is missing", path=path, rank=inner.rank, expected=f"{length} elements"
+        )
+    file = SourceFile.stat(str(path))
+    reading.files.append(file)
+    if file.size < length * extent.dtype.itemsize:
+        raise CorruptError(
+            "a file of offloaded elements is too short",
+            path=path,
+            rank=inner.rank,
+            expected=f"{length * extent.dtype.itemsize} bytes",
+            found=f"{file.size} bytes",
+        )
+    return Extent.contiguous(str(path), 0, extent.dtype, (length,))
+
+
+def _check_lengths(files: list[_RankFile], extents: list[Extent], length: int, role: str) -> None:
+    for file, extent in zip(files, extents, strict=True):
+        if extent.numel < length:
+            raise CorruptError(
+                "a rank's partition is too short for its parameters",
+                path=file.path,
+                rank=file.rank,
+                expected=f"{length} elements of {role}",
+                found=f"{extent.numel} elements",
+            )
+
+
+def _stage3_groups(inner: _RankFile, sub_groups: list[dict[str, Shape]]) -> tuple[ParamGroup, ...]:
+    """Param groups by fqn: a group lists its sub-groups where torch lists parameters."""
+    optimizer = inner.content.get("optimizer_state_dict") or {}
+    options = _hyperparameters(optimizer)
+    members = [group.get("params") or [] for group in optimizer.get("param_groups") or []]
+    if sorted(i for ids in members for i in ids) != list(range(len(sub_groups))):
+        raise CorruptError("param groups do not list every sub-group once", path=inner.path, found=members)
+    fqns = [tuple(fqn for i in ids for fqn in sub_groups[i]) for ids in members]
+    return tuple(ParamGroup(names, opts) for names, opts in zip(fqns, options, strict=True))
+
+
+# -- what the stages share ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What the model files say: rank 0's file, ties, param groups by fqn, one-number states, and all model files."""
+
+    file: _RankFile
+    ties: dict[str, str]
+    param_groups: tuple[ParamGroup, ...]
+    scalars: dict[str, dict[str, Any]]
+    all_files: list[_RankFile]
+
+
+_States = Callable[[_RankFile], Mapping[str, Any]]
+
+
+def _vector(stored: Any, inner: _RankFile) -> Extent:
+    if not isinstance(stored, StoredTensor) or len(stored.extent.shape) != 1 or not stored.extent.is_contiguous:
+        raise CorruptError(
+            "a rank's partition is no flat tensor", path=inner.path, rank=inner.rank, found=type(stored).__name__
+        )
+    return stored.extent
+
+
+def _state_vector(states: Mapping[str, Any], name: str, inner: _RankFile) -> Extent:
+    if name not in states:
+        raise CorruptError("a rank lacks an optimizer state", path=inner.path, rank=inner.rank, expected=name)
+    return _vector(states[name], inner)
+
+
+def _state_names(inners: list[_RankFile], states: _States) -> list[str]:
+    """Names of the states that are tensors like the parameters, as any rank has them."""
+    names = {
+        name: None
+        for inner in inners
+        for name, value in states(inner).items()
+        if isinstance(value, StoredTensor) and len(value.extent.shape) == 1
+    }
+    return list(names)
+
+
+def _scalars(inners: list[_RankFile], states: _States) -> dict[str, Any]:
+    """States that are one number, such as Adam's step.  All ranks must agree: they took the same steps."""
+    found: dict[str, Any] = {}
+    for inner in inners:
+        for name, value in _numbers(states(inner)):
+            if found.setdefault(name, value) != value:
+                raise CorruptError(
+                    "ranks of different steps in one folder",
+                    path=inner.path,
+                    rank=inner.rank,
+                    expected=f"{name} {found[name]}, as rank {inners[0].rank} says",
+                    found=f"{name} {value}",
+                )
+    return found
+
+
+def _numbers(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in states.items():
+        if isinstance(value, StoredTensor):
+            if not value.extent.shape:
+                yield name, read_scalar(value.extent)
+        elif isinstance(value, int | float | bool):
+            yield name, value
+
+
+def _hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups or []]
+
+
+def _check_steps(models: list[_RankFile], inners: list[_RankFile]) -> None:
+    """Files of different steps: told from the step in model files, and from hyperparameters that a schedule moves."""
+    steps = {file.path: file.content.get("global_steps") for file in models}
+    if len(set(steps.values())) > 1:
+        raise CorruptError(
+            "ranks of different steps in one folder",
+            path=models[0].path,
+            found="; ".join(f"{Path(path).name}: step {step}" for path, step in steps.items()),
+        )
+    first = _comparable(inners[0])
+    for inner in inners[1:]:
+        if _comparable(inner) != first:
+            raise CorruptError(
+                "ranks of different steps in one folder",
+                path=inner.path,
+                rank=inner.rank,
+                expected=f"hyperparameters {first}",
+                found=f"{_comparable(inner)}",
+            )
+
+
+def _comparable(inner: _RankFile) -> list[list[tuple[str, Any]]]:
+    """Hyperparameters that are plain numbers (a tensor `lr` is an extent, which says nothing about its value)."""
+    optimizer = inner.content.get("base_optimizer_state") or inner.content.get("optimizer_state_dict")
+    return [
+        [(k, v) for k, v in sorted(group.items()) if isinstance(v, int | float | str | tuple)]
+        for group in _hyperparameters(optimizer)
+    ]
+
+
+def _items(model: _RankFile, inner: _RankFile) -> dict[str, Any]:
+    """Training state by name: what DeepSpeed records, and the user's client state as one item."""
+    content = model.content
+    names = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples", "ds_config")
+    items = {name: content[name] for name in names if content.get(name) is not None}
+    items |= {k: v for k, v in inner.content.items() if k not in _OPTIMIZER_KEYS and v is not None}
+    extra = {fqn: v for fqn, v in model.need("module").items() if not isinstance(v, StoredTensor) and v is not None}
+    client = {k: v for k, v in content.items() if k not in _MODEL_FILE_KEYS}
+    return items | ({"extra_state": extra} if extra else {}) | ({"client_state": client} if client else {})
+
+
+def _checkpoint(
+    reading: _Reading, model: _Model, inners: list[_RankFile], stage: int, world_size: int
+) -> Checkpoint:
+    _check_steps(model.all_files, inners)
+    version = model.file.content.get("ds_version") or inners[0].content.get("ds_version")
+    step = model.file.content.get("global_steps")
+    folder = reading.folder.path
+    state = TrainingState(
+        step if isinstance(step, int) else None, model.param_groups, model.scalars, _items(model.file, inners[0])
+    )
+    return Checkpoint(
+        path=str(folder),
+        format=f"zero{stage}",
+        tensors=reading.tensors,
+        files=tuple(reading.files),
+        framework=f"deepspeed {version}" if version else "deepspeed",
+        world_size=world_size,
+        ties=model.ties,
+        state=state,
+        folders=(str(folder.parent),),
+    )
+
+

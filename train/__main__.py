@@ -1,0 +1,51 @@
+"""Command line: `torchrun --nproc-per-node 4 -m train --strategy zero3 --model llama --output outputs`."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from train import config, launch
+from train.loop import run
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports mistakes like every other user error: once, not once for each rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise config.UserError(message)
+
+
+def main() -> int:
+    """Runs one configuration, or every one of --jobs in turn inside one process group."""
+    parser = _Parser(
+        prog="train", description="Trains tiny models with real engines and saves their checkpoints."
+    )
+    parser.add_argument(
+        "--jobs",
+        metavar="FILE",
+        help="run every line of a JSON-lines file, each an object of options or a list of command line words, "
+        "in one launch; all other options are ignored",
+    )
+    config.add_options(parser)
+    try:
+        options = parser.parse_args()
+        jobs = config.read_jobs(Path(options.jobs)) if options.jobs else [config.parse_options(options)]
+        launch.start()
+        for number, job in enumerate(jobs, 1):
+            start = time.perf_counter()
+            run(job)
+            if options.jobs and launch.is_first():
+                print(f"job {number} of {len(jobs)}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    except config.UserError as error:
+        if launch.is_first():
+            print(f"train: error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        launch.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

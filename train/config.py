@@ -1,0 +1,124 @@
+"""What one run is: a frozen dataclass, and the command line made from it."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+STRATEGIES = ("zero1", "zero2", "zero3")
+MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_oss", "toy")
+DTYPES = ("bf16", "fp16", "fp32")
+OPTIMIZERS = ("adamw", "sgd", "momentum", "lion")
+SCHEDULERS = ("deepspeed", "torch", "none")
+LAYOUTS = ("plain", "trainer")
+
+
+class UserError(Exception):
+    """A mistake of the user's: shown as one line without a traceback, exit code 2."""
+
+
+def _option(default: Any, help: str, **argparse_options: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, **argparse_options})
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One training run. Every field is the command line option of the same name."""
+
+    strategy: str = _option("zero1", "who shards what", choices=STRATEGIES)
+    model: str = _option("llama", "a tiny random model of this architecture", choices=MODELS)
+    dtype: str = _option("bf16", "the model's dtype", choices=DTYPES)
+    output: str = _option("outputs", "run folder", metavar="DIR")
+    layout: str = _option("plain", "run folder as DeepSpeed or as HF Trainer leaves it", choices=LAYOUTS)
+    steps: int = _option(4, "optimizer steps of this run, on top of those resumed from")
+    save_every: int = _option(0, "also save every N steps (0: only at the end)", metavar="N")
+    truth: bool = _option(False, "write the gathered truth beside every checkpoint")
+    resume: str | None = _option(None, "continue from this run folder or checkpoint", metavar="PATH")
+
+    batch: int = _option(24, "sequences per optimizer step, over all ranks")
+    accumulate: int = _option(1, "micro batches per optimizer step")
+    length: int = _option(16, "tokens per sequence")
+    seed: int = _option(1234, "seed of the model's weights and of the data")
+
+    optimizer: str = _option("adamw", "adamw, plain sgd, sgd with momentum, lion", choices=OPTIMIZERS)
+    scheduler: str = _option("deepspeed", "learning rate schedule", choices=SCHEDULERS)
+    schedule_steps: int = _option(100, "length of the schedule; independent of --steps so that runs resume")
+    lr: float = _option(1e-3, "peak learning rate")
+    weight_decay: float = _option(0.1, "decay of matrices; vectors and scalars form a second group without")
+    freeze: str | None = _option(None, "freeze parameters whose name matches", metavar="REGEX")
+    lora: int = _option(0, "train a LoRA adapter of this rank instead of the model (0: off)", metavar="R")
+    initial_scale_power: int = _option(
+        8, "fp16: first loss scale is 2**N; 40 overflows in every step", metavar="N"
+    )
+    ds_config: str | None = _option(None, "JSON merged over the generated DeepSpeed config", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            choices = field.metadata.get("choices")
+            if choices and getattr(self, field.name) not in choices:
+                raise UserError(
+                    f"--{field.name}: {getattr(self, field.name)!r} is none of {', '.join(choices)}"
+                )
+        if self.lora and self.model == "toy":
+            raise UserError("--lora needs a transformer, not --model toy")
+        if min(self.steps, self.batch, self.accumulate, self.length) < 1:
+            raise UserError("--steps, --batch, --accumulate and --length are at least 1")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of Config; dashes and underscores are both understood."""
+    for field in dataclasses.fields(Config):
+        options = dict(field.metadata) | {"default": field.default, "dest": field.name}
+        if isinstance(field.default, bool):
+            options["action"] = "store_true"
+        else:
+            options["type"] = str if field.default is None else type(field.default)
+            options["help"] += "" if field.default is None else " (%(default)s)"
+        names = [f"--{field.name.replace('_', '-')}", f"--{field.name}"]
+        parser.add_argument(*dict.fromkeys(names), **options)
+
+
+def parse_options(options: argparse.Namespace) -> Config:
+    """The Config of parsed options; options that are no field of it are the caller's."""
+    names = {field.name for field in dataclasses.fields(Config)}
+    return Config(**{name: value for name, value in vars(options).items() if name in names})
+
+
+def read_jobs(path: Path) -> list[Config]:
+    """Configs of a JSON-lines file: a list of command line words or an object of options per line."""
+    jobs = []
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            job = json.loads(line)
+            if isinstance(job, dict):
+                jobs.append(Config(**{name.replace("-", "_"): value for name, value in job.items()}))
+            else:
+                parser = argparse.ArgumentParser(prog=f"{path}:{number}", exit_on_error=False, add_help=False)
+                add_options(parser)
+                jobs.append(parse_options(parser.parse_args([str(word) for word in job])))
+        except (ValueError, TypeError, argparse.ArgumentError, UserError) as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
+    return jobs
+
+
+def read_ds_config(path: str | None) -> dict[str, Any]:
+    """The JSON object that a user wants merged over the generated DeepSpeed config."""
+    if path is None:
+        return {}
+    try:
+        overrides = json.loads(_read(Path(path)))
+    except ValueError as error:
+        raise UserError(f"--ds-config {path}: {error}") from None
+    if not isinstance(overrides, dict):
+        raise UserError(f"--ds-config {path}: not a JSON object")
+    return overrides
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None

@@ -1,0 +1,108 @@
+"""One run from model to saved checkpoint. Knows no framework: an engine of five methods hides each strategy."""
+
+import gc
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from tqdm import tqdm
+
+from train import data, folders, launch, models, truth
+from train.config import Config, UserError
+
+# Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
+ENGINES = {"zero1": "train.zero", "zero2": "train.zero", "zero3": "train.zero"}
+
+
+class Engine(Protocol):
+    """What the loop needs of a strategy. Every method is collective: all ranks call it together."""
+
+    step: int
+    """Optimizer steps taken since the very beginning, resumed ones included."""
+    sequences: int
+    """Sequences consumed since the very beginning: the position in the data."""
+
+    def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
+        """One optimizer step on this rank's micro batches; returns the mean loss over them."""
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The live model's logits in eval mode."""
+
+    def save(self, folder: Path) -> str:
+        """Saves as the framework itself does and returns the checkpoint's tag."""
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Continues from a checkpoint of this strategy."""
+
+    def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The tensors and facts of the truth file (see truth.py), complete at least on rank 0."""
+
+    def close(self) -> None:
+        """Frees everything, so that another run may follow in this process."""
+
+
+def run(config: Config) -> list[Path]:
+    """Trains, saves, and returns the folders of the checkpoints written. Needs a process group."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if config.batch % (world_size * config.accumulate):
+        raise UserError(
+            f"--batch {config.batch} does not divide into {world_size} ranks x {config.accumulate} micro batches"
+        )
+    resumed = folders.find_checkpoint(config.resume) if config.resume else None
+    model = models.build_model(config)
+    engine: Engine = importlib.import_module(ENGINES[config.strategy]).open_engine(model, config)
+    try:
+        if resumed:
+            engine.load(*resumed)
+        return _train(engine, model, config, world_size, rank)
+    finally:
+        engine.close()
+        del engine, model
+        gc.collect()
+
+
+def _train(engine: Engine, model: nn.Module, config: Config, world_size: int, rank: int) -> list[Path]:
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    saved: list[Path] = []
+    losses: dict[int, float] = {}
+    for number in tqdm(range(1, config.steps + 1), desc=str(output), disable=None if rank == 0 else True):
+        sequences = data.batch(engine.sequences, config.batch, config.length, config.seed)
+        mine = sequences.chunk(world_size)[rank].to(launch.device())
+        loss = engine.train(list(mine.chunk(config.accumulate)))
+        dist.all_reduce(loss)
+        losses[engine.step] = loss.item() / world_size
+        if rank == 0:
+            tqdm.write(f"step {engine.step}: loss {losses[engine.step]:.5f}", file=sys.stderr)
+            with (output / "losses.jsonl").open("a") as file:
+                file.write(json.dumps({"step": engine.step, "loss": losses[engine.step]}) + "\n")
+        if number == config.steps or (config.save_every and number % config.save_every == 0):
+            saved.append(_save(engine, model, config, losses))
+    return saved
+
+
+def _save(engine: Engine, model: nn.Module, config: Config, losses: dict[int, float]) -> Path:
+    folder = folders.checkpoint_folder(config, engine.step)
+    folder.mkdir(parents=True, exist_ok=True)
+    tag = engine.save(folder)
+    if dist.get_rank() == 0:
+        folders.write_run_files(folder, model, config)
+    if config.layout == "trainer":
+        folders.write_trainer_files(folder, engine.step, losses)
+    if config.truth:
+        tensors, facts = engine.gather()
+        # Beyond any training step: the same few sequences for every run, whatever it has seen.
+        input_ids = data.batch(10**9, 2, config.length, seed=0).to(launch.device())
+        logits = engine.logits(input_ids)
+        if dist.get_rank() == 0:
+            truth.write(Path(config.output, "truth"), tag, config, engine.step, tensors, facts)
+            truth.write_logits(Path(config.output, "truth"), tag, input_ids, logits)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(f"saved {folder / tag}", flush=True)
+    return folder / tag

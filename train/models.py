@@ -1,0 +1,172 @@
+"""Tiny models with awkward shapes.
+
+Sizes are odd on purpose: few parameters divide by 2, 3 or 4, so every way of sharding has to pad, and pads in the
+middle of layers. All weights are random, those too that a framework starts at zero or one, so that a slice put in
+the wrong place cannot go unnoticed.
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.config import Config, UserError
+from train.data import BOS, EOS, PAD, VOCABULARY
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# Attention width (30) differs from the hidden size (35), so a transposed projection shows.
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 35,
+    "intermediate_size": 53,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "max_position_embeddings": 128,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+}
+_SIZES: dict[str, dict[str, Any]] = {
+    "llama": {**_COMMON, "tie_word_embeddings": False},
+    "qwen2": {**_COMMON, "tie_word_embeddings": True},
+    "qwen3": {**_COMMON, "tie_word_embeddings": False},
+    # One dense layer, one sparse layer.
+    "qwen3_moe": {
+        **_COMMON,
+        "moe_intermediate_size": 11,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [0],
+        "tie_word_embeddings": False,
+    },
+    "gpt2": {
+        "vocab_size": VOCABULARY,
+        "n_embd": 33,
+        "n_layer": 2,
+        "n_head": 3,
+        "n_inner": 51,
+        "n_positions": 131,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    },
+    "gpt_oss": {
+        **_COMMON,
+        "intermediate_size": 21,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def build_model(config: Config) -> nn.Module:
+    """The model of a run in fp32 on the CPU, the same on every rank, frozen or wrapped in LoRA as asked."""
+    torch.manual_seed(config.seed)
+    # ZeRO-3 fails to gather a parameter without elements, so there the toy does without.
+    model: nn.Module = (
+        Toy(empty=config.strategy != "zero3") if config.model == "toy" else _transformer(config)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    if config.lora:
+        model = _add_lora(model, config.lora)
+    if config.freeze is not None:
+        _freeze(model, config.freeze)
+    return model
+
+
+def sparse_blocks(model: nn.Module) -> list[type[nn.Module]]:
+    """Classes of the mixture-of-experts blocks in which ranks may choose different experts."""
+    return list({type(module) for module in model.modules() if "experts" in dict(module.named_children())})
+
+
+def _transformer(config: Config) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = AutoConfig.for_model(config.model, **_SIZES[config.model])
+    # The plain implementations: every architecture has them, and they take odd sizes (grouped_mm does not).
+    model = AutoModelForCausalLM.from_config(
+        sizes, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    # What save_pretrained would record: the weights were random, but these are the files' names and dtype.
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = DTYPES[config.dtype]
+    return model
+
+
+def _add_lora(model: nn.Module, rank: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(
+        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    wrapped = get_peft_model(model, lora)
+    with torch.no_grad():  # B starts at zero, which would leave A without gradients in the first step
+        for name, parameter in wrapped.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.02)
+    return wrapped
+
+
+def _freeze(model: nn.Module, pattern: str) -> None:
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"--freeze {pattern}: {error}") from None
+    names = [name for name, _ in model.named_parameters() if expression.search(name)]
+    if not names:
+        raise UserError(f"--freeze {pattern}: matches no parameter of the model")
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"--freeze {pattern}: leaves nothing to train")
+
+
+class Toy(nn.Module):
+    """A plain module that is no Hub model: every shape and dtype that breaks naive code."""
+
+    def __init__(self, empty: bool, width: int = 7) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        nn.init.normal_(self.embed.weight, std=0.2)
+        self.conv = nn.Conv2d(1, 3, kernel_size=(3, 5), padding=(1, 2))  # 4-d weight, 3-element bias
+        self.down = nn.Linear(width, 5)
+        self.frozen = nn.Linear(5, width)
+        self.frozen.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.0))  # 0-dim
+        self.gain = nn.Parameter(torch.ones(1))  # one element
+        self.pair = nn.Parameter(torch.ones(2))  # fewer elements than ranks
+        self.empty = nn.Parameter(torch.ones(0, 4)) if empty else None
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight  # tied
+        self.register_buffer("seen", torch.tensor(0))  # int64, counts the tokens this rank has seen
+        self.register_buffer("mask", torch.arange(width) % 3 != 1)  # bool
+        self.register_buffer("mean", torch.linspace(-1, 1, width))  # fp32, not exact in 16 bits
+        self.register_buffer("shift", torch.linspace(-2, 2, width, dtype=torch.bfloat16))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)  # in no checkpoint
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """Logits and, with labels, the next-token loss."""
+        if self.training:
+            self.seen += input_ids.numel()
+        x = self.embed(input_ids)
+        x = x + self.frozen(torch.tanh(self.down(x)))
+        x = x + (self.conv(x.unsqueeze(1)).mean(1) + self.mean.to(x.dtype)) * self.mask
+        x = x * self.scale + self.gain * self.shift.to(x.dtype) + x.roll(1, -1) * self.pair[0] + self.pair[1]
+        logits = self.head(x)
+        if self.empty is not None:
+            logits = logits + self.empty.sum()
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return {"logits": logits, "loss": loss}

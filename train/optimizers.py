@@ -1,0 +1,70 @@
+"""Parameter groups, optimizers and schedules, the same for every strategy."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.config import Config
+
+
+def param_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+    """Two groups, as most trainers make them: matrices decay, vectors and scalars do not and learn slower."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {
+            "params": [parameter for parameter in trainable if parameter.ndim >= 2],
+            "lr": config.lr,
+            "weight_decay": config.weight_decay,
+        },
+        {
+            "params": [parameter for parameter in trainable if parameter.ndim < 2],
+            "lr": config.lr / 2,
+            "weight_decay": 0.0,
+        },
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
+    """The optimizer of a run. Their states: adamw two and a step, momentum one, lion one, sgd none."""
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+    if config.optimizer == "lion":
+        return Lion(groups, lr=config.lr)
+    return torch.optim.SGD(groups, lr=config.lr, momentum=0.9 if config.optimizer == "momentum" else 0.0)
+
+
+def build_scheduler(
+    config: Config,
+) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
+    """Makes torch's cosine schedule for an optimizer."""
+    return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, T_max=config.schedule_steps
+    )
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023): the sign of an interpolated momentum, hence a single state `exp_avg`."""
+
+    def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                average = state["exp_avg"]
+                update = average.lerp(parameter.grad, 1 - beta1).sign_()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+                average.lerp_(parameter.grad, 1 - beta2)
+        return loss

@@ -1,0 +1,85 @@
+"""The truth: what a live engine says it holds, written down for comparison.
+
+`<output>/truth/<tag>.safetensors` holds, under fully qualified names as the model's state_dict() spells them,
+
+    weight/<fqn>      every parameter in the model's dtype, frozen ones too, each tied parameter once
+    master/<fqn>      the fp32 copy of every trainable parameter that has elements
+    <state>/<fqn>     every optimizer state that is shaped like its parameter: exp_avg, momentum_buffer, ...
+    buffer/<fqn>      every persistent buffer, of rank 0
+
+and as JSON texts in its metadata: ties (alias -> owner), frozen (names), param_groups (names and hyperparameters),
+adam_step, step, world_size, dtype, strategy. `<tag>-logits.safetensors` holds input_ids and the logits that the live
+model gives for them in eval mode, in its own dtype.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+from train.config import Config
+
+
+def ties(model: nn.Module) -> dict[str, str]:
+    """Alias -> owner: the owner is the first name under which the model lists a shared parameter."""
+    owner = {parameter: name for name, parameter in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: owner[parameter] for name, parameter in named if owner[parameter] != name}
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a state dict holds. The others are recomputed and in no checkpoint."""
+    persistent = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+
+
+def describe_groups(groups: list[dict[str, Any]], names: list[list[str]]) -> list[dict[str, Any]]:
+    """An optimizer's live param groups as JSON can hold them, with names for parameters."""
+    return [
+        {"names": group_names}
+        | {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+        for group, group_names in zip(groups, names, strict=True)
+    ]
+
+
+def write(
+    folder: Path, tag: str, config: Config, step: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]
+) -> None:
+    """Writes `<folder>/<tag>.safetensors`, after a check that the truth agrees with itself."""
+    for name, master in tensors.items():
+        role, _, fqn = name.partition("/")
+        if role == "master" and not torch.equal(
+            tensors[f"weight/{fqn}"], master.to(tensors[f"weight/{fqn}"].dtype)
+        ):
+            raise RuntimeError(f"{tag}: the live weight of {fqn} is not its gathered master rounded")
+    run = {
+        "step": step,
+        "world_size": dist.get_world_size(),
+        "dtype": config.dtype,
+        "strategy": config.strategy,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+        folder / f"{tag}.safetensors",
+        metadata={name: json.dumps(fact) for name, fact in (run | facts).items()},
+    )
+
+
+def write_logits(folder: Path, tag: str, input_ids: torch.Tensor, logits: torch.Tensor) -> None:
+    """Writes `<folder>/<tag>-logits.safetensors`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {"input_ids": input_ids.cpu().contiguous(), "logits": logits.detach().cpu().contiguous()},
+        folder / f"{tag}-logits.safetensors",
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))

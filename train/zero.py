@@ -1,0 +1,310 @@
+"""DeepSpeed: ZeRO stages 1, 2 and 3."""
+
+import gc
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from train import models, truth
+from train.config import Config, UserError, read_ds_config
+from train.optimizers import build_optimizer, build_scheduler, param_groups
+
+# Both are read while deepspeed is imported. LOCAL_SIZE spares its search for NUMA nodes.
+if not torch.cuda.is_available():
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.utils import (
+    logger,
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    set_z3_leaf_modules,
+)
+from deepspeed.utils.mixed_precision_linkage import link_hp_params
+
+logger.setLevel(logging.ERROR)
+# DeepSpeed calls torch functions that have newer names, once per rank.
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+# None of its compiled extensions is of use here, and looking for them runs a compiler in every process.
+vars(deepspeed.ops)["__compatible_ops__"] = {}
+
+
+def _partition_unsent(init: Init, parameter: nn.Parameter) -> None:
+    """Init._zero_init_param without its broadcast."""
+    init._convert_to_deepspeed_param(parameter)
+    parameter.partition()
+
+
+# Every rank builds the same model, so rank 0 need not send it, and 0.19.8 fails to send a 0-dim parameter.
+deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
+Init._zero_init_param = _partition_unsent
+
+
+def open_engine(model: nn.Module, config: Config) -> "ZeroEngine":
+    """Hands the model to DeepSpeed, which shards it as `config.strategy` says."""
+    return ZeroEngine(model, config)
+
+
+def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The DeepSpeed config of a run: generated, then overlaid with the user's --ds-config."""
+    generated: dict[str, Any] = {
+        "train_batch_size": config.batch,
+        "gradient_accumulation_steps": config.accumulate,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": config.dtype == "bf16"},
+        "fp16": {
+            "enabled": config.dtype == "fp16",
+            "initial_scale_power": config.initial_scale_power,
+            "hysteresis": 1,
+            "loss_scale_window": 100,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": int(config.strategy[-1]),
+            # The defaults are sized for large models and would allocate gigabytes here.
+            "reduce_bucket_size": 100_000,
+            "allgather_bucket_size": 100_000,
+            "stage3_prefetch_bucket_size": 10_000,
+            # Some of these tiny parameters are to stay whole between uses, most are not.
+            "stage3_param_persistence_threshold": 40,
+            "overlap_comm": False,
+        },
+    }
+    if config.optimizer == "adamw":
+        # torch's Adam, because DeepSpeed's own would compile a C++ or CUDA extension first.
+        generated["optimizer"] = {"type": "AdamW", "params": {"lr": config.lr, "torch_adam": True}}
+    if config.scheduler == "deepspeed":
+        rates = [group["lr"] for group in groups]
+        generated["scheduler"] = {
+            "type": "WarmupDecayLR",
+            "params": {
+                "total_num_steps": config.schedule_steps,
+                "warmup_num_steps": 3,
+                "warmup_min_lr": [rate / 10 for rate in rates],
+                "warmup_max_lr": rates,
+            },
+        }
+    return _merged(generated, read_ds_config(config.ds_config))
+
+
+class ZeroEngine:
+    """The loop's Engine, on top of a DeepSpeed engine."""
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        groups = param_groups(model, config)
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.config = ds_config(config, groups)
+        self.stage = self.config["zero_optimization"]["stage"]
+        # DeepSpeed drops parameters without elements from its groups: they have no master.
+        self.groups = [{self.names[p]: p for p in group["params"] if p.numel()} for group in groups]
+        if self.stage == 3 and (blocks := models.sparse_blocks(model)):
+            # Ranks use different experts, so fetching these blocks' parameters one by one would hang.
+            set_z3_leaf_modules(model, blocks)
+        if config.dtype == "fp16" and not get_accelerator().is_fp16_supported():
+            _allow_fp16()
+        # ZeRO-3 numbers parameters process-wide, and the numbers reach the checkpoint: start every run at 0.
+        Init.param_id = 0
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=model,
+            model_parameters=groups,
+            optimizer=None if "optimizer" in self.config else build_optimizer(groups, config),
+            lr_scheduler=build_scheduler(config) if config.scheduler == "torch" else None,
+            config=self.config,
+        )
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps since the beginning; those skipped for overflow count, as in the checkpoint's tag."""
+        return self.engine.global_steps
+
+    @property
+    def sequences(self) -> int:
+        """Sequences consumed since the beginning."""
+        return self.engine.global_samples
+
+    def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
+        """One optimizer step; DeepSpeed itself knows which micro batch is the last."""
+        self.engine.train()
+        losses = []
+        for input_ids in micro_batches:
+            loss = self.engine(input_ids=input_ids, labels=input_ids)["loss"]
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach().float())
+        return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The live model's logits in eval mode."""
+        self.engine.eval()
+        return self.engine(input_ids=input_ids)["logits"]
+
+    def save(self, folder: Path) -> str:
+        """Saves under DeepSpeed's default tag, global_stepN."""
+        self.engine.save_checkpoint(str(folder))
+        return f"global_step{self.engine.global_steps}"
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Continues from a checkpoint written at this world size, or from a universal one if so configured."""
+        universal = self.config.get("checkpoint", {}).get("load_universal", False)
+        written_by = len(list((folder / tag).glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt")))
+        if not universal and written_by != dist.get_world_size():
+            raise UserError(
+                f"--resume {folder / tag}: written by {written_by} ranks, but this run has {dist.get_world_size()}; "
+                "DeepSpeed needs the same number, or a checkpoint converted for it"
+            )
+        self.engine.load_checkpoint(str(folder), tag=tag)
+
+    def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Every tensor of the engine in full, on every rank."""
+        model = self.engine.module
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
+                tensors[f"weight/{name}"] = parameter.detach().clone()
+        tensors |= self._gather_optimizer()
+        for name, buffer in truth.persistent_buffers(model).items():
+            tensors[f"buffer/{name}"] = buffer
+        facts = {
+            "ties": truth.ties(model),
+            "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+            "param_groups": truth.describe_groups(
+                self.optimizer.param_groups, [list(group) for group in self.groups]
+            ),
+            "adam_step": self._adam_step(),
+        }
+        return tensors, facts
+
+    def close(self) -> None:
+        """Frees the engine and undoes what it changed in the process."""
+        self.engine.destroy()
+        del self.engine, self.optimizer, self.groups, self.names
+        _forbid_fp16()
+        gc.collect()
+
+    def _gather_optimizer(self) -> dict[str, torch.Tensor]:
+        """Every master and optimizer state, whole: the ranks' own pieces, checked against DeepSpeed's gathering.
+
+        What safe_get_full_* returns is not exact enough to be the truth itself: below stage 3 it adds pieces to
+        zeros, which turns -0.0 into 0.0, and it answers in the dtype of the masters, whatever that of the state.
+        """
+        if self.stage < 3:
+            self._relink()
+        wanted = {
+            f"{state or 'master'}/{name}": (parameter, state)
+            for group in self.groups
+            for name, parameter in group.items()
+            for state in [None, *self._state_names()]
+        }
+        pieces = {key: self._piece(parameter, state) for key, (parameter, state) in wanted.items()}
+        all_pieces: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_pieces, pieces)
+
+        tensors = {}
+        for key, (parameter, state) in wanted.items():
+            if state is None:
+                claimed = safe_get_full_fp32_param(parameter).cpu()
+            else:
+                claimed = safe_get_full_optimizer_state(parameter, state).cpu()
+            here = [rank_pieces[key] for rank_pieces in all_pieces if rank_pieces[key] is not None]
+            flat = torch.empty(claimed.numel(), dtype=here[0][1].dtype)
+            for start, piece in here:
+                flat[start : start + len(piece)] = piece
+            tensors[key] = flat.view_as(claimed)
+            if not torch.equal(tensors[key].to(claimed.dtype).nan_to_num(), claimed.nan_to_num()):
+                raise RuntimeError(f"{key}: DeepSpeed's gathered tensor is not made of the ranks' pieces")
+        return tensors
+
+    def _piece(self, parameter: nn.Parameter, state: str | None) -> tuple[int, torch.Tensor] | None:
+        """This rank's part of a master (state None) or optimizer state: its flat offset and its elements."""
+        if self.stage == 3:
+            if state is None:
+                slot = safe_get_local_fp32_param(parameter)
+            else:
+                slot = safe_get_local_optimizer_state(parameter, state)
+            start = dist.get_rank() * slot.numel()
+            length = min(slot.numel(), parameter.ds_numel - start)  # the rest of the last slots is padding
+            return (start, slot[:length].cpu()) if length > 0 else None
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        return mapping.lp_fragment_address.start, mapping.get_hp_fragment(state).cpu().clone()
+
+    def _state_names(self) -> list[str]:
+        """Names of the optimizer's states that are shaped like its parameters: those that are sharded with them."""
+        return list(
+            dict.fromkeys(
+                name
+                for flat, state in self.engine.basic_optimizer.state.items()
+                for name, value in state.items()
+                if torch.is_tensor(value) and value.shape == flat.shape
+            )
+        )
+
+    def _adam_step(self) -> int | None:
+        """How often Adam stepped: fewer times than the engine if steps overflowed, None if never."""
+        steps = [state["step"] for state in self.engine.basic_optimizer.state.values() if "step" in state]
+        return int(steps[0]) if steps else None
+
+    def _relink(self) -> None:
+        """Mends DeepSpeed's map from parameters to fragments of master and states (stages 1 and 2).
+
+        It links the states of all param groups once the first group has stepped, when the others have none yet, so
+        that their states are never found. And with round_robin_gradients the map is made in the order before the
+        parameters are dealt out, so that every safe_get_full_* call answers with some other parameter's numbers.
+        """
+        optimizer = self.optimizer
+        if getattr(optimizer, "round_robin_gradients", False):
+            for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+                dealt, at = (
+                    optimizer.round_robin_bit16_groups[index],
+                    optimizer.round_robin_bit16_offsets[index],
+                )
+                size = optimizer.bit16_groups_flat[index].numel() // dist.get_world_size()
+                link_hp_params(
+                    lp_param_list=dealt,
+                    flat_hp_partition=flat,
+                    gradient_dict=optimizer.averaged_gradients,
+                    offload_gradient_dict=optimizer.offload_gradient_dict,
+                    use_offload=optimizer.cpu_offload,
+                    param_group_index=index,
+                    partition_start=dist.get_rank() * size,
+                    partition_size=size,
+                    dp_group=optimizer.real_dp_process_group[index],
+                    param_offsets=at,
+                )
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in overrides.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merged(base[key], value) if both else value
+    return merged
+
+
+def _allow_fp16() -> None:
+    """DeepSpeed declines fp16 on most CPUs though torch computes it on all, slowly: overrule it for this run."""
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _forbid_fp16() -> None:
+    for name in ("is_fp16_supported", "supported_dtypes"):
+        vars(get_accelerator()).pop(name, None)
