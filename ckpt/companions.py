@@ -48,9 +48,7 @@ MAX_JSON = 256 << 20
 MAX_JSON_ITEMS = 5_000_000
 _MAX_FILE = 1 << 30
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_RELATIVE_IMPORT = re.compile(
-    r"^[ \t]*(?:from[ \t]+\.([\w.]+)[ \t]+import|import[ \t]+\.([\w.]+))", re.MULTILINE
-)
+_RELATIVE_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.([\w.]+)[ \t]+import|import[ \t]+\.([\w.]+))", re.MULTILINE)
 _FROM_HERE = re.compile(r"^[ \t]*from[ \t]+\.[ \t]+import[ \t]+\(?([\w ,\t]+)", re.MULTILINE)
 
 
@@ -77,9 +75,7 @@ def parse_json(content: bytes, path: Path, *, unique: bool = False, max_bytes: i
     if len(content) > max_bytes:
         raise CorruptError("the JSON file is too large", path=path, expected=f"at most {max_bytes} bytes")
     if content.count(b",") + content.count(b"[") + content.count(b"{") > MAX_JSON_ITEMS:
-        raise CorruptError(
-            "the JSON file has too many values", path=path, expected=f"at most {MAX_JSON_ITEMS}"
-        )
+        raise CorruptError("the JSON file has too many values", path=path, expected=f"at most {MAX_JSON_ITEMS}")
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -136,9 +132,7 @@ def _content(folder: Path, name: str) -> bytes:
     path = confined(folder, name)
     with translate_os_errors(path):
         if path.stat().st_size > _MAX_FILE:
-            raise CorruptError(
-                "the file is too large to be carried along", path=path, expected=f"<= {_MAX_FILE} bytes"
-            )
+            raise CorruptError("the file is too large to be carried along", path=path, expected=f"<= {_MAX_FILE} bytes")
         return path.read_bytes()
 
 
@@ -152,9 +146,7 @@ def _templates(folder: Path) -> Iterator[str]:
     inner = folder / TEMPLATES
     if inner.is_dir():
         confined(folder, TEMPLATES)
-        yield from sorted(
-            f"{TEMPLATES}/{entry.name}" for entry in inner.iterdir() if entry.suffix == ".jinja"
-        )
+        yield from sorted(f"{TEMPLATES}/{entry.name}" for entry in inner.iterdir() if entry.suffix == ".jinja")
 
 
 def _custom_code(folder: Path) -> Iterator[str]:
@@ -197,9 +189,7 @@ def _auto_map_modules(auto_map: object) -> list[str]:
 
 def _relative_imports(text: str) -> list[str]:
     found = [a or b for a, b in _RELATIVE_IMPORT.findall(text)]
-    found += [
-        name.split(" as ")[0].strip() for names in _FROM_HERE.findall(text) for name in names.split(",")
-    ]
+    found += [name.split(" as ")[0].strip() for names in _FROM_HERE.findall(text) for name in names.split(",")]
     return [module for module in found if _MODULE.fullmatch(module)]
 
 

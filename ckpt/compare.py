@@ -104,7 +104,7 @@ class Reader:
         self._descriptors: OrderedDict[str, int] = OrderedDict()
         self._buffers = tuple(np.empty(_CHUNK, np.uint8) for _ in range(2))
         self._words = tuple(buffer.view(np.uint64) for buffer in self._buffers)
-        self._views = tuple(memoryview(buffer) for buffer in self._buffers)
+        self._views = tuple(buffer.data for buffer in self._buffers)
         self._unequal = np.empty(_CHUNK // 8, np.bool_)
         self._scratch: NDArray | None = None
 
@@ -176,7 +176,7 @@ class Reader:
         Rows that lie close together are read in one go, gaps included, into a scratch buffer; others one by one.
         """
         if extent.is_contiguous:
-            self._read(extent.path, extent.offset, memoryview(into.reshape(-1).view(np.uint8)))
+            self._read(extent.path, extent.offset, into.reshape(-1).view(np.uint8).data)
             return
         row = replace(extent, shape=extent.shape[1:], strides=extent.strides[1:])
         pace, reach = extent.strides[0] * extent.dtype.itemsize, row.end - row.offset
@@ -190,7 +190,7 @@ class Reader:
         for start in range(0, extent.shape[0], step):
             size = min(step, extent.shape[0] - start)
             raw = self._scratch[: (size - 1) * pace + reach]
-            self._read(extent.path, extent.offset + start * pace, memoryview(raw))
+            self._read(extent.path, extent.offset + start * pace, raw.data)
             strides = tuple(stride * extent.dtype.itemsize for stride in extent.strides)
             shape = (size, *row.shape)
             into[start : start + size] = np.lib.stride_tricks.as_strided(raw.view(into.dtype), shape, strides)
@@ -301,8 +301,8 @@ def _cut(box: Box, a: Extent, b: Extent) -> Iterator[Box]:
     dim = max(dims, key=lambda dim: (min(a.strides[dim], b.strides[dim]), box.sizes[dim]))
     half = box.sizes[dim] // 2
     for start, stop in ((0, half), (half, box.sizes[dim])):
-        offsets = box.offsets[:dim] + (box.offsets[dim] + start,) + box.offsets[dim + 1 :]
-        sizes = box.sizes[:dim] + (stop - start,) + box.sizes[dim + 1 :]
+        offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
+        sizes = (*box.sizes[:dim], stop - start, *box.sizes[dim + 1 :])
         yield from _cut(Box(offsets, sizes), a, b)
 
 
@@ -380,12 +380,12 @@ def numbers(bits: NDArray, dtype: DType) -> NDArray | None:
             return bits.view(_FLOAT_VIEWS[dtype.name]).astype(np.float64)
         if dtype == BFLOAT16:
             return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+        if dtype.name in _COMPLEX_VIEWS:
+            return bits.view(_COMPLEX_VIEWS[dtype.name]).astype(np.complex128)
     if dtype == BOOL:
         return bits.view(np.uint8).astype(np.uint64)
     if dtype.name in _INT_VIEWS:
         return bits.view(_INT_VIEWS[dtype.name]).astype(np.int64 if dtype.name.startswith("int") else np.uint64)
-    if dtype.name in _COMPLEX_VIEWS:
-        return bits.view(_COMPLEX_VIEWS[dtype.name]).astype(np.complex128)
     return None
 
 

@@ -30,15 +30,17 @@ Opcodes after Python 3.13's `pickletools` (protocols 0 to 5); what torch writes 
 
 from __future__ import annotations
 
+import codecs
 import datetime
 import os
 import stat
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from ckpt import dtypes
 from ckpt.dtypes import DType
@@ -51,7 +53,7 @@ MAX_PICKLE = 1 << 30
 MAX_DEPTH = 100
 #: Bytes of an integer.  Seeds and RNG words have 16 at most.
 MAX_LONG = 1024
-#: Characters of a line of the text opcodes (names of globals, decimal numbers).
+#: Characters of a line of the text opcodes other than text itself (names of globals, decimal numbers).
 MAX_LINE = 4096
 #: torch itself stops at 64 dims.
 MAX_DIMS = 64
@@ -221,11 +223,11 @@ class Array:
 # --- the machine ---------------------------------------------------------------------------------------------
 
 
-class NeedMore(Exception):
+class CutShortError(Exception):
     """The bytes end within the pickle.  Only of interest to a caller that can get more of them."""
 
 
-class _Malformed(Exception):
+class _MalformedError(Exception):
     """What is wrong with a pickle; the machine adds where."""
 
 
@@ -259,8 +261,13 @@ _MEANT_AS_MALFORMED = (
     ArithmeticError,
     AttributeError,
     struct.error,
-    _Malformed,
+    _MalformedError,
 )
+
+
+#: How many bytes must follow an opcode in any case: its number, or the length of what follows.
+_ARGUMENT_BYTES = dict.fromkeys(b"K\x8aUC\x8chq\x80\x82", 1) | dict.fromkeys(b"M\x83", 2)
+_ARGUMENT_BYTES |= dict.fromkeys(b"J\x8bTBXjr\x84", 4) | dict.fromkeys(b"G\x8e\x8d\x96\x95", 8)
 
 
 class Decoder:
@@ -295,7 +302,7 @@ class Decoder:
         """Run the pickle that begins at `start`; return its object and the position behind it.
 
         Raises UnsafeError for a global outside the table or a call of what is not callable there, CorruptError
-        for a pickle that makes no sense, and NeedMore where the bytes end before the pickle does.
+        for a pickle that makes no sense, and CutShortError where the bytes end before the pickle does.
         """
         data = self.data
         handlers = _HANDLERS
@@ -305,15 +312,14 @@ class Decoder:
                 at = pos
                 pos = handlers[data[at]](self, at + 1)
             if len(self.stack) != 1 or self._marks:
-                raise _Malformed(f"{len(self.stack)} objects are left on the stack")
+                raise _MalformedError(f"{len(self.stack)} objects are left on the stack")
             value = self.stack.pop()
             if type(value) not in _LEAVES:
                 _check_tree(value, pos - start)
             return value, pos
         except _MEANT_AS_MALFORMED as error:
-            # The opcode itself lies beyond the end, or it is an argument of fixed size that does.
-            if at >= len(data) or (len(data) - at <= 9 and isinstance(error, (IndexError, struct.error))):
-                raise NeedMore from None
+            if at >= len(data) or at + _ARGUMENT_BYTES.get(data[at], 0) >= len(data):
+                raise CutShortError from None
             self._corrupt(_reason(error), at)
 
     def _corrupt(self, what: str, at: int) -> NoReturn:
@@ -326,16 +332,16 @@ class Decoder:
     def bytes_at(self, pos: int, length: int) -> bytes:
         """`length` bytes at `pos`; nothing is allocated before they are known to be there."""
         if length > len(self.data) - pos:
-            raise NeedMore
+            raise CutShortError
         return self.data[pos : pos + length]
 
-    def line_at(self, pos: int) -> tuple[bytes, int]:
+    def line_at(self, pos: int, limit: int = MAX_LINE) -> tuple[bytes, int]:
         """The text up to the next newline, and the position behind it."""
-        end = self.data.find(b"\n", pos, pos + MAX_LINE)
+        end = self.data.find(b"\n", pos, pos + limit)
         if end < 0:
-            if len(self.data) - pos < MAX_LINE:
-                raise NeedMore
-            raise _Malformed(f"a line of more than {MAX_LINE} characters")
+            if len(self.data) - pos < limit:
+                raise CutShortError
+            raise _MalformedError(f"a line of more than {limit} characters")
         return self.data[pos:end], end + 1
 
     def pop_mark(self) -> list[Any]:
@@ -343,7 +349,7 @@ class Decoder:
         stack = self.stack
         mark = self._marks.pop()
         if mark > len(stack):
-            raise _Malformed("the stack was emptied beyond a mark")
+            raise _MalformedError("the stack was emptied beyond a mark")
         items = stack[mark:]
         del stack[mark:]
         return items
@@ -352,24 +358,24 @@ class Decoder:
         """Account for elements that are copied, so that a small pickle cannot make large objects."""
         self._allowance -= copies
         if self._allowance < 0:
-            raise _Malformed("it copies more than it holds")
+            raise _MalformedError("it copies more than it holds")
 
     def check_key(self, key: Any, depth: int = 0) -> None:
         """Refuse a dict key or set element that is unhashable, or whose hash would recurse or take long."""
         kind = type(key)
         if kind is tuple:
             if depth > _TOO_DEEP_A_KEY:
-                raise _Malformed("a key of nested tuples")
+                raise _MalformedError("a key of nested tuples")
             self.spend(len(key))
             for item in key:
                 self.check_key(item, depth + 1)
         elif kind not in _KEYS:
-            raise _Malformed(f"a {kind.__name__} as a key")
+            raise _MalformedError(f"a {kind.__name__} as a key")
 
     def look_up(self, module: Any, name: Any) -> None:
         """Push the table's entry for a global."""
         if type(module) is not str or type(name) is not str:
-            raise _Malformed("the name of a global is no text")
+            raise _MalformedError("the name of a global is no text")
         found = GLOBALS.get((module, name))
         if found is None:
             raise UnsafeError(
@@ -394,14 +400,14 @@ class Decoder:
                 path=self.path,
             )
         if type(args) is not tuple:
-            raise _Malformed("the arguments of a call are no tuple")
+            raise _MalformedError("the arguments of a call are no tuple")
         return function.build(self, function, args)
 
     def dict_update(self, target: Any, items: list[Any]) -> None:
         if type(target) is not dict and type(target) is not StoredDict:
-            raise _Malformed(f"items are set on a {type(target).__name__}")
+            raise _MalformedError(f"items are set on a {type(target).__name__}")
         if len(items) % 2:
-            raise _Malformed("a key has no value")
+            raise _MalformedError("a key has no value")
         for i in range(0, len(items), 2):
             key = items[i]
             if type(key) is not str:
@@ -455,7 +461,7 @@ class Decoder:
     def _long4(self, pos: int) -> int:
         length = _i32(self.data, pos)[0]
         if not 0 <= length <= MAX_LONG:
-            raise _Malformed(f"an integer of {length} bytes")
+            raise _MalformedError(f"an integer of {length} bytes")
         self.stack.append(int.from_bytes(self.bytes_at(pos + 4, length), "little", signed=True))
         return pos + 4 + length
 
@@ -464,7 +470,7 @@ class Decoder:
         # Python 2's protocol 0; no framework writes it with escapes in what it stores.
         line, pos = self.line_at(pos)
         if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"') or b"\\" in line:
-            raise _Malformed("a quoted string that is not plain text")
+            raise _MalformedError("a quoted string that is not plain text")
         self.stack.append(line[1:-1].decode("ascii"))
         return pos
 
@@ -472,7 +478,7 @@ class Decoder:
     def _binstring(self, pos: int) -> int:
         length = _i32(self.data, pos)[0]
         if length < 0:
-            raise _Malformed("a string of negative length")
+            raise _MalformedError("a string of negative length")
         self.stack.append(_python2_text(self.bytes_at(pos + 4, length)))
         return pos + 4 + length
 
@@ -508,11 +514,11 @@ class Decoder:
 
     @_opcode(b"\x97")
     def _next_buffer(self, pos: int) -> int:
-        raise _Malformed("it refers to buffers outside the file")
+        raise _MalformedError("it refers to buffers outside the file")
 
     @_opcode(b"\x98")
     def _readonly_buffer(self, pos: int) -> int:
-        raise _Malformed("it refers to buffers outside the file")
+        raise _MalformedError("it refers to buffers outside the file")
 
     @_opcode(b"N")
     def _none(self, pos: int) -> int:
@@ -531,15 +537,16 @@ class Decoder:
 
     @_opcode(b"V")
     def _unicode(self, pos: int) -> int:
-        line, pos = self.line_at(pos)
-        self.stack.append(line.decode("raw-unicode-escape"))
+        line, pos = self.line_at(pos, MAX_PICKLE)
+        # By its function, as by its name the codec would be imported.
+        self.stack.append(codecs.raw_unicode_escape_decode(line)[0])
         return pos
 
     @_opcode(b"\x8c")
     def _short_binunicode(self, pos: int) -> int:
         end = pos + 1 + self.data[pos]
         if end > len(self.data):
-            raise NeedMore
+            raise CutShortError
         self.stack.append(str(self.data[pos + 1 : end], "utf-8", "surrogatepass"))
         return end
 
@@ -547,7 +554,7 @@ class Decoder:
     def _binunicode(self, pos: int) -> int:
         end = pos + 4 + _u32(self.data, pos)[0]
         if end > len(self.data):
-            raise NeedMore
+            raise CutShortError
         self.stack.append(str(self.data[pos + 4 : end], "utf-8", "surrogatepass"))
         return end
 
@@ -578,7 +585,7 @@ class Decoder:
         item = self.stack.pop()
         target = self.stack[-1]
         if type(target) is not list and type(target) is not deque:
-            raise _Malformed(f"an item is appended to a {type(target).__name__}")
+            raise _MalformedError(f"an item is appended to a {type(target).__name__}")
         target.append(item)
         return pos
 
@@ -587,7 +594,7 @@ class Decoder:
         items = self.pop_mark()
         target = self.stack[-1]
         if type(target) is not list and type(target) is not deque:
-            raise _Malformed(f"items are appended to a {type(target).__name__}")
+            raise _MalformedError(f"items are appended to a {type(target).__name__}")
         target.extend(items)
         return pos
 
@@ -662,7 +669,7 @@ class Decoder:
         items = self.pop_mark()
         target = self.stack[-1]
         if type(target) is not set:
-            raise _Malformed(f"items are added to a {type(target).__name__}")
+            raise _MalformedError(f"items are added to a {type(target).__name__}")
         self.set_update(target, items)
         return pos
 
@@ -778,7 +785,7 @@ class Decoder:
         kind = type(target)
         if kind is Record:
             if target.state is not None:
-                raise _Malformed("the state of an object is set twice")
+                raise _MalformedError("the state of an object is set twice")
             target.state = state
         elif kind is Array:
             _set_array(self, target, state)
@@ -820,7 +827,7 @@ class Decoder:
         args = self.stack.pop()
         made = self.call(self.stack[-1], args)
         if type(kwargs) is not dict or (kwargs and type(made) is not Record):
-            raise _Malformed("keyword arguments that make no sense")
+            raise _MalformedError("keyword arguments that make no sense")
         if kwargs:
             made.kwargs = kwargs
         self.stack[-1] = made
@@ -829,7 +836,7 @@ class Decoder:
     @_opcode(b"\x80")
     def _proto(self, pos: int) -> int:
         if self.data[pos] > 5:
-            raise _Malformed(f"protocol {self.data[pos]}")
+            raise _MalformedError(f"protocol {self.data[pos]}")
         return pos + 1
 
     @_opcode(b".")
@@ -840,7 +847,7 @@ class Decoder:
     @_opcode(b"\x95")
     def _frame(self, pos: int) -> int:
         if _u64(self.data, pos)[0] > len(self.data) - pos - 8:
-            raise NeedMore
+            raise CutShortError
         return pos + 8
 
     @_opcode(b"P")
@@ -856,14 +863,14 @@ class Decoder:
 
 
 def _unknown_opcode(decoder: Decoder, pos: int) -> NoReturn:
-    raise _Malformed(f"there is no opcode {decoder.data[pos - 1]:#04x}")
+    raise _MalformedError(f"there is no opcode {decoder.data[pos - 1]:#04x}")
 
 
 _HANDLERS: list[Handler] = [_OPCODES.get(code, _unknown_opcode) for code in range(256)]
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, _Malformed):
+    if isinstance(error, _MalformedError):
         return str(error)
     if isinstance(error, KeyError):
         return "it refers to what it has not stored"
@@ -874,7 +881,7 @@ def _reason(error: Exception) -> str:
 
 def _decimal(line: bytes) -> int:
     if len(line) > MAX_LONG:
-        raise _Malformed(f"an integer of {len(line)} digits")
+        raise _MalformedError(f"an integer of {len(line)} digits")
     return int(line)
 
 
@@ -889,26 +896,19 @@ def _python2_text(data: bytes) -> str | bytes:
 # --- the tree that comes out ---------------------------------------------------------------------------------
 
 
-def _children(value: Any) -> Iterator[Any]:
+def _children(value: Any) -> Iterable[Any]:
     kind = type(value)
     if kind is dict:
-        yield from value.keys()
-        yield from value.values()
-    elif kind is StoredDict:
-        yield from value.keys()
-        yield from value.values()
-        yield value.attributes
-    elif kind is Record:
-        yield value.args
-        yield value.kwargs
-        yield value.state
-    elif kind is StoredTensor:
-        yield value.attributes
-    elif kind is Array:
-        yield value.record
-        yield value.objects
-    else:
-        yield from value
+        return chain(value.keys(), value.values())
+    if kind is StoredDict:
+        return chain(value.keys(), value.values(), (value.attributes,))
+    if kind is Record:
+        return (value.args, value.kwargs, value.state)
+    if kind is StoredTensor:
+        return (value.attributes,)
+    if kind is Array:
+        return (value.record, value.objects)
+    return cast(Iterable[Any], value)
 
 
 _LEAVES = frozenset((str, int, float, bool, type(None), bytes, DType, Storage, Global, complex, bytearray))
@@ -921,7 +921,7 @@ def _is_branch(value: Any) -> bool:
 
 
 def _check_tree(root: Any, length: int) -> None:
-    """Prove that code may walk `root` naively.  Raises _Malformed.
+    """Prove that code may walk `root` naively.  Raises _MalformedError.
 
     Nesting would overflow a recursive consumer's stack; a list that holds itself would never end; a list of two
     references to a list of two references to ... is small in the pickle and endless when it is printed.
@@ -930,14 +930,20 @@ def _check_tree(root: Any, length: int) -> None:
     done: dict[int, tuple[int, int]] = {}  # id -> (height, elements when unfolded)
     open_: set[int] = set()
     # One frame per open container: [it, the children to come, height so far, elements so far].
-    frames: list[list[Any]] = [[root, _children(root), 1, 1]] if _is_branch(root) else []
+    frames: list[list[Any]] = [[root, iter(_children(root)), 1, 1]] if _is_branch(root) else []
     if frames:
         open_.add(id(root))
     while frames:
         frame = frames[-1]
         for child in frame[1]:
-            if type(child) in _LEAVES:
+            kind = type(child)
+            if kind in _LEAVES:
                 frame[3] += 1
+                continue
+            # A shape, by far the most frequent branch; a long one that is shared must not be looked at again.
+            if kind is tuple and len(child) <= 8 and _LEAVES.issuperset(map(type, child)):
+                frame[2] = max(frame[2], 2)
+                frame[3] += 1 + len(child)
                 continue
             if not _is_branch(child):
                 frame[3] += 1
@@ -950,12 +956,12 @@ def _check_tree(root: Any, length: int) -> None:
                 continue
             if id(child) in open_:
                 if not _cycle_has_record(frames, child):
-                    raise _Malformed("an object that contains itself")
+                    raise _MalformedError("an object that contains itself")
                 continue
             if len(frames) >= MAX_DEPTH:
-                raise _Malformed(f"objects nested more than {MAX_DEPTH} deep")
+                raise _MalformedError(f"objects nested more than {MAX_DEPTH} deep")
             open_.add(id(child))
-            frames.append([child, _children(child), 1, 1])
+            frames.append([child, iter(_children(child)), 1, 1])
             break
         else:
             frames.pop()
@@ -963,9 +969,9 @@ def _check_tree(root: Any, length: int) -> None:
             open_.discard(id(value))
             done[id(value)] = (height, elements)
             if height > MAX_DEPTH:
-                raise _Malformed(f"objects nested more than {MAX_DEPTH} deep")
+                raise _MalformedError(f"objects nested more than {MAX_DEPTH} deep")
             if elements > budget:
-                raise _Malformed("an object that is endless when it is unfolded")
+                raise _MalformedError("an object that is endless when it is unfolded")
             if frames:
                 above = frames[-1]
                 if height >= above[2]:
@@ -1011,7 +1017,7 @@ def _reconstructor(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> Any:
     """`copyreg._reconstructor(cls, object, None)`: how protocols 0 and 1 make an object."""
     cls, base, state = args
     if type(base) is not Global or base.name != "object" or state is not None:
-        raise _Malformed("an object of a class that is derived from a built-in one")
+        raise _MalformedError("an object of a class that is derived from a built-in one")
     return decoder.call(cls, ())
 
 
@@ -1019,14 +1025,14 @@ def _encode(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> bytes:
     """`_codecs.encode(text, 'latin1')`: bytes, as protocol 2 writes them."""
     text, encoding = args
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise _Malformed("bytes in an unknown encoding")
+        raise _MalformedError("bytes in an unknown encoding")
     decoder.spend(len(text))
     return text.encode("latin-1")
 
 
 def _bytes(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> bytes:
     if args:
-        raise _Malformed("arguments of bytes")
+        raise _MalformedError("arguments of bytes")
     return b""
 
 
@@ -1035,7 +1041,7 @@ def _bytearray(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> bytearray:
         return bytearray()
     (data,) = args
     if type(data) is not bytes:  # an int would allocate as many bytes
-        raise _Malformed("a bytearray of what is no bytes")
+        raise _MalformedError("a bytearray of what is no bytes")
     decoder.spend(len(data))
     return bytearray(data)
 
@@ -1046,7 +1052,7 @@ def _items(decoder: Decoder, args: tuple[Any, ...]) -> Any:
         return ()
     (items,) = args
     if type(items) not in (list, tuple, set, frozenset, dict, StoredDict):
-        raise _Malformed(f"a container made from a {type(items).__name__}")
+        raise _MalformedError(f"a container made from a {type(items).__name__}")
     decoder.spend(len(items))
     return items
 
@@ -1076,41 +1082,41 @@ def _ordered_dict(decoder: Decoder, cls: Global, args: tuple[Any, ...]) -> Store
 
 def _defaultdict(decoder: Decoder, cls: Global, args: tuple[Any, ...]) -> StoredDict:
     if args and args[0] is not None and type(args[0]) is not Global:
-        raise _Malformed("a default factory that is no class")
+        raise _MalformedError("a default factory that is no class")
     return _ordered_dict(decoder, cls, args[1:])
 
 
 def _deque(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> deque[Any]:
     maxlen = args[1] if len(args) > 1 else None
     if maxlen is not None and (type(maxlen) is not int or not 0 <= maxlen < 1 << 62):
-        raise _Malformed("the length of a deque")
+        raise _MalformedError("the length of a deque")
     return deque(_items(decoder, args[:1]), maxlen)
 
 
 def _complex(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> complex:
     real, imag = args
     if type(real) is not float or type(imag) is not float:
-        raise _Malformed("a complex number of what is no number")
+        raise _MalformedError("a complex number of what is no number")
     return complex(real, imag)
 
 
 def _slice(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> slice:
     start, stop, step = args
     if any(part is not None and type(part) is not int for part in args):
-        raise _Malformed("a slice of what is no integer")
+        raise _MalformedError("a slice of what is no integer")
     return slice(start, stop, step)
 
 
 def _range(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> range:
     start, stop, step = args
     if any(type(part) is not int for part in args):
-        raise _Malformed("a range of what is no integer")
+        raise _MalformedError("a range of what is no integer")
     return range(start, stop, step)
 
 
 def _path(decoder: Decoder, cls: Global, args: tuple[Any, ...]) -> PurePosixPath | PureWindowsPath:
     if any(type(part) is not str for part in args):
-        raise _Malformed("a path of what is no text")
+        raise _MalformedError("a path of what is no text")
     decoder.spend(sum(map(len, args)))
     return PureWindowsPath(*args) if "Windows" in cls.name else PurePosixPath(*args)
 
@@ -1128,7 +1134,7 @@ _TIME_ARGUMENTS = (bytes, int, str, datetime.timedelta, datetime.timezone)
 def _time(decoder: Decoder, cls: Global, args: tuple[Any, ...]) -> Any:
     """The standard library's own immutable times; their constructors take the pickled bytes and check them."""
     if any(type(arg) not in _TIME_ARGUMENTS for arg in args):
-        raise _Malformed(f"a {cls.name} of what is no number")
+        raise _MalformedError(f"a {cls.name} of what is no number")
     return _TIMES[cls.name](*args)
 
 
@@ -1139,17 +1145,17 @@ _SCALARS |= {"f2": "e", "f4": "f", "f8": "d", "c8": "ff", "c16": "dd"}
 
 
 def _dtype_text(value: Any) -> tuple[str, int]:
-    """numpy's string for a dtype record, and its itemsize.  Raises _Malformed."""
+    """numpy's string for a dtype record, and its itemsize.  Raises _MalformedError."""
     if type(value) is not Record or value.module != "numpy" or not value.args or type(value.args[0]) is not str:
-        raise _Malformed("an array without a dtype")
+        raise _MalformedError("an array without a dtype")
     text = value.args[0]
     if len(text) > 32 or not text[:1].isalpha() or not text[1:].isdigit():
         if text == "O":
             return "|O", 0
-        raise _Malformed("an array of an unknown dtype")
+        raise _MalformedError("an array of an unknown dtype")
     order = value.state[1] if type(value.state) is tuple and len(value.state) > 1 else "|"
     if order not in ("<", ">", "|", "="):
-        raise _Malformed("an array of an unknown byte order")
+        raise _MalformedError("an array of an unknown byte order")
     size = int(text[1:])
     if text[0] == "O":
         return "|O", 0
@@ -1160,7 +1166,7 @@ def _numpy_shape(value: Any) -> tuple[int, ...]:
     if type(value) is int:
         value = (value,)
     if type(value) is not tuple or len(value) > MAX_DIMS or any(type(n) is not int or n < 0 for n in value):
-        raise _Malformed("the shape of an array")
+        raise _MalformedError("the shape of an array")
     return tuple(value)
 
 
@@ -1176,14 +1182,14 @@ def _fill_array(decoder: Decoder, array: Array, shape: Any, dtype: Any, data: An
     shape = _numpy_shape(shape)
     if text == "|O":
         if type(data) is not list or len(data) != _numel(shape):
-            raise _Malformed("an array that is not as long as its shape says")
+            raise _MalformedError("an array that is not as long as its shape says")
         array.objects = data
     else:
         if type(data) is bytearray:
             decoder.spend(len(data))
             data = bytes(data)
         if type(data) is not bytes or len(data) != _numel(shape) * itemsize:
-            raise _Malformed("an array that is not as long as its shape says")
+            raise _MalformedError("an array that is not as long as its shape says")
         array.data = data
     array.dtype, array.record, array.shape, array.fortran = text, dtype, shape, fortran
     return array
@@ -1197,7 +1203,7 @@ def _new_array(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> Array:
 def _set_array(decoder: Decoder, array: Array, state: Any) -> None:
     _, shape, dtype, fortran, data = state
     if array.dtype:
-        raise _Malformed("the state of an array is set twice")
+        raise _MalformedError("the state of an array is set twice")
     _fill_array(decoder, array, shape, dtype, data, bool(fortran))
 
 
@@ -1241,22 +1247,22 @@ def _size(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> tuple[Any, ...]
         decoder.spend(len(size))
         return tuple(size)
     if type(size) is not tuple:
-        raise _Malformed("a torch.Size of what is no tuple")
+        raise _MalformedError("a torch.Size of what is no tuple")
     return size
 
 
 def _extent(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Extent:
-    """The elements of a tensor, proven to lie within its storage.  Raises _Malformed."""
+    """The elements of a tensor, proven to lie within its storage.  Raises _MalformedError."""
     if type(storage) is not Storage or type(dtype) is not DType:
-        raise _Malformed("a tensor without a storage")
+        raise _MalformedError("a tensor without a storage")
     if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
-        raise _Malformed("a tensor's shape and strides do not fit")
+        raise _MalformedError("a tensor's shape and strides do not fit")
     if len(shape) > MAX_DIMS or type(offset) is not int or offset < 0:
-        raise _Malformed("a tensor's shape or offset makes no sense")
+        raise _MalformedError("a tensor's shape or offset makes no sense")
     numel, reach = 1, 0
     for n, step in zip(shape, strides, strict=True):
         if type(n) is not int or type(step) is not int or n < 0 or step < 0 or n > _MAX_INT64 or step > _MAX_INT64:
-            raise _Malformed("a tensor's shape or strides are no integers of 64 bits, or negative")
+            raise _MalformedError("a tensor's shape or strides are no integers of 64 bits, or negative")
         numel *= n
         reach += (n - 1) * step
     itemsize = dtype.itemsize
@@ -1264,12 +1270,12 @@ def _extent(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> 
         return Extent(storage.path, storage.offset, dtype, shape, strides)
     end = (offset + reach + 1) * itemsize
     if end > storage.nbytes:
-        raise _Malformed(
+        raise _MalformedError(
             f"a tensor of shape {short(shape)} and strides {short(strides)} ends at byte {short(end)} "
             f"of a storage of {storage.nbytes} bytes"
         )
     if numel * itemsize > storage.nbytes and numel * itemsize > MAX_EXPANDED:
-        raise _Malformed(f"a tensor of shape {short(shape)} over a storage of {storage.nbytes} bytes")
+        raise _MalformedError(f"a tensor of shape {short(shape)} over a storage of {storage.nbytes} bytes")
     return Extent(storage.path, storage.offset + offset * itemsize, dtype, shape, strides)
 
 
@@ -1296,7 +1302,7 @@ def _tensor_v2(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> StoredTens
     """`_rebuild_tensor_v2(storage, storage_offset, size, stride, requires_grad, backward_hooks, metadata=None)`."""
     if len(args) > 6:
         if len(args) > 7:
-            raise _Malformed("a tensor of too many arguments")
+            raise _MalformedError("a tensor of too many arguments")
         _plain_bits(decoder, args[6])
     storage, offset, shape, strides, requires_grad = args[:5]
     return StoredTensor(_extent(storage, storage.dtype, offset, shape, strides), requires_grad is True)
@@ -1320,7 +1326,7 @@ def _parameter(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> Any:
     if type(data) is Record:  # a parameter that is a DTensor
         return data
     if type(data) is not StoredTensor:
-        raise _Malformed("a parameter that is no tensor")
+        raise _MalformedError("a parameter that is no tensor")
     return StoredTensor(data.extent, requires_grad is True, _attributes(decoder, state))
 
 
@@ -1331,20 +1337,20 @@ def _attributes(decoder: Decoder, state: Any) -> Mapping[str, Any] | None:
     if type(state) is tuple and len(state) == 2 and all(part is None or type(part) is dict for part in state):
         decoder.spend(sum(len(part) for part in state if part))
         return {**(state[0] or {}), **(state[1] or {})} or None
-    raise _Malformed("a tensor's attributes are no dict")
+    raise _MalformedError("a tensor's attributes are no dict")
 
 
 def _from_type(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> Any:
     """`_rebuild_from_type_v2(function, type, args, state)`: a tensor with attributes, or of a subclass."""
     function, cls, inner, state = args
     if type(function) is not Global or type(cls) is not Global or type(inner) is not tuple:
-        raise _Malformed("a tensor of a subclass that makes no sense")
+        raise _MalformedError("a tensor of a subclass that makes no sense")
     if function.build is _wrapper_subclass:
         # DTensor, ShardedTensor: no elements of their own, all is in the state.
         return Record(cls.module, cls.name, inner, state=state)
     # Only these, so that nothing here calls itself.
     if function.build not in (_tensor, _tensor_v2, _tensor_v3, _parameter, _meta):
-        raise _Malformed("a tensor of a subclass that is made by no tensor function")
+        raise _MalformedError("a tensor of a subclass that is made by no tensor function")
     made = function.build(decoder, function, inner)
     if (cls.module, cls.name) not in _PLAIN_TENSORS or type(made) is not StoredTensor:
         decoder.unsupported(f"a tensor of class {cls.typename}")
@@ -1356,14 +1362,14 @@ def _wrapper_subclass(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> Any
 
 
 def _meta(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> Any:
-    decoder.unsupported("a tensor on the meta device, which has no data")
+    decoder.unsupported("a tensor on the meta device")
 
 
 def _from_cpu_tensor(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> StoredTensor:
     """`_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`: a tensor saved on XLA."""
     data, dtype, _device, requires_grad = args
     if type(data) is not StoredTensor or dtype is not data.dtype:
-        raise _Malformed("a device tensor whose data is of another dtype")
+        raise _MalformedError("a device tensor whose data is of another dtype")
     return StoredTensor(data.extent, requires_grad is True)
 
 
@@ -1386,7 +1392,7 @@ _RECORDS: tuple[_Row, ...] = (
     # numpy
     ("numpy", "dtype"),
     ("numpy.random._pickle", "__generator_ctor __bit_generator_ctor __randomstate_ctor"),
-    ("numpy.random.bit_generator", "SeedSequence"),
+    ("numpy.random.bit_generator", "SeedSequence __pyx_unpickle_SeedSequence"),
     # torch
     ("torch", "device"),
     ("torch._C", "Generator"),
@@ -1597,7 +1603,7 @@ def loads(data: bytes, *, path: str, name: str = "pickle", persistent: Callable[
     """
     try:
         value, end = Decoder(data, path=path, name=name, persistent=persistent).run()
-    except NeedMore:
+    except CutShortError:
         raise CorruptError(f"{name} is cut off", path=path, expected="more bytes", found=f"{len(data)} bytes") from None
     if end != len(data):
         raise CorruptError(
@@ -1677,9 +1683,9 @@ def read_at(fd: int, path: str, offset: int, length: int) -> bytes:
 __all__ = [
     "GLOBALS",
     "Array",
+    "CutShortError",
     "Decoder",
     "Global",
-    "NeedMore",
     "Record",
     "Storage",
     "StorageType",

@@ -86,12 +86,8 @@ def describe(chosen: Mapping[str, Choice], checkpoint: Checkpoint, asked: DType 
             "--dtype fp32 writes the masters as they are"
         )
     if exact:
-        native = sorted(
-            {c.tensor.native.name for c in exact if c.tensor.native and c.tensor.native != c.dtype}
-        )
-        other = (
-            f"; --dtype keep writes the model's own dtype, {' and '.join(native)}" if native and asked else ""
-        )
+        native = sorted({c.tensor.native.name for c in exact if c.tensor.native and c.tensor.native != c.dtype})
+        other = f"; --dtype keep writes the model's own dtype, {' and '.join(native)}" if native and asked else ""
         notes.append(f"{_count(exact)} written as the {_stored(exact)} masters are, bit for bit{other}")
     if beside:
         masters = [checkpoint.tensors[c.tensor.fqn, MASTER] for c in beside]

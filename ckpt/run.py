@@ -22,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.casts import cast_bits, storage_dtype
+from ckpt.compare import Reader
+from ckpt.compare import check_replicas as check_tensor_replicas
 from ckpt.errors import CorruptError, UsageError
 from ckpt.files import Staging, translate_os_errors
 from ckpt.plan import Copy, Plan
@@ -380,30 +382,6 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 def check_replicas(plan: Plan) -> None:
     """Raise CorruptError where a tensor that several ranks hold is not the same on all of them."""
-    with _Sources() as sources:
-        for key in {slot.key for file in plan.target.files for slot in file.slots}:
-            tensor = plan.checkpoint.tensors[key]
-            first = None
-            for source in (tensor.source, *tensor.replicas):
-                fragments = sorted(source.fragments(tensor.shape), key=lambda f: str(f.region))
-                found = [read_bits(sources.open(f.extent.path), f.extent).tobytes() for f in fragments]
-                if first is None:
-                    first, rank = found, fragments[0].rank if fragments else None
-                elif found != first:
-                    raise CorruptError(
-                        "ranks that should hold the same tensor disagree",
-                        path=fragments[0].extent.path,
-                        rank=fragments[0].rank,
-                        fqn=tensor.fqn,
-                        expected=f"what rank {rank} holds",
-                        found=_first_difference(b"".join(first), b"".join(found), tensor.dtype.itemsize),
-                        hint="--replica RANK takes one rank's copy",
-                    )
-
-
-def _first_difference(a: bytes, b: bytes, itemsize: int) -> str:
-    position = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y) // itemsize
-    one, other = (x[position * itemsize : (position + 1) * itemsize].hex() for x in (a, b))
-    return f"element {position} is {other} instead of {one} (raw bytes)"
-
-
+    with Reader() as reader:
+        for key in dict.fromkeys(slot.key for file in plan.target.files for slot in file.slots):
+            check_tensor_replicas(plan.checkpoint.tensors[key], reader)

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 from ckpt import pickles
 from ckpt.errors import CorruptError, NotFoundError, UnsafeError
-from ckpt.pickles import MAX_PICKLE, Decoder, NeedMore, Storage, StorageType, short
+from ckpt.pickles import MAX_PICKLE, CutShortError, Decoder, Storage, StorageType, short
 
 #: Bytes of a central directory: some five million records.
 MAX_DIRECTORY = 1 << 29
@@ -137,13 +137,17 @@ def _read(region: _Region) -> TorchFile:
         _refuse_zip_without_end(region)
     if _LEGACY_MAGIC in head[:32]:
         return _read_legacy(region)
-    _refuse_other(region, head)
+    return _refuse_other(region, head, tail)
 
 
-def _refuse_other(region: _Region, head: bytes) -> NoReturn:
+def _refuse_other(region: _Region, head: bytes, tail: bytes) -> NoReturn:
     """Say what the file is instead of one written by torch.save."""
     if not head.strip(b"\0"):
-        region.corrupt("the file begins with zeros: it was not written completely", found=_zeros(region))
+        region.corrupt(
+            "the file begins with zeros: it was not written completely",
+            expected="a file written by torch.save",
+            found=f"{len(head)} bytes of zeros at the start of {region.size}",
+        )
     if head.startswith(b"version https://git-lfs"):
         raise CorruptError(
             "this is a Git LFS pointer, not the file itself",
@@ -152,15 +156,13 @@ def _refuse_other(region: _Region, head: bytes) -> NoReturn:
         )
     if head[257:262] == b"ustar":
         what = "a tar file, as torch before 0.1.10 wrote"
+    elif not tail.strip(b"\0"):
+        _zeros_at_end(region, len(tail))
     elif head[:1] == b"\x80" and head[1:2] in (b"\1", b"\2", b"\3", b"\4", b"\5"):
         what = "a plain pickle, not a file written by torch.save"
     else:
         what = "not a file written by torch.save"
     raise NotFoundError(f"this is {what}", path=region.path, expected="a zip archive of torch.save")
-
-
-def _zeros(region: _Region) -> str:
-    return f"{region.size} bytes that begin with 512 zeros" if region.size > 512 else f"{region.size} bytes of zeros"
 
 
 # --- zip -----------------------------------------------------------------------------------------------------
@@ -171,15 +173,18 @@ _END = b"PK\x05\x06"
 _END64 = b"PK\x06\x06"
 _LOCATOR = b"PK\x06\x07"
 
+_end_pack = struct.Struct("<4sHHHHIIH").pack
 _end_fields = struct.Struct("<4sHHHHIIH").unpack
 _locator_fields = struct.Struct("<4sIQI").unpack
 _end64_fields = struct.Struct("<4sQHHIIQQQQ").unpack
-_entry_fields = struct.Struct("<4sHHHHHHIIIHHHHHII").unpack_from
-_local_fields = struct.Struct("<4sHHHHHIIIHH").unpack_from
+# Versions, times and attributes are skipped: signature, flags, method, crc32, sizes, lengths[, disk, offset].
+_entry_fields = struct.Struct("<4s4xHH4xIIIHHHH6xI").unpack_from
+_local_fields = struct.Struct("<4s2xHH4xIIIHH").unpack_from
 
 _ENTRY_SIZE = 46
 _LOCAL_SIZE = 30
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+_FULL = (_FULL16, _FULL16, _FULL32, _FULL32)
 _HAS_DESCRIPTOR, _UTF8 = 1 << 3, 1 << 11
 
 
@@ -206,23 +211,26 @@ def _refuse_zip_without_end(region: _Region) -> NoReturn:
     """A zip archive whose last bytes are no end record: cut off, partly zeros, or with something behind the end."""
     tail_size = min(region.size, 22 + _FULL16)
     tail = region.read(region.size - tail_size, tail_size)
-    data = tail.rstrip(b"\0")
-    if len(tail) - len(data) >= 22:
-        zeros = "at least " if not data else ""
-        region.corrupt(
-            "the end of the file is zeros: it was not written completely",
-            expected=f"the end record of a zip archive in the last 22 of {region.size} bytes",
-            found=f"{zeros}{len(tail) - len(data)} bytes of zeros at the end",
-        )
+    zeros = len(tail) - len(tail.rstrip(b"\0"))
+    if zeros >= 22:
+        _zeros_at_end(region, zeros)
     at = tail.rfind(_END)
-    if 0 <= at and len(tail) - at < 22:
+    if at >= 0 and len(tail) - at < 22:
         region.truncated(region.size + 22 - (len(tail) - at))
-    if 0 <= at and _ends_here(region, tail[at : at + 22], region.size - tail_size + at):
+    if at >= 0 and _ends_here(region, tail[at : at + 22], region.size - tail_size + at):
         region.unsafe("the zip archive has a comment, or something else behind its end")
     region.corrupt(
         "the file is truncated",
         expected="the end record of a zip archive in its last 22 bytes",
         found=f"{region.size} bytes that end without one",
+    )
+
+
+def _zeros_at_end(region: _Region, zeros: int) -> NoReturn:
+    region.corrupt(
+        "the end of the file is zeros: it was not written completely",
+        expected=f"the end record of a zip archive in the last 22 of {region.size} bytes",
+        found=f"{zeros} bytes of zeros at the end",
     )
 
 
@@ -254,15 +262,13 @@ def _find_directory(region: _Region, tail: bytes) -> _Directory:
         signature, record_size, _, _, disk64, first64, here64, count64, size64, offset64 = fields
         if signature != _END64 or record_size != 44:
             region.corrupt("the 64-bit end record of the zip archive is damaged")
-        narrow = (
-            (here, here64, _FULL16),
-            (count, count64, _FULL16),
-            (size, size64, _FULL32),
-            (offset, offset64, _FULL32),
-        )
-        if any(a not in (b, full) for a, b, full in narrow):
-            region.unsafe("the two end records of the zip archive contradict each other")
         disks += [disk64, first64]
+        narrow = (min(here64, _FULL16), min(count64, _FULL16), min(size64, _FULL32), min(offset64, _FULL32))
+        plausible = ((a, b, full) for a, b, full in zip((here, count, size, offset), narrow, _FULL, strict=True))
+        if any(a not in (b, full) for a, b, full in plausible):
+            if _end_pack(_END, disk, first_disk, *narrow, 0).startswith(tail.rstrip(b"\0")):
+                _zeros_at_end(region, 22 - len(tail.rstrip(b"\0")))
+            region.unsafe("the two end records of the zip archive contradict each other")
         here, count, size, offset = here64, count64, size64, offset64
     if any(n not in (0, _FULL16) for n in disks) or here != count:
         region.unsafe("the zip archive says that it continues in other files")
@@ -285,25 +291,8 @@ def _read_directory(region: _Region, directory: _Directory) -> dict[str, _Entry]
     for _ in range(directory.count):
         if at + _ENTRY_SIZE > len(data):
             region.corrupt("the directory of the zip archive ends too early")
-        (
-            signature,
-            _,
-            _,
-            flags,
-            method,
-            _,
-            _,
-            crc32,
-            packed,
-            size,
-            name_size,
-            extra_size,
-            comment_size,
-            disk,
-            _,
-            _,
-            header,
-        ) = _entry_fields(data, at)
+        fields = _entry_fields(data, at)
+        signature, flags, method, crc32, packed, size, name_size, extra_size, comment_size, disk, header = fields
         if signature != _ENTRY:
             region.corrupt("the directory of the zip archive is damaged", found=f"at byte {directory.offset + at}")
         at += _ENTRY_SIZE
@@ -349,7 +338,7 @@ def _wide(region: _Region, extra: bytes, *narrow: int) -> list[int]:
             found = iter(struct.unpack_from(f"<{len(wide)}Q", extra, at + 4))
             return [next(found) if value == _FULL32 else value for value in narrow]
         at += 4 + size
-    region.corrupt("a record of the zip archive lacks its 64-bit size")
+    return region.corrupt("a record of the zip archive lacks its 64-bit size")
 
 
 def _with_limits(region: _Region, entries: dict[str, _Entry], end: int) -> dict[str, _Entry]:
@@ -383,7 +372,7 @@ def _locate(region: _Region, entry: _Entry) -> StoredRecord:
     """Where the bytes of a record begin: behind its local header, which must agree with the directory."""
     raw_name = entry.name.encode()
     header = region.read(entry.header, _LOCAL_SIZE + len(raw_name))
-    signature, _, flags, method, _, _, crc32, packed, size, name_size, extra_size = _local_fields(header)
+    signature, flags, method, crc32, packed, size, name_size, extra_size = _local_fields(header)
     if signature != _LOCAL:
         region.corrupt(
             "a record is not where the directory of the zip archive says",
@@ -405,9 +394,7 @@ def _locate(region: _Region, entry: _Entry) -> StoredRecord:
     offset = entry.header + _LOCAL_SIZE + name_size + extra_size
     if offset + entry.size > entry.limit:
         region.unsafe("records of the zip archive overlap each other or its directory", found=entry.name)
-    return StoredRecord(
-        entry.name.partition("/")[2], region.start + offset, entry.size, entry.crc32 if entry.crc32 else None
-    )
+    return StoredRecord(entry.name.partition("/")[2], region.start + offset, entry.size, entry.crc32 or None)
 
 
 class _Archive:
@@ -522,7 +509,7 @@ def _storage_id(region: _Region, pid: Any, length: int) -> tuple[Any, str, int]:
     if type(kind) is not StorageType or type(key) is not str or type(numel) is not int or numel < 0:
         region.corrupt("a persistent id in the pickle is damaged")
     if location == "meta":
-        raise UnsafeError("the file holds a tensor on the meta device, which has no data", path=region.path)
+        raise UnsafeError("the file holds a tensor on the meta device, which is not supported", path=region.path)
     return kind.dtype, key, numel
 
 
@@ -582,7 +569,7 @@ def _read_legacy(region: _Region) -> TorchFile:
         try:
             _, keys, end = _legacy_pickles(region, data, storages)
             break
-        except NeedMore:
+        except CutShortError:
             if length >= region.size:
                 region.corrupt(
                     "the file is truncated",

@@ -18,14 +18,15 @@ from ckpt.compare import Difference, Element, Reader, check_replicas, compare, n
 from ckpt.dtypes import BY_NAME
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
 from ckpt.files import translate_os_errors
-from ckpt.inspect import human_size, one_line, summary_text
+from ckpt.inspect import one_line, summary_text
 from ckpt.plan import check_source
 from ckpt.scalars import read_scalar
+from ckpt.sizes import show_size
 from ckpt.tensors import Fragment, Tensor
 
 Only = Literal["all", "weights", "optimizer"]
-#: Called with the bytes of side A that were compared since the last call, and the bytes that there are in all.
-Progress = Callable[[int, int], None]
+#: Called with the bytes of side A that were compared since the last call.
+Progress = Callable[[int], None]
 
 EQUAL, DIFFERENT, ONLY_A, ONLY_B, UNREADABLE = "=", "*", "-", "+", "!"
 
@@ -42,6 +43,7 @@ class Result:
     `kind` says how: `equal`, `values`, `shape`, `dtype`, `scalar`, `missing`, `extra` or `unreadable`.  `fqn` and
     `role` are those of side A where the tensor stands there; `b_fqn` and `b_role` those of side B.  `a` and `b` are the
     shapes, dtypes or scalars that differ; `cast` the dtype in which the two were compared, where it is not their own.
+    `is_scalar` marks an optimizer state that is one number (Adam's step) and no tensor.
     """
 
     status: str
@@ -56,6 +58,7 @@ class Result:
     b: str | None = None
     cast: str | None = None
     error: str | None = None
+    is_scalar: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,13 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Whether everything that was to be compared is the same, and something was."""
-        return bool(self.results) and all(result.status == EQUAL for result in self.results)
+        """Whether everything that was to be compared is the same, and some tensor was compared."""
+        return self.num_compared > 0 and all(result.status == EQUAL for result in self.results)
+
+    @property
+    def num_compared(self) -> int:
+        """Tensors whose elements were compared."""
+        return sum(result.kind in ("equal", "values") and not result.is_scalar for result in self.results)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -132,9 +140,13 @@ class Report:
         """One line that says it all."""
         counts = self.counts
         if self.equal:
-            return f"equal: {_count(counts[EQUAL], 'tensor')} ({human_size(self.num_bytes)}), every bit compared"
-        if not self.results:
-            return "different: nothing was compared"
+            tensors = _count(self.num_compared, "tensor")
+            num_scalars = counts[EQUAL] - self.num_compared
+            scalars = f" and {_count(num_scalars, 'scalar')}" if num_scalars else ""
+            how = "equal after the cast" if any(result.cast for result in self.results) else "equal"
+            return f"{how}: {tensors} ({show_size(self.num_bytes)}){scalars}, every bit compared"
+        if counts[EQUAL] == len(self.results):
+            return "different: no tensor was compared"
         words = [
             (counts[DIFFERENT], "differ"),
             (counts[ONLY_A], "only in A"),
@@ -366,16 +378,14 @@ def _put_model(work: _Work, a: _Roles, b: _Roles, model: tuple[_Thing | None, _T
             work.skip(side, thing, f"{other.label} holds these only in the form of the masters, which were compared")
 
 
-def _put_states(
-    work: _Work, a: _Roles, b: _Roles, done: tuple[_Thing | None, _Thing | None], second: bool
-) -> None:
+def _put_states(work: _Work, a: _Roles, b: _Roles, done: tuple[_Thing | None, _Thing | None], second: bool) -> None:
     """Masters and optimizer states.  A master that stands for the parameter itself is `done` already."""
     for role in dict.fromkeys((*a, *b)):
         x, y = a.get(role), b.get(role)
         if role in (WEIGHT, BUFFER):
             continue
         if x is not None and y is not None:
-            if (x, y) != done:
+            if x is not done[0] or y is not done[1]:
                 work.pairs.append((x, y))
         elif x is not None and x is not done[0] and not second:
             work.alone(work.a, work.b, x)
@@ -396,24 +406,14 @@ def _carry_out(work: _Work, cast: bool, progress: Progress | None) -> tuple[list
         else:
             results.append(_compare_scalars(work, *item))
     jobs.sort(key=lambda job: _location(job[1]))
-    total = sum(_bytes_to_read(x, y) for _, x, y in jobs)
-    advanced = 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal advanced
-        advanced += nbytes
-        if progress is not None:
-            progress(nbytes, total)
-
-    with Reader(advance) as reader:
+    advance = progress or (lambda _: None)
+    with Reader(advance) as reader, Reader() as other_ranks:
         for slot, x, y in jobs:
-            before = advanced
-            results[slot] = _compare_tensors(x, y, reader, cast)
-            left = _bytes_to_read(x, y) - (advanced - before)
-            if left:  # it was decided without reading everything
-                advance(left)
+            result = results[slot] = _compare_tensors(x, y, reader, other_ranks, cast)
+            if result.kind in ("shape", "dtype"):  # decided without reading
+                advance(x.nbytes)
     done = [result for result in results if result is not None]
-    return done, sum(result.nbytes for result in done if result.kind in ("equal", "values"))
+    return done, sum(result.nbytes for result in done)
 
 
 def _location(tensor: Tensor) -> tuple[str, int]:
@@ -421,16 +421,12 @@ def _location(tensor: Tensor) -> tuple[str, int]:
     return (first.extent.path, first.extent.offset) if first else ("", 0)
 
 
-def _bytes_to_read(a: Tensor, b: Tensor) -> int:
-    return a.nbytes * (1 + len(a.replicas)) + b.nbytes * len(b.replicas)
-
-
-def _compare_tensors(a: Tensor, b: Tensor, reader: Reader, cast: bool) -> Result:
+def _compare_tensors(a: Tensor, b: Tensor, reader: Reader, other_ranks: Reader, cast: bool) -> Result:
     names = a.fqn, a.role, b.fqn, b.role
     try:
         for tensor in (a, b):
             check_source(tensor)
-            check_replicas(tensor, reader)
+            check_replicas(tensor, other_ranks)
         if a.shape != b.shape:
             return Result(DIFFERENT, "shape", *names, a=str(list(a.shape)), b=str(list(b.shape)))
         common = narrower(a.dtype, b.dtype) if cast else a.dtype
@@ -456,14 +452,14 @@ def _compare_scalars(work: _Work, a: _Thing, b: _Thing) -> Result | None:
     try:
         x, y = _number(a), _number(b)
     except (CorruptError, NotFoundError, StorageError) as error:
-        return Result(UNREADABLE, "unreadable", *names, error=_error_text(error))
+        return Result(UNREADABLE, "unreadable", *names, error=_error_text(error), is_scalar=True)
     same = same_value(x, y)
     if same is None:
         work.skip(work.a, a, "the values are of kinds that cannot be compared")
         return None
     if same:
-        return Result(EQUAL, "equal", *names)
-    return Result(DIFFERENT, "scalar", *names, a=summary_text(x), b=summary_text(y))
+        return Result(EQUAL, "equal", *names, is_scalar=True)
+    return Result(DIFFERENT, "scalar", *names, a=summary_text(x), b=summary_text(y), is_scalar=True)
 
 
 def _number(thing: _Thing) -> Any:
@@ -513,11 +509,11 @@ def _is_plain(value: Any) -> bool:
 def _notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iterator[str]:
     """What a user should know beside the results."""
     results = list(results)
-    if not results:
+    if not any(r.status in (EQUAL, DIFFERENT) for r in results):
         yield "nothing was compared, so nothing was found equal"
     castable = sum(r.kind == "dtype" and _castable(r) for r in results)
     if castable:
-        yield f"{_count(castable, 'tensor')} differ in dtype; --cast casts the wider side to the narrower, then compares"
+        yield f"{_count(castable, 'tensor')} differ in dtype; --cast rounds the wider side to the narrower first"
     casts = Counter(r.cast for r in results if r.cast is not None)
     for name, count in casts.items():
         yield f"{_count(count, 'tensor')} cast to {name} on one side before the comparison, as --cast asks"

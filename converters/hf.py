@@ -73,9 +73,7 @@ class HuggingFace:
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A folder with weights (`tag` names one inside it), an index, or a safetensors file of its own."""
         if path.is_file():
-            named = path.name.endswith((".safetensors", ".safetensors.index.json")) and not _ADAPTER.match(
-                path.name
-            )
+            named = path.name.endswith((".safetensors", ".safetensors.index.json")) and not _ADAPTER.match(path.name)
             return path if named else None
         folder = path if tag is None else confined(path, tag)
         return folder if folder.is_dir() and _weights(folder) else None
@@ -143,9 +141,7 @@ def _weights(folder: Path) -> list[str] | str | None:
         if (folder / name).is_file() or (folder / name).is_symlink():
             return name
     with translate_os_errors(folder):
-        names = sorted(
-            p.name for p in folder.iterdir() if p.name.endswith((".safetensors", ".safetensors.index.json"))
-        )
+        names = sorted(p.name for p in folder.iterdir() if p.name.endswith((".safetensors", ".safetensors.index.json")))
     indexes = [name for name in names if name.endswith(".index.json")]
     if len(indexes) == 1:
         return indexes[0]
@@ -229,13 +225,9 @@ def _read_index(path: Path) -> _Index:
         if not isinstance(name, str):
             raise CorruptError("the index does not give a file name", path=path, fqn=fqn, found=repr(name))
         if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
-            raise UnsafeError(
-                "the index names a file outside its folder", path=path, fqn=fqn, found=repr(name)
-            )
-        if not name.endswith(".safetensors"):
-            raise CorruptError(
-                "the index names a file that is no safetensors", path=path, fqn=fqn, found=repr(name)
-            )
+            raise UnsafeError("the index names a file outside its folder", path=path, fqn=fqn, found=repr(name))
+        if not name.endswith(".safetensors") or not name.isprintable():
+            raise CorruptError("the index names a file that is no safetensors", path=path, fqn=fqn, found=repr(name))
     metadata = index.get("metadata")
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return _Index(path.name, weight_map, total_size)
@@ -282,9 +274,7 @@ def _collect(
 def _check_all_found(tensors: Mapping[Key, Tensor], weight_map: Mapping[str, str], folder: Path) -> None:
     for fqn, name in weight_map.items():
         if (fqn, WEIGHT) not in tensors:
-            raise CorruptError(
-                "the index names a tensor that its file does not hold", path=folder / name, fqn=fqn
-            )
+            raise CorruptError("the index names a tensor that its file does not hold", path=folder / name, fqn=fqn)
 
 
 # -- writing -------------------------------------------------------------------------------------------------
@@ -395,9 +385,7 @@ def _tie_notes(checkpoint: Checkpoint, names: Mapping[str, str]) -> list[str]:
     for alias, owner in checkpoint.ties.items():
         kept = names.get(owner, owner)
         groups.setdefault(kept, []).append(owner if alias == kept else alias)
-    return [
-        f"tied: written once as {kept}, not again as {', '.join(sorted(g))}" for kept, g in groups.items()
-    ]
+    return [f"tied: written once as {kept}, not again as {', '.join(sorted(g))}" for kept, g in groups.items()]
 
 
 def _dropped(checkpoint: Checkpoint) -> list[str]:
@@ -408,12 +396,16 @@ def _dropped(checkpoint: Checkpoint) -> list[str]:
         numbers = len(checkpoint.state.scalars.get(state, ()))
         parts = []
         if tensors:
-            parts.append(f"{len(tensors)} tensors, {sum(t.nbytes for t in tensors)} bytes")
+            parts.append(f"{_count(len(tensors), 'tensor')}, {sum(t.nbytes for t in tensors)} bytes")
         if numbers:
-            parts.append(f"{numbers} numbers")
+            parts.append(_count(numbers, "number"))
         lines.append(f"optimizer state {state}: {'; '.join(parts)}")
     if checkpoint.state.param_groups:
-        lines.append(f"optimizer hyperparameters of {len(checkpoint.state.param_groups)} param groups")
+        lines.append(f"optimizer hyperparameters of {_count(len(checkpoint.state.param_groups), 'param group')}")
     if checkpoint.state.step is not None:
         lines.append(f"step {checkpoint.state.step}")
     return lines + [f"training state {name}" for name in sorted(checkpoint.state.items)]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -28,6 +29,7 @@ MAX_HEADER = 100_000_000
 MAX_TENSORS = 1_000_000
 MAX_METADATA = 100_000
 MAX_DIMS = 64
+MAX_ESCAPES = 10_000_000
 
 #: The order in which the safetensors writer lays dtypes out: the widest first, so that each is aligned.
 WRITE_ORDER = (
@@ -40,7 +42,10 @@ _RANK = {tag: rank for rank, tag in enumerate(WRITE_ORDER)}
 _WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
 _PACKED = "F4"  # two elements in a byte: the header counts elements, torch counts bytes
 
-_STRING = rb'"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"'
+# possessive where Python knows it (3.11): an unclosed string of 100 MB is then given up without backtracking
+_ANY = rb"*+" if sys.version_info >= (3, 11) else rb"*"
+_PLAIN = rb'[^"\\\x00-\x1f]' + _ANY
+_STRING = rb'"(' + _PLAIN + rb"(?:\\." + _PLAIN + rb")" + _ANY + rb')"'
 _KEY = re.compile(rb"[ \t\r\n]*" + _STRING + rb"[ \t\r\n]*:[ \t\r\n]*(\{)?")
 _FIELD = re.compile(
     rb'[ \t\r\n]*"(dtype|shape|data_offsets)"[ \t\r\n]*:[ \t\r\n]*'
@@ -75,29 +80,17 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """The header of a safetensors file.  Raises CorruptError where a rule of the format is broken."""
     name = os.fspath(path)
     try:
-        with open(name, "rb", buffering=0) as file:
+        with open(name, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = _header_length(file.read(8), size, name)
-            header = bytearray(length)
-            if _read_into(file, memoryview(header)) != length:
-                raise CorruptError(
-                    "the file ends within its header", path=name, expected=f"{length + 8} bytes or more"
-                )
+            header = file.read(length)
     except FileNotFoundError as error:
         raise NotFoundError("no such file", path=name) from error
     except OSError as error:
         raise StorageError(f"the file cannot be read: {error.strerror}", path=name) from error
-    return parse_header(bytes(header), size, name)
-
-
-def _read_into(file: object, view: memoryview) -> int:
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])  # type: ignore[attr-defined]
-        if not count:
-            break
-        done += count
-    return done
+    if len(header) != length:
+        raise CorruptError("the file ends within its header", path=name, expected=f"{length + 8} bytes or more")
+    return parse_header(header, size, name)
 
 
 def _header_length(first: bytes, size: int, path: str) -> int:
@@ -128,6 +121,8 @@ def _header_length(first: bytes, size: int, path: str) -> int:
 
 def parse_header(text: bytes, size: int, path: str) -> Header:
     """The header whose JSON is `text`, of a file of `size` bytes."""
+    if text.count(b"\\") > MAX_ESCAPES:
+        raise CorruptError("the header has too many escapes", path=path, expected=f"at most {MAX_ESCAPES}")
     base = 8 + len(text)
     entries: dict[str, Entry] = {}
     metadata: dict[str, str] | None = None
@@ -141,9 +136,7 @@ def parse_header(text: bytes, size: int, path: str) -> Header:
         else:
             entries[name] = at.tensor(name, base)
             if len(entries) > MAX_TENSORS:
-                raise CorruptError(
-                    "the header lists too many tensors", path=path, expected=f"at most {MAX_TENSORS}"
-                )
+                raise CorruptError("the header lists too many tensors", path=path, expected=f"at most {MAX_TENSORS}")
     _check_offsets(entries.values(), base, size, path)
     return Header(tuple(entries.values()), metadata or {})
 
@@ -221,9 +214,7 @@ class _Entries:
         while True:
             field = _FIELD.match(self.text, self.at)
             if field is None:
-                raise self.fault(
-                    "the header's entry has something else than dtype, shape and data_offsets", name
-                )
+                raise self.fault("the header's entry has something else than dtype, shape and data_offsets", name)
             if field[1] in lists or (field[1] == b"dtype" and tag is not None):
                 raise self.fault(f"{field[1].decode()} stands twice in the header's entry", name)
             if (field[2] is None) == (field[1] == b"dtype"):
@@ -298,9 +289,7 @@ def _check_offsets(entries: Iterable[Entry], base: int, size: int, path: str) ->
     for entry in sorted(entries, key=lambda e: (e.start, e.stop)):
         if entry.start != reached:
             raise CorruptError(
-                "the tensors leave a hole in the file"
-                if entry.start > reached
-                else "two tensors overlap in the file",
+                "the tensors leave a hole in the file" if entry.start > reached else "two tensors overlap in the file",
                 path=path,
                 fqn=entry.name,
                 expected=f"a start at byte {reached}",
@@ -309,9 +298,7 @@ def _check_offsets(entries: Iterable[Entry], base: int, size: int, path: str) ->
         reached = entry.stop
     if reached != size:
         raise CorruptError(
-            "the file is shorter than its header says"
-            if reached > size
-            else "the file is longer than its header says",
+            "the file is shorter than its header says" if reached > size else "the file is longer than its header says",
             path=path,
             expected=f"{reached} bytes",
             found=f"{size} bytes",
@@ -332,9 +319,7 @@ class Planned:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def build_header(
-    tensors: Iterable[Planned], metadata: Mapping[str, str]
-) -> tuple[bytes, list[tuple[Planned, int]]]:
+def build_header(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> tuple[bytes, list[tuple[Planned, int]]]:
     """The first bytes of a file that holds `tensors`, and each of them with its offset in the file.
 
     Byte for byte what `safetensors.torch.save_file` writes (0.8.0; one metadata key, whose order that writer

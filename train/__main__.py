@@ -1,25 +1,16 @@
 """Command line: `torchrun --nproc-per-node 4 -m train --strategy zero3 --model llama --output outputs`."""
 
-import argparse
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from train import config, launch
 from train.loop import run
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports mistakes like every other user error: once, not once for each rank."""
-
-    def error(self, message: str) -> NoReturn:
-        raise config.UserError(message)
-
-
 def main() -> int:
     """Runs one configuration, or every one of --jobs in turn inside one process group."""
-    parser = _Parser(
+    parser = config.Parser(
         prog="train", description="Trains tiny models with real engines and saves their checkpoints."
     )
     parser.add_argument(

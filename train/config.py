@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 STRATEGIES = ("zero1", "zero2", "zero3")
 MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_oss", "toy")
@@ -16,6 +16,14 @@ LAYOUTS = ("plain", "trainer")
 
 class UserError(Exception):
     """A mistake of the user's: shown as one line without a traceback, exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports mistakes as user errors, which are shown once and not once for each rank."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse for every mistake on the command line."""
+        raise UserError(message)
 
 
 def _option(default: Any, help: str, **argparse_options: Any) -> Any:
@@ -48,18 +56,14 @@ class Config:
     weight_decay: float = _option(0.1, "decay of matrices; vectors and scalars form a second group without")
     freeze: str | None = _option(None, "freeze parameters whose name matches", metavar="REGEX")
     lora: int = _option(0, "train a LoRA adapter of this rank instead of the model (0: off)", metavar="R")
-    initial_scale_power: int = _option(
-        8, "fp16: first loss scale is 2**N; 40 overflows in every step", metavar="N"
-    )
+    initial_scale_power: int = _option(8, "fp16: first loss scale is 2**N; 40 overflows in every step", metavar="N")
     ds_config: str | None = _option(None, "JSON merged over the generated DeepSpeed config", metavar="FILE")
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             choices = field.metadata.get("choices")
             if choices and getattr(self, field.name) not in choices:
-                raise UserError(
-                    f"--{field.name}: {getattr(self, field.name)!r} is none of {', '.join(choices)}"
-                )
+                raise UserError(f"--{field.name}: {getattr(self, field.name)!r} is none of {', '.join(choices)}")
         if self.lora and self.model == "toy":
             raise UserError("--lora needs a transformer, not --model toy")
         if min(self.steps, self.batch, self.accumulate, self.length) < 1:
@@ -96,10 +100,10 @@ def read_jobs(path: Path) -> list[Config]:
             if isinstance(job, dict):
                 jobs.append(Config(**{name.replace("-", "_"): value for name, value in job.items()}))
             else:
-                parser = argparse.ArgumentParser(prog=f"{path}:{number}", exit_on_error=False, add_help=False)
+                parser = Parser(add_help=False)
                 add_options(parser)
                 jobs.append(parse_options(parser.parse_args([str(word) for word in job])))
-        except (ValueError, TypeError, argparse.ArgumentError, UserError) as error:
+        except (ValueError, TypeError, UserError) as error:
             raise UserError(f"{path}, line {number}: {error}") from None
     return jobs
 

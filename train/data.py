@@ -24,9 +24,7 @@ def sequence(number: int, length: int, seed: int) -> list[int]:
     draw = random.Random(f"{seed}/{number}")
     text = ""
     while len(text) < length:
-        text += (
-            f"{draw.choice(_SUBJECTS)} {draw.choice(_VERBS)} {draw.choice(_OBJECTS)} {draw.randrange(1000)}. "
-        )
+        text += f"{draw.choice(_SUBJECTS)} {draw.choice(_VERBS)} {draw.choice(_OBJECTS)} {draw.randrange(1000)}. "
     return [BOS, *text.encode()][:length]
 
 
@@ -58,6 +56,4 @@ def _byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-in of every byte: itself where it is printable, else the next letter from 256 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unprintable = [byte for byte in range(BYTES) if byte not in printable]
-    return {
-        chr(byte if byte in printable else BYTES + unprintable.index(byte)): byte for byte in range(BYTES)
-    }
+    return {chr(byte if byte in printable else BYTES + unprintable.index(byte)): byte for byte in range(BYTES)}

@@ -7,10 +7,10 @@ trainer   OUTPUT/checkpoint-N/{config.json, tokenizer.json, ..., trainer_state.j
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from train import data
 from train.config import Config, UserError
@@ -22,7 +22,7 @@ def checkpoint_folder(config: Config, step: int) -> Path:
     return output / f"checkpoint-{step}" if config.layout == "trainer" else output
 
 
-def write_run_files(folder: Path, model: nn.Module, config: Config) -> None:
+def write_run_files(folder: Path, model: Any, config: Config) -> None:
     """What makes a folder loadable as a Hub model: config, generation config, tokenizer, adapter config."""
     if config.model == "toy":
         return

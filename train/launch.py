@@ -32,11 +32,7 @@ def stop() -> None:
 
 def device() -> torch.device:
     """Where this process computes."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def is_first() -> bool:

@@ -1,4 +1,4 @@
-"""One run from model to saved checkpoint. Knows no framework: an engine of five methods hides each strategy."""
+"""One run from model to saved checkpoint. Knows no framework: each strategy hides behind Engine."""
 
 import gc
 import importlib

@@ -60,6 +60,8 @@ _SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         **_COMMON,
         "intermediate_size": 21,
+        # What the default RoPE scaling of the architecture implies.
+        "max_position_embeddings": 131072,
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
         "sliding_window": 8,
@@ -72,9 +74,7 @@ def build_model(config: Config) -> nn.Module:
     """The model of a run in fp32 on the CPU, the same on every rank, frozen or wrapped in LoRA as asked."""
     torch.manual_seed(config.seed)
     # ZeRO-3 fails to gather a parameter without elements, so there the toy does without.
-    model: nn.Module = (
-        Toy(empty=config.strategy != "zero3") if config.model == "toy" else _transformer(config)
-    )
+    model: nn.Module = Toy(empty=config.strategy != "zero3") if config.model == "toy" else _transformer(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
@@ -107,9 +107,7 @@ def _transformer(config: Config) -> nn.Module:
 def _add_lora(model: nn.Module, rank: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    lora = LoraConfig(
-        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     wrapped = get_peft_model(model, lora)
     with torch.no_grad():  # B starts at zero, which would leave A without gradients in the first step
         for name, parameter in wrapped.named_parameters():
@@ -134,6 +132,11 @@ def _freeze(model: nn.Module, pattern: str) -> None:
 
 class Toy(nn.Module):
     """A plain module that is no Hub model: every shape and dtype that breaks naive code."""
+
+    seen: torch.Tensor
+    mask: torch.Tensor
+    mean: torch.Tensor
+    shift: torch.Tensor
 
     def __init__(self, empty: bool, width: int = 7) -> None:
         super().__init__()

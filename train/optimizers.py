@@ -40,9 +40,7 @@ def build_scheduler(
     config: Config,
 ) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
     """Makes torch's cosine schedule for an optimizer."""
-    return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, T_max=config.schedule_steps
-    )
+    return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.schedule_steps)
 
 
 class Lion(torch.optim.Optimizer):

@@ -40,8 +40,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def describe_groups(groups: list[dict[str, Any]], names: list[list[str]]) -> list[dict[str, Any]]:
     """An optimizer's live param groups as JSON can hold them, with names for parameters."""
     return [
-        {"names": group_names}
-        | {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+        {"names": group_names} | {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
         for group, group_names in zip(groups, names, strict=True)
     ]
 
@@ -52,9 +51,7 @@ def write(
     """Writes `<folder>/<tag>.safetensors`, after a check that the truth agrees with itself."""
     for name, master in tensors.items():
         role, _, fqn = name.partition("/")
-        if role == "master" and not torch.equal(
-            tensors[f"weight/{fqn}"], master.to(tensors[f"weight/{fqn}"].dtype)
-        ):
+        if role == "master" and not torch.equal(tensors[f"weight/{fqn}"], master.to(tensors[f"weight/{fqn}"].dtype)):
             raise RuntimeError(f"{tag}: the live weight of {fqn} is not its gathered master rounded")
     run = {
         "step": step,

@@ -33,6 +33,8 @@ from deepspeed.utils import (
 )
 from deepspeed.utils.mixed_precision_linkage import link_hp_params
 
+_LINEAR = nn.functional.linear
+
 logger.setLevel(logging.ERROR)
 # DeepSpeed calls torch functions that have newer names, once per rank.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -40,7 +42,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distribu
 vars(deepspeed.ops)["__compatible_ops__"] = {}
 
 
-def _partition_unsent(init: Init, parameter: nn.Parameter) -> None:
+def _partition_unsent(init: Init, parameter: Any) -> None:
     """Init._zero_init_param without its broadcast."""
     init._convert_to_deepspeed_param(parameter)
     parameter.partition()
@@ -81,6 +83,8 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
             # Some of these tiny parameters are to stay whole between uses, most are not.
             "stage3_param_persistence_threshold": 40,
             "overlap_comm": False,
+            # Rounds twice where a linear layer has a bias: 16-bit logits would not equal those of the plain model.
+            "memory_efficient_linear": False,
         },
     }
     if config.optimizer == "adamw":
@@ -117,6 +121,8 @@ class ZeroEngine:
             _allow_fp16()
         # ZeRO-3 numbers parameters process-wide, and the numbers reach the checkpoint: start every run at 0.
         Init.param_id = 0
+        self.engine: Any
+        self.optimizer: Any
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model,
             model_parameters=groups,
@@ -128,12 +134,12 @@ class ZeroEngine:
     @property
     def step(self) -> int:
         """Optimizer steps since the beginning; those skipped for overflow count, as in the checkpoint's tag."""
-        return self.engine.global_steps
+        return int(self.engine.global_steps)
 
     @property
     def sequences(self) -> int:
         """Sequences consumed since the beginning."""
-        return self.engine.global_samples
+        return int(self.engine.global_samples)
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
         """One optimizer step; DeepSpeed itself knows which micro batch is the last."""
@@ -150,7 +156,8 @@ class ZeroEngine:
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The live model's logits in eval mode."""
         self.engine.eval()
-        return self.engine(input_ids=input_ids)["logits"]
+        logits: torch.Tensor = self.engine(input_ids=input_ids)["logits"]
+        return logits
 
     def save(self, folder: Path) -> str:
         """Saves under DeepSpeed's default tag, global_stepN."""
@@ -166,7 +173,13 @@ class ZeroEngine:
                 f"--resume {folder / tag}: written by {written_by} ranks, but this run has {dist.get_world_size()}; "
                 "DeepSpeed needs the same number, or a checkpoint converted for it"
             )
-        self.engine.load_checkpoint(str(folder), tag=tag)
+        try:
+            self.engine.load_checkpoint(str(folder), tag=tag)
+        except (AssertionError, KeyError, OSError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"--resume {folder / tag}: DeepSpeed cannot load it into this run. Was it written with the same "
+                f"--strategy, --model, --dtype and --optimizer? {type(error).__name__}: {error}"
+            ) from error
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Every tensor of the engine in full, on every rank."""
@@ -181,9 +194,7 @@ class ZeroEngine:
         facts = {
             "ties": truth.ties(model),
             "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
-            "param_groups": truth.describe_groups(
-                self.optimizer.param_groups, [list(group) for group in self.groups]
-            ),
+            "param_groups": truth.describe_groups(self.optimizer.param_groups, [list(group) for group in self.groups]),
             "adam_step": self._adam_step(),
         }
         return tensors, facts
@@ -193,6 +204,7 @@ class ZeroEngine:
         self.engine.destroy()
         del self.engine, self.optimizer, self.groups, self.names
         _forbid_fp16()
+        nn.functional.linear = _LINEAR  # replaced for good under memory_efficient_linear
         gc.collect()
 
     def _gather_optimizer(self) -> dict[str, torch.Tensor]:
@@ -228,7 +240,7 @@ class ZeroEngine:
                 raise RuntimeError(f"{key}: DeepSpeed's gathered tensor is not made of the ranks' pieces")
         return tensors
 
-    def _piece(self, parameter: nn.Parameter, state: str | None) -> tuple[int, torch.Tensor] | None:
+    def _piece(self, parameter: Any, state: str | None) -> tuple[int, torch.Tensor] | None:
         """This rank's part of a master (state None) or optimizer state: its flat offset and its elements."""
         if self.stage == 3:
             if state is None:
@@ -269,13 +281,9 @@ class ZeroEngine:
         optimizer = self.optimizer
         if getattr(optimizer, "round_robin_gradients", False):
             for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
-                dealt, at = (
-                    optimizer.round_robin_bit16_groups[index],
-                    optimizer.round_robin_bit16_offsets[index],
-                )
                 size = optimizer.bit16_groups_flat[index].numel() // dist.get_world_size()
                 link_hp_params(
-                    lp_param_list=dealt,
+                    lp_param_list=optimizer.round_robin_bit16_groups[index],
                     flat_hp_partition=flat,
                     gradient_dict=optimizer.averaged_gradients,
                     offload_gradient_dict=optimizer.offload_gradient_dict,
@@ -284,7 +292,7 @@ class ZeroEngine:
                     partition_start=dist.get_rank() * size,
                     partition_size=size,
                     dp_group=optimizer.real_dp_process_group[index],
-                    param_offsets=at,
+                    param_offsets=optimizer.round_robin_bit16_offsets[index],
                 )
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()

@@ -17,6 +17,7 @@ from typing import Any
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
 _TIED = re.compile(r"^    _tied_weights_keys(?::[^=\n]*)? = ", re.MULTILINE)
+_PREFIX = re.compile(r"^    base_model_prefix(?:: str)? = [\"'](\w+)[\"']", re.MULTILINE)
 _TIE_DEFAULT = re.compile(r"\btie_word_embeddings(?:: [^=\n]+)? ?= ?(True|False)\b")
 
 
@@ -87,7 +88,7 @@ def _classes(model_type: str, kind: str) -> dict[str, tuple[tuple[str, ...], str
     """Bases and body text of every class in these files."""
     text = _source(model_type, kind)
     starts = list(_CLASS.finditer(text))
-    ends = [m.start() for m in starts[1:]] + [len(text)]
+    ends = [m.start() for m in starts[1:]] + [len(text)] if starts else []
     return {
         m[1]: (tuple(base.strip() for base in (m[2] or "").split(",")), text[m.end() : end])
         for m, end in zip(starts, ends, strict=True)
@@ -97,6 +98,13 @@ def _classes(model_type: str, kind: str) -> dict[str, tuple[tuple[str, ...], str
 def class_names(model_type: str) -> frozenset[str]:
     """The classes that the model's modeling files define."""
     return frozenset(_classes(model_type, "modeling"))
+
+
+def base_prefixes(config: Mapping[str, Any]) -> set[str]:
+    """`base_model_prefix` of the model's classes: what the names of a model with a head begin with."""
+    model_type = config.get("model_type")
+    bodies = [body for _, body in _classes(model_type, "modeling").values()] if isinstance(model_type, str) else []
+    return {match[1] for body in bodies if (match := _PREFIX.search(body))}
 
 
 def tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:

@@ -39,14 +39,14 @@ def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
     if not ties:
         return {}
     known = tied_weights(config) if config else None
+    # an output head keeps its part whatever its name: gpt_neox's is `lm_head` in memory, `embed_out` on the Hub
+    heads = known is None or any(_HEADS.fullmatch(alias) for alias in known)
     aliases = [re.compile(pattern) for pattern in known or ()]
     is_hub = config is not None and next(model_types(config), None) is not None
     stored = {fqn for fqn, _ in checkpoint.tensors}
 
     def is_alias(name: str) -> bool:
-        if known is not None:
-            return any(pattern.search(name) for pattern in aliases)
-        return is_hub and _HEADS.fullmatch(name) is not None
+        return any(a.search(name) for a in aliases) or (is_hub and heads and bool(_HEADS.fullmatch(name)))
 
     groups: dict[str, list[str]] = {}
     for alias, owner in ties.items():
@@ -79,8 +79,8 @@ def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, 
     """Aliases that a Hub model's files leave out, and their owners, as config and model class declare."""
     if not ties_embeddings(config):
         return {}
-    found = {}
-    for alias, owner in (tied_weights(config) or {}).items():
-        if owner is not None and owner in stored and alias not in stored and re.fullmatch(r"[\w.]+", alias):
-            found[alias] = owner
-    return found
+    return {
+        alias: owner
+        for alias, owner in (tied_weights(config) or {}).items()
+        if owner is not None and owner in stored and alias not in stored and re.fullmatch(r"[\w.]+", alias)
+    }

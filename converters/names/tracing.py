@@ -23,9 +23,7 @@ from ckpt.tensors import Box, Shape, whole
 #: More pieces than this of one tensor would be no description any more.
 MAX_PIECES = 1 << 20
 
-_SAFE = frozenset(
-    {"__get__", "size", "dim", "ndimension", "numel", "is_contiguous", "is_floating_point", "__len__"}
-)
+_SAFE = frozenset({"__get__", "size", "dim", "ndimension", "numel", "is_contiguous", "is_floating_point", "__len__"})
 _SAME = frozenset({"contiguous", "clone", "detach", "requires_grad_"})
 
 
@@ -79,9 +77,7 @@ class Traced(torch.Tensor):  # type: ignore[misc, unused-ignore]
         traced: Traced = torch.Tensor._make_subclass(Traced, torch.empty(shape, device="meta"))
         traced.pieces = tuple(pieces)
         if len(traced.pieces) > MAX_PIECES:
-            raise LossError(
-                "the name conversion cuts this tensor into too many pieces", fqn=traced.pieces[0].source
-            )
+            raise LossError("the name conversion cuts this tensor into too many pieces", fqn=traced.pieces[0].source)
         return traced
 
     @staticmethod
@@ -145,9 +141,7 @@ def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
 
 
 def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
-    return _cat(
-        [_unsqueeze(tensor, dim) for tensor in tensors], dim if dim >= 0 else dim + tensors[0].ndim + 1
-    )
+    return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim if dim >= 0 else dim + tensors[0].ndim + 1)
 
 
 def _unsqueeze(tensor: Traced, dim: int) -> Traced:

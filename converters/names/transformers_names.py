@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpt.errors import CkptError, CorruptError, LossError, UsageError
 from ckpt.mapping import Link, Relation
 from ckpt.tensors import Shape
-from converters.names.installed import architectures, class_names, converted_identifiers, model_types
+from converters.names.installed import (
+    architectures,
+    base_prefixes,
+    class_names,
+    converted_identifiers,
+    model_types,
+)
 
 if TYPE_CHECKING:
     from converters.names.tracing import Traced
@@ -27,6 +33,10 @@ _PEFT_PREFIX = "base_model.model."
 #: Experts stacked in one 3-d tensor, which only these models' Hub files have.
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
 _STACKED_ON_THE_HUB = frozenset({"gpt_oss", "llama4", "llama4_text"})
+#: Names that only old files have (the table `legacy` of `conversion_mapping.py`).
+_LEGACY = re.compile(r"LayerNorm\.(gamma|beta)|\.weight_[gv]$|language_model\.model\.")
+#: Classes that are a base model, without a head: `LlamaModel`, but not `GPT2LMHeadModel`.
+_BASE_MODEL = re.compile(r"(?<!Head)(?<!Heads)Model$")
 #: A config with more layers than this is no model's, and would take minutes and gigabytes to lay out.
 _MAX_COUNT = 100_000
 _MAX_LAYERS = 4096
@@ -51,7 +61,7 @@ def relation(
     if tables is None:
         _refuse_stacked(config, shapes)
         return None
-    if tables.isdisjoint(_identifiers(config)):
+    if tables.isdisjoint(_identifiers(config)) and (direction == "to_hub" or _loads_as_it_is(config, shapes)):
         return None
     results = _convert(config, shapes, direction)
     return _as_relation(results, shapes) if results else None
@@ -63,6 +73,21 @@ def _identifiers(config: Mapping[str, Any]) -> Iterator[str]:
     for model_type in model_types(config):
         yield model_type
         yield from class_names(model_type)
+
+
+def _loads_as_it_is(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> bool:
+    """Whether `from_pretrained` renames nothing in the files of a model that has no conversions of its own.
+
+    It renames what old releases called otherwise, and gives or takes the prefix of the base model.
+    """
+    if any(_LEGACY.search(name) for name in shapes):
+        return False
+    prefixes = base_prefixes(config)
+    names = architectures(config)
+    if not prefixes or not names:
+        return True
+    prefixed = any(name.startswith(prefix + ".") for name in shapes for prefix in prefixes)
+    return prefixed != bool(_BASE_MODEL.search(names[0]))
 
 
 def _refuse_stacked(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
@@ -78,9 +103,7 @@ def _refuse_stacked(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> N
             )
 
 
-def _convert(
-    config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: Direction
-) -> dict[str, Traced] | None:
+def _convert(config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: Direction) -> dict[str, Traced] | None:
     """What transformers makes of the tensors, by their new names.  None where it does not know the model."""
     from converters.names.tracing import Traced
 
@@ -138,6 +161,9 @@ def _model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Any:
         try:
             with torch.device("meta"):
                 model = cls(made)
+        except ImportError as error:
+            needed = " ".join(str(error).split())
+            raise UsageError(f"transformers cannot build {cls.__name__} here: {needed}") from error
         except Exception as error:
             raise CorruptError(f"transformers cannot build {cls.__name__} of this config: {error}") from error
         names = model.state_dict().keys()
@@ -180,9 +206,7 @@ def _revert(model: Any, traced: Mapping[str, Traced]) -> dict[str, Traced]:
     return dict(revert_weight_conversion(model, dict(traced)))
 
 
-def _load(
-    model: Any, traced: Mapping[str, Traced], memory: Mapping[str, Shape]
-) -> tuple[dict[str, Traced], set[str]]:
+def _load(model: Any, traced: Mapping[str, Traced], memory: Mapping[str, Shape]) -> tuple[dict[str, Traced], set[str]]:
     """As `convert_and_load_state_dict_in_model` does, without loading; and the names it does not take."""
     from copy import deepcopy
 
@@ -240,9 +264,7 @@ def _as_relation(results: Mapping[str, Traced], shapes: Mapping[str, Shape]) -> 
             raise LossError("the name conversion makes this tensor of nothing", fqn=name)
         links += tensor.links(name)
     new_shapes = {name: tuple(tensor.shape) for name, tensor in results.items()}
-    if all(link == Link.rename(link.a, link.a, shapes[link.a]) for link in links) and new_shapes == dict(
-        shapes
-    ):
+    if all(link == Link.rename(link.a, link.a, shapes[link.a]) for link in links) and new_shapes == dict(shapes):
         return None
     found = Relation(tuple(links), dict(shapes), new_shapes)
     found.check()
