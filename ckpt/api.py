@@ -14,13 +14,13 @@ from ckpt.companions import read_config
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
 from ckpt.files import check_destination, translate_os_errors
 from ckpt.mapping import Relation, translate
-from ckpt.plan import Plan, choose_replica, make_plan
-from ckpt.run import Progress, Resources, execute
+from ckpt.planner import Plan, choose_replica, make_plan
 from ckpt.runs import enclosing_folders, trainer_steps
 from ckpt.tensors import Shape
 
 if TYPE_CHECKING:
-    from ckpt.verify import Report
+    from ckpt.run import Progress, Resources
+    from ckpt.verifier import Report
 
 AUTO = "auto"
 
@@ -176,8 +176,15 @@ class Conversion:
     plan: Plan
     resources: Resources
 
+    @property
+    def peak_buffers(self) -> int:
+        """Upper bound of the bytes of all buffers while it runs."""
+        return self.resources.peak_buffers(self.plan)
+
     def run(self, destination: str | Path, *, overwrite: bool = False, progress: Progress | None = None) -> None:
         """Write it to `destination`, which must not overlap the source; see `ckpt.run.execute`."""
+        from ckpt.run import execute
+
         check_destination(Path(destination), Path(self.plan.checkpoint.path))
         execute(self.plan, Path(destination), overwrite=overwrite, resources=self.resources, progress=progress)
 
@@ -189,6 +196,8 @@ def plan(
 
     Raises LossError where a tensor would go nowhere or part of the target would be filled by nothing.
     """
+    from ckpt.run import Resources
+
     target = registry.get(to)
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
@@ -197,8 +206,8 @@ def plan(
 
 
 def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
-    """Compare two checkpoints of any formats, tensor by tensor and bit by bit; options as of `ckpt.verify.verify`."""
-    from ckpt.verify import verify as verify_same_names  # not needed to convert
+    """Compare two checkpoints of any formats, tensor by tensor and bit by bit; options as of `ckpt.verifier.verify`."""
+    from ckpt.verifier import verify as verify_same_names
 
     return verify_same_names(*_comparable(a, b), **options)
 

@@ -264,7 +264,7 @@ def plan_report(conversion: Conversion, destination: Path) -> dict[str, Any]:
         "moved_bytes": plan.moved_bytes,
         "copied_by_the_kernel_bytes": plan.span_bytes,
         "copies": plan.num_copies,
-        "peak_buffer_bytes": conversion.resources.peak_buffers(plan),
+        "peak_buffer_bytes": conversion.peak_buffers,
         "casts": [
             {"from": c.source.name, "to": c.target.name, "tensors": c.num_tensors, "bytes": c.nbytes}
             for c in plan.casts

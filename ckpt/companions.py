@@ -41,6 +41,22 @@ PATTERNS = (
     "image_processor_config.json",
     "video_preprocessor_config.json",
 )
+#: Files of a run that hold training state, as HF Trainer (transformers/trainer.py) and Accelerate
+#: (accelerate/utils/constants.py) name them.  They are never carried along, and said to be left.
+RUN_PATTERNS = (
+    "trainer_state.json",
+    "training_args.bin",
+    "rng_state*.pth",
+    "random_states_*.pkl",
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler*.pt",
+    "scheduler*.bin",
+    "scaler*.pt",
+    "sampler*.bin",
+    "dl_state_dict*.bin",
+    "custom_checkpoint_*.pkl",
+)
 #: The folder of named chat templates (transformers 5).
 TEMPLATES = "additional_chat_templates"
 
@@ -113,6 +129,12 @@ def find_config(folders: Iterable[Path]) -> Path | None:
         if (folder / CONFIG).is_file():
             return confined(folder, CONFIG)
     return None
+
+
+def run_files(folders: Iterable[str]) -> list[str]:
+    """Names of the files in `folders` that hold training state of the run, sorted."""
+    names = {entry.name for folder in folders if Path(folder).is_dir() for entry in Path(folder).iterdir()}
+    return sorted(name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in RUN_PATTERNS))
 
 
 def companions(folders: Iterable[Path]) -> list[Companion]:

@@ -21,7 +21,7 @@ from ckpt.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.dtypes import BFLOAT16, BOOL, DType
 from ckpt.errors import CorruptError
 from ckpt.files import translate_os_errors
-from ckpt.plan import check_source, first_index
+from ckpt.planner import check_source, first_index
 from ckpt.tensors import Box, Extent, Fragment, Overlap, Region, Shape, Tensor, contiguous_strides, overlay
 
 Value = int | float | str

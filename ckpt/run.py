@@ -26,7 +26,7 @@ from ckpt.compare import Reader
 from ckpt.compare import check_replicas as check_tensor_replicas
 from ckpt.errors import CorruptError, UsageError
 from ckpt.files import Staging, translate_os_errors
-from ckpt.plan import Copy, Plan
+from ckpt.planner import Copy, Plan
 from ckpt.tensors import Extent, Shape, is_contiguous
 
 Progress = Callable[[int], None]

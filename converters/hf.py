@@ -38,12 +38,14 @@ from ckpt.companions import (
     parse_json,
     read_config,
     read_json,
+    run_files,
     true_config,
 )
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, NotFoundError, UnsafeError
 from ckpt.files import confined, translate_os_errors
 from ckpt.precision import CAST_SOURCES, Choice, choices, describe
+from ckpt.sizes import show_size
 from ckpt.tensors import Extent, Tensor, Whole, whole
 from converters.names.ties import kept_names, tied_names
 from converters.safetensors_file import Header, Planned, build_header, read_header
@@ -389,22 +391,20 @@ def _tie_notes(checkpoint: Checkpoint, names: Mapping[str, str]) -> list[str]:
 
 
 def _dropped(checkpoint: Checkpoint) -> list[str]:
-    """What safetensors weights have no place for, line by line."""
+    """What safetensors weights have no place for, a line per kind."""
     lines = []
-    for state in checkpoint.optimizer_states:
-        tensors = list(checkpoint.with_role(state)) if state not in (WEIGHT, MASTER, BUFFER) else []
-        numbers = len(checkpoint.state.scalars.get(state, ()))
-        parts = []
-        if tensors:
-            parts.append(f"{_count(len(tensors), 'tensor')}, {sum(t.nbytes for t in tensors)} bytes")
-        if numbers:
-            parts.append(_count(numbers, "number"))
-        lines.append(f"optimizer state {state}: {'; '.join(parts)}")
-    if checkpoint.state.param_groups:
-        lines.append(f"optimizer hyperparameters of {_count(len(checkpoint.state.param_groups), 'param group')}")
-    if checkpoint.state.step is not None:
-        lines.append(f"step {checkpoint.state.step}")
-    return lines + [f"training state {name}" for name in sorted(checkpoint.state.items)]
+    if names := checkpoint.optimizer_states:
+        tensors = list(checkpoint.with_role(*set(names) - {WEIGHT, MASTER, BUFFER}))
+        size = show_size(sum(t.nbytes for t in tensors))
+        lines.append(f"optimizer states {', '.join(names)} ({_count(len(tensors), 'tensor')}, {size})")
+    if groups := checkpoint.state.param_groups:
+        lines.append(f"hyperparameters of {_count(len(groups), 'param group')}")
+    step = [] if checkpoint.state.step is None else [f"step {checkpoint.state.step}"]
+    if state := step + sorted(checkpoint.state.items):
+        lines.append(f"training state {', '.join(state)}")
+    if files := run_files(checkpoint.folders):
+        lines.append(f"files of the run {', '.join(files)}")
+    return lines
 
 
 def _count(number: int, what: str) -> str:

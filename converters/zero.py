@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -296,7 +297,8 @@ def _read_stage12(reading: _Reading, inners: list[_RankFile]) -> _Model:
             reading.add(_whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored, 0))
     _expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
 
-    orders, scalars = [], {}
+    orders: list[tuple[str, ...]] = []
+    scalars: dict[str, dict[str, Any]] = {}
     for number, shapes in enumerate(groups):
         orders.append(tuple(shapes))
         partition = _partition_size(inners, number)
@@ -308,7 +310,7 @@ def _read_stage12(reading: _Reading, inners: list[_RankFile]) -> _Model:
                 native = module[fqn].extent.dtype if fqn in module else None
                 source = InFlatGroup(group, starts[fqn])
                 reading.add(Tensor(fqn, role, extents[0].dtype, shape, source, native))
-        for name, value in _scalars(inners, lambda inner, n=number: _base_state(inner, n)).items():
+        for name, value in _scalars(inners, partial(_base_state, group=number)).items():
             scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
     options = _hyperparameters(inners[0].content.get("base_optimizer_state"))
     param_groups = [ParamGroup(order, options[i] if i < len(options) else {}) for i, order in enumerate(orders)]
@@ -388,7 +390,7 @@ def _starts(shapes: Mapping[str, Shape], inner: _RankFile, group: int) -> dict[s
 def _flat_buffers(inners: list[_RankFile], group: int) -> dict[str, list[Extent]]:
     """Per role, every rank's 1-d extent of a group."""
     buffers = {MASTER: [_vector(inner.need("single_partition_of_fp32_groups")[group], inner) for inner in inners]}
-    for name in _state_names(inners, lambda inner: _base_state(inner, group)):
+    for name in _state_names(inners, partial(_base_state, group=group)):
         buffers[name] = [_state_vector(_base_state(inner, group), name, inner) for inner in inners]
     return buffers
 
@@ -420,7 +422,7 @@ def _read_stage3(reading: _Reading, inners: list[_RankFile]) -> _Model:
                 _offloaded(reading, inner, inner.need("fp32_flat_groups")[number], None, length) for inner in inners
             ]
         }
-        for name in _state_names(inners, lambda inner, n=number: _sub_group_state(inner, n)):
+        for name in _state_names(inners, partial(_sub_group_state, number=number)):
             by_role[name] = [
                 _offloaded(reading, inner, state.get(name), name, length)
                 for inner, state in zip(inners, states, strict=True)
@@ -432,7 +434,7 @@ def _read_stage3(reading: _Reading, inners: list[_RankFile]) -> _Model:
                 native = module[fqn].extent.dtype if fqn in module else None
                 reading.add(Tensor(fqn, role, extents[0].dtype, shape, InSlots(extents, offset), native))
                 offset += slot_size(prod(shape), world_size)
-        for name, value in _scalars(inners, lambda inner, n=number: _sub_group_state(inner, n)).items():
+        for name, value in _scalars(inners, partial(_sub_group_state, number=number)).items():
             scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
     groups = _stage3_groups(inners[0], sub_groups)
     return _Model(file, ties, groups, scalars, models)

@@ -34,7 +34,7 @@ from ckpt.checkpoint import (
 from ckpt.companions import companions
 from ckpt.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UnsafeError
-from ckpt.plan import make_plan
+from ckpt.planner import make_plan
 from ckpt.precision import choose
 from ckpt.run import execute
 from ckpt.tensors import Extent, Tensor, Whole

@@ -184,6 +184,8 @@ class Untouchable:
         (Record("torch.optim", "Adam", (1, 2)), "<torch.optim.Adam>"),
         ({1: {2: {3: {4: {5: 6}}}}}, {"1": {"2": {"3": {"4": "<1 entries>"}}}}),
         ({"\x1b": 1}, {"\\x1b": 1}),
+        ([[[[[1]]]]], [[[["<1 values>"]]]]),
+        (dict.fromkeys(range(100)), dict.fromkeys(map(str, range(16))) | {"...": "84 more"}),
     ],
 )
 def test_a_value_is_summarised(value: object, shown: object) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from ckpt.checkpoint import HUB, TRANSFORMERS, Checkpoint, Layout, ReadRequest
 from ckpt.errors import CkptError, CorruptError, LossError, UsageError
 from ckpt.mapping import translate
-from ckpt.plan import make_plan
+from ckpt.planner import make_plan
 from ckpt.run import execute
 from converters.hf import HF
 from converters.names import installed

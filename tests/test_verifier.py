@@ -20,7 +20,7 @@ from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, ParamGroup, Sour
 from ckpt.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, INT64, DType
 from ckpt.errors import CorruptError, UsageError
 from ckpt.tensors import Box, Extent, FlatRange, Fragment, Pieces, Shape, Source, Tensor, Whole
-from ckpt.verify import NotCompared, Report, Result, same_value, verify
+from ckpt.verifier import NotCompared, Only, Report, Result, same_value, verify
 
 Spec = tuple[str, str, np.ndarray]
 DTYPES = {"<f4": FLOAT32, "<f2": FLOAT16, "<u2": BFLOAT16, "<i8": INT64, "|b1": BY_NAME["bool"]}
@@ -175,6 +175,17 @@ def test_shapes_that_differ_are_no_comparison_of_values(tmp_path: Path) -> None:
     assert (result.status, result.kind, result.a, result.b) == ("*", "shape", "[2, 3]", "[3, 2]")
 
 
+def test_a_master_is_rounded_for_a_weight_in_the_models_own_dtype(tmp_path: Path) -> None:
+    values = floats(1.1, 2.2, float("nan"))
+    a = one_file(tmp_path / "a", [("x", MASTER, values)])
+    bfloat16 = replace(a.tensors["x", MASTER], native=BFLOAT16)
+    a = replace(a, tensors={("x", MASTER): bfloat16})
+    b = one_file(tmp_path / "b", [("x", WEIGHT, rounded(values))])
+    assert verify(a, b).equal
+    assert verify(b, a).equal
+    assert not verify(a, flip_byte(b, "data", 4)).equal
+
+
 def test_dtypes_that_differ_need_a_cast(tmp_path: Path) -> None:
     values = floats(1.1, 2.2, float("nan"))
     a = one_file(tmp_path / "a", [("x", MASTER, values)])
@@ -189,7 +200,7 @@ def test_dtypes_that_differ_need_a_cast(tmp_path: Path) -> None:
     cast = verify(a, b, cast=True)
     assert cast.equal
     assert only_result(cast).cast == "bfloat16"
-    assert list(cast.lines())[-1] == "equal after the cast: 1 tensor (12 B), every bit compared"
+    assert list(cast.lines())[-1] == "equal after rounding: 1 tensor (12 B), every bit compared"
     assert verify(b, a, cast=True).equal
 
     wrong = verify(a, flip_byte(b, "data", 4 + 2), cast=True)
@@ -254,6 +265,12 @@ class TestRoles:
         assert [(n.side, n.role, n.count) for n in report.not_compared] == [("B" if swap else "A", WEIGHT, 1)]
         broken = flip_byte(b, "data", 6)
         assert not (verify(broken, a) if swap else verify(a, broken)).equal, "no error found: the checker is broken"
+
+    @pytest.mark.parametrize("only", ["all", "weights", "optimizer"])
+    def test_masters_that_stand_for_the_parameters_are_compared_once(self, tmp_path: Path, only: Only) -> None:
+        a = sharded(tmp_path / "a", [("x", MASTER, floats(1, 2))])
+        b = one_file(tmp_path / "b", [("x", MASTER, floats(1, 2))])
+        assert [(r.status, r.role) for r in verify(a, b, only=only).results] == [("=", MASTER)]
 
     def test_a_master_against_weight_and_master(self, tmp_path: Path) -> None:
         values = floats(1.1, 2.2)
@@ -389,7 +406,7 @@ class TestTies:
         assert not report.equal, "no error found: the checker is broken"
         (result,) = report.of_kind("values")
         assert (result.fqn, result.b_fqn) == ("embed", "lm_head")
-        assert "* embed (weight) against lm_head (weight): 1 of 6" in next(report.lines())
+        assert "* embed (weight), in B lm_head: 1 of 6" in next(report.lines())
 
     def test_either_side_may_own_the_tensor(self, tmp_path: Path) -> None:
         a = one_file(tmp_path / "a", [("embed", WEIGHT, self.EMBED)], ties={"lm_head": "embed"})
@@ -552,11 +569,17 @@ def test_values_that_share_their_parts_end(tmp_path: Path) -> None:
     assert same_value(bomb(), bomb()) is None
 
 
-def test_progress_adds_up_to_what_was_compared(tmp_path: Path) -> None:
+def test_progress_adds_up_to_the_bytes_of_a(tmp_path: Path) -> None:
     seen: list[int] = []
     a = sharded(tmp_path / "a", MODEL)
+    total = sum(tensor.nbytes for tensor in a.tensors.values())
     report = verify(a, one_file(tmp_path / "b", MODEL), progress=seen.append)
-    assert sum(seen) == report.num_bytes == sum(tensor.nbytes for tensor in a.tensors.values())
+    assert sum(seen) == report.num_bytes == total
+
+    seen.clear()
+    other = [(f, r, array.reshape(1, *array.shape)) for f, r, array in MODEL]
+    verify(a, one_file(tmp_path / "b", other), progress=seen.append)
+    assert sum(seen) == total
 
 
 def every_text(value: Any) -> Iterable[str]:

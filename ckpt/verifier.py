@@ -19,7 +19,7 @@ from ckpt.dtypes import BY_NAME
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
 from ckpt.files import translate_os_errors
 from ckpt.inspect import one_line, summary_text
-from ckpt.plan import check_source
+from ckpt.planner import check_source
 from ckpt.scalars import read_scalar
 from ckpt.sizes import show_size
 from ckpt.tensors import Fragment, Tensor
@@ -143,18 +143,22 @@ class Report:
             tensors = _count(self.num_compared, "tensor")
             num_scalars = counts[EQUAL] - self.num_compared
             scalars = f" and {_count(num_scalars, 'scalar')}" if num_scalars else ""
-            how = "equal after the cast" if any(result.cast for result in self.results) else "equal"
+            how = "equal after rounding" if any(result.cast for result in self.results) else "equal"
             return f"{how}: {tensors} ({show_size(self.num_bytes)}){scalars}, every bit compared"
         if counts[EQUAL] == len(self.results):
             return "different: no tensor was compared"
-        words = [
-            (counts[DIFFERENT], "differ"),
-            (counts[ONLY_A], "only in A"),
-            (counts[ONLY_B], "only in B"),
-            (counts[UNREADABLE], "could not be read"),
-            (counts[EQUAL], "equal"),
-        ]
-        return "different: " + ", ".join(f"{count} {word}" for count, word in words if count)
+        kinds = Counter(result.kind for result in self.results)
+        words = {
+            "values": "differ",
+            "shape": "differ in shape",
+            "dtype": "differ in dtype",
+            "scalar": "differ as scalars",
+            "missing": "only in A",
+            "extra": "only in B",
+            "unreadable": "could not be read",
+            "equal": "equal",
+        }
+        return "different: " + ", ".join(f"{kinds[kind]} {word}" for kind, word in words.items() if kinds[kind])
 
 
 def verify(
@@ -163,8 +167,9 @@ def verify(
     """Compare every tensor of two checkpoints under the same names, bit for bit.
 
     `only` confines it to the model's tensors or to the optimizer's.  With `cast`, the wider of two floating dtypes is
-    cast to the narrower one first.  What cannot be read is a result of its own; UsageError where one side holds
-    nothing of what `only` asks for, CorruptError where a file was replaced meanwhile.
+    cast to the narrower one first; a master is always rounded for a weight in the model's own recorded dtype.  What
+    cannot be read is a result of its own; UsageError where one side holds nothing of what `only` asks for, CorruptError
+    where a file was replaced meanwhile.
     """
     for checkpoint in (a, b):
         _check_holds(checkpoint, only)
@@ -429,16 +434,25 @@ def _compare_tensors(a: Tensor, b: Tensor, reader: Reader, other_ranks: Reader, 
             check_replicas(tensor, other_ranks)
         if a.shape != b.shape:
             return Result(DIFFERENT, "shape", *names, a=str(list(a.shape)), b=str(list(b.shape)))
-        common = narrower(a.dtype, b.dtype) if cast else a.dtype
-        if common is None or (not cast and a.dtype != b.dtype):
+        rounds = cast or _is_rounded_master(a, b) or _is_rounded_master(b, a)
+        common = narrower(a.dtype, b.dtype) if rounds else a.dtype
+        if common is None or (not rounds and a.dtype != b.dtype):
             return Result(DIFFERENT, "dtype", *names, a=a.dtype.name, b=b.dtype.name)
-        difference = compare(a.shape, a.fragments(), b.fragments(), reader, cast=cast)
+        difference = compare(a.shape, a.fragments(), b.fragments(), reader, cast=rounds)
     except (CorruptError, NotFoundError, StorageError) as error:
         return Result(UNREADABLE, "unreadable", *names, error=_error_text(error))
     cast_to = common.name if a.dtype != b.dtype else None
     if difference is None:
         return Result(EQUAL, "equal", *names, nbytes=a.nbytes, cast=cast_to)
     return Result(DIFFERENT, "values", *names, nbytes=a.nbytes, difference=difference, cast=cast_to)
+
+
+def _is_rounded_master(master: Tensor, weight: Tensor) -> bool:
+    """Whether one side holds only the master of a weight that the other holds in the model's recorded dtype.
+
+    The engine's own weight is the master rounded to that dtype, so that is what the other side must equal.
+    """
+    return master.role == MASTER and weight.role == WEIGHT and master.native == weight.dtype
 
 
 def _error_text(error: CkptError) -> str:
@@ -516,7 +530,7 @@ def _notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iterator[
         yield f"{_count(castable, 'tensor')} differ in dtype; --cast rounds the wider side to the narrower first"
     casts = Counter(r.cast for r in results if r.cast is not None)
     for name, count in casts.items():
-        yield f"{_count(count, 'tensor')} cast to {name} on one side before the comparison, as --cast asks"
+        yield f"{_count(count, 'tensor')} compared in {name}, to which the wider side was rounded"
     crossed = Counter((r.role, r.b_role) for r in results if r.role != r.b_role and r.kind in ("equal", "values"))
     for (role, b_role), count in crossed.items():
         if {role, b_role} != {WEIGHT, BUFFER}:
@@ -555,9 +569,12 @@ def _count(number: int, what: str) -> str:
 
 
 def _result_line(result: Result, a: Checkpoint, b: Checkpoint) -> str:
-    name = f"{result.status} {one_line(result.fqn)} ({one_line(result.role)})"
-    if (result.b_fqn, result.b_role) != (result.fqn, result.role):
-        name += f" against {one_line(result.b_fqn)} ({one_line(result.b_role)})"
+    roles = one_line(result.role)
+    if result.b_role != result.role:
+        roles += f" against {one_line(result.b_role)}"
+    name = f"{result.status} {one_line(result.fqn)} ({roles})"
+    if result.b_fqn != result.fqn:
+        name += f", in B {one_line(result.b_fqn)}"
     if result.difference is not None:
         one, other = result.difference.a, result.difference.b
         return f"{name}: {result.difference}; A: {_place(one, a)}; B: {_place(other, b)}"
