@@ -57,38 +57,38 @@ def open(
 
 def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Checkpoint | None:
     """The checkpoint that `path` is or records; otherwise, in a run folder, the newest complete `checkpoint-N`."""
-    for one in formats:
-        found = one.find(path, request.tag)
-        if found is not None:
-            return _noted(one.read(found, request), _naming(path, found))
+    checkpoint = _open_here(path, path, formats, request)
+    if checkpoint is not None:
+        return checkpoint
     skipped: list[str] = []
-    failure: CkptError | None = None
+    failure: CorruptError | None = None
     for folder in trainer_steps(path):
         if request.tag is not None and folder.name != request.tag:
             continue
-        inner = replace(request, tag=None)
-        for one in formats:
-            try:
-                found = one.find(folder, None)
-                if found is None:
-                    continue
-                checkpoint = one.read(found, inner)
-            except CorruptError as error:
-                failure = failure or error
-                skipped.append(f"{folder.name} is skipped, it is not complete: {error.what}")
-                break
-            return _noted(checkpoint, _naming(path, found) + skipped)
+        try:
+            checkpoint = _open_here(folder, path, formats, replace(request, tag=None))
+        except CorruptError as error:
+            failure = failure or error
+            skipped.append(f"{folder.name} is skipped, it is not complete: {error.what}")
+            continue
+        if checkpoint is not None:
+            return replace(checkpoint, notes=(checkpoint.notes[0], *skipped, *checkpoint.notes[1:]))
+        skipped.append(f"{folder.name} is skipped, it holds no checkpoint of the format wanted")
     if failure is not None:
         raise failure
     return None
 
 
-def _noted(checkpoint: Checkpoint, notes: list[str]) -> Checkpoint:
-    return replace(checkpoint, notes=(*notes, *checkpoint.notes))
-
-
-def _naming(path: Path, found: Path) -> list[str]:
-    return [] if found == path else [f"taking {found.relative_to(path) if found.is_relative_to(path) else found}"]
+def _open_here(path: Path, asked: Path, formats: list[Format], request: ReadRequest) -> Checkpoint | None:
+    """The checkpoint that `path` is or records, with a note on what was taken where that is not what was `asked`."""
+    for one in formats:
+        found = one.find(path, request.tag)
+        if found is not None:
+            checkpoint = one.read(found, request)
+            taken = found.relative_to(asked) if found.is_relative_to(asked) else found
+            notes = [] if found == asked else [f"taking {taken}"]
+            return replace(checkpoint, notes=(*notes, *checkpoint.notes))
+    return None
 
 
 def _nothing_found(path: Path, format: str, tag: str | None) -> NotFoundError:

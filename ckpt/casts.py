@@ -15,8 +15,14 @@ from ckpt.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 FLOATS = (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)
 
 #: How numpy sees the raw elements; every other dtype is bytes of its item size and is never computed with.
-_NUMPY = {FLOAT64: np.dtype("<f8"), FLOAT32: np.dtype("<f4"), FLOAT16: np.dtype("<f2"), BFLOAT16: np.dtype("<u2")}
-_RAW = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8"), 16: np.dtype("V16")}
+_NUMPY: dict[DType, np.dtype] = {FLOAT64: np.dtype("<f8"), FLOAT32: np.dtype("<f4"), FLOAT16: np.dtype("<f2")}
+_RAW: dict[int, np.dtype] = {
+    1: np.dtype("u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+    16: np.dtype("V16"),
+}
 
 _CACHE_SIZED = 1 << 15  # elements per step: the temporaries of a step stay in the processor's cache
 
@@ -40,16 +46,18 @@ def cast_bits(bits: NDArray, source: DType, target: DType) -> NDArray:
 
 
 def _step(bits: NDArray, source: DType, target: DType) -> NDArray:
+    wide: NDArray
     if source == BFLOAT16:
         wide = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     else:
         wide = bits.view(_NUMPY[source])
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        if source == FLOAT64 and target != FLOAT32:
+        if source == FLOAT64 and target in (FLOAT16, BFLOAT16):
             wide = wide.astype(np.float32)  # as torch does: it rounds twice
         if target == BFLOAT16:
             return _round_to_bfloat16(wide.astype(np.float32, copy=False))
-        return wide.astype(_NUMPY[target]).view(storage_dtype(target))
+        narrow: NDArray = wide.astype(_NUMPY[target]).view(storage_dtype(target))
+        return narrow
 
 
 def _round_to_bfloat16(values: NDArray) -> NDArray:

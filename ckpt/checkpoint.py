@@ -10,11 +10,14 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.tensors import Extent, Region, Tensor
+
+if TYPE_CHECKING:
+    from ckpt.lazy import LazyTensor
 
 #: Roles with a meaning of their own; every other role is the name of an optimizer state.
 WEIGHT, MASTER, BUFFER = "weight", "master", "buffer"
@@ -99,6 +102,12 @@ class Checkpoint:
     folders: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def __getitem__(self, key: str | Key) -> LazyTensor:
+        """A tensor to be read where it is indexed: `checkpoint["fqn"][0:8]`, `checkpoint["fqn", "exp_avg"][...]`."""
+        from ckpt.lazy import lazy  # the only thing here that reads tensor data, and imports what it takes to
+
+        return lazy(self, key)
+
     def get(self, fqn: str, role: str) -> Tensor | None:
         return self.tensors.get((fqn, role))
 
@@ -131,10 +140,14 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a writer has to know.  `dtype` None keeps the model's own; sizes are in bytes."""
+    """What a writer has to know.
+
+    `dtype` None keeps the model's own; `max_shard_size` is in bytes; `world_size` None keeps the source's number of ranks.
+    """
 
     dtype: DType | None = None
     max_shard_size: int = 5_000_000_000
+    world_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +165,16 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class TargetFile:
-    """One file to be written: its size, the bytes that are known now, by offset, and the slots to be filled."""
+    """One file to be written: its size, the bytes that are known now, by offset, and the slots to be filled.
+
+    `zeros` are ranges (offset, length) that stay zero: padding between and behind tensors.
+    """
 
     name: str
     size: int
     literals: tuple[tuple[int, bytes], ...] = ()
     slots: tuple[Slot, ...] = ()
+    zeros: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of_bytes(cls, name: str, content: bytes) -> TargetFile:

@@ -114,6 +114,9 @@ def convert(
         typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
     ] = DTypeOption.keep,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")] = "5GB",
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of a sharded target. [default: as many as the source has]")
+    ] = None,
     replica: ReplicaOption = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Bound on all buffers together.")] = "512MB",
     workers: Annotated[int, typer.Option(min=0, help="Threads that move data. 0: by the processors.")] = 0,
@@ -130,7 +133,7 @@ def convert(
     from ckpt.run import Resources
 
     destination = output or default_output(path, target)
-    layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size))
+    layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), world_size)
     checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
     conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
     if not quiet:

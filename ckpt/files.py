@@ -20,6 +20,9 @@ from ckpt.errors import NotFoundError, StorageError, UnsafeError, UsageError
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
 
+#: errno values with which a filesystem says that it has no fsync for such a file or folder.
+_NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+
 
 @contextlib.contextmanager
 def translate_os_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
@@ -41,13 +44,11 @@ def confined(root: Path, name: str) -> Path:
     A symlink may lead out only into the `blobs` folder of the same Hugging Face cache entry, which is how that cache
     stores its snapshots.
     """
-    if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
+    if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts or not _is_encodable(name):
         raise UnsafeError("a file name leads out of the checkpoint's folder", path=root, found=repr(name))
     path = root / name
     real, real_root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
-    allowed = [real_root]
-    if real_root.parent.name == "snapshots":
-        allowed.append(real_root.parent.parent / "blobs")
+    allowed = [real_root, *(folder.parent / "blobs" for folder in real_root.parents if folder.name == "snapshots")]
     if not any(real.is_relative_to(folder) for folder in allowed):
         raise UnsafeError(
             "a symlink leads out of the checkpoint's folder",
@@ -61,8 +62,6 @@ def confined(root: Path, name: str) -> Path:
 def check_destination(destination: Path, source: Path) -> None:
     """Refuse a destination that is the source, lies in it, or contains it."""
     real, origin = Path(os.path.realpath(destination)), Path(os.path.realpath(source))
-    if origin.is_file():
-        origin = origin.parent
     if real == origin or real.is_relative_to(origin) or origin.is_relative_to(real):
         raise UsageError(
             "the destination and the source overlap",
@@ -82,6 +81,8 @@ class Staging:
 
     def __init__(self, destination: Path, *, overwrite: bool, total_bytes: int) -> None:
         self.destination = Path(os.path.abspath(destination))
+        if not self.destination.name:
+            raise UsageError("the root folder cannot be replaced", path=destination, hint="give a folder in it")
         self.path = self.destination.with_name(f".{self.destination.name}.ckpt-staging")
         self._old = self.destination.with_name(f".{self.destination.name}.ckpt-old")
         self._overwrite = overwrite
@@ -90,20 +91,26 @@ class Staging:
 
     def __enter__(self) -> Staging:
         with translate_os_errors(self.path):
-            self.destination.parent.mkdir(parents=True, exist_ok=True)
-            self._restore_interrupted_swap()
             self._check_destination_free()
-            self._check_space()
+            self.destination.parent.mkdir(parents=True, exist_ok=True)
             self._lock = self._acquire()
-            _clear(self.path)
+            try:
+                self._settle_interrupted_swap()
+                self._check_destination_free()
+                _clear(self.path)  # before the space is measured: what a killed run left is part of it
+                self._check_space()
+            except BaseException:
+                self._leave()
+                raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._lock >= 0:
-            if self.path.exists() and _same_file(self._lock, self.path):
-                shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+        self._leave()
+
+    def _leave(self) -> None:
+        if _same_file(self._lock, self.path):
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
 
     def create(self, name: str, size: int) -> int:
         """Create the file `name` with `size` bytes, all zero, and return a descriptor open for reading and writing."""
@@ -111,7 +118,11 @@ class Staging:
         with translate_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            os.ftruncate(descriptor, size)
+            try:
+                os.ftruncate(descriptor, size)
+            except BaseException:
+                os.close(descriptor)
+                raise
             return descriptor
 
     def commit(self) -> None:
@@ -119,17 +130,23 @@ class Staging:
         with translate_os_errors(self.destination):
             for folder, _, _ in os.walk(self.path, topdown=False):
                 sync_folder(Path(folder))
-            if self.destination.is_dir() and any(self.destination.iterdir()):
+            if _is_filled(self.destination):
                 self._check_destination_free()
                 self._swap()
             else:
                 os.rename(self.path, self.destination)
-            sync_folder(self.destination.parent)
+                sync_folder(self.destination.parent)
 
     def _check_destination_free(self) -> None:
         if self.destination.is_symlink() or (self.destination.exists() and not self.destination.is_dir()):
             raise UsageError("the destination exists and is no folder", path=self.destination)
-        if self.destination.is_dir() and any(self.destination.iterdir()) and not self._overwrite:
+        if os.path.ismount(self.destination):
+            raise UsageError(
+                "the destination is a mount point, which cannot be replaced in one step",
+                path=self.destination,
+                hint="give a folder in it with -o",
+            )
+        if not self._overwrite and _is_filled(self.destination):
             raise UsageError(
                 "the destination exists",
                 path=self.destination,
@@ -154,7 +171,7 @@ class Staging:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path)
             try:
-                descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
                 continue  # another process finished with it just now
             try:
@@ -164,7 +181,7 @@ class Staging:
                 raise StorageError("another process is writing this destination", path=self.destination) from None
             except OSError:
                 return descriptor  # a filesystem without locks: go on without one
-            if self.path.exists() and _same_file(descriptor, self.path):
+            if _same_file(descriptor, self.path):
                 return descriptor
             os.close(descriptor)
 
@@ -177,42 +194,80 @@ class Staging:
         try:
             with contextlib.suppress(OSError):
                 fcntl.flock(previous, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _exchange(self.path, self.destination):
-                shutil.rmtree(self.path)
-            else:
-                os.rename(self.destination, self._old)
-                os.rename(self.path, self.destination)
-                shutil.rmtree(self._old)
+            replaced = self.path
+            if not _exchange(self.path, self.destination):
+                replaced = self._old
+                try:
+                    os.rename(self.destination, self._old)
+                    os.rename(self.path, self.destination)
+                except BaseException:
+                    self._settle_interrupted_swap()
+                    raise
+            sync_folder(self.destination.parent)
+            try:
+                shutil.rmtree(replaced)
+            except OSError as error:
+                what = f"the output is complete, but what it replaced could not be removed: {error.strerror}"
+                raise StorageError(what, path=replaced) from error
         finally:
             os.close(previous)
 
-    def _restore_interrupted_swap(self) -> None:
-        """Undo the first half of a swap in two renames that was cut off between them."""
-        if self._old.exists() and not self.destination.exists():
+    def _settle_interrupted_swap(self) -> None:
+        """Undo a swap in two renames that was cut off between them; finish one that was cut off behind them."""
+        if not self._old.exists():
+            return
+        if _is_filled(self.destination):
+            shutil.rmtree(self._old)
+        else:
             os.rename(self._old, self.destination)
+
+
+def sync(descriptor: int) -> None:
+    """Make a file or folder durable, where the filesystem can."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
 
 
 def sync_folder(path: Path) -> None:
     """Make the entries of a folder durable, where the filesystem can."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
-    a, b = os.fstat(descriptor), os.stat(path)
-    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
+    """Whether `path` is still the file that was opened as `descriptor`."""
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(descriptor), there)
+
+
+def _is_filled(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _is_encodable(name: str) -> bool:
+    """False for lone surrogates, which JSON can spell and no file name holds."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _clear(folder: Path) -> None:
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
+    for entry in list(folder.iterdir()):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
         else:
-            os.unlink(entry.path)
+            entry.unlink()
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -220,6 +275,4 @@ def _exchange(a: Path, b: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False
-    return renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
-
-
+    return bool(renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0)

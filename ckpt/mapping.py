@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ckpt.checkpoint import Checkpoint, Key, ParamGroup, TrainingState
 from ckpt.dtypes import DType
@@ -21,6 +22,7 @@ from ckpt.tensors import (
     Shape,
     Source,
     Tensor,
+    TilingFault,
     check_tiling,
     flat_boxes,
     flat_range,
@@ -54,6 +56,18 @@ class Link:
         return Link(self.b, self.b_box, self.a, self.a_box, tuple(back))
 
     @property
+    def is_one_to_one(self) -> bool:
+        """Whether every dim of either box is one of the other of the same size, or has size 1."""
+        kept = {target: self.a_box.sizes[dim] for dim, target in enumerate(self.dims) if target is not None}
+        dropped = [self.a_box.sizes[dim] for dim, target in enumerate(self.dims) if target is None]
+        return (
+            len(self.dims) == len(self.a_box.sizes) == len(kept) + len(dropped)
+            and all(size == 1 for size in dropped)
+            and all(0 <= target < len(self.b_box.sizes) for target in kept)
+            and all(size == kept.get(dim, 1) for dim, size in enumerate(self.b_box.sizes))
+        )
+
+    @property
     def keeps_order(self) -> bool:
         """Whether row-major order within the two boxes is the same."""
         kept = [d for d in self.dims if d is not None]
@@ -73,12 +87,21 @@ class Relation:
 
     def check(self) -> None:
         """Prove that every element on either side is placed exactly once; LossError otherwise."""
+        for link in self.links:
+            if not link.is_one_to_one:
+                raise LossError(
+                    "the name mapping links boxes of different sizes",
+                    fqn=link.a,
+                    found=f"{link.a_box} is {link.b_box} of {link.b!r}",
+                )
         for side, shapes in (("a", self.a_shapes), ("b", self.b_shapes)):
             boxes: dict[str, list[Box]] = {name: [] for name in shapes}
             for link in self.links:
                 boxes[getattr(link, side)].append(getattr(link, f"{side}_box"))
             for name, shape in shapes.items():
                 fault = check_tiling(boxes[name], shape)
+                if not boxes[name]:  # which tiles a tensor without elements
+                    fault = TilingFault("hole", whole(shape))
                 if fault is not None:
                     raise LossError(
                         "the name mapping does not place this tensor exactly once",
@@ -165,7 +188,7 @@ def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Che
     tensors: dict[Key, Tensor] = {}
     for name, links in into.items():
         for role in roles[links[0].a]:
-            tensors[name, role] = _combine(checkpoint, name, role, relation.b_shapes[name], links)
+            tensors[name, role] = _combine(checkpoint, name, role, relation, links)
     return replace(
         checkpoint,
         tensors=tensors,
@@ -175,8 +198,8 @@ def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Che
     )
 
 
-def _combine(checkpoint: Checkpoint, name: str, role: str, shape: Shape, links: list[Link]) -> Tensor:
-    parts = []
+def _combine(checkpoint: Checkpoint, name: str, role: str, relation: Relation, links: list[Link]) -> Tensor:
+    shape, parts = relation.b_shapes[name], []
     for link in links:
         tensor = checkpoint.get(link.a, role)
         if tensor is None:
@@ -189,6 +212,14 @@ def _combine(checkpoint: Checkpoint, name: str, role: str, shape: Shape, links: 
     first = parts[0][1]
     if len(parts) == 1 and parts[0][0] == Link.rename(first.fqn, name, shape):
         return first.renamed(name)
+    for link, tensor in parts:
+        if tensor.shape != relation.a_shapes[link.a]:
+            raise LossError(
+                f"{name!r} is made from parts of tensors, and the {role!r} of one has a shape of its own",
+                fqn=link.a,
+                expected=f"shape {list(relation.a_shapes[link.a])}",
+                found=f"shape {list(tensor.shape)}",
+            )
     dtypes: set[DType] = {tensor.dtype for _, tensor in parts}
     if len(dtypes) > 1:
         raise CorruptError(
@@ -215,8 +246,16 @@ def _translate_state(state: TrainingState, onto: Mapping[str, list[str]]) -> Tra
         return tuple(dict.fromkeys(new for fqn in fqns for new in onto.get(fqn, [fqn])))
 
     groups = tuple(ParamGroup(names(group.fqns), group.options) for group in state.param_groups)
-    scalars = {
-        name: {new: value for fqn, value in values.items() for new in onto.get(fqn, [fqn])}
-        for name, values in state.scalars.items()
-    }
+    scalars: dict[str, dict[str, Any]] = {}
+    for name, values in state.scalars.items():
+        translated = scalars.setdefault(name, {})
+        for fqn, value in values.items():
+            for new in onto.get(fqn, [fqn]):
+                if translated.setdefault(new, value) != value:
+                    raise LossError(
+                        f"{new!r} is made from parameters that differ in {name!r}",
+                        fqn=fqn,
+                        expected=translated[new],
+                        found=value,
+                    )
     return replace(state, param_groups=groups, scalars=scalars)

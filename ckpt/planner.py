@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 
 from ckpt.checkpoint import Checkpoint, Key, Target, TargetFile
 from ckpt.dtypes import CASTABLE, FLOAT64, DType
 from ckpt.errors import CorruptError, LossError
-from ckpt.tensors import Box, Extent, FlatRange, Fragment, Region, Tensor, check_tiling, flat_boxes, overlay
+from ckpt.tensors import Box, Extent, FlatRange, Fragment, Region, Tensor, check_tiling, flat_boxes, overlay, whole
 
 _CASTABLE = frozenset(CASTABLE.values()) | {FLOAT64}
 
@@ -97,6 +98,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
                 _check_cast(tensor, slot.extent.dtype)
                 per_key = casts.setdefault((tensor.dtype, slot.extent.dtype), {})
                 per_key[slot.key] = per_key.get(slot.key, 0) + slot.extent.nbytes
+            assert _fits(slot.extent, slot.region), f"{file.name}: a slot of {slot.key} has another shape"
             filled = 0
             for copy in _slot_copies(tensor, slot.region, slot.extent):
                 num_copies += 1
@@ -122,14 +124,14 @@ def check_source(tensor: Tensor) -> None:
     """Raise CorruptError unless the tensor's fragments tile it and fit their extents."""
     regions = []
     for fragment in tensor.fragments():
-        if fragment.extent.numel != fragment.region.numel or fragment.extent.dtype != tensor.dtype:
+        if not _fits(fragment.extent, fragment.region) or fragment.extent.dtype != tensor.dtype:
             raise CorruptError(
                 "a fragment does not fit the part of the tensor that it should hold",
                 path=fragment.extent.path,
                 rank=fragment.rank,
                 fqn=tensor.fqn,
-                expected=f"{fragment.region.numel} elements of {tensor.dtype}",
-                found=f"{fragment.extent.numel} elements of {fragment.extent.dtype}",
+                expected=f"{tensor.dtype} for {fragment.region}",
+                found=f"{fragment.extent.dtype} of shape {list(fragment.extent.shape)}",
             )
         regions.append(fragment.region)
     fault = check_tiling(regions, tensor.shape)
@@ -146,6 +148,12 @@ def check_source(tensor: Tensor) -> None:
             expected=f"fragments that tile shape {list(tensor.shape)}",
             found=f"{fault.kind} at {fault.region}",
         )
+
+
+def _fits(extent: Extent, region: Region) -> bool:
+    if isinstance(region, Box):
+        return extent.shape == region.sizes
+    return extent.shape == (region.numel,) and extent.is_contiguous
 
 
 def _file_of(tensor: Tensor, region: Region) -> str | None:
@@ -174,24 +182,25 @@ def _check_cast(tensor: Tensor, target: DType) -> None:
 def _check_file_cover(file: TargetFile) -> None:
     """Every byte of a target file comes from one literal or one slot.  A failure is a writer's bug."""
     spans = [(offset, offset + len(data)) for offset, data in file.literals]
+    spans += [(offset, offset + length) for offset, length in file.zeros]
     spans += [(s.extent.offset, s.extent.end) for s in file.slots if s.extent.is_contiguous and s.extent.numel]
     strided = sum(s.extent.nbytes for s in file.slots if not s.extent.is_contiguous)
     covered = strided + sum(stop - start for start, stop in spans)
     spans.sort()
-    overlapping = any(stop > start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
-    if covered != file.size or overlapping or (spans and spans[-1][1] > file.size):
+    overlapping = any(stop > start for (_, stop), (start, _) in pairwise(spans))
+    outside = any(s.extent.offset < 0 or s.extent.end > file.size for s in file.slots)
+    if covered != file.size or overlapping or outside or (spans and not 0 <= spans[0][0] <= spans[-1][1] <= file.size):
         raise AssertionError(f"{file.name}: literals and slots cover {covered} of {file.size} bytes")
 
 
 def _check_every_source_used(checkpoint: Checkpoint, target: Target, regions: dict[Key, dict[Region, None]]) -> None:
     for key, tensor in checkpoint.tensors.items():
         if key in regions:
-            fault = check_tiling(list(regions[key]), tensor.shape)
+            # A target may hold an element more than once: as a master and, rounded, as a weight.
+            fault = check_tiling(list(regions[key]), tensor.shape, overlaps=True)
             if fault is not None:
                 raise LossError(
-                    "part of a tensor would not be written" if fault.kind == "hole" else "a tensor is written wrongly",
-                    fqn=tensor.fqn,
-                    found=f"{fault.kind} at {fault.region}",
+                    "part of a tensor would not be written", fqn=tensor.fqn, found=f"{fault.kind} at {fault.region}"
                 )
         elif key not in target.leaves_out:
             raise LossError("a tensor of the source goes nowhere in the target", fqn=key[0], found=f"role {key[1]}")
@@ -213,7 +222,8 @@ def choose_replica(checkpoint: Checkpoint, rank: int) -> Checkpoint:
 def first_index(region: Region, shape: tuple[int, ...], position: int) -> tuple[int, ...]:
     """The index in the tensor of the element at `position`, in row-major order, of `region`."""
     if isinstance(region, FlatRange):
-        region, position = Box((0,) * len(shape), shape), region.start + position
+        position += region.start
+        region = whole(shape)
     index = []
     for dim, offset in enumerate(region.offsets):
         inner = prod(region.sizes[dim + 1 :])

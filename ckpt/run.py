@@ -12,6 +12,7 @@ import errno
 import os
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from ckpt.casts import cast_bits, storage_dtype
 from ckpt.compare import Reader
 from ckpt.compare import check_replicas as check_tensor_replicas
 from ckpt.errors import CorruptError, UsageError
-from ckpt.files import Staging, translate_os_errors
+from ckpt.files import Staging, check_destination, sync, translate_os_errors
 from ckpt.planner import Copy, Plan
 from ckpt.tensors import Extent, Shape, is_contiguous
 
@@ -36,7 +37,10 @@ _BUFFER = 4 << 20  # bytes read at a time where data passes through this process
 _MIN_BUFFER = 64 << 10
 _BATCH = 8 << 20  # small copies are handed to a thread together, up to this many bytes
 _OPEN_FILES = 64  # source descriptors a thread keeps open
+_PATIENCE = 0.5  # seconds that a run which has failed or been interrupted waits for its threads
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+
+_HAS_KERNEL_COPY = hasattr(os, "copy_file_range")  # a Python built for an old glibc has none
 
 #: errno values with which a kernel says that it cannot copy between these two files.
 _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY, errno.EBADF, errno.EPERM}
@@ -51,11 +55,11 @@ class Resources:
 
     @property
     def num_workers(self) -> int:
-        return self.workers or max(1, min(4, os.cpu_count() or 1))
+        return self.workers if self.workers > 0 else max(1, min(4, os.cpu_count() or 1))
 
     @property
     def buffer_size(self) -> int:
-        """Bytes of one read buffer.  A cast holds the source, the result and temporaries: at most three times this."""
+        """Bytes of one buffer.  A thread holds at most three: read, without gaps, and cast."""
         size = min(_BUFFER, self.max_memory // (4 * self.num_workers))
         if size < _MIN_BUFFER:
             least = _MIN_BUFFER * 4 * self.num_workers
@@ -64,7 +68,9 @@ class Resources:
 
     def peak_buffers(self, plan: Plan) -> int:
         """Upper bound of the bytes of all buffers while `plan` runs."""
-        return 3 * self.buffer_size * self.num_workers if plan.buffered_bytes else 0
+        if plan.buffered_bytes or not _HAS_KERNEL_COPY:
+            return 3 * self.buffer_size * self.num_workers
+        return 0
 
 
 def execute(
@@ -81,22 +87,24 @@ def execute(
     the disk's errors and CorruptError for a source that changed meanwhile; the destination is then as it was.
     """
     resources = resources or Resources()
-    check_replicas(plan)
+    workers = _Workers(resources, progress or (lambda _: None))
+    for source in plan.checkpoint.files:  # which links may have led out of the checkpoint's own folder
+        check_destination(destination, Path(source.path))
     with Staging(destination, overwrite=overwrite, total_bytes=plan.total_bytes) as staging:
-        workers = _Workers(resources, progress or (lambda _: None))
-        try:
+        check_replicas(plan)
+        with workers:
             for file in plan.target.files:
-                output = _Output(staging.create(file.name, file.size), file.name)
-                for offset, data in file.literals:
-                    _write_all(output.descriptor, memoryview(data), offset)
+                output = workers.open(staging.create(file.name, file.size), file.name)
+                with translate_os_errors(file.name):
+                    for offset, data in file.literals:
+                        _write_all(output.descriptor, memoryview(data), offset)
                 for batch in _batches(plan.copies(file)):
                     workers.submit(output, batch)
                 workers.finish(output)
             workers.join()
-        finally:
-            workers.stop()
         for source in plan.checkpoint.files:
-            source.check_unchanged()
+            with translate_os_errors(source.path):
+                source.check_unchanged()
         staging.commit()
 
 
@@ -116,10 +124,14 @@ def _batches(copies: Iterator[Copy]) -> Iterator[list[Copy]]:
 
 
 def _cut(copy: Copy) -> Iterator[Copy]:
-    """A contiguous copy in parts of at most `_SPAN` bytes."""
+    """A copy in parts that each take a moment: `_SPAN` bytes, gaps included."""
+    if not (copy.source.is_contiguous and copy.target.is_contiguous):
+        for source, target in _blocks(copy.source, copy.target, _SPAN):
+            yield Copy(source, target)
+        return
     numel = copy.target.numel
     step = _SPAN // max(copy.source.dtype.itemsize, copy.target.dtype.itemsize)
-    if numel <= step or len(copy.target.shape) != 1 or not (copy.source.is_contiguous and copy.target.is_contiguous):
+    if numel <= step:
         yield copy
         return
     for start in range(0, numel, step):
@@ -133,21 +145,27 @@ class _Output:
     def __init__(self, descriptor: int, name: str) -> None:
         self.descriptor = descriptor
         self.name = name
-        self.pending = 1  # one for the submitter, until it has submitted everything
-        self.lock = threading.Lock()
+        self._pending = 1  # one for the submitter, until it has submitted everything
+        self._lock = threading.Lock()
 
     def add(self) -> None:
-        with self.lock:
-            self.pending += 1
+        with self._lock:
+            self._pending += 1
 
-    def done(self) -> None:
-        with self.lock:
-            self.pending -= 1
-            last = self.pending == 0
-        if last:
-            with translate_os_errors(self.name):
-                os.fsync(self.descriptor)
-                os.close(self.descriptor)
+    def done(self) -> bool:
+        """Whether this was the last part of the file, which is now durable and closed."""
+        with self._lock:
+            self._pending -= 1
+            if self._pending:
+                return False
+        with translate_os_errors(self.name):
+            sync(self.descriptor)
+            self.close()
+        return True
+
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        os.close(descriptor)
 
 
 class _Workers:
@@ -158,17 +176,49 @@ class _Workers:
         self._buffer_size = resources.buffer_size
         self._progress = progress
         self._progress_lock = threading.Lock()
+        self._outputs: set[_Output] = set()
         self._error: BaseException | None = None
         self._stopping = False
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(resources.num_workers)]
+
+    def __enter__(self) -> _Workers:
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Let the threads end after the piece in hand, and close what is left open."""
+        self._stopping = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
+        for _ in self._threads:
+            self._queue.put_nowait(None)
+        deadline = time.monotonic() + _PATIENCE
         for thread in self._threads:
-            thread.start()
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):  # else one may still write: leave them to the end
+            for output in self._outputs:
+                with contextlib.suppress(OSError):
+                    output.close()
+
+    def open(self, descriptor: int, name: str) -> _Output:
+        """Take over a new target file."""
+        output = _Output(descriptor, name)
+        self._outputs.add(output)
+        return output
 
     def submit(self, output: _Output, copies: list[Copy]) -> None:
         output.add()
         self._put((output, copies))
 
     def finish(self, output: _Output) -> None:
+        """Say that everything for `output` has been submitted."""
         self._put((output, []))
 
     def join(self) -> None:
@@ -177,13 +227,10 @@ class _Workers:
             self._put(None)
         for thread in self._threads:
             while thread.is_alive():
-                thread.join(timeout=0.2)  # with a timeout, so that Ctrl-C is seen at once
+                thread.join(timeout=0.2)  # with a timeout, so that another thread's error is seen at once
                 self._raise_error()
         self._raise_error()
-
-    def stop(self) -> None:
-        """Let the threads end after the piece in hand."""
-        self._stopping = True
+        assert not self._outputs, "a target file was not finished"
 
     def _put(self, item: tuple[_Output, list[Copy]] | None) -> None:
         while True:
@@ -198,28 +245,24 @@ class _Workers:
 
     def _work(self) -> None:
         with _Sources() as sources:
-            while not self._stopping:
+            while not self._stopping and (item := self._queue.get()) is not None:
                 try:
-                    item = self._queue.get(timeout=0.2)
-                except queue.Empty:
-                    continue
-                if item is None:
-                    return
-                output, copies = item
-                try:
-                    for copy in copies:
-                        if self._stopping:
-                            return
-                        move(copy, sources.open(copy.source.path), output.descriptor, self._buffer_size)
-                        with self._progress_lock:
-                            self._progress(copy.target.nbytes)
-                    if copies:
-                        _start_writeback(output.descriptor, copies)
-                    output.done()
+                    self._fill(*item, sources)
                 except BaseException as error:  # handed to the caller, whatever it is
                     self._error = self._error or error
                     self._stopping = True
-                    return
+
+    def _fill(self, output: _Output, copies: list[Copy], sources: _Sources) -> None:
+        for copy in copies:
+            if self._stopping:
+                return
+            move(copy, sources.open(copy.source.path), output.descriptor, self._buffer_size)
+            with self._progress_lock:
+                self._progress(copy.target.nbytes)
+        if copies:
+            _start_writeback(output.descriptor, copies)
+        if output.done():
+            self._outputs.discard(output)
 
 
 class _Sources:
@@ -241,7 +284,10 @@ class _Sources:
             if len(self._open) >= _OPEN_FILES:
                 os.close(self._open.popitem(last=False)[1])
             with translate_os_errors(path):
-                descriptor = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    descriptor = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    raise CorruptError("the file has gone while it was being read", path=path) from None
         else:
             self._open.move_to_end(path)
         return descriptor
@@ -253,37 +299,44 @@ def move(copy: Copy, source: int, target: int, buffer_size: int = _BUFFER) -> No
         if copy.target.numel == 0:
             return
         if copy.is_span:
-            _copy_span(source, target, copy)
+            _copy_span(source, target, copy, buffer_size)
         else:
             _copy_blocks(source, target, copy, buffer_size)
 
 
-def _copy_span(source: int, target: int, copy: Copy) -> None:
+def _copy_span(source: int, target: int, copy: Copy, buffer_size: int) -> None:
     read_at, write_at, left = copy.source.offset, copy.target.offset, copy.target.nbytes
     while left:
-        try:
-            done = os.copy_file_range(source, target, left, read_at, write_at)
-        except OSError as error:
-            if error.errno not in _NO_KERNEL_COPY:
-                raise
-            _copy_through_buffer(source, target, copy, read_at, write_at, left)
-            return
-        if done == 0:
-            raise _truncated(copy.source, read_at)
+        done = _copy_in_kernel(source, target, left, read_at, write_at)
+        if not done:
+            done = _copy_through_buffer(source, target, copy.source, min(left, buffer_size), read_at, write_at)
         read_at, write_at, left = read_at + done, write_at + done, left - done
 
 
-def _copy_through_buffer(source: int, target: int, copy: Copy, read_at: int, write_at: int, left: int) -> None:
-    while left:
-        data = os.pread(source, min(left, _BUFFER), read_at)
-        if not data:
-            raise _truncated(copy.source, read_at)
-        _write_all(target, memoryview(data), write_at)
-        read_at, write_at, left = read_at + len(data), write_at + len(data), left - len(data)
+def _copy_in_kernel(source: int, target: int, size: int, read_at: int, write_at: int) -> int:
+    """Copy up to `size` bytes.  Returns how many: 0 at the end of the file, and where the kernel cannot."""
+    if not _HAS_KERNEL_COPY:
+        return 0
+    try:
+        return os.copy_file_range(source, target, size, read_at, write_at)
+    except OSError as error:
+        if error.errno not in _NO_KERNEL_COPY:
+            raise
+        return 0
+
+
+def _copy_through_buffer(source: int, target: int, extent: Extent, size: int, read_at: int, write_at: int) -> int:
+    with translate_os_errors(extent.path):
+        data = os.pread(source, size, read_at)
+    if not data:
+        raise _truncated(extent, read_at)
+    _write_all(target, memoryview(data), write_at)
+    return len(data)
 
 
 def _copy_blocks(source: int, target: int, copy: Copy, buffer_size: int) -> None:
-    for read, write in _blocks(copy.source, copy.target, buffer_size):
+    widening = max(1, copy.target.dtype.itemsize // copy.source.dtype.itemsize)
+    for read, write in _blocks(copy.source, copy.target, buffer_size // widening):
         bits = read_bits(source, read)
         if read.dtype != write.dtype:
             bits = cast_bits(bits.reshape(-1), read.dtype, write.dtype).reshape(bits.shape)
@@ -291,34 +344,37 @@ def _copy_blocks(source: int, target: int, copy: Copy, buffer_size: int) -> None
 
 
 def _blocks(source: Extent, target: Extent, buffer_size: int) -> Iterator[tuple[Extent, Extent]]:
-    """Cut a copy into blocks whose source range, gaps included, fits the buffer.
+    """Cut a copy into blocks whose source, with gaps and repeated elements, fits the buffer.
 
     The dim with the longest source stride is cut first, so that a block is as compact as it can be in the source.
     """
-    if source.end - source.offset <= buffer_size or source.numel <= 1:
+    reach = source.end - source.offset
+    if max(reach, source.nbytes) <= buffer_size or source.numel <= 1:
         yield source, target
         return
     dim = max(range(len(source.shape)), key=lambda d: (source.shape[d] > 1, source.strides[d]))
-    rest = replace(source, shape=source.shape[:dim] + (1,) + source.shape[dim + 1 :])
-    reach = (source.strides[dim] or 1) * source.dtype.itemsize
-    step = max(1, min(source.shape[dim] - 1, (buffer_size - (rest.end - rest.offset)) // reach + 1))
-    for start in range(0, source.shape[dim], step):
-        size = min(step, source.shape[dim] - start)
-        yield from _blocks(_slice(source, dim, start, size), _slice(target, dim, start, size), buffer_size)
+    size = source.shape[dim]
+    one = _slice(source, dim, 0, 1)
+    step_bytes = max(source.strides[dim] * source.dtype.itemsize, one.nbytes)
+    left = buffer_size - max(one.end - one.offset, one.nbytes)
+    step = max(1, min(size - 1, left // step_bytes + 1))
+    for start in range(0, size, step):
+        part = min(step, size - start)
+        yield from _blocks(_slice(source, dim, start, part), _slice(target, dim, start, part), buffer_size)
 
 
 def _slice(extent: Extent, dim: int, start: int, size: int) -> Extent:
     return replace(
         extent,
         offset=extent.offset + start * extent.strides[dim] * extent.dtype.itemsize,
-        shape=extent.shape[:dim] + (size,) + extent.shape[dim + 1 :],
+        shape=(*extent.shape[:dim], size, *extent.shape[dim + 1 :]),
     )
 
 
 def read_bits(descriptor: int, extent: Extent) -> NDArray:
     """The elements of `extent` as a contiguous array of raw bits, in the extent's shape."""
     raw = np.empty(extent.end - extent.offset, np.uint8)
-    read_into(descriptor, memoryview(raw), extent)
+    read_into(descriptor, raw.data, extent)
     elements = raw.view(storage_dtype(extent.dtype))
     if extent.is_contiguous:
         return elements.reshape(extent.shape)
@@ -330,7 +386,8 @@ def read_into(descriptor: int, buffer: memoryview, extent: Extent) -> None:
     """Fill `buffer` from the start of `extent`; CorruptError where the file ends before that."""
     done = 0
     while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done:]], extent.offset + done)
+        with translate_os_errors(extent.path):
+            count = os.preadv(descriptor, [buffer[done:]], extent.offset + done)
         if count == 0:
             raise _truncated(extent, extent.offset + done)
         done += count
@@ -342,7 +399,7 @@ def _write_bits(descriptor: int, extent: Extent, bits: NDArray) -> None:
     while inner and is_contiguous(extent.shape[inner - 1 :], extent.strides[inner - 1 :]):
         inner -= 1
     run = prod(extent.shape[inner:])
-    flat = memoryview(np.ascontiguousarray(bits).reshape(-1).view(np.uint8))
+    flat = np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data
     size = run * extent.dtype.itemsize
     for number, offset in enumerate(_offsets(extent.shape[:inner], extent.strides[:inner])):
         where = extent.offset + offset * extent.dtype.itemsize

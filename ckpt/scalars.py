@@ -7,6 +7,7 @@ import struct
 
 from ckpt.dtypes import BFLOAT16, DType
 from ckpt.errors import CorruptError
+from ckpt.files import translate_os_errors
 from ckpt.tensors import Extent
 
 _FORMATS = {
@@ -29,11 +30,12 @@ def read_scalar(extent: Extent) -> int | float | bool:
     """The one element of `extent`.  CorruptError where it is not there, or of a dtype that is no number."""
     if extent.numel != 1:
         raise CorruptError("a single number was expected", path=extent.path, found=f"shape {list(extent.shape)}")
-    descriptor = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        data = os.pread(descriptor, extent.dtype.itemsize, extent.offset)
-    finally:
-        os.close(descriptor)
+    with translate_os_errors(extent.path):
+        descriptor = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.pread(descriptor, extent.dtype.itemsize, extent.offset)
+        finally:
+            os.close(descriptor)
     if len(data) != extent.dtype.itemsize:
         raise CorruptError("the file ends inside a tensor", path=extent.path, found=f"end before byte {extent.end}")
     return scalar_from_bytes(data, extent.dtype)

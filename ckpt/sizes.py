@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from ckpt.errors import UsageError
 
@@ -15,18 +16,19 @@ _UNITS = {"": 1, "B": 1} | {
 
 def parse_size(text: str) -> int:
     """Bytes of `5GB`, `512MiB`, `1.5 GB` or `1000000`; decimal units unless there is an `i`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*", text)
     unit = match[2].upper() if match else ""
-    if not match or unit not in _UNITS or float(match[1]) <= 0:
+    size = int(Decimal(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
+    if size <= 0:
         raise UsageError("this is no size", expected="for example 5GB or 512MB", found=repr(text))
-    return int(float(match[1]) * _UNITS[unit])
+    return size
 
 
 def show_size(count: int) -> str:
     """A byte count in decimal units, as disks and `ls --si` show it."""
     value, unit = float(count), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
+        if round(value, 1) < 1000 or unit == "TB":
             break
         value /= 1000
     return f"{count} B" if unit == "B" else f"{value:.{2 if value < 10 else 1}f} {unit}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from typing import Protocol
 
@@ -386,24 +387,20 @@ class TilingFault:
     region: Region
 
 
-def check_tiling(regions: Sequence[Region], shape: Shape) -> TilingFault | None:
-    """None if the regions cover every element of `shape` exactly once; otherwise the first fault found."""
+def check_tiling(regions: Sequence[Region], shape: Shape, *, overlaps: bool = False) -> TilingFault | None:
+    """None if the regions cover every element of `shape` exactly once; otherwise the first fault found.
+
+    With `overlaps`, at least once will do.
+    """
     total = prod(shape)
+    for region in regions:
+        if not _is_inside(region, shape, total):
+            return TilingFault("outside", region)
     flat: list[FlatRange] = []
     for region in regions:
-        if isinstance(region, FlatRange):
-            if region.numel and not 0 <= region.start < region.stop <= total:
-                return TilingFault("outside", region)
-        else:
-            outside = len(region.sizes) != len(shape) or any(
-                a < 0 or n < 0 or a + n > full
-                for a, n, full in zip(region.offsets, region.sizes, shape, strict=True)
-            )
-            if outside:
-                return TilingFault("outside", region)
         as_flat = region if isinstance(region, FlatRange) else flat_range(region, shape)
         if as_flat is None:
-            return _check_boxes(regions, shape)
+            return _check_boxes(regions, shape, overlaps)
         if as_flat.numel:
             flat.append(as_flat)
     flat.sort(key=lambda r: r.start)
@@ -411,21 +408,29 @@ def check_tiling(regions: Sequence[Region], shape: Shape) -> TilingFault | None:
     for r in flat:
         if r.start > reached:
             return TilingFault("hole", FlatRange(reached, r.start))
-        if r.start < reached:
+        if r.start < reached and not overlaps:
             return TilingFault("overlap", FlatRange(r.start, min(reached, r.stop)))
-        reached = r.stop
+        reached = max(reached, r.stop)
     return TilingFault("hole", FlatRange(reached, total)) if reached < total else None
 
 
-def _check_boxes(regions: Sequence[Region], shape: Shape) -> TilingFault | None:
+def _is_inside(region: Region, shape: Shape, total: int) -> bool:
+    if isinstance(region, FlatRange):
+        return 0 <= region.start <= region.stop <= total
+    if not len(region.offsets) == len(region.sizes) == len(shape):
+        return False
+    return all(0 <= a <= a + n <= full for a, n, full in zip(region.offsets, region.sizes, shape, strict=True))
+
+
+def _check_boxes(regions: Sequence[Region], shape: Shape, overlaps: bool) -> TilingFault | None:
     boxes: list[Box] = []
     for region in regions:
         parts = [region] if isinstance(region, Box) else flat_boxes(shape, region.start, region.stop)
         boxes += [box for box in parts if box.numel]
-    return _sweep(boxes, (), (), shape)
+    return _sweep(boxes, (), (), shape, overlaps)
 
 
-def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape) -> TilingFault | None:
+def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool) -> TilingFault | None:
     """Cut space into slabs at every edge of the next dim and check each slab in the dims that are left.
 
     `offsets` and `sizes` are the slab so far.
@@ -434,19 +439,19 @@ def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape) -> Tili
     if not boxes:
         return TilingFault("hole", Box(offsets + (0,) * (len(shape) - dim), sizes + shape[dim:]))
     if dim == len(shape):
-        return TilingFault("overlap", Box(offsets, sizes)) if len(boxes) > 1 else None
+        return TilingFault("overlap", Box(offsets, sizes)) if len(boxes) > 1 and not overlaps else None
     edges = sorted({0, shape[dim]} | {e for b in boxes for e in (b.offsets[dim], b.offsets[dim] + b.sizes[dim])})
     if len(boxes) == 1 and boxes[0].offsets[dim:] == (0,) * (len(shape) - dim) and boxes[0].sizes[dim:] == shape[dim:]:
         return None
     by_start = sorted(boxes, key=lambda b: b.offsets[dim])
     active: list[Box] = []
     upcoming = 0
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         active = [b for b in active if b.offsets[dim] + b.sizes[dim] > start]
         while upcoming < len(by_start) and by_start[upcoming].offsets[dim] <= start:
             active.append(by_start[upcoming])
             upcoming += 1
-        fault = _sweep(active, (*offsets, start), (*sizes, stop - start), shape)
+        fault = _sweep(active, (*offsets, start), (*sizes, stop - start), shape, overlaps)
         if fault is not None:
             return fault
     return None

@@ -42,7 +42,7 @@ from ckpt.companions import (
     true_config,
 )
 from ckpt.dtypes import DType
-from ckpt.errors import CorruptError, NotFoundError, UnsafeError
+from ckpt.errors import CorruptError, NotFoundError, UnsafeError, UsageError
 from ckpt.files import confined, translate_os_errors
 from ckpt.precision import CAST_SOURCES, Choice, choices, describe
 from ckpt.sizes import show_size
@@ -118,6 +118,8 @@ class HuggingFace:
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """Weights only: one tensor per parameter and buffer, as `ckpt.precision` chooses them."""
+        if layout.world_size is not None:
+            raise UsageError("a Hugging Face folder has no ranks", found=f"--world-size {layout.world_size}")
         names = kept_names(checkpoint)
         chosen = {names.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, layout.dtype).items()}
         files = _weight_targets(chosen, layout.max_shard_size)
@@ -127,7 +129,9 @@ class HuggingFace:
             files=(*files, *beside),
             leaves_out=frozenset(key for key in checkpoint.tensors if key not in written),
             dropped=tuple(_dropped(checkpoint)),
-            notes=tuple(describe(chosen, checkpoint, layout.dtype) + _tie_notes(checkpoint, names) + notes),
+            notes=tuple(
+                describe(chosen, checkpoint, layout.dtype) + _tie_notes(checkpoint, names) + _adapter_notes(chosen) + notes
+            ),
         )
 
 
@@ -388,6 +392,16 @@ def _tie_notes(checkpoint: Checkpoint, names: Mapping[str, str]) -> list[str]:
         kept = names.get(owner, owner)
         groups.setdefault(kept, []).append(owner if alias == kept else alias)
     return [f"tied: written once as {kept}, not again as {', '.join(sorted(g))}" for kept, g in groups.items()]
+
+
+def _adapter_notes(chosen: Iterable[str]) -> list[str]:
+    """A model that PEFT wraps is not one that from_pretrained loads."""
+    if not any(fqn.startswith("base_model.model.") for fqn in chosen):
+        return []
+    return [
+        "this is a model with PEFT adapters: its tensors keep the names they have in training (base_model.model. and "
+        "so on), under which from_pretrained finds neither a model nor an adapter"
+    ]
 
 
 def _dropped(checkpoint: Checkpoint) -> list[str]:

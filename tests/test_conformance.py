@@ -1,0 +1,197 @@
+"""What every format must do.  A format takes part by declaring where a real sample of it comes from and what its truth is.
+
+A sample is a checkpoint that the format's own framework wrote; its truth was gathered from the live engine, or is what
+the framework's own loader returns.  A registered format without a declaration fails the suite.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from ckpt import registry
+from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.errors import CkptError, CorruptError
+from ckpt.planner import check_source
+from tests.describing import content
+from tests.engines import Truth, raw
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+
+Tensors = dict[tuple[str, str], tuple[str, tuple[int, ...], bytes]]
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A format's sample.
+
+    `make` puts the sample into an empty folder and returns its path and its truth: raw bytes by fqn and role.
+    `vital` are glob patterns of files without which, or with half of which, nothing may be read.
+    """
+
+    format: str
+    make: Callable[[Path], tuple[Path, Tensors]]
+    vital: tuple[str, ...]
+
+
+def from_fixture(name: str) -> Callable[[Path], tuple[Path, Tensors]]:
+    """A committed run folder with `truth/<tag>.safetensors` beside its checkpoint."""
+
+    def make(folder: Path) -> tuple[Path, Tensors]:
+        run = folder / name
+        shutil.copytree(FIXTURES / name, run)
+        truth = Truth.load(next(p for p in (run / "truth").iterdir() if "logits" not in p.name))
+        shutil.rmtree(run / "truth")
+        return run, {key: value for key, value in truth.tensors.items() if key[0] not in truth.ties}
+
+    return make
+
+
+def saved_by_transformers(folder: Path) -> tuple[Path, Tensors]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 19, "hidden_size": 12, "intermediate_size": 7, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16)
+    model.save_pretrained(folder / "model", max_shard_size="1kB")
+    return folder / "model", {(fqn, WEIGHT): raw(t) for fqn, t in model.state_dict().items()}
+
+
+DECLARATIONS = [
+    *(
+        Declaration(f"zero{stage}", from_fixture(f"toy-zero{stage}"), ("*/*_optim_states.pt", "*/*_model_states.pt"))
+        for stage in (1, 2, 3)
+    ),
+    Declaration("hf", saved_by_transformers, ("model-*.safetensors",)),
+]
+
+WRITABLE = [name for name in registry.names() if registry.get(name).writes]
+
+
+@pytest.fixture(params=DECLARATIONS, ids=lambda d: d.format)
+def sample(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Declaration, Path, Tensors]:
+    folder = tmp_path / "sample"
+    folder.mkdir()
+    return (request.param, *request.param.make(folder))
+
+
+Sample = tuple[Declaration, Path, Tensors]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_every_format_is_declared() -> None:
+    assert sorted(d.format for d in DECLARATIONS) == sorted(n for n in registry.names() if registry.get(n).reads)
+
+
+def test_reads_the_truth_bit_for_bit(sample: Sample) -> None:
+    declaration, path, truth = sample
+    checkpoint = ckpt.open(path, declaration.format)
+    assert checkpoint.format == declaration.format
+    for key, tensor in checkpoint.tensors.items():
+        check_source(tensor)
+        assert content(tensor) == truth[key], key
+    implied = {(fqn, WEIGHT) for fqn, role in checkpoint.tensors if role == MASTER}
+    assert set(truth) - set(checkpoint.tensors) <= implied
+
+
+def test_is_recognised_without_being_named(sample: Sample) -> None:
+    declaration, path, _ = sample
+    found = ckpt.open(path)
+    assert found.format == declaration.format
+    assert found.tensors.keys() == ckpt.open(path, declaration.format).tensors.keys()
+
+
+def test_reading_and_converting_leave_the_source_as_it_was(sample: Sample, tmp_path: Path) -> None:
+    _, path, _ = sample
+    before = digests(path)
+    checkpoint = ckpt.open(path)
+    ckpt.plan(checkpoint, "hf").run(tmp_path / "out")
+    assert ckpt.verify(checkpoint, ckpt.open(tmp_path / "out"), only="weights").equal
+    assert digests(path) == before
+
+
+def test_damage_is_found(sample: Sample) -> None:
+    """A vital file that is missing, empty, cut short or zeroed at its end is exit 4, and names the folder or the file."""
+    declaration, path, _ = sample
+    files = [file for pattern in declaration.vital for file in sorted(path.glob(pattern))]
+    assert files
+    for file in files:
+        original = file.read_bytes()
+        tail = min(64, len(original) // 2)
+        for damaged in (None, b"", original[:-1], original[: len(original) // 2], original[:-tail] + bytes(tail)):
+            if damaged is None:
+                file.unlink()
+            else:
+                file.write_bytes(damaged)
+            if declaration.format == "hf" and damaged is not None and len(damaged) == len(original):
+                continue  # tensor data to the end: only a manifest or a second checkpoint could tell
+            with pytest.raises(CorruptError) as caught:
+                ckpt.open(path, declaration.format)
+            assert caught.value.exit_code == 4
+            assert str(path) in str(caught.value)
+        file.write_bytes(original)
+    ckpt.open(path, declaration.format)
+
+
+def test_mutations_raise_only_our_errors(sample: Sample) -> None:
+    """Every 97th byte of every vital file, inverted: read as something, or refused with one of our errors."""
+    declaration, path, _ = sample
+    outcomes = {"read": 0, "refused": 0}
+    for file in [file for pattern in declaration.vital for file in sorted(path.glob(pattern))][:2]:
+        original = file.read_bytes()
+        for position in range(0, len(original), 97):
+            damaged = bytearray(original)
+            damaged[position] ^= 0xFF
+            file.write_bytes(damaged)
+            try:
+                ckpt.open(path, declaration.format)
+                outcomes["read"] += 1
+            except CkptError:
+                outcomes["refused"] += 1
+        file.write_bytes(original)
+    assert outcomes["refused"] > 0
+
+
+@pytest.mark.parametrize("target", WRITABLE)
+def test_converts_deterministically_and_as_planned(sample: Sample, target: str, tmp_path: Path) -> None:
+    declaration, path, _ = sample
+    checkpoint = ckpt.open(path, declaration.format)
+    conversion = ckpt.plan(checkpoint, target)
+    one, other = tmp_path / "one", tmp_path / "other"
+    conversion.run(one)
+    ckpt.plan(ckpt.open(path, declaration.format), target).run(other)
+    assert digests(one) == digests(other)
+    planned = {file.name: file.size for file in conversion.plan.target.files}
+    written = {str(f.relative_to(one)): f.stat().st_size for f in one.rglob("*") if f.is_file()}
+    assert written == planned
+
+
+@pytest.mark.parametrize("target", WRITABLE)
+def test_what_is_written_reads_back_equal(sample: Sample, target: str, tmp_path: Path) -> None:
+    declaration, path, truth = sample
+    checkpoint = ckpt.open(path, declaration.format)
+    ckpt.plan(checkpoint, target).run(tmp_path / "out")
+    back = ckpt.open(tmp_path / "out", target)
+    report = ckpt.verify(checkpoint, back)
+    assert report.equal, "\n".join(report.lines())
+    weights = {fqn for fqn, role in truth if role in (WEIGHT, BUFFER)}
+    assert {fqn for fqn, _ in back.tensors} == weights
+
+
+def test_parameters_are_counted_once(sample: Sample) -> None:
+    declaration, path, truth = sample
+    checkpoint: Checkpoint = ckpt.open(path, declaration.format)
+    expected = {fqn for fqn, role in truth if role == WEIGHT}
+    assert set(checkpoint.parameters) == expected
