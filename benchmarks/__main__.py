@@ -51,6 +51,7 @@ def zero3(folder: Path, num_layers: int, rounds: int, large: bool) -> None:
         Case("ckpt verify zero3 against hf", [*CKPT, "verify", str(source), str(fp32), "-q"]),
     ]
     found = medians(cases, rounds)
+    help_run = medians([Case("ckpt --help", [*CKPT, "--help"])], 5)["ckpt --help"]
     compared = equal_tensors(fp32, peer)
     copied, theirs, compare = (found[c.name].seconds for c in (cases[0], cases[3], cases[4]))
 
@@ -60,8 +61,7 @@ def zero3(folder: Path, num_layers: int, rounds: int, large: bool) -> None:
         one = found[case.name]
         print(f"{case.name:<40} {one.seconds:>8.2f} {one.peak_mb:>8.0f}  {ratio(case, one, copied, theirs, compare)}")
     print(f"{compared} tensors bit for bit equal to those that zero_to_fp32.py wrote")
-    help_runs = medians([Case("ckpt --help", [*CKPT, "--help"])], 5)["ckpt --help"]
-    print(f"{'ckpt --help':<40} {help_runs.seconds:>8.2f} {help_runs.peak_mb:>8.0f}")
+    print(f"{'ckpt --help':<40} {help_run.seconds:>8.2f} {help_run.peak_mb:>8.0f}")
     if large:
         remove(peer)
         remove(other)

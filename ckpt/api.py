@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ckpt.verifier import Report
 
 AUTO = "auto"
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def open(
@@ -40,6 +42,8 @@ def open(
     `notes`.  Raises the errors of `ckpt.errors`.
     """
     path = Path(path)
+    if tag == "":
+        raise UsageError("the tag is empty", expected="the name of a folder")
     with translate_os_errors(path):
         if not path.exists():
             raise NotFoundError("no such file or folder", path=path)
@@ -122,11 +126,11 @@ def _with_config(checkpoint: Checkpoint, request: ReadRequest) -> Checkpoint:
 def find_config(where: str) -> Path:
     """The folder of a model's config: a folder, the folder of a config.json, or a Hub id's files in the local cache."""
     path = Path(where)
-    if path.is_dir():
+    if where and path.is_dir():
         return path
     if path.is_file():
         return path.parent
-    if where.count("/") == 1 and not where.startswith((".", "/", "~")):
+    if _HUB_ID.fullmatch(where):
         return _from_hub(where)
     raise NotFoundError("no such config", path=where, expected="a folder, a config.json or a Hub id like org/name")
 
@@ -186,7 +190,20 @@ class Conversion:
         from ckpt.run import execute
 
         check_destination(Path(destination), Path(self.plan.checkpoint.path))
-        execute(self.plan, Path(destination), overwrite=overwrite, resources=self.resources, progress=progress)
+        for folder in self.plan.checkpoint.folders:  # the config's too; output may lie in these, but not replace them
+            if Path(folder).resolve().is_relative_to(Path(destination).resolve()):
+                raise UsageError(
+                    "the destination holds files of the source",
+                    path=destination,
+                    found=folder,
+                    hint="give another folder with -o",
+                )
+        try:
+            execute(self.plan, Path(destination), overwrite=overwrite, resources=self.resources, progress=progress)
+        except (CorruptError, NotFoundError):
+            for file in self.plan.checkpoint.files:
+                file.check_unchanged()  # a file that was replaced meanwhile explains whatever else went wrong
+            raise
 
 
 def plan(

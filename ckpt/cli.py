@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -74,9 +76,13 @@ def _guarded(function: Function) -> Function:
 
         try:
             with translate_os_errors():
-                return function(*args, **kwargs)
+                function(*args, **kwargs)
+                sys.stdout.flush()
         except CkptError as error:
-            print(f"error: {error}", file=sys.stderr)
+            if isinstance(error.__cause__, BrokenPipeError):  # whoever read our output has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            else:
+                print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             print("interrupted; the destination is as it was", file=sys.stderr)
@@ -130,9 +136,11 @@ def convert(
     from ckpt import api
     from ckpt.checkpoint import Layout
     from ckpt.dtypes import CASTABLE
+    from ckpt.files import check_destination
     from ckpt.run import Resources
 
     destination = output or default_output(path, target)
+    check_destination(destination, path)
     layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), world_size)
     checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
     conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
@@ -281,17 +289,25 @@ def plan_lines(report: dict[str, Any], verbose: bool) -> list[str]:
     """The report of a plan as text; without `verbose` a long list of files is cut."""
     files = report["files"]
     shown = files if verbose or len(files) <= 12 else files[:10]
-    lines = [f"would write {len(files)} files, {show_size(report['total_bytes'])}, to {report['destination']}"]
+    lines = [
+        f"would write {_files(len(files))}, {show_size(report['total_bytes'])}, to {printable(report['destination'])}"
+    ]
     lines += [f"  {show_size(file['bytes']):>9}  {printable(file['name'])}" for file in shown]
     if len(shown) < len(files):
         lines.append(f"  ... and {len(files) - len(shown)} more (-v lists them)")
     kernel = show_size(report["copied_by_the_kernel_bytes"])
-    lines.append(f"bytes to move: {show_size(report['moved_bytes'])} in {report['copies']} copies, {kernel} as they are")
+    lines.append(
+        f"bytes to move: {show_size(report['moved_bytes'])} in {report['copies']} copies, {kernel} as they are"
+    )
     lines.append(f"peak buffer memory: {show_size(report['peak_buffer_bytes'])}")
     lines += [
         f"cast: {c['tensors']} tensors from {c['from']} to {c['to']}, {show_size(c['bytes'])}" for c in report["casts"]
     ]
     return lines + _notes(report["notes"], report["left_out"])
+
+
+def _files(count: int) -> str:
+    return f"{count} file" + ("s" if count != 1 else "")
 
 
 def _notes(notes: list[str], left_out: list[str]) -> list[str]:
@@ -300,7 +316,7 @@ def _notes(notes: list[str], left_out: list[str]) -> list[str]:
 
 def _outcome(conversion: Conversion) -> list[str]:
     plan = conversion.plan
-    summary = f"wrote {len(plan.target.files)} files, {show_size(plan.total_bytes)}"
+    summary = f"wrote {_files(len(plan.target.files))}, {show_size(plan.total_bytes)}"
     return [*_notes(list(plan.target.notes), list(plan.target.dropped)), summary]
 
 
@@ -331,4 +347,7 @@ def progress_bar(total: int, quiet: bool) -> Iterator[Progress | None]:
 
 def main() -> None:
     """The entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of any language on a terminal of any
     app()

@@ -168,32 +168,45 @@ class Staging:
     def _acquire(self) -> int:
         """Create or take over the staging folder and lock it; the descriptor holds the lock."""
         while True:
+            made = False
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path)
+                made = True
             try:
-                descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                descriptor = self._lock_folder(self.path)
             except FileNotFoundError:
                 continue  # another process finished with it just now
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-                raise StorageError("another process is writing this destination", path=self.destination) from None
-            except OSError:
-                return descriptor  # a filesystem without locks: go on without one
+            except BaseException:
+                if made:
+                    with contextlib.suppress(OSError):
+                        os.rmdir(self.path)
+                raise
             if _same_file(descriptor, self.path):
                 return descriptor
             os.close(descriptor)
+
+    def _lock_folder(self, path: Path) -> int:
+        """A descriptor that holds the lock of a folder; StorageError where another process has it."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise StorageError("another process is writing this destination", path=self.destination) from None
+        except OSError:
+            pass  # a filesystem without locks: go on without one
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def _swap(self) -> None:
         """Exchange the staged folder and the existing destination, then remove what was there before.
 
         What was there takes the staging folder's name until it is gone, so it is locked as one.
         """
-        previous = os.open(self.destination, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        previous = self._lock_folder(self.destination)
         try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(previous, fcntl.LOCK_EX | fcntl.LOCK_NB)
             replaced = self.path
             if not _exchange(self.path, self.destination):
                 replaced = self._old
@@ -201,7 +214,8 @@ class Staging:
                     os.rename(self.destination, self._old)
                     os.rename(self.path, self.destination)
                 except BaseException:
-                    self._settle_interrupted_swap()
+                    if not self.destination.exists() and self._old.exists():
+                        os.rename(self._old, self.destination)
                     raise
             sync_folder(self.destination.parent)
             try:
@@ -216,10 +230,14 @@ class Staging:
         """Undo a swap in two renames that was cut off between them; finish one that was cut off behind them."""
         if not self._old.exists():
             return
-        if _is_filled(self.destination):
-            shutil.rmtree(self._old)
-        else:
-            os.rename(self._old, self.destination)
+        lock = self._lock_folder(self._old)
+        try:
+            if _is_filled(self.destination):
+                shutil.rmtree(self._old)
+            else:
+                os.rename(self._old, self.destination)
+        finally:
+            os.close(lock)
 
 
 def sync(descriptor: int) -> None:
@@ -250,7 +268,11 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 
 def _is_filled(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
+    try:
+        with os.scandir(folder) as entries:
+            return any(True for _ in entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _is_encodable(name: str) -> bool:

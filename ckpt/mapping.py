@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt.checkpoint import Checkpoint, Key, ParamGroup, TrainingState
+from ckpt.checkpoint import WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, LossError
 from ckpt.tensors import (
@@ -97,6 +97,8 @@ class Relation:
         for side, shapes in (("a", self.a_shapes), ("b", self.b_shapes)):
             boxes: dict[str, list[Box]] = {name: [] for name in shapes}
             for link in self.links:
+                if getattr(link, side) not in boxes:
+                    raise LossError("the name mapping places a tensor that is not there", fqn=getattr(link, side))
                 boxes[getattr(link, side)].append(getattr(link, f"{side}_box"))
             for name, shape in shapes.items():
                 fault = check_tiling(boxes[name], shape)
@@ -187,7 +189,7 @@ def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Che
 
     tensors: dict[Key, Tensor] = {}
     for name, links in into.items():
-        for role in roles[links[0].a]:
+        for role in dict.fromkeys(role for link in links for role in roles.get(link.a, (WEIGHT,))):
             tensors[name, role] = _combine(checkpoint, name, role, relation, links)
     return replace(
         checkpoint,
@@ -210,7 +212,7 @@ def _combine(checkpoint: Checkpoint, name: str, role: str, relation: Relation, l
             )
         parts.append((link, tensor))
     first = parts[0][1]
-    if len(parts) == 1 and parts[0][0] == Link.rename(first.fqn, name, shape):
+    if links == [Link.rename(first.fqn, name, relation.a_shapes[first.fqn])]:
         return first.renamed(name)
     for link, tensor in parts:
         if tensor.shape != relation.a_shapes[link.a]:
@@ -227,8 +229,17 @@ def _combine(checkpoint: Checkpoint, name: str, role: str, relation: Relation, l
             fqn=first.fqn,
             found=", ".join(sorted(map(str, dtypes))),
         )
-    source = _Linked(tuple((link, tensor.shape, tensor.source) for link, tensor in parts))
-    return Tensor(name, role, first.dtype, shape, source, first.native)
+
+    def linked(number: int | None) -> Source:
+        """The parts' sources, or their replicas of that number where they have one."""
+        chosen = []
+        for link, tensor in parts:
+            replica = () if number is None else tensor.replicas[number : number + 1]
+            chosen.append((link, tensor.shape, replica[0] if replica else tensor.source))
+        return _Linked(tuple(chosen))
+
+    replicas = tuple(linked(number) for number in range(max(len(tensor.replicas) for _, tensor in parts)))
+    return Tensor(name, role, first.dtype, shape, linked(None), first.native, replicas)
 
 
 def _translate_ties(ties: Mapping[str, str], onto: Mapping[str, list[str]]) -> dict[str, str]:

@@ -12,7 +12,6 @@ import errno
 import os
 import queue
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -32,12 +31,12 @@ from ckpt.tensors import Extent, Shape, is_contiguous
 
 Progress = Callable[[int], None]
 
-_SPAN = 64 << 20  # bytes per kernel copy: long enough to be fast, short enough to stop within a moment
+_SPAN = 8 << 20  # bytes per kernel copy: one is written back to disk while the next is being copied
 _BUFFER = 4 << 20  # bytes read at a time where data passes through this process
 _MIN_BUFFER = 64 << 10
 _BATCH = 8 << 20  # small copies are handed to a thread together, up to this many bytes
 _OPEN_FILES = 64  # source descriptors a thread keeps open
-_PATIENCE = 0.5  # seconds that a run which has failed or been interrupted waits for its threads
+_PATIENCE = 0.3  # seconds that a run which has failed or been interrupted waits for its threads
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 _HAS_KERNEL_COPY = hasattr(os, "copy_file_range")  # a Python built for an old glibc has none
@@ -176,6 +175,8 @@ class _Workers:
         self._buffer_size = resources.buffer_size
         self._progress = progress
         self._progress_lock = threading.Lock()
+        self._present = threading.Condition()
+        self._num_present = 1  # threads that may use what is open: the caller's too
         self._outputs: set[_Output] = set()
         self._error: BaseException | None = None
         self._stopping = False
@@ -185,27 +186,43 @@ class _Workers:
         try:
             for thread in self._threads:
                 thread.start()
+                with self._present:
+                    self._num_present += 1
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Let the threads end after the piece in hand, and close what is left open."""
+        """Let the threads end after the piece in hand."""
         self._stopping = True
         with contextlib.suppress(queue.Empty):
             while True:
                 self._queue.get_nowait()
         for _ in self._threads:
             self._queue.put_nowait(None)
-        deadline = time.monotonic() + _PATIENCE
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(max(0.0, deadline - time.monotonic()))
-        if not any(thread.is_alive() for thread in self._threads):  # else one may still write: leave them to the end
-            for output in self._outputs:
+        self._leave()
+        if self._wait(0, _PATIENCE):
+            for thread in self._threads:
+                if thread.is_alive():
+                    thread.join()
+
+    def _leave(self) -> None:
+        """Called by every thread and by the caller's: the last of them closes the files that nobody will finish."""
+        with self._present:
+            self._num_present -= 1
+            while not self._num_present and self._outputs:
                 with contextlib.suppress(OSError):
-                    output.close()
+                    self._outputs.pop().close()
+            self._present.notify_all()
+
+    def _wait(self, num_present: int, timeout: float) -> bool:
+        """Whether no more than so many threads are left, after waiting for that.
+
+        `Thread.join` would do, but takes a running thread for a dead one when Ctrl-C interrupts it (Python 3.11).
+        """
+        with self._present:
+            return self._present.wait_for(lambda: self._num_present <= num_present, timeout)
 
     def open(self, descriptor: int, name: str) -> _Output:
         """Take over a new target file."""
@@ -225,10 +242,8 @@ class _Workers:
         """Wait until everything submitted is done."""
         for _ in self._threads:
             self._put(None)
-        for thread in self._threads:
-            while thread.is_alive():
-                thread.join(timeout=0.2)  # with a timeout, so that another thread's error is seen at once
-                self._raise_error()
+        while not self._wait(1, 0.2):
+            self._raise_error()
         self._raise_error()
         assert not self._outputs, "a target file was not finished"
 
@@ -251,6 +266,7 @@ class _Workers:
                 except BaseException as error:  # handed to the caller, whatever it is
                     self._error = self._error or error
                     self._stopping = True
+        self._leave()
 
     def _fill(self, output: _Output, copies: list[Copy], sources: _Sources) -> None:
         for copy in copies:

@@ -18,7 +18,7 @@ def trainer_steps(path: Path) -> list[Path]:
 
 
 def enclosing_folders(path: Path) -> list[Path]:
-    """Where files of the run that a checkpoint belongs to may stand: its folder, and the run's around a `checkpoint-N`."""
+    """Where files of the run that a checkpoint belongs to may stand: its folder, and that around a `checkpoint-N`."""
     folders = [path]
     if _TRAINER_STEP.fullmatch(path.name):
         folders.append(path.parent)

@@ -37,10 +37,6 @@ class StepFolder:
     model_per_rank: dict[int, str]
     model: str | None
 
-    @property
-    def num_optimizer_files(self) -> int:
-        return len(self.optimizer)
-
 
 def is_step_folder(path: Path) -> bool:
     """Whether it holds ZeRO partition files."""
@@ -50,8 +46,8 @@ def is_step_folder(path: Path) -> bool:
 def find_step_folder(path: Path, tag: str | None) -> Path | None:
     """The step folder that `path` is, that `tag` names in it, or that its `latest` file records.
 
-    None where nothing here is of this kind.  CorruptError where `latest` is missing or leads nowhere although step
-    folders exist: which of them is meant is then the user's to say.
+    None where nothing here is of this kind.  CorruptError where `latest` is missing, empty or leads nowhere although
+    step folders exist: which of them is meant is then the user's to say.
     """
     if not path.is_dir():
         return None
@@ -77,10 +73,12 @@ def find_step_folder(path: Path, tag: str | None) -> Path | None:
                 "there is no `latest` file that says which step is meant",
                 path=path,
                 expected="a file `latest` with the name of a step folder",
-                hint=_tag_hint([f.name for f in steps]),
+                found=", ".join(folder.name for folder in steps[:8]),
             )
         return None
-    recorded = latest.read_bytes()[:_MAX_LATEST].decode("utf-8", "replace").strip()
+    recorded = _recorded(latest)
+    if not recorded:
+        raise CorruptError("`latest` is empty", path=latest, expected="the name of a step folder")
     folder = confined(path, recorded)
     if is_step_folder(folder):
         return folder
@@ -90,8 +88,21 @@ def find_step_folder(path: Path, tag: str | None) -> Path | None:
         "`latest` names a step folder that is not there, or that holds no optimizer files",
         path=latest,
         expected=f"ZeRO files in {recorded}/",
-        hint=_tag_hint([f.name for f in step_folders(path)]),
     )
+
+
+def _recorded(latest: Path) -> str:
+    with open(latest, "rb") as file:
+        return file.read(_MAX_LATEST).decode("utf-8", "replace").strip()
+
+
+def newer_than_latest(folder: Path) -> list[str]:
+    """Names of the step folders that are newer than `folder`, if `folder` is what `latest` records."""
+    latest = folder.parent / "latest"
+    if not latest.is_file() or _recorded(latest) != folder.name:
+        return []
+    names = [other.name for other in step_folders(folder.parent)]
+    return names[: names.index(folder.name)]
 
 
 def step_folders(path: Path) -> list[Path]:
@@ -100,11 +111,9 @@ def step_folders(path: Path) -> list[Path]:
     return sorted(folders, key=lambda f: (_number(f.name), f.name), reverse=True)
 
 
-def newest_complete(path: Path, read: Callable[[Path], object], besides: Path) -> Path | None:
-    """The newest step folder beside the broken one that can be read."""
+def newest_complete(path: Path, read: Callable[[Path], object]) -> Path | None:
+    """The newest step folder in `path` that can be read."""
     for folder in step_folders(path):
-        if folder == besides:
-            continue
         try:
             read(folder)
         except (CkptError, OSError):
@@ -116,12 +125,6 @@ def newest_complete(path: Path, read: Callable[[Path], object], besides: Path) -
 def _number(name: str) -> int:
     digits = re.findall(r"\d+", name)
     return int(digits[-1]) if digits else -1
-
-
-def _tag_hint(names: list[str]) -> str:
-    if not names:
-        return "is this folder complete? it may still be being written, or have been copied only in part"
-    return f"name one with --tag: {', '.join(names[:8])}"
 
 
 def list_step_folder(path: Path) -> StepFolder:

@@ -21,6 +21,7 @@ from math import prod
 
 from ckpt.dtypes import BY_TAG, DType
 from ckpt.errors import CorruptError, LossError, NotFoundError, StorageError
+from ckpt.pickles import open_file
 from ckpt.tensors import Shape
 
 #: The bound that the safetensors project itself sets on the header.
@@ -80,7 +81,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """The header of a safetensors file.  Raises CorruptError where a rule of the format is broken."""
     name = os.fspath(path)
     try:
-        with open(name, "rb") as file:
+        with open(open_file(name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = _header_length(file.read(8), size, name)
             header = file.read(length)

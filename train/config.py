@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-STRATEGIES = ("zero1", "zero2", "zero3")
-MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_oss", "toy")
+ZERO = ("zero1", "zero2", "zero3")
+STRATEGIES = (*ZERO, "ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp")
+MODELS = ("llama", "llama_even", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_oss", "toy")
 DTYPES = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adamw", "sgd", "momentum", "lion")
 SCHEDULERS = ("deepspeed", "torch", "none")
 LAYOUTS = ("plain", "trainer")
+THROUGH = ("loop", "trainer")
+SAVES = ("native", "dcp", "full", "ranks")
+KEYS = ("nested", "flat", "ids", "torchtitan")
+PRECISIONS = ("mixed", "pure")
 
 
 class UserError(Exception):
@@ -37,12 +42,22 @@ class Config:
     strategy: str = _option("zero1", "who shards what", choices=STRATEGIES)
     model: str = _option("llama", "a tiny random model of this architecture", choices=MODELS)
     dtype: str = _option("bf16", "the model's dtype", choices=DTYPES)
+    precision: str = _option(
+        "mixed", "not zero: fp32 parameters with compute in --dtype, or all in --dtype", choices=PRECISIONS
+    )
+    tp: int = _option(2, "tp-fsdp: ranks that share each matrix", metavar="N")
+    through: str = _option("loop", "train in our own loop or through transformers.Trainer", choices=THROUGH)
     output: str = _option("outputs", "run folder", metavar="DIR")
-    layout: str = _option("plain", "run folder as DeepSpeed or as HF Trainer leaves it", choices=LAYOUTS)
+    layout: str = _option("plain", "zero: run folder as DeepSpeed or as HF Trainer leaves it", choices=LAYOUTS)
+    save: str = _option(
+        "native", "sharded by DCP, one full file, or one file a rank; native: as the strategy does", choices=SAVES
+    )
+    keys: str = _option("nested", "not zero: how the saved optimizer state is spelled", choices=KEYS)
     steps: int = _option(4, "optimizer steps of this run, on top of those resumed from")
     save_every: int = _option(0, "also save every N steps (0: only at the end)", metavar="N")
     truth: bool = _option(False, "write the gathered truth beside every checkpoint")
     resume: str | None = _option(None, "continue from this run folder or checkpoint", metavar="PATH")
+    reshard: bool = _option(False, "let DCP itself redistribute what another number of ranks saved")
 
     batch: int = _option(24, "sequences per optimizer step, over all ranks")
     accumulate: int = _option(1, "micro batches per optimizer step")
@@ -64,10 +79,31 @@ class Config:
             choices = field.metadata.get("choices")
             if choices and getattr(self, field.name) not in choices:
                 raise UserError(f"--{field.name}: {getattr(self, field.name)!r} is none of {', '.join(choices)}")
+        if self.strategy in ZERO:
+            if self.save not in ("native", "full") or (self.save == "full" and self.through == "loop"):
+                raise UserError(f"--save {self.save}: DeepSpeed saves ZeRO files, --save native")
+        else:
+            self._check_torch_options()
         if self.lora and self.model == "toy":
             raise UserError("--lora needs a transformer, not --model toy")
         if min(self.steps, self.batch, self.accumulate, self.length) < 1:
             raise UserError("--steps, --batch, --accumulate and --length are at least 1")
+
+    @property
+    def saving(self) -> str:
+        """What --save means for this strategy: zero, dcp, full or ranks."""
+        native = "zero" if self.strategy in ZERO else "full" if self.strategy == "ddp" else "dcp"
+        return native if self.save == "native" else self.save
+
+    def _check_torch_options(self) -> None:
+        if self.dtype == "fp16":
+            raise UserError("--dtype fp16 needs a loss scaler, which only zero1, zero2 and zero3 bring")
+        if self.layout == "trainer":
+            raise UserError(f"--layout trainer is for zero1, zero2 and zero3; --through trainer runs {self.strategy}")
+        if self.keys == "ids" and self.strategy == "fsdp1" and self.saving != "ranks":
+            raise UserError("--keys ids: fsdp1's own state dict holds one rank's slices, so only --save ranks has it")
+        if self.keys != "nested" and self.saving == "ranks":
+            raise UserError("--save ranks always writes --keys ids, so leave --keys out")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

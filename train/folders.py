@@ -1,11 +1,14 @@
 """The files of a run folder, apart from those that the engine writes itself.
 
-plain     OUTPUT/{config.json, tokenizer.json, ..., latest, global_stepN/}
+plain     OUTPUT/{config.json, tokenizer.json, ..., latest, global_stepN/}       zero1, zero2, zero3
+          OUTPUT/{config.json, tokenizer.json, ..., step-N/}                     ddp, fsdp1, fsdp2, hsdp, tp-fsdp
 trainer   OUTPUT/checkpoint-N/{config.json, tokenizer.json, ..., trainer_state.json, latest, global_stepN/}
 """
 
 import json
 import random
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from train import data
-from train.config import Config, UserError
+from train.config import ZERO, Config, UserError, read_ds_config
 
 
 def checkpoint_folder(config: Config, step: int) -> Path:
@@ -43,16 +46,60 @@ def write_trainer_files(folder: Path, step: int, losses: dict[int, float]) -> No
     torch.save({"python": random.getstate(), "cpu": torch.get_rng_state()}, folder / f"rng_state{suffix}.pth")
 
 
-def find_checkpoint(path: str) -> tuple[Path, str]:
-    """The folder and the tag that a user means by a run folder, a Trainer checkpoint or one tag's folder."""
-    folder = Path(path)
+def find_checkpoint(config: Config) -> tuple[Path, str]:
+    """The folder and the tag that --resume means, after a check that this run's engine can load what lies there.
+
+    --resume is a run folder (its newest checkpoint is meant), a Trainer checkpoint or the folder of one tag.
+    """
+    assert config.resume is not None
+    folder = Path(config.resume)
     if not folder.is_dir():
-        raise UserError(f"--resume {path}: no such folder")
-    numbered = [child for child in folder.glob("checkpoint-*") if child.name.partition("-")[2].isdigit()]
+        raise UserError(f"--resume {folder}: no such folder")
+    numbered = [child for child in folder.iterdir() if re.fullmatch(r"(checkpoint|step)-\d+", child.name)]
     if numbered:
         folder = max(numbered, key=lambda child: int(child.name.partition("-")[2]))
+    tag = folder.resolve().name
     if (folder / "latest").is_file():
-        return folder, (folder / "latest").read_text().strip()
-    if any(folder.glob("*_model_states.pt")):
-        return folder.parent, folder.name
-    raise UserError(f"--resume {path}: no checkpoint in it (neither a file `latest` nor *_model_states.pt)")
+        tag = (folder / "latest").read_text().strip()
+        folder = folder / tag
+    _require_fit(config, folder)
+    return folder.resolve().parent, tag
+
+
+def _require_fit(config: Config, folder: Path) -> None:
+    """UserError with the conversion that helps if this run's engine or number of ranks cannot take a checkpoint."""
+    format, written_by = _identify(folder)
+    if format == "universal":
+        if config.strategy in ZERO and "load_universal" in read_ds_config(config.ds_config).get("checkpoint", {}):
+            return
+        problem = "a universal checkpoint, and this run's --ds-config does not ask for one"
+    elif (format in ZERO) != (config.strategy in ZERO):
+        problem = f"a {format} checkpoint, which --strategy {config.strategy} does not read"
+    elif format in ZERO and format != config.strategy and "zero3" in (format, config.strategy):
+        problem = f"a {format} checkpoint, which --strategy {config.strategy} does not read"
+    elif written_by not in (None, dist.get_world_size()) and not (format == "dcp" and config.reshard):
+        problem = f"a {format} checkpoint of {written_by} ranks, and this run has {dist.get_world_size()}"
+    else:
+        return
+    to = config.strategy if config.strategy in ZERO else "dcp"
+    command = f"ckpt convert {format} {to} {shlex.quote(str(config.resume))} --world-size {dist.get_world_size()}"
+    raise UserError(f"--resume {config.resume}: {problem}\nhint: {command}")
+
+
+def _identify(folder: Path) -> tuple[str, int | None]:
+    """Name of a checkpoint's format, as `ckpt` knows it, and the number of ranks that wrote it if that matters."""
+    if (folder / ".metadata").is_file():
+        ranks = {match[1] for file in folder.iterdir() if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", file.name))}
+        return "dcp", len(ranks)
+    if (folder / "model.pt").is_file():
+        return "full", None
+    if (folder / "zero").is_dir():
+        return "universal", None
+    if models := list(folder.glob("model_world_size_*_rank_0.pt")):
+        return "fsdp-ranks", int(models[0].name.split("_")[3])
+    if optimizers := list(folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt")):
+        if any(folder.glob("zero_pp_rank_*_model_states.pt")):
+            return "zero3", len(optimizers)
+        state = torch.load(optimizers[0], map_location="cpu", weights_only=False)["optimizer_state_dict"]
+        return f"zero{int(state['zero_stage'])}", len(optimizers)
+    raise UserError(f"--resume {folder}: no checkpoint of this trainer's in it")

@@ -13,10 +13,10 @@ from torch import nn
 from tqdm import tqdm
 
 from train import data, folders, launch, models, truth
-from train.config import Config, UserError
+from train.config import STRATEGIES, ZERO, Config, UserError
 
 # Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
-ENGINES = {"zero1": "train.zero", "zero2": "train.zero", "zero3": "train.zero"}
+ENGINES = {strategy: "train.zero" if strategy in ZERO else "train.native" for strategy in STRATEGIES}
 
 
 class Engine(Protocol):
@@ -26,6 +26,10 @@ class Engine(Protocol):
     """Optimizer steps taken since the very beginning, resumed ones included."""
     sequences: int
     """Sequences consumed since the very beginning: the position in the data."""
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Which part of every batch is this rank's, of how many parts."""
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
         """One optimizer step on this rank's micro batches; returns the mean loss over them."""
@@ -48,32 +52,34 @@ class Engine(Protocol):
 
 def run(config: Config) -> list[Path]:
     """Trains, saves, and returns the folders of the checkpoints written. Needs a process group."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    if config.batch % (world_size * config.accumulate):
+    if config.batch % (dist.get_world_size() * config.accumulate):
         raise UserError(
-            f"--batch {config.batch} does not divide into {world_size} ranks x {config.accumulate} micro batches"
+            f"--batch {config.batch} does not divide into {dist.get_world_size()} ranks x {config.accumulate} "
+            "micro batches"
         )
-    resumed = folders.find_checkpoint(config.resume) if config.resume else None
+    resumed = folders.find_checkpoint(config) if config.resume else None
     model = models.build_model(config)
     engine: Engine = importlib.import_module(ENGINES[config.strategy]).open_engine(model, config)
     try:
         if resumed:
             engine.load(*resumed)
-        return _train(engine, model, config, world_size, rank)
+        return _train(engine, model, config)
     finally:
         engine.close()
         del engine, model
         gc.collect()
 
 
-def _train(engine: Engine, model: nn.Module, config: Config, world_size: int, rank: int) -> list[Path]:
+def _train(engine: Engine, model: nn.Module, config: Config) -> list[Path]:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    shard, num_shards = engine.data_shard
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
     saved: list[Path] = []
     losses: dict[int, float] = {}
     for number in tqdm(range(1, config.steps + 1), desc=str(output), disable=None if rank == 0 else True):
         sequences = data.batch(engine.sequences, config.batch, config.length, config.seed)
-        mine = sequences.chunk(world_size)[rank].to(launch.device())
+        mine = sequences.chunk(num_shards)[shard].to(launch.device())
         loss = engine.train(list(mine.chunk(config.accumulate)))
         dist.all_reduce(loss)
         losses[engine.step] = loss.item() / world_size

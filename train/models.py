@@ -32,6 +32,15 @@ _COMMON = {
 }
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": {**_COMMON, "tie_word_embeddings": False},
+    # Sizes that divide by 2 tensor-parallel ranks; rows per rank stay odd, so what shards those again still pads.
+    "llama_even": {
+        **_COMMON,
+        "hidden_size": 36,
+        "intermediate_size": 54,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    },
     "qwen2": {**_COMMON, "tie_word_embeddings": True},
     "qwen3": {**_COMMON, "tie_word_embeddings": False},
     # One dense layer, one sparse layer.
@@ -93,7 +102,7 @@ def sparse_blocks(model: nn.Module) -> list[type[nn.Module]]:
 def _transformer(config: Config) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = AutoConfig.for_model(config.model, **_SIZES[config.model])
+    sizes = AutoConfig.for_model(config.model.removesuffix("_even"), **_SIZES[config.model])
     # The plain implementations: every architecture has them, and they take odd sizes (grouped_mm does not).
     model = AutoModelForCausalLM.from_config(
         sizes, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"

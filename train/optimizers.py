@@ -1,5 +1,6 @@
 """Parameter groups, optimizers and schedules, the same for every strategy."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,10 +31,44 @@ def param_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
 def build_optimizer(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
     """The optimizer of a run. Their states: adamw two and a step, momentum one, lion one, sgd none."""
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+        return torch.optim.AdamW(groups, lr=config.lr)
     if config.optimizer == "lion":
         return Lion(groups, lr=config.lr)
     return torch.optim.SGD(groups, lr=config.lr, momentum=0.9 if config.optimizer == "momentum" else 0.0)
+
+
+class WarmupDecay:
+    """DeepSpeed's WarmupDecayLR as the generated config sets it: the same rates, the same state dict."""
+
+    WARMUP = 3
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        self.optimizer, self.steps, self.last_batch_iteration = optimizer, steps, -1
+        self.peaks = [group["lr"] for group in optimizer.param_groups]
+        self._set()
+
+    def step(self) -> None:
+        """Sets the rates of the next optimizer step."""
+        self.last_batch_iteration += 1
+        self._set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that changes."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a state_dict(); the rates themselves are part of the optimizer's."""
+        self.last_batch_iteration = state["last_batch_iteration"]
+
+    def _set(self) -> None:
+        if self.last_batch_iteration < 0:
+            gamma = 0.0
+        elif self.last_batch_iteration < self.WARMUP:
+            gamma = 1.0 / math.log(self.WARMUP) * math.log(self.last_batch_iteration + 1)
+        else:
+            gamma = max(0.0, (self.steps - self.last_batch_iteration) / max(1.0, self.steps - self.WARMUP))
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak / 10 + (peak - peak / 10) * gamma
 
 
 def build_scheduler(

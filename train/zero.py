@@ -141,6 +141,11 @@ class ZeroEngine:
         """Sequences consumed since the beginning."""
         return int(self.engine.global_samples)
 
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Which part of the batch is this rank's, of how many."""
+        return dist.get_rank(), dist.get_world_size()
+
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
         """One optimizer step; DeepSpeed itself knows which micro batch is the last."""
         self.engine.train()
@@ -166,13 +171,6 @@ class ZeroEngine:
 
     def load(self, folder: Path, tag: str) -> None:
         """Continues from a checkpoint written at this world size, or from a universal one if so configured."""
-        universal = self.config.get("checkpoint", {}).get("load_universal", False)
-        written_by = len(list((folder / tag).glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt")))
-        if not universal and written_by != dist.get_world_size():
-            raise UserError(
-                f"--resume {folder / tag}: written by {written_by} ranks, but this run has {dist.get_world_size()}; "
-                "DeepSpeed needs the same number, or a checkpoint converted for it"
-            )
         try:
             self.engine.load_checkpoint(str(folder), tag=tag)
         except (AssertionError, KeyError, OSError, RuntimeError, ValueError) as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ckpt.checkpoint import Checkpoint
@@ -57,22 +56,6 @@ def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
         alone = stored.isdisjoint(name for name in names if name != owner)
         kept[owner] = free[0] if free and alone else owner
     return kept
-
-
-def with_kept_names(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` with every tied tensor under the name that the Hub's files use."""
-    kept = {owner: name for owner, name in kept_names(checkpoint).items() if owner != name}
-    if not kept:
-        return checkpoint
-    tensors = {
-        (kept.get(fqn, fqn), role): tensor.renamed(kept.get(fqn, fqn))
-        for (fqn, role), tensor in checkpoint.tensors.items()
-    }
-    ties = {
-        (owner if alias == kept.get(owner) else alias): kept.get(owner, owner)
-        for alias, owner in checkpoint.ties.items()
-    }
-    return replace(checkpoint, tensors=tensors, ties=ties)
 
 
 def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:

@@ -1,0 +1,196 @@
+"""What a DCP checkpoint to be written consists of: data files of items, and `.metadata` that says where each is.
+
+After torch 2.13: `default_planner.py`, `filesystem.py`, and `distributed/checkpoint/state_dict.py` for the nested
+optimizer state.  Tensors are cut along the first dim as FSDP2 cuts them, which is `torch.chunk`: pieces of ceil(n / W)
+rows, the last one shorter, further ranks without any.  What is not cut (values, tensors without dims, buffers) goes to
+the rank that has least.  Any mesh and any number of ranks loads it, as DCP looks for boxes and not for ranks.
+
+`storage_meta`, a random id and the path at the time, is left out, which torch's reader allows for since 2.3 and earlier
+versions do not know.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ckpt.checkpoint import Key, TargetFile
+from ckpt.dtypes import DType
+from ckpt.pickles import Record, StoredTensor
+from ckpt.picklewriter import Size, dumps
+from ckpt.tensors import Box, Shape, whole
+from ckpt.torchwriter import FromSource, NewTensor, torch_item
+from converters.dcp_metadata import METADATA, Path_
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_VALUE_BYTES = 64  # what a value counts for when the ranks are filled evenly
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A tensor of the source that is cut among the ranks; not `cut`, it goes to one of them."""
+
+    key: Key
+    dtype: DType
+    shape: Shape
+    cut: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """An item of a data file: a tensor's box, or a value (no box)."""
+
+    key: str
+    box: Box | None
+    root: Any
+
+
+def dim0_boxes(shape: Shape, num_ranks: int) -> Iterator[Box]:
+    """A tensor's boxes by rank, as `torch.chunk` cuts it; ranks at the end may have none."""
+    if not shape:
+        yield whole(shape)
+    if not shape or not prod(shape):
+        return
+    rows = -(-shape[0] // num_ranks)
+    for start in range(0, shape[0], rows):
+        stop = min(start + rows, shape[0])
+        yield Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))
+
+
+def flatten(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+    """The values of a nested state dict and their paths, as torch's `traverse_state_dict` finds them (since 2.4).
+
+    Dicts are always entered, lists where they hold tensors or dicts; an empty dict leaves nothing.
+    """
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from flatten(item, (*path, str(name)))
+    elif isinstance(value, list) and not _is_terminal(value):
+        for number, item in enumerate(value):
+            yield from flatten(item, (*path, number))
+    else:
+        yield path, value
+
+
+def _is_terminal(value: list[Any]) -> bool:
+    for item in value:
+        if isinstance(item, Mapping | NewTensor | StoredTensor | Sharded):
+            return False
+        if isinstance(item, list) and not _is_terminal(item):
+            return False
+    return True
+
+
+@dataclass
+class Writing:
+    """One folder to be written, item by item; `prefix` is the folder's name with a slash, or nothing."""
+
+    num_ranks: int
+    prefix: str = ""
+    paths: dict[str, Path_] = field(default_factory=dict)
+    tensors: dict[str, tuple[DType, Shape, list[Box]]] = field(default_factory=dict)
+    values: list[tuple[int, _Item]] = field(default_factory=list)
+    pieces: list[tuple[int, _Item]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._least = [(0, rank) for rank in range(self.num_ranks)]
+
+    def add(self, path: Path_, value: Any) -> None:
+        """Add a value of the state dict: a tensor to be cut, a small tensor, or a plain value."""
+        key = ".".join(map(str, path))
+        assert key not in self.paths, f"{key} twice"
+        self.paths[key] = path
+        if isinstance(value, Sharded):
+            self._add_sharded(key, value)
+        elif isinstance(value, NewTensor | StoredTensor):
+            nbytes = prod(value.shape) * value.dtype.itemsize
+            self.tensors[key] = (value.dtype, value.shape, [whole(value.shape)])
+            self.pieces.append((self._emptiest(nbytes), _Item(key, whole(value.shape), value)))
+        else:
+            self.values.append((self._emptiest(_VALUE_BYTES), _Item(key, None, value)))
+
+    def add_all(self, leaves: Iterable[tuple[Path_, Any]]) -> None:
+        for path, value in leaves:
+            self.add(path, value)
+
+    def _add_sharded(self, key: str, tensor: Sharded) -> None:
+        boxes = list(dim0_boxes(tensor.shape, self.num_ranks if tensor.cut else 1))
+        self.tensors[key] = (tensor.dtype, tensor.shape, boxes)
+        for number, box in enumerate(boxes):
+            new = NewTensor(tensor.dtype, box.sizes, (FromSource(tensor.key, box),))
+            rank = number if len(boxes) > 1 else self._emptiest(tensor.dtype.itemsize * box.numel)
+            self.pieces.append((rank, _Item(key, box, new)))
+
+    def _emptiest(self, nbytes: int) -> int:
+        """The rank to which least has gone so far of what is not cut."""
+        filled, rank = self._least[0]
+        heapq.heapreplace(self._least, (filled + nbytes, rank))
+        return rank
+
+    def files(self) -> list[TargetFile]:
+        """The data files, one for each rank, and the metadata, which comes last."""
+        by_rank: list[list[_Item]] = [[] for _ in range(self.num_ranks)]
+        for rank, item in (*self.values, *self.pieces):
+            by_rank[rank].append(item)
+        places: dict[tuple[str, Shape | None], Record] = {}
+        files = [self._file(rank, items, places) for rank, items in enumerate(by_rank)]
+        content = dumps(self._metadata(places), protocol=4)
+        return [*files, TargetFile.of_bytes(self.prefix + METADATA, content)]
+
+    def _file(self, rank: int, items: list[_Item], places: dict[tuple[str, Shape | None], Record]) -> TargetFile:
+        name = f"__{rank}_0.distcp"
+        literals: list[tuple[int, bytes]] = []
+        slots = []
+        at = 0
+        for item in items:
+            part = torch_item(self.prefix + name, at, item.root)
+            literals += part.literals
+            slots += part.slots
+            info = {"relative_path": name, "offset": at, "length": part.size}
+            where = None if item.box is None else item.box.offsets
+            places[item.key, where] = Record(_FILESYSTEM, "_StorageInfo", state=info)
+            at += part.size
+        return TargetFile(self.prefix + name, at, tuple(literals), tuple(slots))
+
+    def _metadata(self, places: Mapping[tuple[str, Shape | None], Record]) -> Record:
+        described: dict[str, Record] = {}
+        stored: dict[Record, Record] = {}
+        for key in self.paths:
+            if key not in self.tensors:
+                described[key] = Record(_METADATA, "BytesStorageMetadata")
+                stored[_index(key, None, None)] = places[key, None]
+                continue
+            dtype, shape, boxes = self.tensors[key]
+            described[key] = _tensor_metadata(dtype, shape, boxes)
+            for number, box in enumerate(boxes):
+                stored[_index(key, box.offsets, number)] = places[key, box.offsets]
+        state = {
+            "state_dict_metadata": described,
+            "planner_data": self.paths,
+            "storage_data": stored,
+            "storage_meta": None,
+            "version": "1.0.0",
+        }
+        return Record(_METADATA, "Metadata", state=state)
+
+
+def _tensor_metadata(dtype: DType, shape: Shape, boxes: list[Box]) -> Record:
+    layout = Record("torch.serialization", "_get_layout", ("torch.strided",))
+    encoding = Record(_METADATA, "_MEM_FORMAT_ENCODING", (0,))  # contiguous
+    properties = Record(_METADATA, "TensorProperties", state=(dtype, layout, False, encoding, False))
+    chunks = [
+        Record(_METADATA, "ChunkStorageMetadata", state={"offsets": Size(box.offsets), "sizes": Size(box.sizes)})
+        for box in boxes
+    ]
+    return Record(
+        _METADATA, "TensorStorageMetadata", state={"properties": properties, "size": Size(shape), "chunks": chunks}
+    )
+
+
+def _index(key: str, offset: Shape | None, number: int | None) -> Record:
+    where = {} if offset is None else {"offset": Size(offset)}
+    return Record(_METADATA, "MetadataIndex", state={"fqn": key, "index": number, **where})

@@ -1,0 +1,377 @@
+"""What a DeepSpeed checkpoint holds, whatever the source: groups in flattening order, masters, states, weights.
+
+Shared by the writers of ZeRO files and of universal checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, ParamGroup
+from ckpt.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from ckpt.errors import LossError
+from ckpt.pickles import Record
+from ckpt.precision import CAST_SOURCES, Choice, choices
+from ckpt.tensors import Tensor
+from converters.zero_layout import undealt
+
+#: The version whose files these are, for sources that DeepSpeed did not write.
+VERSION = "0.19.8"
+
+# fmt: off
+#: Training state with a place of its own in a model file (engine.py, `_common_checkpoint_state`).
+MODEL_ITEMS = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples")
+#: Training state with a place of its own in an optimizer file (`state_dict` of the stages).
+OPTIMIZER_ITEMS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+#: Items that are taken apart: neither copied through nor part of an optimizer file.
+_TAKEN_APART = frozenset({"ds_config", "client_state", "extra_state", "base_optimizer_state_step"})
+#: Entries of a model file that a client state must not overwrite.
+RESERVED = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", *MODEL_ITEMS, "global_steps", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",
+    "ds_config", "ds_version", "num_experts", "ds_autoep_layers", "universal_checkpoint_info",
+})
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model and its optimizer as DeepSpeed sees them.
+
+    `groups` are those of the optimizer, in its own order; `resumable` is False where the source does not say what
+    they are (then there is one per parameter).  `weights` has every parameter, `masters` the trainable ones; `states`
+    has the optimizer's tensors by fqn and role, `scalars` its numbers by name and fqn.
+    """
+
+    checkpoint: Checkpoint
+    groups: tuple[ParamGroup, ...]
+    resumable: bool
+    weights: Mapping[str, Choice]
+    masters: Mapping[str, Tensor]
+    states: Mapping[str, Mapping[str, Tensor]]
+    buffers: Mapping[str, Tensor]
+    left_out: frozenset[Key]
+    dropped: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def frozen(self) -> list[str]:
+        """Parameters that the optimizer does not own: frozen, or without elements."""
+        return [fqn for fqn in self.weights if fqn not in self.masters]
+
+    @property
+    def items(self) -> Mapping[str, Any]:
+        return self.checkpoint.state.items
+
+    @property
+    def dtype(self) -> DType:
+        """The model's own: that of most of its elements."""
+        counts: dict[DType, int] = {}
+        for choice in self.weights.values():
+            counts[choice.dtype] = counts.get(choice.dtype, 0) + choice.tensor.numel
+        return max(counts, key=lambda dtype: counts[dtype], default=FLOAT32)
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Alias to owner."""
+        return _ties(self.checkpoint)
+
+    @property
+    def version(self) -> str:
+        """DeepSpeed's, as the source records it."""
+        return (self.checkpoint.framework or "").partition("deepspeed ")[2] or VERSION
+
+    def roles(self, fqns: Iterable[str]) -> list[str]:
+        """The optimizer's tensor states that any of these has."""
+        return list(dict.fromkeys(role for fqn in fqns for role in self.states.get(fqn, ())))
+
+    def master_dtype(self, fqns: Sequence[str]) -> DType:
+        """One dtype for a flat buffer of masters: fp32, unless all are stored as masters of another one."""
+        masters = [self.masters[fqn] for fqn in fqns]
+        stored = {master.dtype for master in masters}
+        if len(stored) == 1 and all(master.role == MASTER for master in masters):
+            return stored.pop()
+        return FLOAT32
+
+    def state_dtype(self, fqns: Iterable[str], role: str) -> DType:
+        """One dtype for a flat buffer of states: that of the source, or fp32 where they differ."""
+        stored = {self.states[fqn][role].dtype for fqn in fqns if role in self.states.get(fqn, ())}
+        return stored.pop() if len(stored) == 1 else FLOAT32
+
+    def numbers(self, fqns: Sequence[str]) -> dict[str, Any]:
+        """States that are one number for all of these, such as Adam's step.
+
+        Raises LossError where they differ: a flat buffer has one of each.
+        """
+        found: dict[str, Any] = {}
+        for name, values in self.checkpoint.state.scalars.items():
+            for fqn in fqns:
+                if fqn in values and found.setdefault(name, values[fqn]) != values[fqn]:
+                    raise LossError(
+                        f"parameters of one group have taken different numbers of steps ({name}), which ZeRO's flat "
+                        "buffers cannot tell apart",
+                        fqn=fqn,
+                        expected=f"{name} {found[name]}",
+                        found=f"{name} {values[fqn]}",
+                    )
+        return found
+
+
+def _is_deepspeed(checkpoint: Checkpoint) -> bool:
+    return (checkpoint.framework or "").startswith("deepspeed")
+
+
+def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
+    """`checkpoint` as a DeepSpeed model; `dtype` None keeps the model's own."""
+    aliases = set(_ties(checkpoint))
+    chosen = {fqn: choice for fqn, choice in choices(checkpoint, dtype).items() if fqn not in aliases}
+    buffers = {fqn: choice.tensor for fqn, choice in chosen.items() if _is_buffer(choice.tensor)}
+    weights = {fqn: choice for fqn, choice in chosen.items() if fqn not in buffers}
+    groups, resumable = _groups(checkpoint, weights)
+    masters = {fqn: _master(checkpoint, fqn) for group in groups for fqn in group.fqns}
+    states, misfits = _states(checkpoint, masters)
+    dropped = _misfit_lines(misfits)
+    notes = [*_gap_notes(groups, states), *_unknown_group_notes(resumable)]
+    left_out = misfits | {
+        key
+        for fqn in masters
+        for key in ((fqn, WEIGHT),)
+        if key in checkpoint.tensors and (fqn, MASTER) in checkpoint.tensors
+    }
+    left_out |= {key for key in checkpoint.tensors if key[0] in aliases}
+    return Model(
+        checkpoint,
+        tuple(groups),
+        resumable,
+        weights,
+        masters,
+        states,
+        buffers,
+        frozenset(left_out),
+        tuple(dropped),
+        tuple(notes),
+    )
+
+
+def _ties(checkpoint: Checkpoint) -> dict[str, str]:
+    """Aliases of tensors that are there."""
+    found = {fqn for fqn, _ in checkpoint.tensors}
+    return {alias: owner for alias, owner in checkpoint.ties.items() if owner in found}
+
+
+def _is_buffer(tensor: Tensor) -> bool:
+    """A tensor that no optimizer could own is taken for a buffer where the source does not tell them apart."""
+    return tensor.role == BUFFER or (tensor.role == WEIGHT and tensor.dtype not in CAST_SOURCES)
+
+
+def _master(checkpoint: Checkpoint, fqn: str) -> Tensor:
+    return checkpoint.get(fqn, MASTER) or checkpoint.tensors[fqn, WEIGHT]
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def _groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> tuple[list[ParamGroup], bool]:
+    """The optimizer's groups, and whether the source records them with their hyperparameters."""
+    known = _known_groups(checkpoint, weights)
+    if known and all(group.options for group in known):
+        return known, True
+    names = [fqn for group in known for fqn in group.fqns] or _trainable(checkpoint, weights)
+    return [ParamGroup((fqn,), {}) for fqn in names], False
+
+
+def _known_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[ParamGroup]:
+    """Groups as recorded, each parameter under its own name and once, without those that have no elements."""
+    found: list[ParamGroup] = []
+    taken: set[str] = set()
+    for group in checkpoint.state.param_groups:
+        fqns = []
+        for name in group.fqns:
+            fqn = checkpoint.ties.get(name, name)
+            if fqn not in weights:
+                raise LossError("a parameter group names a parameter that the source does not have", fqn=name)
+            if fqn not in taken and weights[fqn].tensor.numel:
+                fqns.append(fqn)
+                taken.add(fqn)
+        if fqns:
+            found.append(ParamGroup(tuple(fqns), group.options))
+    astray = [fqn for fqn, role in checkpoint.tensors if role == MASTER and fqn in weights and fqn not in taken]
+    if found and astray:
+        raise LossError("a parameter has a master, but no parameter group names it", fqn=astray[0])
+    return _in_optimizer_order(checkpoint, found)
+
+
+def _in_optimizer_order(checkpoint: Checkpoint, groups: list[ParamGroup]) -> list[ParamGroup]:
+    """With `round_robin_gradients` ZeRO-1 and ZeRO-2 record the order in which they deal parameters to their ranks."""
+    options = zero_options(checkpoint)
+    dealt_by = checkpoint.world_size
+    if checkpoint.format not in ("zero1", "zero2") or not options.get("round_robin_gradients") or not dealt_by:
+        return groups
+    return [ParamGroup(tuple(undealt(group.fqns, dealt_by)), group.options) for group in groups]
+
+
+def _trainable(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[str]:
+    """Where no groups are recorded: parameters with masters, or else with states, or else all that have elements."""
+    others = {fqn for fqn, role in checkpoint.tensors if role not in (WEIGHT, MASTER, BUFFER)}
+    for names in ({fqn for fqn, role in checkpoint.tensors if role == MASTER}, others):
+        if found := [fqn for fqn in weights if fqn in names]:
+            return found
+    return [fqn for fqn, choice in weights.items() if choice.tensor.numel]
+
+
+def _unknown_group_notes(resumable: bool) -> Iterator[str]:
+    if not resumable:
+        yield (
+            "the source records no parameter groups with hyperparameters, so DeepSpeed resumes no optimizer from this: "
+            "load it with load_checkpoint(..., load_optimizer_states=False)"
+        )
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def _states(
+    checkpoint: Checkpoint, masters: Mapping[str, Tensor]
+) -> tuple[dict[str, dict[str, Tensor]], frozenset[Key]]:
+    """The optimizer's tensors by fqn and role, and those that fit no flat buffer: of another shape than theirs."""
+    states: dict[str, dict[str, Tensor]] = {}
+    misfits = set()
+    for (fqn, role), tensor in checkpoint.tensors.items():
+        if role in (WEIGHT, MASTER, BUFFER):
+            continue
+        if fqn in masters and tensor.shape == masters[fqn].shape:
+            states.setdefault(fqn, {})[role] = tensor
+        else:
+            misfits.add((fqn, role))
+    return states, frozenset(misfits)
+
+
+def _misfit_lines(misfits: Iterable[Key]) -> list[str]:
+    by_role: dict[str, list[str]] = {}
+    for fqn, role in sorted(misfits):
+        by_role.setdefault(role, []).append(fqn)
+    return [
+        f"optimizer state {role} of {_named(fqns)}: not shaped like a trainable parameter, as ZeRO's flat buffers are"
+        for role, fqns in by_role.items()
+    ]
+
+
+def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[str]:
+    """Parameters that never had a gradient have no states; DeepSpeed, which flattens, has zeros for them."""
+    gaps: dict[str, list[str]] = {}
+    for group in groups:
+        roles = dict.fromkeys(role for fqn in group.fqns for role in states.get(fqn, ()))
+        for role in roles:
+            missing = [fqn for fqn in group.fqns if role not in states.get(fqn, ())]
+            if missing:
+                gaps.setdefault(role, []).extend(missing)
+    for role, fqns in gaps.items():
+        yield f"optimizer state {role} of {_named(fqns)} is not in the source: zeros, as DeepSpeed starts it"
+
+
+def _named(fqns: Sequence[str]) -> str:
+    return fqns[0] if len(fqns) == 1 else f"{len(fqns)} parameters ({fqns[0]}, ...)"
+
+
+# -- what is recorded beside tensors -----------------------------------------------------------------------------------
+
+
+def zero_options(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The `zero_optimization` section of the DeepSpeed config that the source records."""
+    config = checkpoint.state.items.get("ds_config")
+    options = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return options if isinstance(options, Mapping) else {}
+
+
+def ds_config(model: Model, stage: int, asked: DType | None) -> tuple[dict[str, Any], list[str]]:
+    """The DeepSpeed config of the source with the stage and the precision that are written, and notes on that.
+
+    It is a record: a run that loads the checkpoint has a config of its own.
+    """
+    recorded = model.items.get("ds_config")
+    config = dict(recorded) if isinstance(recorded, Mapping) else {}
+    options = dict(zero_options(model.checkpoint)) | {"stage": stage}
+    notes = []
+    if stage == 3 and options.get("elastic_checkpoint"):
+        options["elastic_checkpoint"] = False
+        notes.append("ds_config: elastic_checkpoint is off, as ZeRO-3 has none")
+    config["zero_optimization"] = options
+    if asked is not None or not recorded:
+        config |= {
+            "bf16": _section(config, "bf16") | {"enabled": model.dtype == BFLOAT16},
+            "fp16": _section(config, "fp16") | {"enabled": model.dtype == FLOAT16},
+        }
+    device = _section(options, "offload_optimizer").get("device")
+    if device == "nvme":
+        notes.append(
+            "ds_config: the run offloads its optimizer to NVMe and would look for swap files; the state is in the "
+            "optimizer files, so resume without offload_optimizer or with its device cpu"
+        )
+    return config, notes
+
+
+def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return dict(section) if isinstance(section, Mapping) else {}
+
+
+def is_enabled(config: Mapping[str, Any], name: str) -> bool:
+    """Whether `bf16` or `fp16` is enabled in a DeepSpeed config."""
+    names = (name, "bfloat16") if name == "bf16" else (name,)
+    return any(_section(config, one).get("enabled") for one in names)
+
+
+def loss_scaler(model: Model, config: Mapping[str, Any]) -> Record:
+    """The loss scaler of the source, or the one that DeepSpeed starts with: runtime/fp16/loss_scaler.py."""
+    recorded = model.items.get("loss_scaler")
+    if isinstance(recorded, Record):
+        return recorded
+    module = "deepspeed.runtime.fp16.loss_scaler"
+    if not is_enabled(config, "fp16"):
+        return Record(module, "LossScaler", state={"cur_scale": 1.0, "dynamic": False})
+    fp16 = _section(config, "fp16")
+    if fp16.get("loss_scale"):
+        return Record(module, "LossScaler", state={"cur_scale": fp16["loss_scale"], "dynamic": False})
+    hysteresis = fp16.get("hysteresis", 2)
+    state = {
+        "cur_scale": 2 ** fp16.get("initial_scale_power", 16),
+        "dynamic": True,
+        "cur_iter": 0,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": fp16.get("loss_scale_window", 1000),
+        "min_scale": fp16.get("min_loss_scale", 1),
+        "delayed_shift": hysteresis,
+        "cur_hysteresis": hysteresis,
+        "consecutive_hysteresis": fp16.get("consecutive_hysteresis", False),
+        "raise_error_at_min_scale": True,
+        "dtype": FLOAT16,
+    }
+    return Record(module, "DynamicLossScaler", state=state)
+
+
+def optimizer_items(model: Model) -> dict[str, Any]:
+    """What an optimizer file holds beside tensors, as the source recorded it."""
+    if _is_deepspeed(model.checkpoint):
+        others = (*MODEL_ITEMS, *_TAKEN_APART)
+        return {name: value for name, value in model.items.items() if name not in others}
+    return {name: model.items[name] for name in OPTIMIZER_ITEMS if name in model.items}
+
+
+def client_state(model: Model) -> tuple[dict[str, Any], list[str]]:
+    """The user's own entries of a model file, and what of the training state has no place there.
+
+    What other engines record and DeepSpeed has no place for is handed to the user as client state.
+    """
+    recorded = model.items.get("client_state")
+    client = dict(recorded) if isinstance(recorded, Mapping) else {}
+    dropped = []
+    if not _is_deepspeed(model.checkpoint):
+        known = (*MODEL_ITEMS, *OPTIMIZER_ITEMS, *_TAKEN_APART)
+        client |= {name: value for name, value in model.items.items() if name not in known}
+    for name in [name for name in client if name in RESERVED]:
+        del client[name]
+        dropped.append(f"training state {name!r}: DeepSpeed's files have an entry of their own under this name")
+    return client, dropped

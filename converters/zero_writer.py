@@ -1,0 +1,403 @@
+"""DeepSpeed ZeRO stages 1, 2 and 3: write, for any number of ranks.
+
+What is written is what the engine of that many ranks would have saved, so that `load_checkpoint` takes it without any
+option.  Format facts are from deepspeed 0.19.8: runtime/engine.py (`_common_checkpoint_state`, `_save_zero_checkpoint`,
+`_load_checkpoint`, `load_module_state_dict`), runtime/zero/stage_1_and_2.py and stage3.py (`state_dict`,
+`load_state_dict`), runtime/bf16_optimizer.py (whose engine loads ZeRO-1's own schema as well).
+
+Always the schema without `elastic_checkpoint`: an elastic engine loads it, while the elastic one records neither
+hyperparameters nor, with torch's optimizers, what its own loader asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt.checkpoint import MASTER, Checkpoint, Layout, Target, TargetFile
+from ckpt.dtypes import DType
+from ckpt.errors import UsageError
+from ckpt.pickles import Record, StoredDict
+from ckpt.picklewriter import Size
+from ckpt.tensors import FlatRange, Tensor
+from ckpt.torchwriter import FromSource, NewTensor, Part, Zeros, copy_of, number, torch_file
+from converters import zero_model
+from converters.zero_companions import companion_files
+from converters.zero_layout import (
+    SUB_GROUP_SIZE,
+    FlatLayout,
+    SlotLayout,
+    dealt,
+    flat_layout,
+    parameter_alignment,
+    slot_layout,
+    sub_groups,
+)
+from converters.zero_layout import Part as Place
+from converters.zero_model import Model
+
+
+def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
+    """The files of a run folder of ZeRO-`stage`: the step folder, `latest`, and what stood beside the source's.
+
+    Raises UsageError where no number of ranks is known, LossError for what ZeRO cannot represent.
+    """
+    num_ranks = layout.world_size or checkpoint.world_size
+    if num_ranks is None:
+        raise UsageError("the source has no number of ranks of its own", hint="--world-size says how many there are")
+    model = zero_model.describe(checkpoint, layout.dtype)
+    config, notes = zero_model.ds_config(model, stage, layout.dtype)
+    tag = step_folder(checkpoint)
+    files = _stage3_files(model, config, num_ranks) if stage == 3 else _stage12_files(model, config, num_ranks, stage)
+    beside = companion_files(checkpoint, num_ranks, layout.dtype)
+    _, dropped = zero_model.client_state(model)
+    return Target(
+        files=(
+            *(torch_file(f"{tag}/{name}", root) for name, root in files),
+            *beside.files,
+            TargetFile.of_bytes("latest", tag.encode()),
+        ),
+        leaves_out=model.left_out,
+        dropped=(*model.dropped, *dropped, *beside.dropped),
+        notes=(*notes, *model.notes, *_notes(model, config, num_ranks, stage), *beside.notes),
+    )
+
+
+def step_folder(checkpoint: Checkpoint) -> str:
+    """The source's own name for its step, or DeepSpeed's default.  HF Trainer looks for `global_step*`."""
+    if checkpoint.format in ("zero1", "zero2", "zero3"):
+        return Path(checkpoint.path).name
+    if checkpoint.format == "universal":
+        return Path(checkpoint.path).name.removesuffix("_universal")
+    return f"global_step{checkpoint.state.step or 0}"
+
+
+def _notes(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) -> Iterator[str]:
+    checkpoint = model.checkpoint
+    before = checkpoint.world_size
+    yield f"ZeRO-{stage} for {num_ranks} ranks" + (f", from {before}" if before not in (None, num_ranks) else "")
+    upcast = [fqn for fqn, master in model.masters.items() if master.role != MASTER]
+    if upcast:
+        yield f"{len(upcast)} parameters have no master in the source: their weights are the masters"
+    left = [fqn for fqn in model.masters if (fqn, "weight") in model.left_out]
+    if stage == 3 and left:
+        yield f"weights of {len(left)} parameters are not stored: ZeRO-3 rounds the masters"
+    batch = config.get("train_batch_size")
+    if isinstance(batch, int) and batch % num_ranks:
+        yield f"ds_config: train_batch_size {batch} does not divide by {num_ranks} ranks; resume with one that does"
+
+
+# -- file names and the parts of files that stages share ---------------------------------------------------------------
+
+#: A file: its name in the step folder, and the object that torch.load is to give.
+File = tuple[str, dict[str, Any]]
+
+
+def _optimizer_name(rank: int, config: Mapping[str, Any]) -> str:
+    """engine.py, `_get_zero_ckpt_prefix`: the prefix says that bf16 is enabled, and nothing else."""
+    prefix = "bf16_" if zero_model.is_enabled(config, "bf16") else ""
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def model_root(
+    model: Model, config: Mapping[str, Any], num_ranks: int, param_shapes: list[Any], rank: int, stage: int
+) -> dict[str, Any]:
+    """What a model file holds: engine.py, `_common_checkpoint_state`."""
+    items = model.items
+    client, _ = zero_model.client_state(model)
+    whole = stage < 3
+    module = _module(model) if whole else _placeholders(model)
+    shapes, fragments = (None, None) if stage == 1 else _frozen(model, module, None if whole else (rank, num_ranks))
+    root: dict[str, Any] = {
+        "module": module,
+        "buffer_names": list(model.buffers),
+        "optimizer": None,
+        "param_shapes": param_shapes,
+        "frozen_param_shapes": shapes,
+        "shared_params": dict(model.ties) if whole or rank == 0 else {},
+        "frozen_param_fragments": fragments,
+        "lr_scheduler": items.get("lr_scheduler"),
+        "data_sampler": items.get("data_sampler"),
+        "random_ltd": items.get("random_ltd"),
+        "skipped_steps": items.get("skipped_steps", 0),
+        "global_steps": model.checkpoint.state.step or 0,
+    }
+    if "global_samples" in items:  # without it DeepSpeed multiplies steps by the batch size
+        root["global_samples"] = items["global_samples"]
+    return root | {
+        "dp_world_size": num_ranks,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": config,
+        "ds_version": model.version,
+        **client,
+    }
+
+
+def _module(model: Model) -> StoredDict:
+    """The module's whole state dict; a tied alias is the tensor of its owner."""
+    module = StoredDict("OrderedDict")
+    for fqn, choice in model.weights.items():
+        module[fqn] = copy_of(choice.tensor, choice.dtype)
+    return _with_the_rest(model, module)
+
+
+def _placeholders(model: Model) -> StoredDict:
+    """Stage 3: parameters are empty, as they are partitioned; buffers are there."""
+    module = StoredDict("OrderedDict")
+    for fqn, choice in model.weights.items():
+        module[fqn] = NewTensor(choice.dtype, (0,))
+    return _with_the_rest(model, module)
+
+
+def _with_the_rest(model: Model, module: StoredDict) -> StoredDict:
+    for fqn, buffer in model.buffers.items():
+        module[fqn] = copy_of(buffer)
+    for alias, owner in model.ties.items():
+        module[alias] = module[owner]
+    extra = model.items.get("extra_state")
+    if isinstance(extra, Mapping):
+        module.update(extra)
+    return module
+
+
+def _frozen(model: Model, module: StoredDict, part: tuple[int, int] | None) -> tuple[StoredDict | None, ...]:
+    """Shapes and elements of the parameters that the optimizer does not own, whole or this rank's slots of them.
+
+    None where there are none to be had: the loader takes None, but not a dict that lacks a frozen parameter (PEFT
+    saves without them).
+    """
+    if not model.frozen:
+        return None, None
+    shapes, fragments = StoredDict("OrderedDict"), StoredDict("OrderedDict")
+    for fqn in model.frozen:
+        choice = model.weights[fqn]
+        shapes[fqn] = Size(choice.tensor.shape)
+        fragments[fqn] = module[fqn] if part is None else _slot(choice.tensor, choice.dtype, *part)
+    return shapes, fragments
+
+
+def _slot(tensor: Tensor, dtype: DType, rank: int, num_ranks: int) -> NewTensor:
+    layout = slot_layout([tensor.numel], num_ranks)
+    return _flat(dtype, layout.length, [tensor], layout.parts(rank))
+
+
+def _flat(
+    dtype: DType, length: int, tensors: Sequence[Tensor | None], places: Iterator[Place], **options: Any
+) -> NewTensor:
+    """A 1-d tensor of a rank: parts of source tensors, and zeros between and where there is no tensor."""
+    fill: list[Part] = []
+    reached = 0
+    for place in places:
+        tensor = tensors[place.index]
+        if tensor is None:
+            continue
+        if place.at > reached:
+            fill.append(Zeros(place.at - reached, reached))
+        region = FlatRange(place.start, place.stop)
+        fill.append(FromSource((tensor.fqn, tensor.role), region, place.at))
+        reached = place.at + place.numel
+    if reached < length:
+        fill.append(Zeros(length - reached, reached))
+    return NewTensor(dtype, (length,), tuple(fill), **options)
+
+
+def _state(
+    model: Model, fqns: Sequence[str], length: int, layout: FlatLayout | SlotLayout, rank: int
+) -> dict[str, Any]:
+    """The optimizer's states of a flat buffer, by name; none before the first step."""
+    state: dict[str, Any] = {name: scalar(value) for name, value in model.numbers(fqns).items()}
+    for role in model.roles(fqns):
+        tensors = [model.states.get(fqn, {}).get(role) for fqn in fqns]
+        state[role] = _flat(model.state_dtype(fqns, role), length, tensors, layout.parts(rank))
+    return state
+
+
+def scalar(value: Any) -> Any:
+    """A state that is one number: torch's optimizers have a 0-d tensor of float32, DeepSpeed's a Python int."""
+    return number(value) if isinstance(value, float) else value
+
+
+def _named_shapes(model: Model, fqns: Sequence[str]) -> StoredDict:
+    shapes = StoredDict("OrderedDict")
+    for fqn in fqns:
+        shapes[fqn] = Size(model.masters[fqn].shape)
+    return shapes
+
+
+def param_groups(model: Model, members: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """As torch's optimizers record them: hyperparameters, then the numbers of the flat buffers."""
+    return [{**group.options, "params": list(ids)} for group, ids in zip(model.groups, members, strict=True)]
+
+
+def stage_record(stage: int) -> Record:
+    return Record("deepspeed.runtime.zero.config", "ZeroStageEnum", (stage,))
+
+
+# -- stages 1 and 2 ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A flat group: its parameters in flattening order, their order in the optimizer, and where each lies."""
+
+    fqns: tuple[str, ...]
+    optimizer_order: tuple[str, ...]
+    layout: FlatLayout
+
+
+def flat_groups(model: Model, num_ranks: int) -> list[_Group]:
+    """The groups as an engine with the recorded config flattens them on `num_ranks` ranks."""
+    options = zero_model.zero_options(model.checkpoint)
+    found = []
+    for group in model.groups:
+        fqns = dealt(group.fqns, num_ranks) if options.get("round_robin_gradients") else list(group.fqns)
+        alignment = 1
+        if options.get("parameter_alignment"):
+            alignment = parameter_alignment(model.weights[fqns[0]].dtype.itemsize)
+        layout = flat_layout([model.masters[fqn].numel for fqn in fqns], num_ranks, alignment)
+        found.append(_Group(tuple(fqns), group.fqns, layout))
+    return found
+
+
+def flat_param_shapes(model: Model, num_ranks: int) -> list[StoredDict]:
+    """`param_shapes` of stages 1 and 2: a dict per group, in flattening order."""
+    return [_named_shapes(model, group.fqns) for group in flat_groups(model, num_ranks)]
+
+
+def _stage12_files(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) -> Iterator[File]:
+    shapes = flat_param_shapes(model, num_ranks)
+    yield "mp_rank_00_model_states.pt", model_root(model, config, num_ranks, shapes, 0, stage)
+    groups = flat_groups(model, num_ranks)
+    for rank in range(num_ranks):
+        inner = stage12_items(model, config, num_ranks, stage) | _partitions(model, groups, rank)
+        root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
+        yield _optimizer_name(rank, config), root
+
+
+def stage12_items(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) -> dict[str, Any]:
+    """What an optimizer file of stages 1 and 2 says beside its partitions.
+
+    What the source did not record is left to the engine (`_load_global_state`), which has its config for it.
+    """
+    items = zero_model.optimizer_items(model)
+    if "loss_scaler" not in items and not zero_model.is_enabled(config, "fp16"):
+        items = _scaler_items(model, config) | items
+    return {
+        **items,
+        "zero_stage": stage_record(stage),
+        "partition_count": [num_ranks] * len(model.groups),
+        "ds_version": model.version,
+    }
+
+
+def _scaler_items(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
+    scaler = zero_model.loss_scaler(model, config)
+    return {"loss_scaler": scaler, "dynamic_loss_scale": bool(scaler.get("dynamic")), "overflow": False}
+
+
+def _partitions(model: Model, groups: list[_Group], rank: int) -> dict[str, Any]:
+    """A rank's flat buffers: masters without padding, states with it."""
+    masters, states, mappings = [], {}, []
+    for index, group in enumerate(groups):
+        layout = group.layout
+        kept = layout.partition - layout.padding(rank)
+        tensors = [model.masters[fqn] for fqn in group.fqns]
+        dtype = model.master_dtype(group.fqns)
+        masters.append(_flat(dtype, kept, tensors, layout.parts(rank), requires_grad=True))
+        state = _state(model, group.fqns, layout.partition, layout, rank)
+        if state:
+            states[index] = state
+        mappings.append(_slice_mapping(group, rank))
+    return {
+        "base_optimizer_state": {
+            "state": states,
+            "param_groups": param_groups(model, [[index] for index in range(len(groups))]),
+        },
+        "single_partition_of_fp32_groups": masters,
+        "group_paddings": [group.layout.padding(rank) for group in groups],
+        "param_alignment_paddings": [list(group.layout.paddings) for group in groups],
+        "param_slice_mappings": mappings,
+    }
+
+
+def _slice_mapping(group: _Group, rank: int) -> StoredDict:
+    """Which elements of the rank's partition are of which parameter.
+
+    True also with `round_robin_gradients`, where DeepSpeed's own are those of the order before dealing.
+    """
+    places = {group.fqns[place.index]: place for place in group.layout.parts(rank)}
+    mapping = StoredDict("OrderedDict")
+    for fqn in group.optimizer_order:
+        if fqn in places:
+            address = {"numel": places[fqn].numel, "start": places[fqn].at}
+            mapping[fqn] = Record("deepspeed.utils.tensor_fragment", "fragment_address", state=address)
+    return mapping
+
+
+# -- stage 3 -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _SubGroups:
+    """The sub-groups of all groups in one row: parameters and places of each, and the numbers of each group's."""
+
+    fqns: list[tuple[str, ...]]
+    layouts: list[SlotLayout]
+    members: list[list[int]]
+
+
+def slot_groups(model: Model, num_ranks: int) -> _SubGroups:
+    """The sub-groups as an engine with the recorded config makes them on `num_ranks` ranks."""
+    recorded = zero_model.zero_options(model.checkpoint).get("sub_group_size", SUB_GROUP_SIZE)
+    size = int(recorded) if isinstance(recorded, int | float) and recorded else SUB_GROUP_SIZE
+    found = _SubGroups([], [], [])
+    for group in model.groups:
+        numels = [model.masters[fqn].numel for fqn in group.fqns]
+        ranges = sub_groups(numels, num_ranks, size)
+        first = len(found.fqns)
+        found.members.append(list(range(first, first + len(ranges))))
+        for span in ranges:
+            found.fqns.append(group.fqns[span.start : span.stop])
+            found.layouts.append(slot_layout(numels[span.start : span.stop], num_ranks))
+    return found
+
+
+def slot_param_shapes(model: Model, num_ranks: int) -> list[StoredDict]:
+    """`param_shapes` of stage 3: a dict per sub-group."""
+    return [_named_shapes(model, fqns) for fqns in slot_groups(model, num_ranks).fqns]
+
+
+def _stage3_files(model: Model, config: Mapping[str, Any], num_ranks: int) -> Iterator[File]:
+    groups = slot_groups(model, num_ranks)
+    shapes = [_named_shapes(model, fqns) for fqns in groups.fqns]
+    items = stage3_items(model, config, num_ranks)
+    for rank in range(num_ranks):
+        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        yield name, model_root(model, config, num_ranks, shapes, rank, 3)
+        inner = items | _slots(model, groups, rank)
+        root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
+        yield _optimizer_name(rank, config), root
+
+
+def stage3_items(model: Model, config: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+    """What an optimizer file of stage 3 says beside its slots.  The loader asks for all of these."""
+    items = zero_model.optimizer_items(model)
+    items = _scaler_items(model, config) | {name: value for name, value in items.items() if name != "clip_grad"}
+    return {"zero_stage": stage_record(3), **items, "partition_count": num_ranks}
+
+
+def _slots(model: Model, groups: _SubGroups, rank: int) -> dict[str, Any]:
+    """A rank's flat buffers, one per sub-group."""
+    masters, states = [], {}
+    for index, (fqns, layout) in enumerate(zip(groups.fqns, groups.layouts, strict=True)):
+        tensors = [model.masters[fqn] for fqn in fqns]
+        dtype = model.master_dtype(fqns)
+        masters.append(_flat(dtype, layout.length, tensors, layout.parts(rank), requires_grad=True))
+        state = _state(model, fqns, layout.length, layout, rank)
+        if state:
+            states[index] = state
+    optimizer = {"state": states, "param_groups": param_groups(model, groups.members)}
+    return {"optimizer_state_dict": optimizer, "fp32_flat_groups": masters}

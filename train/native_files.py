@@ -1,0 +1,220 @@
+"""How runs under torch's own strategies are saved and continued.
+
+--save dcp    step-N/{.metadata, __R_0.distcp}   torch.distributed.checkpoint.save
+--save full   step-N/model.pt                    rank 0's torch.save of everything gathered
+--save ranks  step-N/{model,optim,extra_state}_world_size_W_rank_R.pt, fsdp_config.json, as verl does
+
+The state is {"model", "optimizer", "lr_scheduler", "train_state", "rng_state": {rank: ...}}. --keys spells the optimizer
+
+nested      state.<fqn>.exp_avg, param_groups.0.lr, param_groups.0.params = names     get_optimizer_state_dict
+flat        state.<fqn>.exp_avg, param_groups.<fqn>.lr                                flatten_optimizer_state_dict=True
+ids         state.0.exp_avg, param_groups.0.params = numbers                          optimizer.state_dict()
+torchtitan  as flat; the model's names without "model." and a "dataloader" for each rank in place of "rng_state"
+"""
+
+import json
+import pickle
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+_BESIDE_MODEL = ("optimizer", "lr_scheduler", "train_state", "rng_state", "dataloader")
+
+
+def save(engine: Any, folder: Path) -> None:
+    """Writes a NativeEngine's whole state into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if engine.config.saving == "ranks":
+        _save_ranks(engine, folder)
+    elif engine.config.saving == "full":
+        state = _state(engine, engine.config.keys, full=True)
+        if dist.get_rank() == 0:
+            torch.save(state, folder / "model.pt")
+    else:
+        dcp.save(_state(engine, engine.config.keys, full=False), checkpoint_id=folder)
+
+
+def load(engine: Any, folder: Path) -> None:
+    """Continues from what `save` wrote, whatever --save and --keys were."""
+    if (folder / ".metadata").is_file():
+        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        keys = _spelling(engine, saved)
+        state = _state(engine, keys, full=False)
+        for key in ("lr_scheduler", "rng_state", "dataloader"):  # a conversion may leave them out, or this rank's
+            if not any(f"{key}.{name}" in saved for name in state.get(key, ())):
+                state.pop(key, None)
+        # Flattening drops FSDP1's tensors of which a rank has no part, and then takes the checkpoint for one of 2.3.
+        dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
+        _set_state(engine, state, keys, full=False)
+    elif (folder / "model.pt").is_file():
+        state = torch.load(folder / "model.pt", map_location="cpu", mmap=True)
+        if "model" not in state:
+            state["model"] = {name: state[name] for name in state.keys() - set(_BESIDE_MODEL)}
+        # torch takes a full state in the nested spelling only: 2.13 fails on the flat one it wrote.
+        state["optimizer"] = _nested(state["optimizer"], engine.group_names)
+        uneven = engine.config.strategy == "tp-fsdp"  # torch 2.13 fails to distribute what does not divide
+        if uneven:
+            state = _scattered(_state(engine, "nested", full=False), state)
+        _set_state(engine, state, "nested", full=not uneven)
+    else:
+        _load_ranks(engine, folder)
+
+
+def _spelling(engine: Any, saved: Iterable[str]) -> str:
+    """The --keys with which a DCP folder was saved."""
+    name = engine.group_names[0][0]
+    if name in saved:
+        return "torchtitan"
+    if f"optimizer.param_groups.{name}.lr" in saved:
+        return "flat"
+    return "ids" if any(key.startswith("optimizer.state.0.") for key in saved) else "nested"
+
+
+def _state(engine: Any, keys: str, full: bool) -> dict[str, Any]:
+    model = get_model_state_dict(engine.model, options=_options(keys, full))
+    state: dict[str, Any] = model if keys == "torchtitan" else {"model": model}
+    state["optimizer"] = get_optimizer_state_dict(engine.model, engine.optimizer, options=_options(keys, full))
+    if keys == "ids":
+        numbered = engine.optimizer.state_dict()
+        state["optimizer"] = torch.utils._pytree.tree_map(_whole, numbered) if full else numbered
+    if engine.scheduler:
+        state["lr_scheduler"] = engine.scheduler.state_dict()
+    if keys == "torchtitan":
+        state["train_state"] = {"step": engine.step, "ntokens_seen": engine.sequences * engine.config.length}
+        reader, readers = engine.data_shard
+        position = pickle.dumps({"sequences": engine.sequences})
+        state["dataloader"] = {f"dp_rank_{reader}": position, "world_size": readers}
+    else:
+        state["train_state"] = {"step": engine.step, "sequences": engine.sequences}
+        state["rng_state"] = {str(dist.get_rank()): torch.get_rng_state()}
+    return state
+
+
+def _set_state(engine: Any, state: dict[str, Any], keys: str, full: bool) -> None:
+    model = {name: state[name] for name in state.keys() - set(_BESIDE_MODEL)} if keys == "torchtitan" else state["model"]
+    set_model_state_dict(engine.model, model, options=_options(keys, full))
+    optimizer = state["optimizer"]
+    if full and not any(optimizer["state"].values()):  # plain SGD; torch would look for a tensor
+        for group, saved in zip(engine.optimizer.param_groups, optimizer["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+    elif keys == "ids" or _is_numbered(optimizer):
+        engine.optimizer.load_state_dict(optimizer)
+    else:
+        set_optimizer_state_dict(engine.model, engine.optimizer, optimizer, options=_options(keys, full))
+    if engine.scheduler and "lr_scheduler" in state:
+        engine.scheduler.load_state_dict(state["lr_scheduler"])
+    engine.step = int(state["train_state"]["step"])
+    # A conversion may know the step only.
+    engine.sequences = int(state["train_state"].get("sequences", engine.step * engine.config.batch))
+    if (random := state.get("rng_state", {}).get(str(dist.get_rank()))) is not None:
+        torch.set_rng_state(random)
+
+
+def _options(keys: str, full: bool) -> StateDictOptions:
+    return StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=keys in ("flat", "torchtitan"))
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _scattered(sharded: Any, whole: Any) -> Any:
+    """The state `whole` with every tensor cut down to this rank's part, as in the state `sharded`."""
+    if isinstance(sharded, dict):
+        return {key: _scattered(sharded[key], value) if key in sharded else value for key, value in whole.items()}
+    if not isinstance(sharded, DTensor):
+        return whole
+    mesh, placements = sharded.device_mesh, sharded.placements
+    sizes, offsets = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+    part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+    part = part.to(sharded.device, copy=True)
+    return DTensor.from_local(part, mesh, placements, shape=sharded.shape, stride=sharded.stride(), run_check=False)
+
+
+def _is_numbered(optimizer: dict[str, Any]) -> bool:
+    return any(isinstance(name, int) for group in optimizer.get("param_groups", ()) for name in group["params"])
+
+
+def _nested(optimizer: dict[str, Any], group_names: list[list[str]]) -> dict[str, Any]:
+    """A whole optimizer state of any spelling in the nested one."""
+    names = [name for group in group_names for name in group]
+    if "state" not in optimizer:  # flat
+        owner = {name: {key.removeprefix(f"state.{name}."): key for key in optimizer} for name in names}
+        groups = []
+        for group in group_names:
+            prefix = f"param_groups.{group[0]}."
+            fields = {key.removeprefix(prefix): value for key, value in optimizer.items() if key.startswith(prefix)}
+            groups.append(fields | {"params": group})
+        state = {name: {role: optimizer[key] for role, key in owner[name].items() if role != key} for name in names}
+        return {"state": state, "param_groups": groups}
+    if not _is_numbered(optimizer):
+        return optimizer
+    groups = [group | {"params": [names[number] for number in group["params"]]} for group in optimizer["param_groups"]]
+    return {"state": {names[number]: state for number, state in optimizer["state"].items()}, "param_groups": groups}
+
+
+def _rank_file(folder: Path, kind: str) -> Path:
+    return folder / f"{kind}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+
+
+def _sharded(engine: Any) -> Any:
+    """FSDP1's state_dict() is what this context says; without, it would be gathered."""
+    return FullyShardedDataParallel.state_dict_type(
+        engine.model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
+    )
+
+
+def _save_ranks(engine: Any, folder: Path) -> None:
+    fsdp1 = engine.config.strategy == "fsdp1"
+    if fsdp1:
+        with _sharded(engine):
+            model = engine.model.state_dict()
+    else:
+        model = engine.model.state_dict()
+    extra = {
+        "lr_scheduler": engine.scheduler.state_dict() if engine.scheduler else None,
+        "rng": {"cpu": torch.get_rng_state()},
+    }
+    torch.save(model, _rank_file(folder, "model"))
+    torch.save(engine.optimizer.state_dict(), _rank_file(folder, "optim"))
+    torch.save(extra, _rank_file(folder, "extra_state"))
+    if dist.get_rank() == 0:
+        facts = {"FSDP_version": 1 if fsdp1 else 2, "world_size": dist.get_world_size()}
+        (folder / "fsdp_config.json").write_text(json.dumps(facts, indent=4) + "\n")
+
+
+def _load_ranks(engine: Any, folder: Path) -> None:
+    model, optimizer, extra = (
+        torch.load(_rank_file(folder, kind), map_location="cpu", weights_only=False)
+        for kind in ("model", "optim", "extra_state")
+    )
+    if engine.config.strategy == "fsdp1":
+        with _sharded(engine):
+            engine.model.load_state_dict(model)
+    else:
+        engine.model.load_state_dict(model)
+    engine.optimizer.load_state_dict(optimizer)
+    if engine.scheduler and extra["lr_scheduler"]:
+        engine.scheduler.load_state_dict(extra["lr_scheduler"])
+    torch.set_rng_state(extra["rng"]["cpu"])
+    # As in verl, the step is in the folder's name only.
+    step = re.search(r"(\d+)$", folder.name)
+    if step is None:
+        raise ValueError(f"{folder.name} does not end in the number of the step")
+    engine.step = int(step[1])
+    engine.sequences = engine.step * engine.config.batch
