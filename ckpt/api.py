@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from ckpt import registry
-from ckpt.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint, Format, Layout, ReadRequest
+from ckpt.checkpoint import BUFFER, HUB, MASTER, OWN, TRANSFORMERS, WEIGHT, Checkpoint, Format, Layout, ReadRequest
 from ckpt.companions import read_config
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
 from ckpt.files import check_destination, translate_os_errors
@@ -166,7 +166,9 @@ def to_namespace(checkpoint: Checkpoint, namespace: str | None) -> Checkpoint:
         return checkpoint
     assert checkpoint.config is not None
     module = cast(_NamesModule, import_module(registry.TRANSFORMERS_NAMES))
-    shapes = {fqn: tensor.shape for (fqn, _), tensor in checkpoint.tensors.items()}
+    # An optimizer's states may have shapes of their own, so they have no say where the model's tensor is there.
+    states_first = sorted(checkpoint.tensors.values(), key=lambda t: t.role in (WEIGHT, MASTER, BUFFER))
+    shapes = {tensor.fqn: tensor.shape for tensor in states_first}
     relation = module.relation(checkpoint.config, shapes, "to_hub" if namespace == HUB else "to_memory")
     if relation is None:
         return replace(checkpoint, namespace=namespace)

@@ -13,6 +13,8 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
+from io import FileIO
 from pathlib import Path
 
 from ckpt.errors import NotFoundError, StorageError, UnsafeError, UsageError
@@ -112,18 +114,21 @@ class Staging:
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
-    def create(self, name: str, size: int) -> int:
-        """Create the file `name` with `size` bytes, all zero, and return a descriptor open for reading and writing."""
+    def create(self, name: str, size: int) -> FileIO:
+        """Create the file `name` with `size` bytes, all zero, open for reading and writing.
+
+        An object and no bare descriptor: wherever Ctrl-C strikes, it is closed when nobody has it any more.
+        """
         path = confined(self.path, name)
         with translate_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            file = FileIO(path, "x+", opener=partial(os.open, mode=0o666))
             try:
-                os.ftruncate(descriptor, size)
+                os.ftruncate(file.fileno(), size)
             except BaseException:
-                os.close(descriptor)
+                file.close()
                 raise
-            return descriptor
+            return file
 
     def commit(self) -> None:
         """Make everything durable and move it to the destination in one step."""
@@ -168,19 +173,12 @@ class Staging:
     def _acquire(self) -> int:
         """Create or take over the staging folder and lock it; the descriptor holds the lock."""
         while True:
-            made = False
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path)
-                made = True
             try:
-                descriptor = self._lock_folder(self.path)
+                descriptor = self._lock_folder(self.path)  # where this fails the folder stays: another may have it
             except FileNotFoundError:
                 continue  # another process finished with it just now
-            except BaseException:
-                if made:
-                    with contextlib.suppress(OSError):
-                        os.rmdir(self.path)
-                raise
             if _same_file(descriptor, self.path):
                 return descriptor
             os.close(descriptor)

@@ -221,51 +221,63 @@ class _Encoder:
         """As torch's `Tensor.__reduce_ex__` and `Parameter.__reduce_ex__`."""
         if ref.parameter:
             self.name("torch._utils", "_rebuild_parameter_with_state" if ref.attributes else "_rebuild_parameter")
-            state = (ref.attributes,) if ref.attributes else ()
-            self.out += b"(" if state else b""
+            self.out += b"("
             self.plain(ref, requires_grad=False)
-            self.plain_items(ref.requires_grad, StoredDict("OrderedDict"), *state)
-            self.out += b"tR" if state else b"\x87R"
+            self.out += b"\x88" if ref.requires_grad else b"\x89"
+            self.no_hooks()
+            if ref.attributes:
+                self.save(dict(ref.attributes))
+            self.out += b"tR"
         elif ref.attributes:
-            function, args = _rebuild(ref, ref.requires_grad)
             self.name("torch._tensor", "_rebuild_from_type_v2")
             self.out += b"("
-            self.name("torch._utils", function)
+            self.name("torch._utils", _rebuild(ref))
             self.name("torch", "Tensor")
-            self.rebuild_args(ref, args)
+            self.rebuild_args(ref, ref.requires_grad)
             self.save(dict(ref.attributes))
             self.out += b"tR"
         else:
             self.plain(ref, ref.requires_grad)
 
     def plain(self, ref: TensorRef, requires_grad: bool) -> None:
-        function, args = _rebuild(ref, requires_grad)
-        self.name("torch._utils", function)
-        self.rebuild_args(ref, args)
+        self.name("torch._utils", _rebuild(ref))
+        self.rebuild_args(ref, requires_grad)
         self.out += b"R"
 
-    def plain_items(self, *items: Any) -> None:
-        for item in items:
-            self.save(dict(item) if isinstance(item, Mapping) and type(item) is not StoredDict else item)
-
-    def rebuild_args(self, ref: TensorRef, args: tuple[Any, ...]) -> None:
+    def rebuild_args(self, ref: TensorRef, requires_grad: bool) -> None:
+        """`(storage, offset, shape, strides, requires_grad, hooks[, dtype])`."""
         kind = _STORAGES.get(ref.dtype.name)
-        numel = ref.numel if kind else ref.numel * ref.dtype.itemsize
         self.out += b"(("
         self.text("storage")
         self.name("torch" if kind else "torch.storage", kind or "UntypedStorage")
-        self.plain_items(ref.key, "cpu", numel)
+        self.text(ref.key)
+        self.text("cpu")
+        _int(self, ref.numel if kind else ref.numel * ref.dtype.itemsize)
         self.out += b"tQ"
-        self.plain_items(*args)
+        _int(self, ref.offset)
+        self.numbers(ref.shape)
+        self.numbers(ref.strides)
+        self.out += b"\x88" if requires_grad else b"\x89"
+        self.no_hooks()
+        if not kind:
+            _dtype(self, ref.dtype)
         self.out += b"t"
 
+    def numbers(self, values: tuple[int, ...]) -> None:
+        if len(values) > 3:
+            self.out += b"("
+        for value in values:
+            _int(self, value)
+        self.out += _TUPLES[min(len(values), 4)]
 
-def _rebuild(ref: TensorRef, requires_grad: bool) -> tuple[str, tuple[Any, ...]]:
-    """The function that makes a tensor, and its arguments behind the storage."""
-    args: tuple[Any, ...] = (ref.offset, tuple(ref.shape), tuple(ref.strides), requires_grad, StoredDict("OrderedDict"))
-    if ref.dtype.name in _STORAGES:
-        return "_rebuild_tensor_v2", args
-    return "_rebuild_tensor_v3", (*args, ref.dtype)
+    def no_hooks(self) -> None:
+        self.name("collections", "OrderedDict")
+        self.out += b")R"
+
+
+def _rebuild(ref: TensorRef) -> str:
+    """The function that makes a tensor; the newer one takes the dtype."""
+    return "_rebuild_tensor_v2" if ref.dtype.name in _STORAGES else "_rebuild_tensor_v3"
 
 
 def _batches(items: Iterable[Any]) -> Iterable[list[Any]]:

@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from io import FileIO
 from math import prod
 from pathlib import Path
 
@@ -141,9 +142,10 @@ def _cut(copy: Copy) -> Iterator[Copy]:
 class _Output:
     """A target file that several threads fill.  The last one to finish syncs and closes it."""
 
-    def __init__(self, descriptor: int, name: str) -> None:
-        self.descriptor = descriptor
+    def __init__(self, file: FileIO, name: str) -> None:
+        self.descriptor = file.fileno()
         self.name = name
+        self._file = file
         self._pending = 1  # one for the submitter, until it has submitted everything
         self._lock = threading.Lock()
 
@@ -163,8 +165,7 @@ class _Output:
         return True
 
     def close(self) -> None:
-        descriptor, self.descriptor = self.descriptor, -1
-        os.close(descriptor)
+        self._file.close()
 
 
 class _Workers:
@@ -224,9 +225,9 @@ class _Workers:
         with self._present:
             return self._present.wait_for(lambda: self._num_present <= num_present, timeout)
 
-    def open(self, descriptor: int, name: str) -> _Output:
+    def open(self, file: FileIO, name: str) -> _Output:
         """Take over a new target file."""
-        output = _Output(descriptor, name)
+        output = _Output(file, name)
         self._outputs.add(output)
         return output
 

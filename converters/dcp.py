@@ -41,7 +41,7 @@ from converters.dcp_beside import beside_files
 from converters.dcp_folder import DATA_FILE, find_folder, other_models, parts, run_folders
 from converters.dcp_items import Items, in_reading_order
 from converters.dcp_layout import Writing
-from converters.dcp_metadata import Entry, Metadata, Path_, read_metadata
+from converters.dcp_metadata import Entry, Metadata, Path_, Place, read_metadata
 from converters.dcp_names import Leaf, Understood, nest, understand
 from converters.dcp_safetensors import read_shards
 from converters.dcp_state import state_dict
@@ -125,7 +125,10 @@ class Chunks:
 
 @dataclass(slots=True)
 class _Stored(Leaf):
-    """A tensor that is stored; `number` is its value where it is one number."""
+    """A tensor that is stored.
+
+    `number` is its value where it is one number; `same_as` the key of a tensor that is stored in the very same items.
+    """
 
     key: str
     dtype: DType
@@ -134,6 +137,7 @@ class _Stored(Leaf):
     path: str
     replicas: tuple[Source, ...] = ()
     number: int | float | bool | None = None
+    same_as: str | None = None
 
     def tensor(self, fqn: str, role: str) -> Tensor:
         return Tensor(fqn, role, self.dtype, self.shape, self.source, None, self.replicas)
@@ -184,9 +188,13 @@ class _Reading:
                 if not box.sizes and not is_replica:
                     numbers[key] = items.number(extent)
             self.files |= items.files
-        stored = {key: self._stored(entry, placed[key], replicas.get(key, ())) for key, entry in metadata.entries.items()}
+        stored = {
+            key: self._stored(entry, placed[key], replicas.get(key, ())) for key, entry in metadata.entries.items()
+        }
         for key, number in numbers.items():
             stored[key].number = number
+        for key, other in _same_items(metadata).items():
+            stored[key].same_as = other
         for key, path in metadata.paths.items():
             self.leaves.append((path, stored[key] if key in stored else values[key]))
         self._count_ranks(folder, metadata)
@@ -207,9 +215,7 @@ class _Reading:
             rows.extend((self._number(extent.path), extent.offset, *box.offsets, *box.sizes))
         return Chunks(self.names, dtype, rows)
 
-    def _replicas(
-        self, entry: Entry, placed: _Placed, replicas: Iterable[tuple[Box, Extent]]
-    ) -> tuple[Source, ...]:
+    def _replicas(self, entry: Entry, placed: _Placed, replicas: Iterable[tuple[Box, Extent]]) -> tuple[Source, ...]:
         """Further copies of the whole tensor, each with the boxes that it does not have itself from the first."""
         copies: dict[Box, list[Extent]] = {}
         for box, extent in replicas:
@@ -273,10 +279,12 @@ class _Reading:
         tensors: dict[Key, Tensor] = {}
         for fqn, leaf in found.weights.items():
             assert isinstance(leaf, _Stored)
-            tensors[fqn, WEIGHT] = leaf.tensor(fqn, WEIGHT)
+            if leaf.same_as is None:
+                tensors[fqn, WEIGHT] = leaf.tensor(fqn, WEIGHT)
+        ties = _stored_ties(found.weights)
         scalars, odd = self._states(found, tensors)
         folders = run_folders(path)
-        ties = _take_ties(tensors, _config(request, folders))
+        ties |= _take_ties(tensors, _config(request, folders))
         items = self._items(found, odd)
         state = TrainingState(_step(found.rest), tuple(map(_plain_group, found.groups)), scalars, items)
         return Checkpoint(
@@ -293,7 +301,9 @@ class _Reading:
             notes=tuple(self.notes),
         )
 
-    def _states(self, found: Understood, tensors: dict[Key, Tensor]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    def _states(
+        self, found: Understood, tensors: dict[Key, Tensor]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """Add the optimizer's tensors.  Returns states of one number, and those that are neither.
 
         A state whose tensors all have no dims is one of numbers (`step`), also for a parameter without dims.
@@ -305,7 +315,9 @@ class _Reading:
         for (fqn, name), value in found.states.items():
             if isinstance(value, _Stored) and (value.shape or name in shaped):
                 if (fqn, name) in tensors:
-                    raise CorruptError("an optimizer state has the name of a role", path=self.metadata, fqn=fqn, found=name)
+                    raise CorruptError(
+                        "an optimizer state has the name of a role", path=self.metadata, fqn=fqn, found=name
+                    )
                 tensors[fqn, name] = value.tensor(fqn, name)
             elif isinstance(value, _Stored):
                 scalars.setdefault(name, {})[fqn] = value.number
@@ -362,6 +374,30 @@ def _plain_group(group: ParamGroup) -> ParamGroup:
             value = value.number if value.number is not None else value.alone()
         options[name] = value
     return ParamGroup(group.fqns, options)
+
+
+def _same_items(metadata: Metadata) -> dict[str, str]:
+    """Keys of the model's tensors that are stored in the items of another one of them, which comes first."""
+    first: dict[tuple[tuple[Box, Place], ...], str] = {}
+    found: dict[str, str] = {}
+    for key, path in metadata.paths.items():
+        entry = metadata.entries.get(key)
+        if entry is None or not entry.chunks or path[0] != "model" or len(path) != 2:
+            continue
+        owner = first.setdefault(tuple(entry.chunks.items()), key)
+        if owner != key:
+            found[key] = owner
+    return found
+
+
+def _stored_ties(weights: Mapping[str, Leaf]) -> dict[str, str]:
+    """Aliases to owners, by the items that are stored once for both (which is what is written here)."""
+    names = {leaf.key: fqn for fqn, leaf in weights.items() if isinstance(leaf, _Stored)}
+    return {
+        fqn: names[leaf.same_as]
+        for fqn, leaf in weights.items()
+        if isinstance(leaf, _Stored) and leaf.same_as is not None
+    }
 
 
 def _config(request: ReadRequest, folders: Iterable[str]) -> Mapping[str, Any] | None:

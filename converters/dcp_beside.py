@@ -1,8 +1,8 @@
 """Which folders a DCP checkpoint is written into, and the files that stand beside it.
 
 A step of HF Trainer or Accelerate stays one: `pytorch_model_fsdp_0/` and `optimizer_0/`, with the step's other files
-(`trainer_state.json`, scheduler, random states) copied, so that the unmodified trainer resumes from it (accelerate 1.15,
-`utils/fsdp_utils.py`).  Anything else becomes one folder, with the model's config and tokenizer in it.
+(`trainer_state.json`, scheduler, random states) copied, so that the unmodified trainer resumes from it (accelerate
+1.15, `utils/fsdp_utils.py`).  Anything else becomes one folder, with the model's config and tokenizer in it.
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ def _names(folder: Path) -> list[str]:
 def _is_dcp(names: list[str]) -> bool:
     if any(name in _MEGATRON for name in names):
         return False
-    return METADATA in names or any(DATA_FILE.fullmatch(n) or PER_RANK.fullmatch(n) or SHARD.fullmatch(n) for n in names)
+    return METADATA in names or any(
+        DATA_FILE.fullmatch(n) or PER_RANK.fullmatch(n) or SHARD.fullmatch(n) for n in names
+    )
 
 
 def find_folder(path: Path, tag: str | None) -> Path | None:

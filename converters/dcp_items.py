@@ -28,9 +28,7 @@ from ckpt.tensors import Box, Extent, Shape
 from converters.dcp_metadata import Entry, Place
 
 #: What differs between items that are otherwise alike: checksums behind records and in the directory, and the id.
-_VARYING = re.compile(
-    rb"PK\x07\x08(.{4})|PK\x01\x02.{12}(.{4})|/\.data/serialization_idFB..Z*([0-9]{40})", re.DOTALL
-)
+_VARYING = re.compile(rb"PK\x07\x08(.{4})|PK\x01\x02.{12}(.{4})|/\.data/serialization_idFB..Z*([0-9]{40})", re.DOTALL)
 _SMALL = 8 << 10  # bytes of an item that is read at once
 _MAX_TAIL = 4 << 10
 _MAX_ALIKE = 8  # kinds of items that are kept per dtype and shape

@@ -7,6 +7,9 @@ the rank that has least.  Any mesh and any number of ranks loads it, as DCP look
 
 `storage_meta`, a random id and the path at the time, is left out, which torch's reader allows for since 2.3 and earlier
 versions do not know.
+
+A tied parameter's second name has chunks of its own, whose places are the first one's items.  torch reads either name
+by itself and need not know; reading it again, that is how the tie is known.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckpt.checkpoint import Key, TargetFile
+from ckpt.checkpoint import Key, Slot, TargetFile
 from ckpt.dtypes import DType
 from ckpt.pickles import Record, StoredTensor
 from ckpt.picklewriter import Size, dumps
-from ckpt.tensors import Box, Shape, whole
+from ckpt.tensors import Box, Extent, Shape, whole
 from ckpt.torchwriter import FromSource, NewTensor, torch_item
 from converters.dcp_metadata import METADATA, Path_
 
@@ -41,6 +44,13 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
+class AliasOf:
+    """Another name of the tensor at `path`, with which it is tied.  A model's state dict has both."""
+
+    path: Path_
+
+
+@dataclass(frozen=True, slots=True)
 class _Item:
     """An item of a data file: a tensor's box, or a value (no box)."""
 
@@ -50,10 +60,12 @@ class _Item:
 
 
 def dim0_boxes(shape: Shape, num_ranks: int) -> Iterator[Box]:
-    """A tensor's boxes by rank, as `torch.chunk` cuts it; ranks at the end may have none."""
-    if not shape:
+    """A tensor's boxes by rank, as `torch.chunk` cuts it; ranks at the end may have none.
+
+    One box where there is nothing to cut: no dims, or no elements.
+    """
+    if not prod(shape) or not shape:
         yield whole(shape)
-    if not shape or not prod(shape):
         return
     rows = -(-shape[0] // num_ranks)
     for start in range(0, shape[0], rows):
@@ -93,11 +105,13 @@ class Writing:
     prefix: str = ""
     paths: dict[str, Path_] = field(default_factory=dict)
     tensors: dict[str, tuple[DType, Shape, list[Box]]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     values: list[tuple[int, _Item]] = field(default_factory=list)
     pieces: list[tuple[int, _Item]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._least = [(0, rank) for rank in range(self.num_ranks)]
+        self._alike: dict[tuple[DType, Shape], TargetFile] = {}
 
     def add(self, path: Path_, value: Any) -> None:
         """Add a value of the state dict: a tensor to be cut, a small tensor, or a plain value."""
@@ -113,9 +127,19 @@ class Writing:
         else:
             self.values.append((self._emptiest(_VALUE_BYTES), _Item(key, None, value)))
 
+    def add_alias(self, path: Path_, owner: Path_) -> None:
+        """Add another name of a tensor: its chunks are those of `owner`, in the same items."""
+        key, known = (".".join(map(str, steps)) for steps in (path, owner))
+        self.paths[key] = path
+        self.tensors[key] = self.tensors[known]
+        self.aliases[key] = known
+
     def add_all(self, leaves: Iterable[tuple[Path_, Any]]) -> None:
         for path, value in leaves:
-            self.add(path, value)
+            if isinstance(value, AliasOf):
+                self.add_alias(path, value.path)
+            else:
+                self.add(path, value)
 
     def _add_sharded(self, key: str, tensor: Sharded) -> None:
         boxes = list(dim0_boxes(tensor.shape, self.num_ranks if tensor.cut else 1))
@@ -143,18 +167,31 @@ class Writing:
 
     def _file(self, rank: int, items: list[_Item], places: dict[tuple[str, Shape | None], Record]) -> TargetFile:
         name = f"__{rank}_0.distcp"
+        path = self.prefix + name
         literals: list[tuple[int, bytes]] = []
-        slots = []
+        slots: list[Slot] = []
         at = 0
         for item in items:
-            part = torch_item(self.prefix + name, at, item.root)
-            literals += part.literals
-            slots += part.slots
+            part = self._laid_out(item)
+            literals += ((at + offset, data) for offset, data in part.literals)
+            for slot in part.slots:
+                extent = Extent.contiguous(path, at + slot.extent.offset, slot.extent.dtype, slot.extent.shape)
+                slots.append(Slot(item.root.fill[0].key, item.root.fill[0].region, extent))
             info = {"relative_path": name, "offset": at, "length": part.size}
             where = None if item.box is None else item.box.offsets
             places[item.key, where] = Record(_FILESYSTEM, "_StorageInfo", state=info)
             at += part.size
-        return TargetFile(self.prefix + name, at, tuple(literals), tuple(slots))
+        return TargetFile(path, at, tuple(literals), tuple(slots))
+
+    def _laid_out(self, item: _Item) -> TargetFile:
+        """The item as a file of its own.  Those of tensors of one dtype and shape differ in their slots only."""
+        root = item.root
+        if not isinstance(root, NewTensor) or not isinstance(root.fill[0], FromSource):
+            return torch_item("", 0, root)
+        alike = self._alike.get((root.dtype, root.shape))
+        if alike is None:
+            alike = self._alike[root.dtype, root.shape] = torch_item("", 0, root)
+        return alike
 
     def _metadata(self, places: Mapping[tuple[str, Shape | None], Record]) -> Record:
         described: dict[str, Record] = {}
@@ -167,7 +204,8 @@ class Writing:
             dtype, shape, boxes = self.tensors[key]
             described[key] = _tensor_metadata(dtype, shape, boxes)
             for number, box in enumerate(boxes):
-                stored[_index(key, box.offsets, number)] = places[key, box.offsets]
+                place = places[self.aliases.get(key, key), box.offsets]
+                stored[_index(key, box.offsets, number)] = Record(place.module, place.name, state=dict(place.state))
         state = {
             "state_dict_metadata": described,
             "planner_data": self.paths,

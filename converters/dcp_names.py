@@ -138,9 +138,13 @@ def _sort(
             optimizers += child
         elif name in _MODEL_NAMES and isinstance(child, Mapping) and _has_tensors(child):
             models.setdefault(name, child)
-        elif depth == 0 and isinstance(child, Mapping) and any(
-            inner in _MODEL_NAMES and isinstance(value, Mapping) and _has_tensors(value)
-            for inner, value in child.items()
+        elif (
+            depth == 0
+            and isinstance(child, Mapping)
+            and any(
+                inner in _MODEL_NAMES and isinstance(value, Mapping) and _has_tensors(value)
+                for inner, value in child.items()
+            )
         ):
             inner_rest = _sort(child, optimizers, models, depth + 1)
             rest |= {name: inner_rest} if inner_rest else {}
@@ -172,11 +176,10 @@ def _model_without_name(found: Understood, has_optimizer: bool) -> dict[str, Map
     """The tensors at the top; otherwise the one dict of tensors that there is, under whatever name."""
     top = {name: value for name, value in found.rest.items() if isinstance(value, Leaf)}
     if top:
-        for name, value in found.rest.items():
-            if name.endswith("_extra_state") and not isinstance(value, Mapping):
-                top[name] = value
-        found.rest = {name: value for name, value in found.rest.items() if name not in top}
-        return {"": top}
+        extra = {name: value for name, value in found.rest.items() if name.endswith("_extra_state")}
+        model = top | extra
+        found.rest = {name: value for name, value in found.rest.items() if name not in model}
+        return {"": model}
     named = {name: value for name, value in found.rest.items() if isinstance(value, Mapping) and _is_all_tensors(value)}
     if len(named) != 1:
         return {}
@@ -354,4 +357,4 @@ def _recorded_names(groups: list[dict[str, Any]]) -> dict[str, str] | None:
         if not isinstance(recorded, list) or len(recorded) != len(params):
             return None
         names |= {str(i): str(name) for i, name in zip(params, recorded, strict=True)}
-    return names if names else None
+    return names or None

@@ -5,7 +5,8 @@
     optimizer.param_groups.<n>.*    options, and `params`, the names
     lr_scheduler, train_state, ...  training state
 
-as torch's `get_model_state_dict` and `get_optimizer_state_dict` spell it (2.13, `distributed/checkpoint/state_dict.py`).
+as torch's `get_model_state_dict` and `get_optimizer_state_dict` spell it (2.13,
+`distributed/checkpoint/state_dict.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ckpt.errors import LossError
 from ckpt.pickles import Array, StoredDict, StoredTensor
 from ckpt.precision import Choice, choices, describe
 from ckpt.torchwriter import NewTensor, number
-from converters.dcp_layout import Sharded, flatten
+from converters.dcp_layout import AliasOf, Sharded, flatten
 from converters.dcp_metadata import Path_
 
 #: Training state that engines load from where it stands, entry by entry; of other formats' only these are taken apart.
@@ -94,8 +95,7 @@ def _model(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Iterator[tup
         yield ("model", fqn), Sharded(choice.key, choice.dtype, choice.tensor.shape, cut)
     for alias, owner in checkpoint.ties.items():  # a model's state dict has both names
         if owner in chosen and alias not in chosen:
-            choice = chosen[owner]
-            yield ("model", alias), Sharded(choice.key, choice.dtype, choice.tensor.shape)
+            yield ("model", alias), AliasOf(("model", owner))
     extra = checkpoint.state.items.get("extra_state")
     if isinstance(extra, Mapping):
         for fqn, value in extra.items():

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ from ckpt.files import confined, translate_os_errors
 from ckpt.pickles import Record, StoredTensor
 from ckpt.scalars import read_scalar
 from ckpt.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, Shape, Tensor, whole
+from converters.names.installed import tied_weights
+from converters.names.ties import ties_embeddings
 from converters.state_dicts import clean_names, is_part, newest_step, read_optimizer
 
 #: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks.
@@ -101,13 +103,15 @@ class FsdpRanks:
         files = _list(path)
         models = [reading.load(files["model"][rank], rank) for rank in sorted(files["model"])]
         _refuse_flat(models)
+        folders = tuple(p for p in (request.config, path / "huggingface", path, path.parent) if p and p.is_dir())
+        config = read_config(folders)
         _read_models(reading, models)
+        _tie_as_declared(reading, config)
         optimizers = [reading.load(files["optim"][rank], rank) for rank in sorted(files["optim"])]
         if optimizers:
             _read_optimizers(reading, optimizers)
         for rank in sorted(files["extra"]):
             _read_extra(reading, reading.load(files["extra"][rank], rank))
-        folders = tuple(p for p in (request.config, path / "huggingface", path, path.parent) if p and p.is_dir())
         step = next((int(m[1]) for p in (path, path.parent) if (m := re.search(r"step[-_](\d+)$", p.name))), None)
         return Checkpoint(
             path=str(path),
@@ -118,7 +122,7 @@ class FsdpRanks:
             world_size=len(models),
             ties=reading.ties,
             state=TrainingState(step, reading.groups, reading.scalars, reading.items),
-            config=read_config(folders),
+            config=config,
             folders=tuple(map(str, folders)),
             notes=tuple(reading.notes),
         )
@@ -291,6 +295,9 @@ def _distributed(value: Record, rank: int) -> _Part:
     spec = content["_spec"].attributes
     shape = tuple(spec["tensor_meta"].attributes["shape"])
     sizes, coordinate = _mesh(spec["mesh"])
+    for entry in spec.get("shard_order") or ():  # since torch 2.10
+        if list(entry.attributes["mesh_dims"]) != sorted(entry.attributes["mesh_dims"]):
+            raise NotFoundError("a tensor whose axes are cut in another order than the mesh's")
     box = _local_box(shape, sizes, coordinate, spec["placements"])
     return _Part(shape, box, _extent(content["_local_tensor"], box), rank)
 
@@ -430,6 +437,23 @@ def _ties(models: list[_RankFile], names: Mapping[str, str]) -> dict[str, str]:
     return ties
 
 
+def _tie_as_declared(reading: _Reading, config: Mapping[str, Any] | None) -> None:
+    """FSDP1 saves a tied parameter under each of its names, apart; that they are one, only the model's config says.
+
+    The second becomes a replica of the first, and is compared with it.
+    """
+    if not config or not ties_embeddings(config):
+        return
+    for alias, owner in (tied_weights(config) or {}).items():
+        kept, again = reading.tensors.get((str(owner), WEIGHT)), reading.tensors.get((alias, WEIGHT))
+        if kept is None or again is None or (kept.shape, kept.dtype) != (again.shape, again.dtype):
+            continue
+        replicas = (*kept.replicas, again.source, *again.replicas)
+        reading.tensors[kept.fqn, WEIGHT] = replace(kept, replicas=replicas)
+        del reading.tensors[alias, WEIGHT]
+        reading.ties[alias] = kept.fqn
+
+
 def _local_extents(value: Any) -> list[Extent]:
     if isinstance(value, StoredTensor):
         return [value.extent]
@@ -513,7 +537,9 @@ def _fits(reading: _Reading, states: Mapping[str, Mapping[str, Any]]) -> bool:
         shapes = [tuple(_shape_of(value) or ()) for value in values.values() if is_part(value)]
         if shapes and tensor.shape not in shapes:
             return False
-        if any(isinstance(value, StoredTensor) and value.extent.numel > max(1, tensor.numel) for value in values.values()):
+        if any(
+            isinstance(value, StoredTensor) and value.extent.numel > max(1, tensor.numel) for value in values.values()
+        ):
             return False
     return True
 

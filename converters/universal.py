@@ -462,6 +462,11 @@ def _notes(model: Model, stage: int | None) -> Iterator[str]:
             f"{len(model.frozen)} frozen parameters and {len(model.buffers)} buffers are in the model files, but "
             "DeepSpeed takes only trained parameters from a universal checkpoint"
         )
+    if stage != 3 and zero_model.zero_options(model.checkpoint).get("round_robin_gradients"):
+        yield (
+            "load this without round_robin_gradients: with it, DeepSpeed takes one parameter's elements for another's "
+            "when it loads a universal checkpoint"
+        )
     if stage not in (1, 2):
         states = set(model.roles(model.masters))
         if states != _STAGE3_STATES or not model.checkpoint.state.scalars.get(STEP):

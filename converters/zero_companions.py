@@ -117,7 +117,7 @@ def _random_state(name: str) -> _RandomState | None:
 def _dropped(names: list[str], states: list[_RandomState], num_ranks: int) -> Iterator[str]:
     gone = sorted(state.rank for state in states if state.rank >= num_ranks)
     if gone:
-        yield f"random states of ranks {_span(gone)}: a run of {num_ranks} has none of these ranks"
+        yield f"random states of {_span(gone)}: a run of {num_ranks} has no such ranks"
     weights = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHTS)]
     if weights:
         yield f"{', '.join(weights[:4])}{', ...' if len(weights) > 4 else ''}: a second copy of the weights"
@@ -127,12 +127,14 @@ def _missing(states: list[_RandomState], num_ranks: int) -> Iterator[str]:
     there = {state.rank for state in states}
     missing = [rank for rank in range(num_ranks) if rank not in there]
     if states and missing:
-        yield f"no random states for ranks {_span(missing)}: these ranks start with fresh ones"
+        yield f"no random states for {_span(missing)}: there a run starts with fresh ones"
 
 
 def _span(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
     whole = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]} to {ranks[-1]}" if whole else ", ".join(map(str, ranks))
+    return f"ranks {ranks[0]} to {ranks[-1]}" if whole else "ranks " + ", ".join(map(str, ranks))
 
 
 def _content(folder: Path, name: str) -> bytes:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, ParamGroup
-from ckpt.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from ckpt.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ckpt.errors import LossError
-from ckpt.pickles import Record
+from ckpt.pickles import Record, StoredTensor
 from ckpt.precision import CAST_SOURCES, Choice, choices
+from ckpt.scalars import read_scalar
 from ckpt.tensors import Tensor
 from converters.zero_layout import undealt
 
@@ -74,9 +75,25 @@ class Model:
         return max(counts, key=lambda dtype: counts[dtype], default=FLOAT32)
 
     @property
+    def samples(self) -> int | None:
+        """Sequences consumed so far: DeepSpeed's own count, or that of another trainer's `train_state`."""
+        recorded = self.items.get("global_samples")
+        others = self.items.get("train_state")
+        if recorded is None and isinstance(others, Mapping):
+            recorded = others.get("sequences")
+        if isinstance(recorded, StoredTensor):
+            recorded = read_scalar(recorded.extent)
+        return recorded if isinstance(recorded, int) else None
+
+    @property
     def ties(self) -> Mapping[str, str]:
         """Alias to owner."""
         return _ties(self.checkpoint)
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed wrote the source."""
+        return _is_deepspeed(self.checkpoint)
 
     @property
     def version(self) -> str:
@@ -125,6 +142,8 @@ def _is_deepspeed(checkpoint: Checkpoint) -> bool:
 
 def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
     """`checkpoint` as a DeepSpeed model; `dtype` None keeps the model's own."""
+    recorded = None if dtype is not None else _recorded_dtype(checkpoint)
+    dtype = dtype or recorded
     aliases = set(_ties(checkpoint))
     chosen = {fqn: choice for fqn, choice in choices(checkpoint, dtype).items() if fqn not in aliases}
     buffers = {fqn: choice.tensor for fqn, choice in chosen.items() if _is_buffer(choice.tensor)}
@@ -133,7 +152,12 @@ def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
     masters = {fqn: _master(checkpoint, fqn) for group in groups for fqn in group.fqns}
     states, misfits = _states(checkpoint, masters)
     dropped = _misfit_lines(misfits)
-    notes = [*_gap_notes(groups, states), *_unknown_group_notes(resumable)]
+    notes = [
+        *_dtype_notes(checkpoint, dtype, recorded),
+        *_gap_notes(groups, states),
+        *_unknown_group_notes(resumable),
+        *_schedule_notes(checkpoint),
+    ]
     left_out = misfits | {
         key
         for fqn in masters
@@ -153,6 +177,29 @@ def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
         tuple(dropped),
         tuple(notes),
     )
+
+
+def _recorded_dtype(checkpoint: Checkpoint) -> DType | None:
+    """The dtype that the model's config gives a model whose weights were trained in float32, as FSDP keeps them.
+
+    A 16-bit model of DeepSpeed has weights of its own beside float32 masters.
+    """
+    config = checkpoint.config or {}
+    named = BY_NAME.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."))
+    stored = {tensor.dtype for tensor in checkpoint.with_role(WEIGHT)}
+    if _is_deepspeed(checkpoint) or named not in (BFLOAT16, FLOAT16) or stored != {FLOAT32}:
+        return None
+    return named
+
+
+def _dtype_notes(checkpoint: Checkpoint, dtype: DType | None, recorded: DType | None) -> Iterator[str]:
+    if recorded is not None:
+        yield (
+            f"the model is {recorded}, as its config says, and its float32 weights are the masters; "
+            "--dtype fp32 makes it a float32 model"
+        )
+    elif dtype is None and "ds_config" not in checkpoint.state.items:
+        yield "no DeepSpeed config is recorded: the files are those of a model in its stored precision (--dtype)"
 
 
 def _ties(checkpoint: Checkpoint) -> dict[str, str]:
@@ -229,6 +276,14 @@ def _unknown_group_notes(resumable: bool) -> Iterator[str]:
         )
 
 
+def _schedule_notes(checkpoint: Checkpoint) -> Iterator[str]:
+    if not _is_deepspeed(checkpoint) and "lr_scheduler" not in checkpoint.state.items:
+        yield (
+            "the source records no LR schedule: where DeepSpeed has the scheduler, load this with "
+            "load_checkpoint(..., load_lr_scheduler_states=False)"
+        )
+
+
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
@@ -298,7 +353,7 @@ def ds_config(model: Model, stage: int, asked: DType | None) -> tuple[dict[str, 
         options["elastic_checkpoint"] = False
         notes.append("ds_config: elastic_checkpoint is off, as ZeRO-3 has none")
     config["zero_optimization"] = options
-    if asked is not None or not recorded:
+    if asked is not None or not recorded:  # otherwise the run's own config has the precision
         config |= {
             "bf16": _section(config, "bf16") | {"enabled": model.dtype == BFLOAT16},
             "fp16": _section(config, "fp16") | {"enabled": model.dtype == FLOAT16},

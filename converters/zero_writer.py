@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt.checkpoint import MASTER, Checkpoint, Layout, Target, TargetFile
+from ckpt.checkpoint import BUFFER, MASTER, Checkpoint, Layout, Target, TargetFile
 from ckpt.dtypes import DType
 from ckpt.errors import UsageError
 from ckpt.pickles import Record, StoredDict
@@ -84,6 +84,11 @@ def _notes(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) 
     left = [fqn for fqn in model.masters if (fqn, "weight") in model.left_out]
     if stage == 3 and left:
         yield f"weights of {len(left)} parameters are not stored: ZeRO-3 rounds the masters"
+    if stage == 3 and model.frozen and not model.is_deepspeed and not any(True for _ in checkpoint.with_role(BUFFER)):
+        yield (
+            f"{len(model.frozen)} tensors that the optimizer does not own are taken for frozen parameters: the source "
+            "does not tell them from buffers, and ZeRO-3 loads neither as the other"
+        )
     batch = config.get("train_batch_size")
     if isinstance(batch, int) and batch % num_ranks:
         yield f"ds_config: train_batch_size {batch} does not divide by {num_ranks} ranks; resume with one that does"
@@ -124,8 +129,8 @@ def model_root(
         "skipped_steps": items.get("skipped_steps", 0),
         "global_steps": model.checkpoint.state.step or 0,
     }
-    if "global_samples" in items:  # without it DeepSpeed multiplies steps by the batch size
-        root["global_samples"] = items["global_samples"]
+    if model.samples is not None:  # without it DeepSpeed multiplies steps by the batch size
+        root["global_samples"] = model.samples
     return root | {
         "dp_world_size": num_ranks,
         "mp_world_size": 1,

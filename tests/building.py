@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +181,3 @@ def _model_file(module: OrderedDict[str, torch.Tensor], groups: Groups, num_rank
         "mp_world_size": 1,
         "ds_version": "0.19.8",
     }
-
-
-def numel(groups: Groups) -> int:
-    """Elements of all parameters."""
-    return sum(prod(t.shape) for group in groups for t in group.values())

@@ -1,4 +1,4 @@
-"""Run under torchrun: for each line of a file, an unmodified engine of torch's loads a DCP folder and says what it holds.
+"""Run under torchrun: for each line of a file, an unmodified engine of torch's loads DCP and says what it holds.
 
     torchrun --nproc-per-node 3 -m tests.dcp_loading jobs.jsonl
 

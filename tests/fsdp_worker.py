@@ -2,8 +2,9 @@
 
     python -m tests.fsdp_worker KIND RANK WORLD_SIZE RENDEZVOUS FOLDER
 
-KIND is fsdp2, hsdp, tp, fsdp1 or local.  FOLDER/ranks has the files of all ranks as verl saves them, FOLDER/full what
-Accelerate saves with FULL_STATE_DICT (the same functions of torch), which is the truth.  Imports nothing of ours.
+KIND is fsdp2, hsdp, tp, fsdp1, fsdp1_untied or local; with load- before it, FOLDER is loaded as Accelerate does.
+FOLDER/ranks has the files of all ranks as verl saves them, FOLDER/full what Accelerate saves with FULL_STATE_DICT (by
+the same functions of torch), which is the truth.  Imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,12 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1  # noqa: N811
 from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
     LocalStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -51,31 +53,34 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Odd shapes, a parameter of one element, tied embeddings, a frozen layer; no buffers, as in a language model."""
+    """Odd shapes, a parameter of one element, a frozen one, tied embeddings under the names of a language model."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool = True) -> None:
         super().__init__()
-        self.embed = nn.Embedding(13, 6)
-        self.blocks = nn.ModuleList([Block(), Block()])
         self.scale = nn.Parameter(torch.full((1,), 0.5))
-        self.head = nn.Linear(6, 13, bias=False)
-        self.head.weight = self.embed.weight
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(13, 6)
+        self.model.layers = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(6, 13, bias=False)
+        self.model.layers[0].norm.bias.requires_grad_(False)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
+        x = self.model.embed_tokens(ids)
+        for block in self.model.layers:
             x = block(x)
-        y: torch.Tensor = self.head(x * self.scale)
+        y: torch.Tensor = self.lm_head(x * self.scale)
         return y
 
 
 def build(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model as `kind` shards it, and its optimizer."""
     torch.manual_seed(0)
-    model: nn.Module = Model()
+    model: Any = Model(tied="untied" not in kind)
     world_size = dist.get_world_size()
-    if kind in ("fsdp1", "local"):
-        model = FSDP1(model, use_orig_params=True, device_id=torch.device("cpu"))
+    if kind in ("fsdp1", "fsdp1_untied", "local"):
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     else:
         mesh = None
         if kind == "fsdp2":
@@ -85,10 +90,10 @@ def build(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         if kind == "tp":
             grid = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("fsdp", "tp"))
             mesh = grid["fsdp"]
-            for block in model.blocks:  # type: ignore[union-attr]
-                parallelize_module(block, grid["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})  # type: ignore[arg-type]
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh)  # type: ignore[arg-type]
+            for block in model.model.layers:
+                parallelize_module(block, grid["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
@@ -108,12 +113,12 @@ def save(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: 
         one.mkdir(parents=True, exist_ok=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     if kind == "local":
-        with FSDP1.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()):
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()):
             torch.save(model.state_dict(), ranks / f"pytorch_model_fsdp_rank{rank}.bin")
         return
-    if kind == "fsdp1":
+    if kind.startswith("fsdp1"):
         configs = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-        with FSDP1.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs):
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs):
             state = model.state_dict()
             optimizer_state = optimizer.state_dict()
     else:
@@ -132,17 +137,34 @@ def save(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: 
         torch.save(scheduler.state_dict(), full / "scheduler.pt")
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[Any, Any]:
-    """As Accelerate loads FULL_STATE_DICT; returns what is gathered again."""
-    weights = torch.load(folder / "pytorch_model_fsdp.bin", weights_only=True)
-    states = torch.load(folder / "optimizer.bin", weights_only=True)
-    if isinstance(model, FSDP1):
-        with FSDP1.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-            model.load_state_dict(weights)
-            optimizer.load_state_dict(FSDP1.optim_state_dict_to_load(model, optimizer, states))
-    else:
-        set_model_state_dict(model, weights, options=FULL)
-        set_optimizer_state_dict(model, optimizer, states, options=FULL)
+def accelerate_plugin(version: int) -> Any:
+    """What Accelerate's own functions ask of its plugin under FULL_STATE_DICT."""
+    return SimpleNamespace(
+        fsdp_version=version,
+        state_dict_type=StateDictType.FULL_STATE_DICT,
+        state_dict_config=FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        optim_state_dict_config=FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        sync_module_states=True,
+    )
+
+
+def load(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[Any, Any]:
+    """By Accelerate's own functions; returns what is gathered again."""
+    from accelerate.state import PartialState
+    from accelerate.utils.fsdp_utils import load_fsdp_model, load_fsdp_optimizer
+
+    PartialState(cpu=True)  # for its logger
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)  # adds `initial_lr`, without which torch refuses a state that has it
+    version = 1 if isinstance(model, FullyShardedDataParallel) else 2
+    accelerator = SimpleNamespace(
+        process_index=dist.get_rank(),
+        num_processes=dist.get_world_size(),
+        is_main_process=dist.get_rank() == 0,
+        is_fsdp2=version == 2,
+        wait_for_everyone=dist.barrier,
+    )
+    load_fsdp_model(accelerate_plugin(version), accelerator, model, folder)
+    load_fsdp_optimizer(accelerate_plugin(version), accelerator, optimizer, model, folder)
     return get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import ckpt
 from ckpt import registry
-from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout
 from ckpt.errors import CkptError, CorruptError
 from ckpt.planner import check_source
 from tests.describing import content
@@ -84,6 +84,11 @@ def sample(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Declaration,
 
 
 Sample = tuple[Declaration, Path, Tensors]
+
+
+def layout_for(checkpoint: Checkpoint, target: str) -> Layout:
+    """The default layout, with a number of ranks where a sharded target needs one that the source does not have."""
+    return Layout(world_size=2 if checkpoint.world_size is None and target != "hf" else None)
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -168,10 +173,11 @@ def test_mutations_raise_only_our_errors(sample: Sample) -> None:
 def test_converts_deterministically_and_as_planned(sample: Sample, target: str, tmp_path: Path) -> None:
     declaration, path, _ = sample
     checkpoint = ckpt.open(path, declaration.format)
-    conversion = ckpt.plan(checkpoint, target)
+    layout = layout_for(checkpoint, target)
+    conversion = ckpt.plan(checkpoint, target, layout)
     one, other = tmp_path / "one", tmp_path / "other"
     conversion.run(one)
-    ckpt.plan(ckpt.open(path, declaration.format), target).run(other)
+    ckpt.plan(ckpt.open(path, declaration.format), target, layout).run(other)
     assert digests(one) == digests(other)
     planned = {file.name: file.size for file in conversion.plan.target.files}
     written = {str(f.relative_to(one)): f.stat().st_size for f in one.rglob("*") if f.is_file()}
@@ -182,7 +188,7 @@ def test_converts_deterministically_and_as_planned(sample: Sample, target: str, 
 def test_what_is_written_reads_back_equal(sample: Sample, target: str, tmp_path: Path) -> None:
     declaration, path, truth = sample
     checkpoint = ckpt.open(path, declaration.format)
-    ckpt.plan(checkpoint, target).run(tmp_path / "out")
+    ckpt.plan(checkpoint, target, layout_for(checkpoint, target)).run(tmp_path / "out")
     back = ckpt.open(tmp_path / "out", target)
     report = ckpt.verify(checkpoint, back)
     assert report.equal, "\n".join(report.lines())

@@ -13,6 +13,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ from tests.engines import REPOSITORY, Truth, launch
 
 STAGES = (1, 2, 3)
 WORLD_SIZES = (1, 2, 3, 4)
-MODELS = ("llama", "qwen2", "toy")
 STEPS = 2
 
 pytestmark = pytest.mark.slow
@@ -65,10 +66,11 @@ class Cell:
     way: str = "zero"
     load: dict[str, Any] = field(default_factory=dict)
     refused: bool = False
+    ds_config: dict[str, Any] | None = None  # the source's own
 
     @property
     def name(self) -> str:
-        return f"{self.source.name}-{self.way}{self.stage}w{self.world_size}" + ("-by-name" if self.load else "")
+        return f"{self.source.name}-{self.way}{self.stage}w{self.world_size}" + ("-refused" if self.refused else "")
 
 
 def written(config: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -80,16 +82,37 @@ def written(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def matrix() -> Iterator[Cell]:
-    """Every (stage, N) to every (stage, M), with the models in turn.  The toy has other parameters under ZeRO-3."""
-    number = 0
-    for stage in STAGES:
-        for before in WORLD_SIZES:
-            for to in STAGES:
-                for after in WORLD_SIZES:
-                    fitting = MODELS if (stage == 3) == (to == 3) else MODELS[:2]
-                    model = fitting[number % len(fitting)]
-                    number += 1
-                    yield Cell(Source(f"{model}-zero{stage}w{before}", stage, before, model), to, after)
+    """(stage, N) to (stage, M): the same stage for every N and M, another for M = N and N + 1.
+
+    llama and qwen2, whose embeddings are tied, take turns.
+    """
+    for stage, before in product(STAGES, WORLD_SIZES):
+        source = plain("qwen2" if (stage + before) % 2 else "llama", stage, before)
+        for to, after in product(STAGES, WORLD_SIZES):
+            if stage == to or after in (before, before % len(WORLD_SIZES) + 1):
+                yield Cell(source, to, after)
+
+
+def toys() -> Iterator[Cell]:
+    """Parameters that are 0-d, empty, smaller than the number of ranks, frozen, tied; buffers of all kinds.
+
+    The toy has no empty parameter under ZeRO-3, so that it stays on its side.
+    """
+    for stage, before, to, after in (
+        (1, 3, 1, 4),
+        (1, 3, 2, 2),
+        (2, 2, 1, 3),
+        (2, 2, 2, 4),
+        (3, 3, 3, 4),
+        (3, 3, 3, 1),
+    ):
+        yield Cell(plain("toy", stage, before), to, after)
+
+
+@cache
+def plain(model: str, stage: int, world_size: int) -> Source:
+    """A run without options."""
+    return Source(f"{model}-zero{stage}w{world_size}", stage, world_size, model)
 
 
 _FP16 = {"dtype": "fp16", "initial_scale_power": 8}
@@ -124,29 +147,37 @@ OPTIONS = {
     Source("old_torch_files", 3, 3, ds_config={"checkpoint": {"checkpoint_serialization": False}}): [(3, 2)],
 }
 ELASTIC = Source("elastic", 2, 3, ds_config=zero(elastic_checkpoint=True))
-PLAIN = {stage: Source(f"llama-zero{stage}w3", stage, 3) for stage in STAGES}
-BY_NAME = {"load_optimizer_states": False}
+LLAMA = plain("llama", 3, 3)
+NO_SCHEDULE = {"load_lr_scheduler_states": False}
+BY_NAME = {"load_optimizer_states": False, **NO_SCHEDULE}
 
 #: What other formats have to offer, taken from a run of ZeRO-3: weights only, or everything but DeepSpeed's own.
 OTHERS = [
-    *(Cell(PLAIN[3], stage, 2, "weights", BY_NAME) for stage in STAGES),
-    *(Cell(PLAIN[3], stage, 2, "weights", refused=True) for stage in STAGES),
-    *(Cell(PLAIN[3], stage, 2, "foreign") for stage in STAGES),
+    *(Cell(LLAMA, stage, 2, "weights", BY_NAME) for stage in STAGES),
+    *(Cell(LLAMA, stage, 2, "weights", NO_SCHEDULE, refused=True) for stage in STAGES),
+    *(Cell(LLAMA, stage, 2, "foreign") for stage in STAGES),
     Cell(ELASTIC, 2, 2, "zero", BY_NAME),
 ]
 UNIVERSALS = [
     *(
-        Cell(Source(f"{model}-zero{stage}w3", stage, 3, model), stage, after, "universal")
-        for stage in STAGES
-        for model, after in (("llama", 2), ("qwen2", 4), ("toy", 2))
+        Cell(plain(model, stage, before), stage, after, "universal")
+        for model, stage, before, after in (
+            ("llama", 1, 3, 2),
+            ("toy", 1, 3, 4),
+            ("qwen2", 2, 3, 4),
+            ("toy", 2, 2, 3),
+            ("llama", 3, 3, 2),
+            ("toy", 3, 3, 2),
+        )
     ),
-    *(Cell(PLAIN[3], stage, 2, "foreign-universal") for stage in STAGES),
-    Cell(PLAIN[3], 2, 2, "weights-universal"),
+    *(Cell(LLAMA, stage, 2, "foreign-universal") for stage in STAGES),
+    Cell(LLAMA, 2, 2, "weights-universal", NO_SCHEDULE),
     Cell(ELASTIC, 2, 2, "universal"),
     Cell(next(source for source in OPTIONS if source.name == "momentum"), 2, 2, "universal"),
-    Cell(next(source for source in OPTIONS if source.name == "round_robin"), 2, 2, "universal"),
+    # Into an engine that deals, DeepSpeed loads every universal checkpoint wrongly: its map is of the order before.
+    Cell(next(source for source in OPTIONS if source.name == "round_robin"), 2, 2, "universal", ds_config={}),
 ]
-MATRIX = list(matrix())
+MATRIX = [*matrix(), *toys()]
 CELLS = [*MATRIX, *(Cell(s, *to) for s, all_to in OPTIONS.items() for to in all_to), *OTHERS, *UNIVERSALS]
 
 #: Runs that stop after 4 of 8 steps: from (stage, ranks) to (stage, ranks).
@@ -223,7 +254,7 @@ def loaded(sources: Path) -> Path:
     for cell in CELLS:
         source, output = cell.source, sources / "converted" / cell.name
         convert(cell, sources / source.name, output)
-        config = dict(source.ds_config)
+        config = dict(source.ds_config if cell.ds_config is None else cell.ds_config)
         if cell.way.endswith("universal"):
             config["checkpoint"] = {"load_universal": True}
         job = {"strategy": f"zero{cell.stage}", "model": source.model, "resume": str(output), "output": str(output)}
@@ -275,7 +306,7 @@ def assert_equal(cell: Cell, folder: Path) -> int:
 def test_every_stage_and_number_of_ranks(cell: Cell, loaded: Path, tables: Any) -> None:
     source = cell.source
     tables["ZeRO to ZeRO: tensors bit for bit equal in the unmodified engine that loaded them"][
-        f"zero{source.stage} w{source.world_size}"
+        f"{source.model} zero{source.stage} w{source.world_size}"
     ][f"{cell.stage}w{cell.world_size}"] = str(assert_equal(cell, loaded))
 
 
@@ -290,7 +321,8 @@ def test_options(cell: Cell, loaded: Path, tables: Any) -> None:
 def test_weights_alone_are_loaded_by_name_and_never_by_position(loaded: Path) -> None:
     for cell in (cell for cell in OTHERS if cell.way == "weights"):
         if cell.refused:
-            assert "parameter group" in (loaded / "converted" / cell.name / "refused.txt").read_text()
+            said = (loaded / "converted" / cell.name / "refused.txt").read_text()
+            assert "parameter group" in said or "disable optimizer-state loading" in said
             continue
         before, after = truths(cell, loaded)
         kept = {key for key in before.tensors if key[1] in (WEIGHT, BUFFER)}
@@ -310,7 +342,7 @@ def test_what_other_frameworks_record(cell: Cell, loaded: Path) -> None:
 
 @pytest.mark.parametrize("cell", UNIVERSALS, ids=lambda cell: cell.name)
 def test_universal(cell: Cell, loaded: Path, tables: Any) -> None:
-    """All that DeepSpeed takes from a universal checkpoint: no buffers, and no frozen parameters (which did not move)."""
+    """All that DeepSpeed takes from a universal checkpoint: no buffers, no frozen parameters (which did not move)."""
     before, after = truths(cell, loaded)
     whole = cell.way != "weights-universal"
     keys = {key for key in before.tensors if key[1] != BUFFER and (whole or key[1] in (WEIGHT, MASTER))}

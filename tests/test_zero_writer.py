@@ -5,7 +5,9 @@ What real engines make of such files is in test_zero_reshard.py.
 
 from __future__ import annotations
 
+import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt import api
-from ckpt.checkpoint import MASTER, WEIGHT, Checkpoint, Layout, SourceFile
-from ckpt.dtypes import FLOAT32
+from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, ParamGroup, TrainingState
+from ckpt.dtypes import BFLOAT16, FLOAT32
 from ckpt.errors import LossError, UsageError
+from ckpt.planner import make_plan
+from ckpt.run import execute
+from converters.zero import ZERO1, ZERO2, ZERO3
 from converters.zero_layout import dealt, flat_layout, parameter_alignment, slot_layout, sub_groups, undealt
 from converters.zero_partitions import slot_size
 from tests.describing import content
@@ -197,3 +202,186 @@ def assert_same_tensors(a: Checkpoint, b: Checkpoint) -> None:
     assert a.state.scalars == b.state.scalars
     assert [(g.fqns, g.options) for g in a.state.param_groups] == [(g.fqns, g.options) for g in b.state.param_groups]
     assert a.ties == b.ties and a.state.step == b.state.step
+
+
+# -- what follows from the source --------------------------------------------------------------------------------------
+
+ZEROS = {1: ZERO1, 2: ZERO2, 3: ZERO3}
+
+
+def lay_out(checkpoint: Checkpoint, stage: int, output: Path, **layout: Any) -> Any:
+    """Write `checkpoint` as it is; the target, for its notes."""
+    target = ZEROS[stage].lay_out(checkpoint, Layout(**layout))
+    execute(make_plan(checkpoint, target), output)
+    return target
+
+
+def with_items(checkpoint: Checkpoint, **items: Any) -> Checkpoint:
+    return replace(checkpoint, state=replace(checkpoint.state, items={**checkpoint.state.items, **items}))
+
+
+def foreign(checkpoint: Checkpoint, **state: Any) -> Checkpoint:
+    """As a format of another framework describes it."""
+    bare = replace(checkpoint.state, items={})
+    return replace(checkpoint, format="other", framework=None, state=replace(bare, **state))
+
+
+def inner(path: Path) -> Any:
+    return loaded(path)["optimizer_state_dict"]
+
+
+def test_round_robin_is_dealt_anew_for_the_new_number_of_ranks(fixtures: Path, tmp_path: Path) -> None:
+    source = api.open(fixtures / "trainer-zero2")
+    config = source.state.items["ds_config"]
+    dealing = {**config, "zero_optimization": {**config["zero_optimization"], "round_robin_gradients": True}}
+    groups = tuple(ParamGroup(tuple(dealt(g.fqns, 2)), g.options) for g in source.state.param_groups)
+    as_dealt = with_items(replace(source, state=replace(source.state, param_groups=groups)), ds_config=dealing)
+    lay_out(as_dealt, 1, tmp_path / "out", world_size=3)
+    shapes = loaded(tmp_path / "out" / "global_step2" / "mp_rank_00_model_states.pt")["param_shapes"]
+    assert [list(group) for group in shapes] == [dealt(g.fqns, 3) for g in source.state.param_groups]
+    again = api.open(tmp_path / "out")
+    assert all(content(again.tensors[key]) == content(tensor) for key, tensor in source.tensors.items())
+    mappings = inner(tmp_path / "out" / "global_step2" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    for shape_group, mapping in zip(shapes, mappings["param_slice_mappings"], strict=True):
+        here = sorted((address.start, address.numel) for address in mapping.values())
+        assert set(mapping) <= set(shape_group)
+        assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(here))
+
+
+def test_parameters_are_aligned_where_the_config_says_so(fixtures: Path, tmp_path: Path) -> None:
+    source = api.open(fixtures / "toy-zero3")
+    config = source.state.items["ds_config"]
+    options = {**config["zero_optimization"], "parameter_alignment": True}
+    aligned = with_items(source, ds_config={**config, "zero_optimization": options})
+    lay_out(aligned, 2, tmp_path / "out", world_size=2)
+    file = inner(tmp_path / "out" / "global_step2" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert file["param_alignment_paddings"] == [[3, 3, 0], [7, 7, 6, 5, 0]]  # to 8 elements: 16 bytes of bf16
+    again = api.open(tmp_path / "out", "zero2")
+    assert all(content(again.tensors[key]) == content(tensor) for key, tensor in source.tensors.items())
+
+
+def test_sub_groups_are_those_of_the_new_number_of_ranks(fixtures: Path, tmp_path: Path) -> None:
+    source = api.open(fixtures / "toy-zero3")
+    config = source.state.items["ds_config"]
+    small = with_items(source, ds_config={**config, "zero_optimization": {"stage": 3, "sub_group_size": 40}})
+    for number, expected in ((1, [1, 1, 1, 5]), (9, [1, 2, 5])):
+        output = tmp_path / f"w{number}"
+        lay_out(small, 3, output, world_size=number)
+        shapes = loaded(output / "global_step2" / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
+        assert [len(group) for group in shapes] == expected
+        assert_same_tensors(api.open(output), source)
+
+
+def test_another_precision_is_in_the_names_and_the_config(fixtures: Path, tmp_path: Path) -> None:
+    lay_out(api.open(fixtures / "toy-zero2"), 2, tmp_path / "out", dtype=FLOAT32)
+    step = tmp_path / "out" / "global_step2"
+    assert (step / "zero_pp_rank_0_mp_rank_00_optim_states.pt").is_file()
+    model = loaded(step / "mp_rank_00_model_states.pt")
+    assert not model["ds_config"]["bf16"]["enabled"]
+    source = api.open(fixtures / "toy-zero2")
+    master = content(source.tensors["conv.weight", MASTER])
+    assert model["module"]["conv.weight"].numpy().tobytes() == master[2]
+
+
+def test_tied_parameters_are_one_storage(fixtures: Path, tmp_path: Path) -> None:
+    lay_out(api.open(fixtures / "toy-zero3"), 1, tmp_path / "out")
+    model = loaded(tmp_path / "out" / "global_step2" / "mp_rank_00_model_states.pt")
+    assert model["shared_params"] == {"head.weight": "embed.weight"}
+    assert model["module"]["head.weight"].data_ptr() == model["module"]["embed.weight"].data_ptr()
+    assert model["frozen_param_shapes"] is None and "frozen.weight" in model["module"]
+
+
+def test_a_foreign_source_needs_a_number_of_ranks(fixtures: Path) -> None:
+    with pytest.raises(UsageError, match="number of ranks"):
+        ZERO3.lay_out(replace(foreign(api.open(fixtures / "toy-zero3")), world_size=None), Layout())
+
+
+def test_a_foreign_source_gets_a_loss_scaler_and_keeps_its_own_state(fixtures: Path, tmp_path: Path) -> None:
+    source = foreign(api.open(fixtures / "lora-zero3"), items={"mine": [1, 2], "global_samples": 48, "module": "?"})
+    target = lay_out(source, 3, tmp_path / "out", world_size=1)
+    step = tmp_path / "out" / "global_step2"
+    model = loaded(step / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    assert (model["mine"], model["global_samples"], model["global_steps"]) == ([1, 2], 48, 2)
+    assert [line for line in target.dropped if "'module'" in line]
+    assert inner(step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")["loss_scaler"].cur_scale == 1.0
+
+
+def test_weights_without_groups_are_a_group_each(fixtures: Path, tmp_path: Path) -> None:
+    """An optimizer that resumed from these would take one parameter's numbers for another's: DeepSpeed refuses."""
+    source = api.open(fixtures / "lora-zero3")
+    tensors = {key: tensor for key, tensor in source.tensors.items() if key[1] in (WEIGHT, BUFFER)}
+    bare = replace(foreign(source), tensors=tensors, state=TrainingState())
+    target = lay_out(bare, 2, tmp_path / "out", world_size=2)
+    assert any("load_optimizer_states=False" in note for note in target.notes)
+    again = api.open(tmp_path / "out")
+    assert len(again.state.param_groups) == len([t for t in tensors.values() if t.numel])
+    for (fqn, _), tensor in tensors.items():
+        assert content(again.tensors[fqn, WEIGHT]) == content(tensor)
+        assert again.tensors[fqn, MASTER].dtype == FLOAT32
+
+
+def test_fsdps_float32_parameters_are_the_masters_of_the_model_that_the_config_names(
+    fixtures: Path, tmp_path: Path
+) -> None:
+    source = api.open(fixtures / "lora-zero3")
+    masters = {(fqn, WEIGHT): replace(t, role=WEIGHT) for (fqn, role), t in source.tensors.items() if role == MASTER}
+    bare = replace(foreign(source), tensors=masters, state=TrainingState(), config={"dtype": "bfloat16"})
+    target = lay_out(bare, 1, tmp_path / "out", world_size=1)
+    assert any("as its config says" in note for note in target.notes)
+    again = api.open(tmp_path / "out")
+    for fqn, _ in masters:
+        assert again.tensors[fqn, WEIGHT].dtype == BFLOAT16
+        assert content(again.tensors[fqn, MASTER]) == content(source.tensors[fqn, MASTER])
+
+
+def test_different_steps_in_a_group_are_refused(fixtures: Path) -> None:
+    source = api.open(fixtures / "toy-zero3")
+    steps = {**source.state.scalars["step"], "down.bias": 1.0}
+    odd = replace(source, state=replace(source.state, scalars={"step": steps}))
+    with pytest.raises(LossError, match="different numbers of steps"):
+        make_plan(odd, ZERO1.lay_out(odd, Layout()))
+
+
+def test_states_that_are_not_there_are_zeros_and_said_to_be(fixtures: Path, tmp_path: Path) -> None:
+    source = api.open(fixtures / "toy-zero3")
+    kept = {key: tensor for key, tensor in source.tensors.items() if key != ("down.bias", "exp_avg")}
+    target = lay_out(replace(source, tensors=kept), 2, tmp_path / "out", world_size=2)
+    assert any("exp_avg of down.bias is not in the source" in note for note in target.notes)
+    _, shape, data = content(api.open(tmp_path / "out").tensors["down.bias", "exp_avg"])
+    assert shape == (5,) and not any(data)
+
+
+def test_states_of_another_shape_are_listed(fixtures: Path, tmp_path: Path) -> None:
+    source = api.open(fixtures / "toy-zero3")
+    row = replace(source.tensors["down.bias", "exp_avg"], fqn="down.weight", role="exp_avg_row")
+    target = lay_out(
+        replace(source, tensors={**source.tensors, ("down.weight", "exp_avg_row"): row}), 2, tmp_path / "o"
+    )
+    assert [line for line in target.dropped if line.startswith("optimizer state exp_avg_row of down.weight")]
+
+
+def test_a_group_that_names_what_is_not_there_is_refused(fixtures: Path) -> None:
+    source = api.open(fixtures / "toy-zero3")
+    groups = (*source.state.param_groups, ParamGroup(("nowhere",), {"lr": 1.0}))
+    with pytest.raises(LossError, match="nowhere"):
+        ZERO1.lay_out(replace(source, state=replace(source.state, param_groups=groups)), Layout())
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "names", "word"),
+    [
+        (1, {"rng_state.pth"}, "random states of rank 1"),
+        (2, {"rng_state_0.pth", "rng_state_1.pth"}, ""),
+        (4, {"rng_state_0.pth", "rng_state_1.pth"}, "no random states for ranks 2, 3"),
+    ],
+)
+def test_trainer_folder(num_ranks: int, names: set[str], word: str, fixtures: Path, tmp_path: Path) -> None:
+    """What HF Trainer resumes from stands beside the step folder, with the random states of the ranks that exist."""
+    source = api.open(fixtures / "trainer-zero2")
+    target = lay_out(source, 3, tmp_path / "out", world_size=num_ranks)
+    home = Path(source.path).parent
+    assert {p.name for p in (tmp_path / "out").glob("rng_state*")} == names
+    for name in ("trainer_state.json", "config.json", "tokenizer_config.json", "latest"):
+        assert (tmp_path / "out" / name).read_bytes() == (home / name).read_bytes()
+    assert (tmp_path / "out" / min(names)).read_bytes() == (home / "rng_state_0.pth").read_bytes()
+    assert any(word in line for line in (*target.dropped, *target.notes))

@@ -45,7 +45,7 @@ def gather(job: dict[str, Any], load: dict[str, Any], refused: bool) -> None:
     engine = ZeroEngine(models.build_model(config), config)
     try:
         path, client = engine.engine.load_checkpoint(config.resume, **load)
-    except (KeyError, ValueError) as error:
+    except (KeyError, RuntimeError, ValueError) as error:
         if not refused:
             raise
         (output / "refused.txt").write_text(f"{type(error).__name__}: {error}")

@@ -5,7 +5,7 @@ curve do not depend on how many ranks share the work.
 """
 
 import random
-from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,8 +33,8 @@ def batch(first: int, count: int, length: int, seed: int) -> torch.Tensor:
     return torch.tensor([sequence(first + i, length, seed) for i in range(count)])
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Writes tokenizer.json and its companions: ids 0-255 are the bytes, then the specials."""
+def build_tokenizer() -> Any:
+    """The tokenizer: ids 0-255 are the bytes, then the specials."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,13 +43,13 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS))
     bos, eos, pad = SPECIALS
-    PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=bos,
         eos_token=eos,
         pad_token=pad,
         clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
+    )
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -31,7 +31,7 @@ def write_run_files(folder: Path, model: Any, config: Config) -> None:
         return
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    data.write_tokenizer(folder)
+    data.build_tokenizer().save_pretrained(folder)
     if config.lora:
         model.peft_config["default"].save_pretrained(folder)
 
@@ -69,29 +69,34 @@ def find_checkpoint(config: Config) -> tuple[Path, str]:
 def _require_fit(config: Config, folder: Path) -> None:
     """UserError with the conversion that helps if this run's engine or number of ranks cannot take a checkpoint."""
     format, written_by = _identify(folder)
+    zero, trainer = config.strategy in ZERO, config.through == "trainer"
+    to = config.strategy if zero else config.saving if trainer else "dcp"
+    if format == "universal" and zero and "load_universal" in read_ds_config(config.ds_config).get("checkpoint", {}):
+        return
     if format == "universal":
-        if config.strategy in ZERO and "load_universal" in read_ds_config(config.ds_config).get("checkpoint", {}):
-            return
-        problem = "a universal checkpoint, and this run's --ds-config does not ask for one"
-    elif (format in ZERO) != (config.strategy in ZERO):
+        problem = "a universal checkpoint, which DeepSpeed reads only if --ds-config asks for it"
+    elif zero != (format in ZERO) or (zero and format != to and "zero3" in (format, to)):
         problem = f"a {format} checkpoint, which --strategy {config.strategy} does not read"
-    elif format in ZERO and format != config.strategy and "zero3" in (format, config.strategy):
-        problem = f"a {format} checkpoint, which --strategy {config.strategy} does not read"
+    elif trainer and not zero and format != to:
+        problem = f"a {format} checkpoint, which Trainer does not read under --save {config.saving}"
     elif written_by not in (None, dist.get_world_size()) and not (format == "dcp" and config.reshard):
         problem = f"a {format} checkpoint of {written_by} ranks, and this run has {dist.get_world_size()}"
+    elif trainer and not any((path / "trainer_state.json").is_file() for path in (folder, folder.parent)):
+        raise UserError(f"--resume {config.resume}: Trainer has not been here, so resume it without --through trainer")
+    elif not trainer and not zero and (folder / "trainer_state.json").is_file():
+        raise UserError(f"--resume {config.resume}: a folder of Trainer's, so resume it with --through trainer")
     else:
         return
-    to = config.strategy if config.strategy in ZERO else "dcp"
     command = f"ckpt convert {format} {to} {shlex.quote(str(config.resume))} --world-size {dist.get_world_size()}"
     raise UserError(f"--resume {config.resume}: {problem}\nhint: {command}")
 
 
 def _identify(folder: Path) -> tuple[str, int | None]:
     """Name of a checkpoint's format, as `ckpt` knows it, and the number of ranks that wrote it if that matters."""
-    if (folder / ".metadata").is_file():
-        ranks = {match[1] for file in folder.iterdir() if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", file.name))}
-        return "dcp", len(ranks)
-    if (folder / "model.pt").is_file():
+    for dcp in (folder, folder / "pytorch_model_fsdp_0"):
+        if (dcp / ".metadata").is_file():
+            return "dcp", len({match[1] for file in dcp.iterdir() if (match := re.match(r"__(\d+)_", file.name))})
+    if any((folder / name).is_file() for name in ("model.pt", "pytorch_model_fsdp.bin", "optimizer.pt")):
         return "full", None
     if (folder / "zero").is_dir():
         return "universal", None

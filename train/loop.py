@@ -57,6 +57,9 @@ def run(config: Config) -> list[Path]:
             f"--batch {config.batch} does not divide into {dist.get_world_size()} ranks x {config.accumulate} "
             "micro batches"
         )
+    if config.through == "trainer":
+        paths: list[Path] = importlib.import_module("train.trainer").run(config)
+        return paths
     resumed = folders.find_checkpoint(config) if config.resume else None
     model = models.build_model(config)
     engine: Engine = importlib.import_module(ENGINES[config.strategy]).open_engine(model, config)

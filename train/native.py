@@ -129,22 +129,11 @@ class NativeEngine:
             ) from error
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Every tensor in full, on every rank: full_tensor() of each DTensor, or FSDP1's own gathering."""
-        options = StateDictOptions(full_state_dict=True)
-        state = get_model_state_dict(self.model, options=options)
-        tensors = {f"weight/{name}": state[name] for name in self.parameters}
-        tensors |= {f"buffer/{name}": state[name] for name in self.buffers}
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        steps = set()
-        for name, values in optimizer["state"].items():
-            for role, value in values.items():
-                if role == "step":
-                    steps.add(int(value))
-                elif torch.is_tensor(value) and value.shape == state[name].shape:
-                    tensors[f"{role}/{name}"] = value
+        """Every tensor in full, on every rank."""
+        tensors, adam_step = gather(self.model, self.optimizer, list(self.parameters), list(self.buffers))
         facts = self.facts | {
             "param_groups": truth.describe_groups(self.optimizer.param_groups, self.group_names),
-            "adam_step": max(steps, default=None),
+            "adam_step": adam_step,
             "precision": self.config.precision,
         }
         return tensors, facts
@@ -177,6 +166,25 @@ class NativeEngine:
         if scale < 1.0:
             for gradient in gradients:
                 gradient.mul_(scale.item())
+
+
+def gather(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: list[str], buffers: list[str]
+) -> tuple[dict[str, torch.Tensor], int | None]:
+    """The truth's tensors by torch's own gathering (full_tensor() of each DTensor, FSDP1's), and Adam's step."""
+    options = StateDictOptions(full_state_dict=True)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    tensors = {f"weight/{name}": state[name] for name in parameters}
+    tensors |= {f"buffer/{name}": state[name] for name in buffers}
+    steps = set()
+    states: Any = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    for name, values in states.items():
+        for role, value in values.items():
+            if role == "step":
+                steps.add(int(value))
+            elif torch.is_tensor(value) and value.shape == state[name].shape:
+                tensors[f"{role}/{name}"] = value
+    return tensors, max(steps, default=None)
 
 
 def build_mesh(config: Config) -> DeviceMesh | None:
@@ -229,8 +237,14 @@ def tensor_parallel_plan(model: nn.Module, config: Config) -> dict[str, Any]:
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TENSOR_PARALLEL
     }
     sizes = getattr(model, "config", None)
-    if not plan or config.lora or any(getattr(sizes, name) % config.tp for name in ("num_key_value_heads", "intermediate_size")):
-        raise UserError(f"--strategy tp-fsdp: --model {config.model} does not split {config.tp} ways, llama_even by 2 does")
+    if (
+        not plan
+        or config.lora
+        or any(getattr(sizes, name) % config.tp for name in ("num_key_value_heads", "intermediate_size"))
+    ):
+        raise UserError(
+            f"--strategy tp-fsdp: --model {config.model} does not split {config.tp} ways, llama_even by 2 does"
+        )
     return plan
 
 

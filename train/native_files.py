@@ -4,7 +4,7 @@
 --save full   step-N/model.pt                    rank 0's torch.save of everything gathered
 --save ranks  step-N/{model,optim,extra_state}_world_size_W_rank_R.pt, fsdp_config.json, as verl does
 
-The state is {"model", "optimizer", "lr_scheduler", "train_state", "rng_state": {rank: ...}}. --keys spells the optimizer
+The state is {"model", "optimizer", "lr_scheduler", "train_state", "rng_state": {rank: ...}}. The optimizer, by --keys:
 
 nested      state.<fqn>.exp_avg, param_groups.0.lr, param_groups.0.params = names     get_optimizer_state_dict
 flat        state.<fqn>.exp_avg, param_groups.<fqn>.lr                                flatten_optimizer_state_dict=True
@@ -106,7 +106,9 @@ def _state(engine: Any, keys: str, full: bool) -> dict[str, Any]:
 
 
 def _set_state(engine: Any, state: dict[str, Any], keys: str, full: bool) -> None:
-    model = {name: state[name] for name in state.keys() - set(_BESIDE_MODEL)} if keys == "torchtitan" else state["model"]
+    model = (
+        {name: state[name] for name in state.keys() - set(_BESIDE_MODEL)} if keys == "torchtitan" else state["model"]
+    )
     set_model_state_dict(engine.model, model, options=_options(keys, full))
     optimizer = state["optimizer"]
     if full and not any(optimizer["state"].values()):  # plain SGD; torch would look for a tensor

@@ -3,12 +3,14 @@
 `<output>/truth/<tag>.safetensors` holds, under fully qualified names as the model's state_dict() spells them,
 
     weight/<fqn>      every parameter in the model's dtype, frozen ones too, each tied parameter once
-    master/<fqn>      the fp32 copy of every trainable parameter that has elements
+    master/<fqn>      the fp32 copy of every trainable parameter that has elements, where the engine keeps one (ZeRO).
+                      DDP and FSDP step the weights themselves, which are fp32 unless --precision pure: no masters
     <state>/<fqn>     every optimizer state that is shaped like its parameter: exp_avg, momentum_buffer, ...
     buffer/<fqn>      every persistent buffer, of rank 0
 
 and as JSON texts in its metadata: ties (alias -> owner), frozen (names), param_groups (names and hyperparameters),
-adam_step, step, world_size, dtype, strategy. `<tag>-logits.safetensors` holds input_ids and the logits that the live
+adam_step, step, world_size, dtype, strategy, precision (not ZeRO). The dtype is the one computed in: FSDP's weights
+are fp32 under dtype bf16 and precision mixed. `<tag>-logits.safetensors` holds input_ids and the logits that the live
 model gives for them in eval mode, in its own dtype.
 """
 

@@ -131,6 +131,14 @@ class ZeroEngine:
             config=self.config,
         )
 
+    @classmethod
+    def around(cls, engine: Any, groups: list[dict[str, Any]]) -> "ZeroEngine":
+        """The Engine of a DeepSpeed engine that somebody else made, with its parameters by group and name."""
+        self = cls.__new__(cls)
+        self.engine, self.optimizer, self.stage = engine, engine.optimizer, engine.zero_optimization_stage()
+        self.groups, self.names, self.config = groups, {}, {}
+        return self
+
     @property
     def step(self) -> int:
         """Optimizer steps since the beginning; those skipped for overflow count, as in the checkpoint's tag."""

@@ -1,0 +1,251 @@
+"""The same runs through transformers.Trainer: DeepSpeed or, by Accelerate, FSDP. Its folders are the users' own.
+
+    OUTPUT/checkpoint-N/{config.json, trainer_state.json, training_args.bin, scheduler.pt, rng_state_R.pth, ...}
+
+and in it {latest, global_stepN/}, {pytorch_model_fsdp_0/, optimizer_0/} (--save dcp), {pytorch_model_fsdp.bin,
+optimizer.bin, model.safetensors} (--save full) or, under ddp, {model.safetensors, optimizer.pt}.
+"""
+
+import gc
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.distributed.fsdp import _state_dict_utils
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from train import data, folders, launch, models, truth
+from train.config import ZERO, Config, UserError
+from train.native import gather
+
+_SCHEDULERS = {"deepspeed": "linear", "torch": "cosine", "none": "constant"}
+
+
+def run(config: Config) -> list[Path]:
+    """Trains, saves, and returns the folders of the checkpoints written. Needs a process group."""
+    if config.strategy not in (*ZERO, "ddp", "fsdp1", "fsdp2") or config.model == "toy" or config.dtype == "fp16":
+        raise UserError("--through trainer takes zero1, zero2, zero3, ddp, fsdp1, fsdp2; no toy and no fp16")
+    if config.optimizer not in ("adamw", "sgd"):
+        raise UserError("--through trainer takes --optimizer adamw or sgd")
+    if config.lora and config.strategy == "fsdp1" and config.resume:
+        raise UserError("--resume: for --lora under fsdp1, Accelerate and PEFT leave a checkpoint without weights")
+    resumed = folders.find_checkpoint(config) if config.resume else None
+    folder = None
+    if resumed:  # of DeepSpeed's, the tag lies inside Trainer's folder
+        folder = resumed[0] if (resumed[0] / "trainer_state.json").is_file() else resumed[0] / resumed[1]
+    first = json.loads((folder / "trainer_state.json").read_text())["global_step"] if folder else 0
+    environment = dict(os.environ)
+    model = models.build_model(config)
+    if config.precision == "pure":
+        model.to(models.DTYPES[config.dtype])
+    trainer = OrderedTrainer(
+        model=model,
+        args=arguments(config, first + config.steps),
+        train_dataset=Sequences(config),
+        processing_class=data.build_tokenizer(),
+        callbacks=[],
+    )
+    if config.strategy == "fsdp1" and trainer.args.use_cpu:
+        # What FSDP1 offloads from a CPU to a CPU are views of one buffer, which it fills again for the next state.
+        trainer.accelerator.state.fsdp_plugin.optim_state_dict_config.offload_to_cpu = False
+    trainer.config = config
+    trainer.add_callback(Recorder(trainer, config))
+    try:
+        trainer.train(resume_from_checkpoint=str(folder) if folder else None)
+        if dist.get_rank() == 0:
+            # Trainer puts neither into a checkpoint of SHARDED_STATE_DICT; scripts leave them in the run folder.
+            folders.write_run_files(Path(config.output), model, config)
+            print(f"saved {config.output}/checkpoint-{trainer.state.global_step}", flush=True)
+        return [Path(config.output, f"checkpoint-{trainer.state.global_step}")]
+    finally:
+        close(trainer, config)
+        os.environ.clear()
+        os.environ.update(environment)
+        del trainer, model
+        gc.collect()
+
+
+def arguments(config: Config, last: int) -> TrainingArguments:
+    """What a user would give Trainer for this run, which ends with step `last`."""
+    options: dict[str, Any] = {}
+    if config.strategy in ZERO:
+        options["deepspeed"] = deepspeed_options(config)
+    elif config.strategy != "ddp":
+        options["fsdp"] = True
+        options["fsdp_config"] = {
+            "version": int(config.strategy[-1]),
+            "state_dict_type": "FULL_STATE_DICT" if config.saving == "full" else "SHARDED_STATE_DICT",
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "sync_module_states": torch.cuda.is_available(),  # FSDP1: Accelerate's way needs a GPU
+        }
+    args = TrainingArguments(
+        output_dir=config.output,
+        max_steps=last,
+        save_steps=config.save_every or last,
+        per_device_train_batch_size=config.batch // dist.get_world_size() // config.accumulate,
+        gradient_accumulation_steps=config.accumulate,
+        learning_rate=config.lr,
+        weight_decay=config.weight_decay,
+        optim="adamw_torch" if config.optimizer == "adamw" else "sgd",
+        lr_scheduler_type=_SCHEDULERS[config.scheduler],
+        warmup_steps=3 if config.scheduler == "deepspeed" else 0,
+        bf16=config.dtype == "bf16" and config.precision == "mixed",
+        seed=config.seed,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        **options,
+    )
+    if args.use_cpu and args.fsdp:
+        # Accelerate takes FSDP for a matter of GPUs. torch's runs on gloo too, so hide what we run on from that check.
+        assert args.distributed_state.distributed_type == DistributedType.MULTI_CPU
+        # And FSDP1 takes the name cpu:0 for another device than cpu.
+        PartialState._shared_state |= {"distributed_type": DistributedType.MULTI_GPU, "device": torch.device("cpu")}
+    return args
+
+
+def deepspeed_options(config: Config) -> dict[str, Any]:
+    """The DeepSpeed config of our own loop, where Trainer lets it be."""
+    from train.zero import ds_config
+
+    options = ds_config(config, [{"lr": config.lr}])
+    options["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = config.save == "full"
+    if "scheduler" in options:  # the one of DeepSpeed's that does not depend on the number of steps
+        rates = {"warmup_min_lr": config.lr / 10, "warmup_max_lr": config.lr}
+        options["scheduler"] = {"type": "WarmupLR", "params": rates | {"warmup_num_steps": 3}}
+    return options
+
+
+def _unshard_in_place(module: nn.Module, fsdp_state: Any, offload_to_cpu: bool, rank0_only: bool) -> None:
+    """FSDP1's gathering for a state dict without the offload: on a CPU, torch 2.13 reads what that has freed."""
+    _unshard(module, fsdp_state, offload_to_cpu and torch.cuda.is_available(), rank0_only)
+
+
+_unshard = _state_dict_utils._common_unshard_pre_state_dict_hook
+_state_dict_utils._common_unshard_pre_state_dict_hook = _unshard_in_place
+
+
+class Sequences(Dataset):  # type: ignore[type-arg]
+    """Sequence number i of our data, for more steps than any run takes."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __len__(self) -> int:
+        return self.config.batch * self.config.schedule_steps
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        input_ids = torch.tensor(data.sequence(number, self.config.length, self.config.seed))
+        return {"input_ids": input_ids, "labels": input_ids}
+
+
+class OrderedTrainer(Trainer):
+    """Trainer with our order of data, a schedule that does not depend on --steps, and the loss of each step."""
+
+    config: Config
+    losses: list[torch.Tensor]
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(Sequences(self.config))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Trainer's schedule, over --schedule-steps."""
+        return super().create_scheduler(self.config.schedule_steps, optimizer)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        if checkpoint and self.config.strategy == "fsdp1":
+            # Accelerate 1.15 reads from SHARDED_STATE_DICT only what a fresh optimizer has, which is nothing.
+            optimizer: Any = self.optimizer
+            _init_optim_state(optimizer.optimizer)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One micro batch."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+class Recorder(TrainerCallback):
+    """Writes losses.jsonl and, beside every checkpoint, the truth."""
+
+    def __init__(self, trainer: OrderedTrainer, config: Config) -> None:
+        self.trainer, self.config = trainer, config
+        model: Any = trainer.model
+        trainer.losses = []
+        self.buffers = list(truth.persistent_buffers(model))
+        self.facts = {
+            "ties": truth.ties(model),
+            "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+            "precision": config.precision,
+        }
+        decaying = set(trainer.get_decay_parameter_names(model))
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.names = [name for name, _ in model.named_parameters()]
+        self.groups = [[name for name in trained if (name in decaying) == decays] for decays in (True, False)]
+        if "optimizer" in (trainer.args.deepspeed or {}):  # then Trainer hands DeepSpeed a single group
+            self.groups = [trained]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called after every optimizer step."""
+        loss = torch.stack(self.trainer.losses).sum()
+        self.trainer.losses.clear()
+        dist.all_reduce(loss)
+        if dist.get_rank() == 0:
+            with Path(self.config.output, "losses.jsonl").open("a") as file:
+                line = {"step": state.global_step, "loss": loss.item() / dist.get_world_size()}
+                file.write(json.dumps(line) + "\n")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called after every checkpoint."""
+        if not self.config.truth:
+            return
+        tensors, facts = self._gather_zero() if self.config.strategy in ZERO else self._gather_native()
+        input_ids = data.batch(10**9, 2, self.config.length, seed=0).to(launch.device())
+        model = self.trainer.model_wrapped
+        model.eval()
+        with torch.no_grad():
+            logits = model(input_ids=input_ids)["logits"]
+        if dist.get_rank() == 0:
+            folder, tag = Path(self.config.output, "truth"), f"checkpoint-{state.global_step}"
+            truth.write(folder, tag, self.config, state.global_step, tensors, self.facts | facts)
+            truth.write_logits(folder, tag, input_ids, logits)
+        dist.barrier()
+
+    def _gather_zero(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        from train.zero import ZeroEngine
+
+        engine: Any = self.trainer.model_wrapped
+        parameters = dict(engine.module.named_parameters())
+        groups = [{name: parameters[name] for name in group} for group in self.groups]
+        return ZeroEngine.around(engine, groups).gather()
+
+    def _gather_native(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        wrapped: Any = self.trainer.optimizer
+        optimizer = wrapped.optimizer  # under Accelerate's
+        tensors, adam_step = gather(self.trainer.model_wrapped, optimizer, self.names, self.buffers)
+        groups = truth.describe_groups(optimizer.param_groups, self.groups)
+        return tensors, {"param_groups": groups, "adam_step": adam_step}
+
+
+def close(trainer: Trainer, config: Config) -> None:
+    """Forgets everything that Trainer, Accelerate and DeepSpeed keep in the process."""
+    if config.strategy in ZERO:
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        from train.zero import ZeroEngine
+
+        if not isinstance(trainer.model_wrapped, nn.Module) or hasattr(trainer.model_wrapped, "destroy"):
+            ZeroEngine.around(trainer.model_wrapped, []).close()
+        unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(reset_partial_state=True)
