@@ -142,7 +142,8 @@ class ReadRequest:
 class Layout:
     """What a writer has to know.
 
-    `dtype` None keeps the model's own; `max_shard_size` is in bytes; `world_size` None keeps the source's number of ranks.
+    `dtype` None keeps the model's own; `max_shard_size` is in bytes; `world_size` None keeps the source's number
+    of ranks.
     """
 
     dtype: DType | None = None

@@ -18,8 +18,15 @@ FORMATS = {
     "zero1": "converters.zero:ZERO1",
     "zero2": "converters.zero:ZERO2",
     "zero3": "converters.zero:ZERO3",
+    "universal": "converters.universal:UNIVERSAL",
+    "dcp": "converters.dcp:DCP",
+    "full": "converters.full:FULL",
+    "fsdp-ranks": "converters.fsdp_ranks:FSDP_RANKS",
     "hf": "converters.hf:HF",
 }
+
+#: Other names that users type for these.
+ALIASES = {"fsdp": "dcp"}
 
 #: The module with `relation(config, shapes, direction)`: transformers' names in memory against those on the Hub.
 TRANSFORMERS_NAMES = "converters.names.transformers_names"
@@ -40,6 +47,7 @@ def names() -> list[str]:
 def get(name: str) -> Format:
     """The format called `name`; UsageError if there is none."""
     known = _known()
+    name = ALIASES.get(name, name)
     if name not in known:
         raise UsageError(f"there is no format called {name!r}", expected="one of " + ", ".join(known))
     module, _, attribute = known[name].partition(":")

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,7 @@ from ckpt.files import confined, translate_os_errors
 from ckpt.pickles import Record, StoredTensor
 from ckpt.scalars import read_scalar
 from ckpt.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, Shape, Tensor, whole
-from converters.names.installed import tied_weights
-from converters.names.ties import ties_embeddings
-from converters.state_dicts import clean_names, is_part, newest_step, read_optimizer
+from converters.state_dicts import clean_names, is_part, newest_step, read_optimizer, tie_as_declared
 
 #: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks.
 _FILES = (
@@ -106,7 +104,8 @@ class FsdpRanks:
         folders = tuple(p for p in (request.config, path / "huggingface", path, path.parent) if p and p.is_dir())
         config = read_config(folders)
         _read_models(reading, models)
-        _tie_as_declared(reading, config)
+        # FSDP1 saves a tied parameter under each of its names, apart.
+        tie_as_declared(reading.tensors, reading.ties, config)
         optimizers = [reading.load(files["optim"][rank], rank) for rank in sorted(files["optim"])]
         if optimizers:
             _read_optimizers(reading, optimizers)
@@ -435,23 +434,6 @@ def _ties(models: list[_RankFile], names: Mapping[str, str]) -> dict[str, str]:
             if owner != fqn:
                 ties[fqn] = owner
     return ties
-
-
-def _tie_as_declared(reading: _Reading, config: Mapping[str, Any] | None) -> None:
-    """FSDP1 saves a tied parameter under each of its names, apart; that they are one, only the model's config says.
-
-    The second becomes a replica of the first, and is compared with it.
-    """
-    if not config or not ties_embeddings(config):
-        return
-    for alias, owner in (tied_weights(config) or {}).items():
-        kept, again = reading.tensors.get((str(owner), WEIGHT)), reading.tensors.get((alias, WEIGHT))
-        if kept is None or again is None or (kept.shape, kept.dtype) != (again.shape, again.dtype):
-            continue
-        replicas = (*kept.replicas, again.source, *again.replicas)
-        reading.tensors[kept.fqn, WEIGHT] = replace(kept, replicas=replicas)
-        del reading.tensors[alias, WEIGHT]
-        reading.ties[alias] = kept.fqn
 
 
 def _local_extents(value: Any) -> list[Extent]:

@@ -21,7 +21,8 @@ transformers 4 wrote the latter, engines write the former, and for most models t
 tell: `converters.names.transformers_names` leaves alone what is in the other form already.
 
 Ties.  Two names in one state dict with the same storage, offset, shape and strides are one tensor: the file records
-that, the values have no say.  The first of them is the owner.
+that, the values have no say.  The first of them is the owner.  FSDP2 gathers each name apart: there the model's config
+says what is tied, and the optimizer, which has one of the names.
 """
 
 from __future__ import annotations
@@ -68,7 +69,15 @@ from ckpt.precision import CAST_SOURCES, Choice, choose, describe
 from ckpt.scalars import read_scalar
 from ckpt.tensors import Tensor, Whole, whole
 from ckpt.torchwriter import FromSource, NewStorage, NewTensor, number, torch_file
-from converters.state_dicts import clean_names, is_part, is_state_dict, newest_step, read_optimizer, step_of
+from converters.state_dicts import (
+    clean_names,
+    is_part,
+    is_state_dict,
+    newest_step,
+    read_optimizer,
+    step_of,
+    tie_as_declared,
+)
 
 FSDP_MODEL = "pytorch_model_fsdp.bin"
 MODEL = "pytorch_model.bin"
@@ -149,6 +158,10 @@ class Full:
         if path.is_dir() or name == FSDP_MODEL:
             _read_beside(reading, name)
         folders = tuple(p for p in (request.config, folder) if p is not None)
+        config = read_config(folders)
+        if reading.groups:
+            trained = {fqn for group in reading.groups for fqn in group.fqns}
+            tie_as_declared(reading.tensors, reading.ties, config, trained)
         state = TrainingState(reading.step, reading.groups, reading.scalars, reading.items)
         return Checkpoint(
             path=str(path),
@@ -158,7 +171,7 @@ class Full:
             framework="accelerate" if name == FSDP_MODEL else None,
             ties=reading.ties,
             state=state,
-            config=read_config(folders),
+            config=config,
             folders=tuple(str(p) for p in folders),
             notes=tuple(reading.notes),
         )

@@ -124,14 +124,13 @@ class HuggingFace:
         chosen = {names.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, layout.dtype).items()}
         files = _weight_targets(chosen, layout.max_shard_size)
         beside, notes = _side_files(checkpoint, chosen)
+        notes = describe(chosen, checkpoint, layout.dtype) + _tie_notes(checkpoint, names) + _adapter_notes(chosen) + notes
         written = {choice.key for choice in chosen.values()}
         return Target(
             files=(*files, *beside),
             leaves_out=frozenset(key for key in checkpoint.tensors if key not in written),
             dropped=tuple(_dropped(checkpoint)),
-            notes=tuple(
-                describe(chosen, checkpoint, layout.dtype) + _tie_notes(checkpoint, names) + _adapter_notes(chosen) + notes
-            ),
+            notes=tuple(notes),
         )
 
 

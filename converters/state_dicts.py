@@ -11,14 +11,17 @@ distributed/checkpoint/state_dict.py (`_unflatten_optim_state_dict`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.checkpoint import ParamGroup
+from ckpt.checkpoint import WEIGHT, Key, ParamGroup
 from ckpt.errors import CorruptError
 from ckpt.pickles import Record, StoredTensor
+from ckpt.tensors import Tensor
+from converters.names.installed import tied_weights
+from converters.names.ties import ties_embeddings
 
 #: Names that wrappers put into the middle of a name: torch.compile, FSDP1, activation checkpointing.
 _INNER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -67,6 +70,31 @@ def newest_step(folder: Path) -> list[Path]:
     return [path for _, path in sorted(steps, reverse=True)]
 
 
+def tie_as_declared(
+    tensors: dict[Key, Tensor],
+    ties: dict[str, str],
+    config: Mapping[str, Any] | None,
+    trained: Collection[str] | None = None,
+) -> None:
+    """Take a parameter that stands apart under two names as the one that it is, where the model's config says so.
+
+    Gathering (FSDP2) and sharding (FSDP1) write a tied parameter under each of its names, and then no file records
+    that they are one.  The second becomes a replica of the first, and is compared with it.  With `trained`, the names
+    in the optimizer's groups, only where these list the first and not the second.
+    """
+    if not config or not ties_embeddings(config):
+        return
+    for alias, owner in (tied_weights(config) or {}).items():
+        kept, again = tensors.get((str(owner), WEIGHT)), tensors.get((alias, WEIGHT))
+        if kept is None or again is None or (kept.shape, kept.dtype) != (again.shape, again.dtype):
+            continue
+        if trained is not None and (kept.fqn not in trained or alias in trained):
+            continue
+        tensors[kept.fqn, WEIGHT] = replace(kept, replicas=(*kept.replicas, again.source, *again.replicas))
+        del tensors[alias, WEIGHT]
+        ties[alias] = kept.fqn
+
+
 # -- optimizers ----------------------------------------------------------------------------------------------
 
 
@@ -81,7 +109,8 @@ class Optimizer:
 def read_optimizer(content: Any, path: str, order: Sequence[str] | None = None) -> Optimizer | None:
     """The optimizer's state by fqn; None where the file numbers parameters and does not say which is which.
 
-    `order` is the fqn of each number where that is known from elsewhere, and holds for a single param group.  CorruptError where it is no such state.
+    `order` is the fqn of each number where that is known from elsewhere, and holds for a single param group.
+    CorruptError where it is no such state.
     """
     if not isinstance(content, Mapping):
         raise CorruptError("this is no optimizer's state", path=path, expected="a dict", found=type(content).__name__)

@@ -331,7 +331,7 @@ class Opens:
     """Runs code when it is unpickled by Python's own unpickler."""
 
     def __reduce__(self) -> Any:
-        return (open, ("/tmp/never", "w"))
+        return (open, ("never", "w"))
 
 
 def test_a_hostile_file_runs_nothing(tmp_path: Path) -> None:
@@ -419,6 +419,23 @@ def test_fsdp_resumes_from_what_is_written(tmp_path: Path, kind: str) -> None:
             k: raw(v) for k, v in gathered["optimizer"]["state"][fqn].items()
         }
     assert gathered["optimizer"]["param_groups"][0]["lr"] == states["param_groups"][0]["lr"]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_what_is_gathered_apart_is_tied_as_the_config_says(tmp_path: Path, declared: bool) -> None:
+    """FSDP2 with FULL_STATE_DICT: two copies of a tied weight, and an optimizer that has one of the names."""
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    weight = torch.randn(4, 3)
+    torch.save(OrderedDict((name, weight.clone()) for name in names), tmp_path / "pytorch_model_fsdp.bin")
+    state = {"state": {names[0]: {"exp_avg": weight}}, "param_groups": [{"lr": 0.5, "params": [names[0]]}]}
+    torch.save(state, tmp_path / "optimizer.bin")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": declared}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = api.open(tmp_path)
+    assert checkpoint.ties == ({names[1]: names[0]} if declared else {})
+    assert len(list(checkpoint.with_role(WEIGHT))) == (1 if declared else 2)
+    (tmp_path / "optimizer.bin").unlink()
+    assert not api.open(tmp_path).ties
 
 
 def test_from_zero(tmp_path: Path, fixtures: Path) -> None:

@@ -26,7 +26,8 @@ def test_the_table_of_formats_is_the_registry() -> None:
 
 @pytest.mark.parametrize("command", ["convert", "verify", "inspect", "formats"])
 def test_every_option_that_is_mentioned_exists(command: str) -> None:
-    known = subprocess.run([sys.executable, "-m", "ckpt", command, "--help"], capture_output=True, text=True, check=True)
+    words = [sys.executable, "-m", "ckpt", command, "--help"]
+    known = subprocess.run(words, capture_output=True, text=True, check=True)
     options = set(re.findall(r"(--[a-z][a-z-]+)", known.stdout))
     lines = [line for line in README.splitlines() if line.strip().startswith((f"ckpt {command}", f"$ ckpt {command}"))]
     used = {option for line in lines for option in re.findall(r"(--[a-z][a-z-]+)", line.split("#")[0])}

@@ -59,10 +59,7 @@ SCENARIOS = [
         Scenario(f"never_stepped_{s}", s, options={"dtype": "fp16", "initial_scale_power": 40})
         for s in ("zero1", "zero2", "zero3")
     ),
-    *(
-        Scenario(f"frozen_{s}", s, "qwen2", {"freeze": r"embed|layers\.0\."})
-        for s in ("zero1", "zero2", "zero3")
-    ),
+    *(Scenario(f"frozen_{s}", s, "qwen2", {"freeze": r"embed|layers\.0\."}) for s in ("zero1", "zero2", "zero3")),
     *(Scenario(f"lora_{s}", s, "llama", {"lora": 3}) for s in ("zero1", "zero2", "zero3")),
     *(Scenario(f"trainer_folder_{s}", s, "qwen3", {"layout": "trainer"}) for s in ("zero2", "zero3")),
     Scenario("accumulated", "zero3", options={"accumulate": 2}),
@@ -134,7 +131,7 @@ def test_the_checker_sees_one_flipped_bit(scenario_runs: Path) -> None:
     damaged[fragment.extent.offset] ^= 1
     try:
         path.write_bytes(damaged)
-        with pytest.raises(AssertionError, match="down.weight"):
+        with pytest.raises(AssertionError, match=r"down\.weight"):
             assert_equals_truth(api.open(run), truth)
     finally:
         path.write_bytes(original)

@@ -163,9 +163,9 @@ UNIVERSALS = [
         Cell(plain(model, stage, before), stage, after, "universal")
         for model, stage, before, after in (
             ("llama", 1, 3, 2),
-            ("toy", 1, 3, 4),
+            ("toy", 1, 3, 2),
             ("qwen2", 2, 3, 4),
-            ("toy", 2, 2, 3),
+            ("toy", 2, 2, 1),
             ("llama", 3, 3, 2),
             ("toy", 3, 3, 2),
         )

@@ -64,7 +64,7 @@ def load(engine: Any, folder: Path) -> None:
     elif (folder / "model.pt").is_file():
         state = torch.load(folder / "model.pt", map_location="cpu", mmap=True)
         if "model" not in state:
-            state["model"] = {name: state[name] for name in state.keys() - set(_BESIDE_MODEL)}
+            state["model"] = _beside(state)
         # torch takes a full state in the nested spelling only: 2.13 fails on the flat one it wrote.
         state["optimizer"] = _nested(state["optimizer"], engine.group_names)
         uneven = engine.config.strategy == "tp-fsdp"  # torch 2.13 fails to distribute what does not divide
@@ -73,6 +73,11 @@ def load(engine: Any, folder: Path) -> None:
         _set_state(engine, state, "nested", full=not uneven)
     else:
         _load_ranks(engine, folder)
+
+
+def _beside(state: dict[str, Any]) -> dict[str, Any]:
+    """The model of a state of torchtitan's, in whose order the ranks then exchange tensors."""
+    return {name: value for name, value in state.items() if name not in _BESIDE_MODEL}
 
 
 def _spelling(engine: Any, saved: Iterable[str]) -> str:
