@@ -124,7 +124,9 @@ class HuggingFace:
         chosen = {names.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, layout.dtype).items()}
         files = _weight_targets(chosen, layout.max_shard_size)
         beside, notes = _side_files(checkpoint, chosen)
-        notes = describe(chosen, checkpoint, layout.dtype) + _tie_notes(checkpoint, names) + _adapter_notes(chosen) + notes
+        notes = (
+            describe(chosen, checkpoint, layout.dtype) + _tie_notes(checkpoint, names) + _adapter_notes(chosen) + notes
+        )
         written = {choice.key for choice in chosen.values()}
         return Target(
             files=(*files, *beside),

@@ -40,7 +40,7 @@ from ckpt.files import confined
 from ckpt.pickles import StoredTensor
 from ckpt.scalars import read_scalar
 from ckpt.tensors import Extent, FlatRange, Shape, Tensor, Whole
-from ckpt.torchwriter import FromSource, NewTensor, copy_of, torch_file
+from ckpt.torchwriter import FromSource, NewTensor, Zeros, copy_of, torch_file
 from converters import zero_model, zero_writer
 from converters.zero_companions import companion_files
 from converters.zero_layout import undealt
@@ -394,8 +394,9 @@ def _stage(checkpoint: Checkpoint) -> int | None:
 def _files(
     model: Model, config: Mapping[str, Any], num_ranks: int, stage: int | None
 ) -> Iterator[tuple[str, Mapping[str, Any] | NewTensor | Any]]:
+    roles = model.roles(model.masters)
     for fqn in model.masters:
-        yield from _parameter_files(model, fqn, bare=stage == 3)
+        yield from _parameter_files(model, fqn, roles, bare=stage == 3)
     yield f"zero/{_OPTIMIZER_STATE}", _optimizer_state(model, config, num_ranks, stage)
     if stage != 3:
         shapes = zero_writer.flat_param_shapes(model, num_ranks)
@@ -408,8 +409,15 @@ def _files(
             yield f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", root
 
 
-def _parameter_files(model: Model, fqn: str, *, bare: bool) -> Iterator[tuple[str, Any]]:
-    tensors = {FP32: model.masters[fqn], **model.states.get(fqn, {})}
+def _parameter_files(model: Model, fqn: str, roles: Sequence[str], *, bare: bool) -> Iterator[tuple[str, Any]]:
+    """A parameter's files.  DeepSpeed has every state for every parameter: zeros for one that never had a gradient."""
+    master, states = model.masters[fqn], model.states.get(fqn, {})
+    for role in roles:
+        if role not in states:
+            shape = (master.numel,) if bare else master.shape or (1,)
+            zeros = NewTensor(model.state_dtype(model.masters, role), shape, (Zeros(master.numel),))
+            yield f"zero/{fqn}/{role}.pt", zeros if bare else {"cat_dim": 0, "param": zeros}
+    tensors = {FP32: master, **states}
     for name, tensor in tensors.items():
         dtype = model.master_dtype([fqn]) if name == FP32 else tensor.dtype
         path = f"zero/{fqn}/{name}.pt"

@@ -26,9 +26,7 @@ def content(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
         if isinstance(fragment.region, FlatRange):
             flat[fragment.region.start : fragment.region.stop] = values.reshape(-1)
         else:
-            window = tuple(
-                slice(a, a + n) for a, n in zip(fragment.region.offsets, fragment.region.sizes, strict=True)
-            )
+            window = tuple(slice(a, a + n) for a, n in zip(fragment.region.offsets, fragment.region.sizes, strict=True))
             flat.reshape(tensor.shape)[window] = values
     return tensor.dtype.name, tensor.shape, flat.tobytes()
 

@@ -6,8 +6,11 @@ the framework's own loader returns.  A registered format without a declaration f
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,11 +101,19 @@ def gathered_by_torch(folder: Path) -> tuple[Path, Tensors]:
     return path, truth
 
 
+@functools.cache
+def run_of_ranks() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="fsdp-ranks-"))
+    atexit.register(shutil.rmtree, folder)
+    run_ranks("fsdp2", 2, folder)
+    return folder
+
+
 def saved_by_ranks(folder: Path) -> tuple[Path, Tensors]:
     """What two ranks of FSDP2 wrote, each by itself, with the full state dicts that they gathered."""
     import torch
 
-    run_ranks("fsdp2", 2, folder)
+    shutil.copytree(run_of_ranks(), folder, dirs_exist_ok=True)
     weights, states = (torch.load(folder / "full" / name) for name in ("pytorch_model_fsdp.bin", "optimizer.bin"))
     shutil.rmtree(folder / "full")
     ties = ckpt.open(folder / "ranks").ties
@@ -119,13 +130,14 @@ DECLARATIONS = [
     ),
     Declaration("universal", converted_by_deepspeed, ("*/*_model_states.pt", "*/zero/*/exp_avg.pt")),
     Declaration("dcp", from_fixture("dcp-fsdp2"), ("step-2/__*_0.distcp", "step-2/.metadata")),
-    Declaration("full", gathered_by_torch, ("pytorch_model_fsdp.bin", "optimizer.bin")),
+    Declaration("full", gathered_by_torch, ("pytorch_model_fsdp.bin",)),
     Declaration("fsdp-ranks", saved_by_ranks, ("model_world_size_2_rank_*.pt", "optim_world_size_2_rank_*.pt")),
     Declaration("hf", saved_by_transformers, ("model-*.safetensors",)),
 ]
 #: Samples that take several processes to make.
 ENGINES = ("fsdp-ranks",)
 
+DEEPSPEED = ("zero1", "zero2", "zero3", "universal")
 SHARDED = ("zero1", "zero2", "zero3", "dcp")
 WRITABLE = [name for name in registry.names() if registry.get(name).writes]
 
@@ -263,7 +275,13 @@ def test_what_is_written_reads_back_equal(sample: Sample, target: str, tmp_path:
     ckpt.plan(checkpoint, target, layout_for(checkpoint, target)).run(tmp_path / "out")
     back = ckpt.open(tmp_path / "out", target)
     report = ckpt.verify(checkpoint, back)
-    assert report.equal, "\n".join(report.lines())
+    # DeepSpeed flattens, so that a parameter which never had a gradient has zeros for states.
+    stateless = set(checkpoint.parameters) - {
+        f for f, role in checkpoint.tensors if role in checkpoint.optimizer_states
+    }
+    added = {result.b_fqn for result in report.results if result.status == "+"}
+    assert report.equal or (target in DEEPSPEED and added and added <= stateless), "\n".join(report.lines())
+    assert {result.status for result in report.results} <= {"=", "+"}
     weights = {fqn for fqn, role in truth if role in (WEIGHT, BUFFER)}
     assert {fqn for fqn, _ in back.tensors} == weights
 

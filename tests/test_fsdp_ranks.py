@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt import api, registry
+from ckpt import api
 from ckpt.checkpoint import Checkpoint, ReadRequest
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.pickles import Record
@@ -43,13 +43,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[name]
 
     return run
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    added = {"fsdp-ranks": "converters.fsdp_ranks:FSDP_RANKS", "full": "converters.full:FULL"}
-    monkeypatch.setattr(registry, "FORMATS", {**added, **registry.FORMATS})
-    registry._known.cache_clear()
 
 
 def truth(run: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt import api, registry
+from ckpt import api
 from ckpt.checkpoint import MASTER, WEIGHT, Checkpoint, Layout, ParamGroup, SourceFile, TrainingState
 from ckpt.dtypes import BFLOAT16, FLOAT32
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnsafeError
@@ -22,13 +22,6 @@ from converters.full import FULL
 from tests.describing import content
 from tests.engines import raw
 from tests.fsdp_runs import run_ranks
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    added = {"fsdp-ranks": "converters.fsdp_ranks:FSDP_RANKS", "full": "converters.full:FULL"}
-    monkeypatch.setattr(registry, "FORMATS", {**added, **registry.FORMATS})
-    registry._known.cache_clear()
 
 
 class Net(nn.Module):

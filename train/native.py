@@ -208,7 +208,9 @@ def shard(model: nn.Module, config: Config, mesh: DeviceMesh | None, whole: set[
     dtype = models.DTYPES[config.dtype] if config.precision == "mixed" and config.dtype != "fp32" else None
     layers = {type(layer) for group in model.modules() if isinstance(group, nn.ModuleList) for layer in group}
     if config.strategy == "ddp":
-        return DistributedDataParallel(model)
+        # The flag keeps DDP from moving gradients to other buckets after the first step of a run, which would change
+        # the order of additions, and so the last bits, of a step after --resume.
+        return DistributedDataParallel(model, find_unused_parameters=True)
     if config.strategy == "fsdp1":
         return FullyShardedDataParallel(
             model,

@@ -111,9 +111,7 @@ def _state(engine: Any, keys: str, full: bool) -> dict[str, Any]:
 
 
 def _set_state(engine: Any, state: dict[str, Any], keys: str, full: bool) -> None:
-    model = (
-        {name: state[name] for name in state.keys() - set(_BESIDE_MODEL)} if keys == "torchtitan" else state["model"]
-    )
+    model = _beside(state) if keys == "torchtitan" else state["model"]
     set_model_state_dict(engine.model, model, options=_options(keys, full))
     optimizer = state["optimizer"]
     if full and not any(optimizer["state"].values()):  # plain SGD; torch would look for a tensor
