@@ -41,6 +41,7 @@ from converters.deepspeed_folder import (
     newer_than_latest,
     newest_complete,
 )
+from converters.zero_layout import undealt
 from converters.zero_partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from converters.zero_writer import lay_out
 
@@ -350,7 +351,7 @@ def _read_stage12(reading: _Reading, inners: list[_RankFile]) -> _Model:
     orders: list[tuple[str, ...]] = []
     scalars: dict[str, dict[str, Any]] = {}
     for number, shapes in enumerate(groups):
-        orders.append(tuple(shapes))
+        orders.append(tuple(undealt(list(shapes), len(inners)) if _is_dealt(file, inners[0]) else shapes))
         partition = _partition_size(inners, number)
         starts = _starts(shapes, inners[0], number, partition * len(inners))
         buffers_of = _flat_buffers(inners, number)
@@ -365,6 +366,16 @@ def _read_stage12(reading: _Reading, inners: list[_RankFile]) -> _Model:
     options = _hyperparameters(inners[0].content.get("base_optimizer_state"))
     param_groups = [ParamGroup(order, options[i] if i < len(options) else {}) for i, order in enumerate(orders)]
     return _Model(file, ties, tuple(param_groups), scalars, [file])
+
+
+def _is_dealt(model: _RankFile, inner: _RankFile) -> bool:
+    """Whether parameters lie in the order in which `round_robin_gradients` deals them to ranks, not the optimizer's.
+
+    BF16_Optimizer, which records no stage, deals none.
+    """
+    config = model.content.get("ds_config")
+    options = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return bool(isinstance(options, Mapping) and options.get("round_robin_gradients")) and "zero_stage" in inner.content
 
 
 def _expect_groups(inners: list[_RankFile], key: str, count: int) -> None:

@@ -16,7 +16,6 @@ from ckpt.pickles import Record, StoredTensor
 from ckpt.precision import CAST_SOURCES, Choice, choices
 from ckpt.scalars import read_scalar
 from ckpt.tensors import Tensor
-from converters.zero_layout import undealt
 
 #: The version whose files these are, for sources that DeepSpeed did not write.
 VERSION = "0.19.8"
@@ -247,16 +246,7 @@ def _known_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list
     astray = [fqn for fqn, role in checkpoint.tensors if role == MASTER and fqn in weights and fqn not in taken]
     if found and astray:
         raise LossError("a parameter has a master, but no parameter group names it", fqn=astray[0])
-    return _in_optimizer_order(checkpoint, found)
-
-
-def _in_optimizer_order(checkpoint: Checkpoint, groups: list[ParamGroup]) -> list[ParamGroup]:
-    """With `round_robin_gradients` ZeRO-1 and ZeRO-2 record the order in which they deal parameters to their ranks."""
-    options = zero_options(checkpoint)
-    dealt_by = checkpoint.world_size
-    if checkpoint.format not in ("zero1", "zero2") or not options.get("round_robin_gradients") or not dealt_by:
-        return groups
-    return [ParamGroup(tuple(undealt(group.fqns, dealt_by)), group.options) for group in groups]
+    return found
 
 
 def _trainable(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[str]:

@@ -95,6 +95,10 @@ def test_option(scenario: Scenario, scenario_runs: Path, tmp_path: Path, tables:
     roles = sorted({role for _, role in checkpoint.tensors} - {WEIGHT, MASTER, BUFFER})
     assert roles == sorted({role for _, role in truth.tensors} - {WEIGHT, MASTER, BUFFER})
     assert checkpoint.ties == truth.ties
+    # In the optimizer's own order, in whatever order the elements lie; stages 1 and 2 hold no empty parameters.
+    masters = {fqn for fqn, role in checkpoint.tensors if role == MASTER}
+    named = [[fqn for fqn in group["names"] if fqn in masters] for group in truth.metadata["param_groups"]]
+    assert [list(group.fqns) for group in checkpoint.state.param_groups] == named
 
     api.plan(checkpoint, "hf").run(tmp_path / "hf")
     written = stored(tmp_path / "hf")
