@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -30,7 +31,7 @@ from train.optimizers import WarmupDecay, build_optimizer, build_scheduler, para
 
 # FSDP1 says in every rank and at every state dict that FSDP2 and DCP have come since.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-warnings.filterwarnings("ignore", message=".*_get_pg_default_device|Multiple backends are registered")
+warnings.filterwarnings("ignore", message=".*_get_pg_default_device|Multiple backends are|Please use DTensor")
 # And DTensor, that gathering over two mesh axes at once would be faster.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
@@ -66,9 +67,9 @@ class NativeEngine:
         self.mesh = build_mesh(config)
         # Neither FSDP shards a parameter of no dimension, nor FSDP2 one of no elements. Those stay whole, and we
         # reduce their gradients.
-        whole = {p for p in model.parameters() if p.ndim == 0 or p.numel() == 0} if config.strategy != "ddp" else set()
+        whole = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0] if config.strategy != "ddp" else []
         self.whole = [names[parameter] for parameter in whole]
-        self.model = shard(model, config, self.mesh, whole)
+        self.model = shard(model, config, self.mesh, set(whole))
         self.parameters = {clean(name): parameter for name, parameter in self.model.named_parameters()}
         for group, group_names in zip(groups, self.group_names, strict=True):
             group["params"] = [self.parameters[name] for name in group_names]
@@ -119,13 +120,13 @@ class NativeEngine:
         return f"step-{self.step}"
 
     def load(self, folder: Path, tag: str) -> None:
-        """Continues from a checkpoint of any strategy of this module."""
+        """Continues from a checkpoint of any strategy of this module's."""
         try:
             native_files.load(self, folder / tag)
-        except (KeyError, OSError, RuntimeError, ValueError) as error:
+        except (CheckpointException, KeyError, OSError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"--resume {folder / tag}: torch cannot load it into this run. Was it written with the same "
-                f"--model, --optimizer and --keys? {type(error).__name__}: {error}"
+                f"--model, --optimizer and --scheduler? {type(error).__name__}: {error}"
             ) from error
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
