@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from ckpt import registry
-from ckpt.checkpoint import BUFFER, HUB, MASTER, OWN, TRANSFORMERS, WEIGHT, Checkpoint, Format, Layout, ReadRequest
+from ckpt.checkpoint import (
+    BUFFER,
+    HUB,
+    MASTER,
+    MEGATRON,
+    OWN,
+    TRANSFORMERS,
+    WEIGHT,
+    Checkpoint,
+    Format,
+    Layout,
+    ReadRequest,
+)
 from ckpt.companions import read_config
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
 from ckpt.files import check_destination, translate_os_errors
@@ -150,22 +162,62 @@ def _from_hub(repo_id: str) -> Path:
     return Path(folder)
 
 
-class _NamesModule(Protocol):
+class _TransformersNames(Protocol):
     def relation(
         self, config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: Literal["to_hub", "to_memory"]
     ) -> Relation | None: ...
 
 
-def to_namespace(checkpoint: Checkpoint, namespace: str | None) -> Checkpoint:
+class _MegatronNames(Protocol):
+    def to_hub(self, checkpoint: Checkpoint) -> Checkpoint: ...
+    def to_megatron(self, checkpoint: Checkpoint, layout: Layout) -> Checkpoint: ...
+    def repadded(self, checkpoint: Checkpoint, layout: Layout) -> Checkpoint: ...
+
+
+def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout | None = None) -> Checkpoint:
     """`checkpoint` under the names of `namespace`, where the two are related and differ.
 
-    Raises LossError where the relation does not place a tensor.
+    The way to Megatron's names leads over the Hub's; `layout` then decides how far the vocabulary is padded.  Raises
+    LossError where a relation does not place a tensor, NotFoundError where it takes a config and none is there.
     """
-    have = checkpoint.namespace
-    if namespace is None or have == namespace or {have, namespace} != {HUB, TRANSFORMERS}:
+    if namespace is None or namespace == OWN:
+        return checkpoint
+    if namespace == MEGATRON == checkpoint.namespace:
+        return _megatron_names().repadded(checkpoint, layout or Layout())
+    if MEGATRON in (checkpoint.namespace, namespace):
+        checkpoint = _with_known_names(checkpoint, namespace)
+    if checkpoint.namespace == namespace:
+        return checkpoint
+    if checkpoint.namespace == MEGATRON:
+        checkpoint = _megatron_names().to_hub(checkpoint)
+    if namespace == MEGATRON:
+        return _megatron_names().to_megatron(_by_transformers(checkpoint, HUB), layout or Layout())
+    return _by_transformers(checkpoint, namespace)
+
+
+def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
+    """`checkpoint`, whose names are known for what they are once there is a config that tells the architecture."""
+    model_type = (checkpoint.config or {}).get("model_type")
+    if not model_type:
+        raise NotFoundError(
+            f"it takes the model's config.json to go from the names {checkpoint.namespace!r} to {namespace!r}",
+            path=checkpoint.path,
+            expected="a config.json with a model_type",
+            found="none beside the checkpoint" if checkpoint.config is None else "a config.json without a model_type",
+            hint="--config takes the folder of a config.json, or a Hub id",
+        )
+    return replace(checkpoint, namespace=TRANSFORMERS) if checkpoint.namespace == OWN else checkpoint
+
+
+def _megatron_names() -> _MegatronNames:
+    return cast(_MegatronNames, import_module(registry.MEGATRON_NAMES))
+
+
+def _by_transformers(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
+    if {checkpoint.namespace, namespace} != {HUB, TRANSFORMERS}:
         return checkpoint
     assert checkpoint.config is not None
-    module = cast(_NamesModule, import_module(registry.TRANSFORMERS_NAMES))
+    module = cast(_TransformersNames, import_module(registry.TRANSFORMERS_NAMES))
     # An optimizer's states may have shapes of their own, so they have no say where the model's tensor is there.
     states_first = sorted(checkpoint.tensors.values(), key=lambda t: t.role in (WEIGHT, MASTER, BUFFER))
     shapes = {tensor.fqn: tensor.shape for tensor in states_first}
@@ -220,8 +272,12 @@ def plan(
     target = registry.get(to)
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
-    named = to_namespace(checkpoint, target.namespace)
-    return Conversion(make_plan(named, target.lay_out(named, layout or Layout())), resources or Resources())
+    layout = layout or Layout()
+    if target.namespace != MEGATRON and layout.megatron_options:
+        asked = " ".join(f"--{name.replace('_', '-')}" for name in layout.megatron_options)
+        raise UsageError(f"the format {to!r} has none of Megatron's parallel axes", found=asked)
+    named = to_namespace(checkpoint, target.namespace, layout)
+    return Conversion(make_plan(named, target.lay_out(named, layout)), resources or Resources())
 
 
 def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
@@ -232,8 +288,9 @@ def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
 
 
 def _comparable(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Both checkpoints under the same names, those of the Hub where one of them has these."""
-    if HUB in (a.namespace, b.namespace):
+    """Both checkpoints under the same names: those of the Hub where one has these, or only one has Megatron's."""
+    spaces = {a.namespace, b.namespace}
+    if HUB in spaces or (MEGATRON in spaces and len(spaces) > 1):
         a, b = (replace(c, config=c.config or other.config) for c, other in ((a, b), (b, a)))
         return _as_hub(a), _as_hub(b)
     return a, b

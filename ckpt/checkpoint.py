@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 #: Roles with a meaning of their own; every other role is the name of an optimizer state.
 WEIGHT, MASTER, BUFFER = "weight", "master", "buffer"
 
-#: Names of parameters: as the Hub's files spell them, as transformers' modules spell them in memory, or as the
-#: model at hand does, when nothing more is known of it.
-HUB, TRANSFORMERS, OWN = "hub", "transformers", "own"
+#: Names of parameters: as the Hub's files spell them, as transformers' modules spell them in memory, as
+#: megatron-core's GPTModel does with its layers and experts numbered over the whole model, or as the model at hand
+#: does, when nothing more is known of it.
+HUB, TRANSFORMERS, MEGATRON, OWN = "hub", "transformers", "megatron", "own"
 
 Key = tuple[str, str]  # (fqn, role)
 
@@ -143,12 +144,31 @@ class Layout:
     """What a writer has to know.
 
     `dtype` None keeps the model's own; `max_shard_size` is in bytes; `world_size` None keeps the source's number
-    of ranks.
+    of ranks.  `tp`, `pp`, `ep`, `vpp` and `etp` are sizes of Megatron's tensor, pipeline, expert, virtual pipeline and
+    expert tensor parallelism; None keeps the source's, or is 1.  What follows them says how layers are dealt to
+    pipeline stages, under the names of Megatron-LM's own arguments; where all of it is left out the source's way is
+    kept if it still fits, and otherwise stages are even.
     """
 
     dtype: DType | None = None
     max_shard_size: int = 5_000_000_000
     world_size: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    vpp: int | None = None
+    etp: int | None = None
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str | None = None
+
+    @property
+    def megatron_options(self) -> dict[str, int | bool | str]:
+        """What was asked for that only a Megatron target can be asked for, by the names of these fields."""
+        names = [field.name for field in fields(self)]
+        return {name: value for name in names[names.index("tp") :] if (value := getattr(self, name))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,31 @@ def convert(
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Ranks of a sharded target. [default: as many as the source has]")
     ] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel size of a Megatron target.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline parallel size of a Megatron target.")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallel size of a Megatron target.")] = None,
+    vpp: Annotated[
+        int | None, typer.Option(min=1, help="Virtual pipeline size: model chunks on each pipeline rank.")
+    ] = None,
+    etp: Annotated[int | None, typer.Option(min=1, help="Expert tensor parallel size. [default: as --tp]")] = None,
+    decoder_first_pipeline_num_layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of the first pipeline stage, where stages differ.")
+    ] = None,
+    decoder_last_pipeline_num_layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of the last pipeline stage, where stages differ.")
+    ] = None,
+    account_for_embedding_in_pipeline_split: Annotated[
+        bool,
+        typer.Option(
+            "--account-for-embedding-in-pipeline-split", help="Count the embedding as a layer of the first stage."
+        ),
+    ] = False,
+    account_for_loss_in_pipeline_split: Annotated[
+        bool, typer.Option("--account-for-loss-in-pipeline-split", help="Count the loss as a layer of the last stage.")
+    ] = False,
+    pipeline_model_parallel_layout: Annotated[
+        str | None, typer.Option(metavar="LAYOUT", help="The stages as Megatron writes them, like 'Et*3|t*4|t*3L'.")
+    ] = None,
     replica: ReplicaOption = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Bound on all buffers together.")] = "512MB",
     workers: Annotated[int, typer.Option(min=0, help="Threads that move data. 0: by the processors.")] = 0,
@@ -141,7 +166,21 @@ def convert(
 
     destination = output or default_output(path, target)
     check_destination(destination, path)
-    layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), world_size)
+    layout = Layout(
+        CASTABLE.get(dtype.value),
+        parse_size(max_shard_size),
+        world_size,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        vpp=vpp,
+        etp=etp,
+        decoder_first_pipeline_num_layers=decoder_first_pipeline_num_layers,
+        decoder_last_pipeline_num_layers=decoder_last_pipeline_num_layers,
+        account_for_embedding_in_pipeline_split=account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=account_for_loss_in_pipeline_split,
+        pipeline_model_parallel_layout=pipeline_model_parallel_layout,
+    )
     checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
     conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
     if not quiet:

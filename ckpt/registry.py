@@ -31,6 +31,10 @@ ALIASES = {"fsdp": "dcp"}
 #: The module with `relation(config, shapes, direction)`: transformers' names in memory against those on the Hub.
 TRANSFORMERS_NAMES = "converters.names.transformers_names"
 
+#: The module with `to_hub(checkpoint)`, `to_megatron(checkpoint, layout)` and `repadded(checkpoint, layout)`: the
+#: Hub's names against megatron-core's.
+MEGATRON_NAMES = "converters.names.megatron"
+
 
 @cache
 def _known() -> dict[str, str]:
