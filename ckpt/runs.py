@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ckpt.companions import read_json
+from ckpt.files import confined
+
+#: HF Trainer's record of a step (transformers/trainer_callback.py, `TrainerState`).
+TRAINER_STATE = "trainer_state.json"
 #: HF Trainer, TRL and Axolotl name the folder of a step like this (transformers/trainer_utils.py).
 _TRAINER_STEP = re.compile(r"checkpoint-(\d+)")
 
@@ -23,3 +28,12 @@ def enclosing_folders(path: Path) -> list[Path]:
     if _TRAINER_STEP.fullmatch(path.name):
         folders.append(path.parent)
     return folders
+
+
+def trainer_step(folder: Path) -> int | None:
+    """The step that HF Trainer records in the `checkpoint-N` folder `folder`, if it is one."""
+    if not (folder / TRAINER_STATE).is_file():
+        return None
+    recorded = read_json(confined(folder, TRAINER_STATE))
+    step = recorded.get("global_step") if isinstance(recorded, dict) else None
+    return step if type(step) is int else None

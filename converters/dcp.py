@@ -35,7 +35,7 @@ from ckpt.companions import read_config
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError
 from ckpt.pickles import StoredTensor
-from ckpt.runs import enclosing_folders
+from ckpt.runs import enclosing_folders, trainer_step
 from ckpt.tensors import Box, Extent, Fragment, Pieces, Shape, Source, Tensor, Whole, whole
 from converters.dcp_beside import beside_files
 from converters.dcp_folder import DATA_FILE, find_folder, other_models, parts, run_folders
@@ -286,7 +286,10 @@ class _Reading:
         folders = run_folders(path)
         ties |= _take_ties(tensors, _config(request, folders))
         items = self._items(found, odd)
-        state = TrainingState(_step(found.rest), tuple(map(_plain_group, found.groups)), scalars, items)
+        step = _step(found.rest)
+        if step is None:  # Accelerate's folders hold the model and the optimizer alone
+            step = next((n for folder in folders if (n := trainer_step(Path(folder))) is not None), None)
+        state = TrainingState(step, tuple(map(_plain_group, found.groups)), scalars, items)
         return Checkpoint(
             path=str(path),
             format=DCP.name,

@@ -282,6 +282,7 @@ def test_accelerates_two_folders_are_one_checkpoint(tmp_path: Path) -> None:
 
     (step / "trainer_state.json").write_text('{"global_step": 7}')
     (step / "config.json").write_text("{}")
+    assert read(step).state.step == read(step / "optimizer_0").state.step == 7
     written = write(checkpoint, tmp_path / "written", 3)
     names = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}
     assert {"trainer_state.json", "config.json", "optimizer_0/.metadata", "pytorch_model_fsdp_0/__2_0.distcp"} <= names
