@@ -41,15 +41,11 @@ PATTERNS = (
     "image_processor_config.json",
     "video_preprocessor_config.json",
 )
-#: Files of a run that hold training state, as HF Trainer (transformers/trainer.py) and Accelerate
-#: (accelerate/utils/constants.py) name them.  They are never carried along, and said to be left.
-RUN_PATTERNS = (
+#: Files with training state of a run as a whole, as HF Trainer (transformers/trainer.py) and Accelerate
+#: (accelerate/utils/constants.py, `checkpointing.py`) name them.
+SHARED_RUN_PATTERNS = (
     "trainer_state.json",
     "training_args.bin",
-    "rng_state*.pth",
-    "random_states_*.pkl",
-    "optimizer.pt",
-    "optimizer.bin",
     "scheduler*.pt",
     "scheduler*.bin",
     "scaler*.pt",
@@ -57,6 +53,8 @@ RUN_PATTERNS = (
     "dl_state_dict*.bin",
     "custom_checkpoint_*.pkl",
 )
+#: And those of single ranks and of the optimizer.  A target of weights leaves all of these, and says so.
+RUN_PATTERNS = (*SHARED_RUN_PATTERNS, "rng_state*.pth", "random_states_*.pkl", "optimizer.pt", "optimizer.bin")
 #: The folder of named chat templates (transformers 5).
 TEMPLATES = "additional_chat_templates"
 

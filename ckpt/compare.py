@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from ckpt.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.dtypes import BFLOAT16, BOOL, DType
 from ckpt.errors import CorruptError
-from ckpt.files import translate_os_errors
+from ckpt.files import OpenFiles, translate_os_errors
 from ckpt.planner import check_source, first_index
 from ckpt.tensors import Box, Extent, Fragment, Overlap, Region, Shape, Tensor, contiguous_strides, overlay
 
@@ -28,7 +27,6 @@ Value = int | float | str
 
 _CHUNK = 1 << 20  # bytes of each buffer: both sides together stay within a usual second-level cache
 _READ_COSTS = 6 << 10  # bytes that could be copied in the time that one more read call takes
-_OPEN_FILES = 64  # descriptors that a reader keeps open
 
 _FLOAT_VIEWS = {"float64": "<f8", "float32": "<f4", "float16": "<f2"}
 _INT_VIEWS = {f"{sign}int{8 * n}": f"<{sign or 'i'}{n}" for sign in ("", "u") for n in (1, 2, 4, 8)}
@@ -101,7 +99,7 @@ class Reader:
 
     def __init__(self, advance: Callable[[int], None] | None = None) -> None:
         self.advance = advance or (lambda _: None)
-        self._descriptors: OrderedDict[str, int] = OrderedDict()
+        self._files = OpenFiles()
         self._buffers = tuple(np.empty(_CHUNK, np.uint8) for _ in range(2))
         self._words = tuple(buffer.view(np.uint64) for buffer in self._buffers)
         self._views = tuple(buffer.data for buffer in self._buffers)
@@ -112,26 +110,14 @@ class Reader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
-
-    def _open(self, path: str) -> int:
-        descriptor = self._descriptors.get(path)
-        if descriptor is None:
-            if len(self._descriptors) >= _OPEN_FILES:
-                os.close(self._descriptors.popitem(last=False)[1])
-            with translate_os_errors(path):
-                descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        else:
-            self._descriptors.move_to_end(path)
-        return descriptor
+        self._files.close()
 
     def fill(self, side: int, path: str, offset: int, size: int) -> None:
         """Read `size` bytes into the buffer of `side`."""
         self._read(path, offset, self._views[side][:size])
 
     def _read(self, path: str, offset: int, into: memoryview) -> None:
-        descriptor, size, done = self._open(path), len(into), 0
+        descriptor, size, done = self._files.descriptor(path), len(into), 0
         while done < size:
             try:
                 count = os.preadv(descriptor, (into[done:] if done else into,), offset + done)

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
 from io import FileIO
@@ -21,6 +22,7 @@ from ckpt.errors import NotFoundError, StorageError, UnsafeError, UsageError
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
+_OPEN_FILES = 64  # source descriptors a thread keeps open
 
 #: errno values with which a filesystem says that it has no fsync for such a file or folder.
 _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -38,6 +40,39 @@ def translate_os_errors(path: str | os.PathLike[str] | None = None) -> Iterator[
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space, or choose another place with -o"
         raise StorageError(error.strerror or str(error), path=error.filename or path, hint=hint) from error
+
+
+class OpenFiles:
+    """Source files that one thread keeps open for reading, the least recently used closed first.
+
+    Use as a context manager.
+    """
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, int] = OrderedDict()
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all of them."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def descriptor(self, path: str) -> int:
+        """The file's descriptor, opened where it is not open already."""
+        found = self._open.get(path)
+        if found is None:
+            if len(self._open) >= _OPEN_FILES:
+                os.close(self._open.popitem(last=False)[1])
+            with translate_os_errors(path):
+                found = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        else:
+            self._open.move_to_end(path)
+        return found
 
 
 def confined(root: Path, name: str) -> Path:

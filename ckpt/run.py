@@ -12,7 +12,6 @@ import errno
 import os
 import queue
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from io import FileIO
@@ -25,8 +24,8 @@ from numpy.typing import NDArray
 from ckpt.casts import cast_bits, storage_dtype
 from ckpt.compare import Reader
 from ckpt.compare import check_replicas as check_tensor_replicas
-from ckpt.errors import CorruptError, UsageError
-from ckpt.files import Staging, check_destination, sync, translate_os_errors
+from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.files import OpenFiles, Staging, check_destination, sync, translate_os_errors
 from ckpt.planner import Copy, Plan
 from ckpt.tensors import Extent, Shape, is_contiguous
 
@@ -36,7 +35,6 @@ _SPAN = 8 << 20  # bytes per kernel copy: one is written back to disk while the 
 _BUFFER = 4 << 20  # bytes read at a time where data passes through this process
 _MIN_BUFFER = 64 << 10
 _BATCH = 8 << 20  # small copies are handed to a thread together, up to this many bytes
-_OPEN_FILES = 64  # source descriptors a thread keeps open
 _PATIENCE = 0.3  # seconds that a run which has failed or been interrupted waits for its threads
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
@@ -100,6 +98,8 @@ def execute(
                         _write_all(output.descriptor, memoryview(data), offset)
                 for batch in _batches(plan.copies(file)):
                     workers.submit(output, batch)
+                for name, copies in plan.computed_copies(file).items():
+                    workers.put(output, copies, plan.checkpoint.computed[name]())
                 workers.finish(output)
             workers.join()
         for source in plan.checkpoint.files:
@@ -235,6 +235,20 @@ class _Workers:
         output.add()
         self._put((output, copies))
 
+    def put(self, output: _Output, copies: list[Copy], content: memoryview) -> None:
+        """Write copies from `content`, which is as long as their sources reach, here and now."""
+        for copy in copies:
+            self._raise_error()
+            with translate_os_errors(output.name):
+                raw = np.frombuffer(content, np.uint8)[copy.source.offset : copy.source.end]
+                bits = _in_shape(raw, copy.source)
+                if copy.source.dtype != copy.target.dtype:
+                    bits = cast_bits(bits.reshape(-1), copy.source.dtype, copy.target.dtype).reshape(bits.shape)
+                _write_bits(output.descriptor, copy.target, bits)
+            with self._progress_lock:
+                self._progress(copy.target.nbytes)
+        _start_writeback(output.descriptor, copies)
+
     def finish(self, output: _Output) -> None:
         """Say that everything for `output` has been submitted."""
         self._put((output, []))
@@ -260,7 +274,7 @@ class _Workers:
             raise self._error
 
     def _work(self) -> None:
-        with _Sources() as sources:
+        with OpenFiles() as sources:
             while not self._stopping and (item := self._queue.get()) is not None:
                 try:
                     self._fill(*item, sources)
@@ -269,45 +283,21 @@ class _Workers:
                     self._stopping = True
         self._leave()
 
-    def _fill(self, output: _Output, copies: list[Copy], sources: _Sources) -> None:
+    def _fill(self, output: _Output, copies: list[Copy], sources: OpenFiles) -> None:
         for copy in copies:
             if self._stopping:
                 return
-            move(copy, sources.open(copy.source.path), output.descriptor, self._buffer_size)
+            try:
+                source = sources.descriptor(copy.source.path)
+            except NotFoundError:
+                raise CorruptError("the file has gone while it was being read", path=copy.source.path) from None
+            move(copy, source, output.descriptor, self._buffer_size)
             with self._progress_lock:
                 self._progress(copy.target.nbytes)
         if copies:
             _start_writeback(output.descriptor, copies)
         if output.done():
             self._outputs.discard(output)
-
-
-class _Sources:
-    """Source descriptors of one thread, the least recently used closed first."""
-
-    def __init__(self) -> None:
-        self._open: OrderedDict[str, int] = OrderedDict()
-
-    def __enter__(self) -> _Sources:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-
-    def open(self, path: str) -> int:
-        descriptor = self._open.get(path)
-        if descriptor is None:
-            if len(self._open) >= _OPEN_FILES:
-                os.close(self._open.popitem(last=False)[1])
-            with translate_os_errors(path):
-                try:
-                    descriptor = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                except FileNotFoundError:
-                    raise CorruptError("the file has gone while it was being read", path=path) from None
-        else:
-            self._open.move_to_end(path)
-        return descriptor
 
 
 def move(copy: Copy, source: int, target: int, buffer_size: int = _BUFFER) -> None:
@@ -392,6 +382,11 @@ def read_bits(descriptor: int, extent: Extent) -> NDArray:
     """The elements of `extent` as a contiguous array of raw bits, in the extent's shape."""
     raw = np.empty(extent.end - extent.offset, np.uint8)
     read_into(descriptor, raw.data, extent)
+    return _in_shape(raw, extent)
+
+
+def _in_shape(raw: NDArray, extent: Extent) -> NDArray:
+    """The elements of `extent`, whose bytes are `raw`, as a contiguous array of raw bits in the extent's shape."""
     elements = raw.view(storage_dtype(extent.dtype))
     if extent.is_contiguous:
         return elements.reshape(extent.shape)

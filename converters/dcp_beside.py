@@ -15,7 +15,7 @@ from ckpt.companions import CONFIG, companions, find_config, run_files
 from ckpt.dtypes import DType
 from ckpt.files import confined, translate_os_errors
 from converters.dcp_folder import MODEL_0, OPTIMIZER_0, parts
-from converters.zero_companions import companion_files
+from converters.run_companions import run_companions
 
 #: Files that only a trainer's step has (transformers/trainer.py, accelerate/checkpointing.py).
 _OF_A_STEP = ("trainer_state.json", "random_states_0.pkl")
@@ -41,7 +41,7 @@ def beside_files(checkpoint: Checkpoint, num_ranks: int, dtype: DType | None) ->
         return Beside(("",), files, (f"files of the run {', '.join(left)}",) if left else (), ())
     # the step's files are looked for around the checkpoint's own folder
     inside = replace(checkpoint, path=str(next(p for p in sorted(home.iterdir()) if p.is_dir())))
-    found = companion_files(inside, num_ranks, dtype)
+    found = run_companions(inside, num_ranks, dtype)
     kept = tuple(file for file in found.files if file.name not in _OF_DEEPSPEED)
     return Beside((f"{MODEL_0}/", f"{OPTIMIZER_0}/"), kept, found.dropped, found.notes)
 

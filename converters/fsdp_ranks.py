@@ -22,20 +22,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt import torchfile
 from ckpt.checkpoint import (
     WEIGHT,
     Checkpoint,
-    Key,
     Layout,
     ParamGroup,
     ReadRequest,
-    SourceFile,
     Target,
     TrainingState,
 )
@@ -46,7 +43,7 @@ from ckpt.files import confined, translate_os_errors
 from ckpt.pickles import Record, StoredTensor
 from ckpt.scalars import read_scalar
 from ckpt.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, Shape, Tensor, whole
-from converters.state_dicts import clean_names, is_part, newest_step, read_optimizer, tie_as_declared
+from converters.state_dicts import Reading, clean_names, is_part, newest_step, read_optimizer, tie_as_declared
 
 #: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks.
 _FILES = (
@@ -212,23 +209,9 @@ class _RankFile:
     content: Mapping[Any, Any]
 
 
-@dataclass
-class _Reading:
-    """What has been read so far of one folder."""
-
-    folder: Path
-    files: list[SourceFile] = field(default_factory=list)
-    tensors: dict[Key, Tensor] = field(default_factory=dict)
-    ties: dict[str, str] = field(default_factory=dict)
-    groups: tuple[ParamGroup, ...] = ()
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    items: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
+class _Reading(Reading):
     def load(self, path: str, rank: int) -> _RankFile:
-        with translate_os_errors(path):
-            self.files.append(SourceFile.stat(path))
-        root = torchfile.read(path).root
+        root = self.root(path)
         if not isinstance(root, Mapping):
             raise CorruptError("this is no state dict", path=path, rank=rank, found=type(root).__name__)
         return _RankFile(path, rank, root)

@@ -32,20 +32,17 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt import torchfile
 from ckpt.checkpoint import (
     BUFFER,
     MASTER,
     WEIGHT,
     Checkpoint,
-    Key,
     Layout,
     ReadRequest,
-    SourceFile,
     Target,
     TargetFile,
     TrainingState,
@@ -70,6 +67,7 @@ from ckpt.scalars import read_scalar
 from ckpt.tensors import Tensor, Whole, whole
 from ckpt.torchwriter import FromSource, NewStorage, NewTensor, number, torch_file
 from converters.state_dicts import (
+    Reading,
     clean_names,
     is_part,
     is_state_dict,
@@ -242,25 +240,13 @@ def _weights_in(folder: Path) -> str | None:
 
 
 @dataclass
-class _Reading:
-    """What has been read so far."""
-
-    folder: Path
-    files: list[SourceFile] = field(default_factory=list)
-    tensors: dict[Key, Tensor] = field(default_factory=dict)
-    ties: dict[str, str] = field(default_factory=dict)
-    groups: tuple[Any, ...] = ()
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    items: dict[str, Any] = field(default_factory=dict)
+class _Reading(Reading):
     step: int | None = None
-    notes: list[str] = field(default_factory=list)
     has_optimizer: bool = False
 
     def load(self, name: str) -> tuple[str, Any]:
         path = str(confined(self.folder, name))
-        with translate_os_errors(path):
-            self.files.append(SourceFile.stat(path))
-        return path, torchfile.read(path).root
+        return path, self.root(path)
 
     def add(self, tensor: Tensor, path: str) -> None:
         if (tensor.fqn, tensor.role) in self.tensors:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.checkpoint import WEIGHT, Key, ParamGroup
+from ckpt import torchfile
+from ckpt.checkpoint import WEIGHT, Key, ParamGroup, SourceFile
 from ckpt.errors import CorruptError
+from ckpt.files import translate_os_errors
 from ckpt.pickles import Record, StoredTensor
 from ckpt.tensors import Tensor
 from converters.names.installed import tied_weights
@@ -33,6 +35,26 @@ _PARTS = frozenset({"DTensor", "ShardedTensor"})
 
 #: A folder of one step, as torchtitan, verl and many scripts name it.
 _STEP = re.compile(r"(?:step|global_step|checkpoint|iter|epoch)[-_]?(\d+)")
+
+
+@dataclass
+class Reading:
+    """What has been read so far of the state dicts in one folder."""
+
+    folder: Path
+    files: list[SourceFile] = field(default_factory=list)
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    groups: tuple[ParamGroup, ...] = ()
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    items: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def root(self, path: str) -> Any:
+        """The object that a torch file holds, which becomes one of the checkpoint's files."""
+        with translate_os_errors(path):
+            self.files.append(SourceFile.stat(path))
+        return torchfile.read(path).root
 
 
 def is_part(value: Any) -> bool:

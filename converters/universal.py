@@ -42,7 +42,7 @@ from ckpt.scalars import read_scalar
 from ckpt.tensors import Extent, FlatRange, Shape, Tensor, Whole
 from ckpt.torchwriter import FromSource, NewTensor, Zeros, copy_of, torch_file
 from converters import zero_model, zero_writer
-from converters.zero_companions import companion_files
+from converters.run_companions import run_companions
 from converters.zero_layout import undealt
 from converters.zero_model import Model
 from converters.zero_partitions import InSlots, slot_size
@@ -369,7 +369,7 @@ def _lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     num_ranks = checkpoint.world_size or 1
     config, notes = zero_model.ds_config(model, stage or 3, layout.dtype)
     folder = f"{zero_writer.step_folder(checkpoint)}_universal"
-    beside = companion_files(checkpoint, num_ranks, layout.dtype)
+    beside = run_companions(checkpoint, num_ranks, layout.dtype)
     _, dropped = zero_model.client_state(model)
     return Target(
         files=(

@@ -24,7 +24,7 @@ from ckpt.picklewriter import Size
 from ckpt.tensors import FlatRange, Tensor
 from ckpt.torchwriter import FromSource, NewTensor, Part, Zeros, copy_of, number, torch_file
 from converters import zero_model
-from converters.zero_companions import companion_files
+from converters.run_companions import run_companions
 from converters.zero_layout import (
     SUB_GROUP_SIZE,
     FlatLayout,
@@ -51,7 +51,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
     config, notes = zero_model.ds_config(model, stage, layout.dtype)
     tag = step_folder(checkpoint)
     files = _stage3_files(model, config, num_ranks) if stage == 3 else _stage12_files(model, config, num_ranks, stage)
-    beside = companion_files(checkpoint, num_ranks, layout.dtype)
+    beside = run_companions(checkpoint, num_ranks, layout.dtype)
     _, dropped = zero_model.client_state(model)
     return Target(
         files=(

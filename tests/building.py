@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -27,6 +27,15 @@ RANK_MODEL_NAME = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 OPTIMIZER_NAME = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 
+class Options(TypedDict, total=False):
+    """What differs from a plain run: `change` gets the inner dict of each optimizer file, `name` is theirs."""
+
+    change: Change
+    change_model: Change
+    name: str
+    tag: str
+
+
 def groups_of(*shapes: dict[str, tuple[int, ...]], seed: int = 0) -> Groups:
     """Random masters of the given shapes."""
     generator = torch.Generator().manual_seed(seed)
@@ -38,19 +47,9 @@ def unchanged(content: dict[str, Any], rank: int) -> None:
 
 
 def write_stage2(
-    run: Path,
-    groups: Groups,
-    num_ranks: int,
-    *,
-    change: Change = unchanged,
-    change_model: Change = unchanged,
-    name: str = OPTIMIZER_NAME,
-    tag: str = "global_step2",
-    alignment: int = 1,
-    stage: int = 2,
+    run: Path, groups: Groups, num_ranks: int, *, alignment: int = 1, stage: int = 2, **options: Unpack[Options]
 ) -> Path:
-    """A run folder of stage 1 or 2.  `change` gets the inner dict of each optimizer file, `alignment` in elements."""
-    folder = _start(run, tag)
+    """A run folder of stage 1 or 2, `alignment` in elements."""
     inners: list[dict[str, Any]] = [
         {
             "zero_stage": stage,
@@ -81,27 +80,14 @@ def write_stage2(
             inner["param_alignment_paddings"].append(paddings)
             inner["base_optimizer_state"]["state"][number] = _adam(part)
             inner["base_optimizer_state"]["param_groups"].append({"lr": 0.5 / (number + 1), "params": [number]})
-    _write_optimizers(folder, inners, name, change)
     module = OrderedDict((fqn, t.bfloat16()) for group in groups for fqn, t in group.items())
-    model = _model_file(module, groups, num_ranks)
-    change_model(model, 0)
-    torch.save(model, folder / MODEL_NAME)
-    return run
+    return _write(run, inners, {MODEL_NAME: _model_file(module, groups, num_ranks)}, **options)
 
 
-def write_stage3(
-    run: Path,
-    groups: Groups,
-    num_ranks: int,
-    *,
-    change: Change = unchanged,
-    change_model: Change = unchanged,
-    name: str = OPTIMIZER_NAME,
-    tag: str = "global_step2",
-) -> Path:
+def write_stage3(run: Path, groups: Groups, num_ranks: int, **options: Unpack[Options]) -> Path:
     """A run folder of stage 3; the padding of slots is NaN, which must be seen nowhere."""
-    folder = _start(run, tag)
-    inners = []
+    inners: list[dict[str, Any]] = []
+    models = {}
     for rank in range(num_ranks):
         flats = [torch.cat([slot(t, rank, num_ranks) for t in group.values()]) for group in groups]
         optimizer = {
@@ -117,11 +103,8 @@ def write_stage3(
             }
         )
         module = OrderedDict((fqn, torch.empty(0, dtype=torch.bfloat16)) for group in groups for fqn in group)
-        model = _model_file(module, groups, num_ranks)
-        change_model(model, rank)
-        torch.save(model, folder / RANK_MODEL_NAME.format(rank))
-    _write_optimizers(folder, inners, name, change)
-    return run
+        models[RANK_MODEL_NAME.format(rank)] = _model_file(module, groups, num_ranks)
+    return _write(run, inners, models, **options)
 
 
 def slot(tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
@@ -153,17 +136,26 @@ def _adam(flat: torch.Tensor) -> dict[str, Any]:
     return {"step": torch.tensor(float(STEP)), "exp_avg": flat * 3, "exp_avg_sq": flat * flat}
 
 
-def _start(run: Path, tag: str) -> Path:
+def _write(
+    run: Path,
+    inners: list[dict[str, Any]],
+    models: dict[str, dict[str, Any]],
+    *,
+    change: Change = unchanged,
+    change_model: Change = unchanged,
+    name: str = OPTIMIZER_NAME,
+    tag: str = "global_step2",
+) -> Path:
     folder = run / tag
     folder.mkdir(parents=True)
     (run / "latest").write_text(tag)
-    return folder
-
-
-def _write_optimizers(folder: Path, inners: list[dict[str, Any]], name: str, change: Change) -> None:
     for rank, inner in enumerate(inners):
         change(inner, rank)
         torch.save({"optimizer_state_dict": inner, "ds_version": "0.19.8"}, folder / name.format(rank))
+    for rank, (model_name, model) in enumerate(models.items()):
+        change_model(model, rank)
+        torch.save(model, folder / model_name)
+    return run
 
 
 def _model_file(module: OrderedDict[str, torch.Tensor], groups: Groups, num_ranks: int) -> dict[str, Any]:

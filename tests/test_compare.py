@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt import compare as compare_module
+from ckpt import files
 from ckpt.casts import cast_bits
 from ckpt.compare import Difference, Reader, check_replicas, compare, narrower
 from ckpt.dtypes import ALL, BFLOAT16, BOOL, BY_NAME, FLOAT16, FLOAT32, FLOAT64, INT64, DType
@@ -386,8 +387,8 @@ def test_more_files_than_a_reader_keeps_open(tmp_path: Path) -> None:
     with Reader() as reader:
         for _ in range(2):
             assert compare((200,), a, b, reader) is None
-        assert len(reader._descriptors) <= compare_module._OPEN_FILES
-    assert not reader._descriptors
+        assert len(reader._files._open) <= files._OPEN_FILES
+    assert not reader._files._open
 
 
 def test_bytes_read_are_reported(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ckpt import casts, run
+from ckpt import casts, files, run
 from ckpt.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.checkpoint import Checkpoint, Slot, SourceFile, Target, TargetFile
 from ckpt.dtypes import ALL, BFLOAT16, BY_NAME, FLOAT32, DType
@@ -305,7 +305,7 @@ class TestExecute:
     def test_more_sources_than_may_be_open(
         self, tmp_path: Path, case: Case, small_pieces: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(run, "_OPEN_FILES", 1)
+        monkeypatch.setattr(files, "_OPEN_FILES", 1)
         execute(case.plan, tmp_path / "out")
         case.assert_written(tmp_path / "out")
 

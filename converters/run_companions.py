@@ -1,4 +1,4 @@
-"""The files that stand beside a DeepSpeed checkpoint in its run folder, for a run of another number of ranks.
+"""The files that stand beside a sharded checkpoint in its run folder, for a run of another number of ranks.
 
 As HF Trainer (transformers/trainer.py, `_load_rng_state`, `_load_optimizer_and_scheduler`) and Accelerate
 (accelerate/utils/constants.py, `checkpointing.py`) name them.  Everything is copied as bytes and nothing is loaded.
@@ -13,25 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.checkpoint import Checkpoint, TargetFile
-from ckpt.companions import CONFIG, companions, dump_config, find_config, parse_json
+from ckpt.companions import CONFIG, SHARED_RUN_PATTERNS, companions, dump_config, find_config, parse_json
 from ckpt.dtypes import DType
 from ckpt.errors import LossError
 from ckpt.files import confined, translate_os_errors
 
 #: Files of the run as a whole.  `training_args.bin` is a pickle of a program's objects: bytes to us.
-_SHARED = (
-    "trainer_state.json",
-    "training_args.bin",
-    "adapter_config.json",
-    "scheduler*.pt",
-    "scheduler*.bin",
-    "scaler*.pt",
-    "sampler*.bin",
-    "dl_state_dict*.bin",
-    "custom_checkpoint_*.pkl",
-    "zero_to_fp32.py",
-    "zero_to_torch.py",
-)
+_SHARED = (*SHARED_RUN_PATTERNS, "adapter_config.json", "zero_to_fp32.py", "zero_to_torch.py")
 #: Random states, by rank.  HF Trainer's has no number in a run of one process.
 _TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _ACCELERATE_RNG = re.compile(r"random_states_(\d+)\.pkl")
@@ -49,7 +37,7 @@ class Companions:
     notes: tuple[str, ...]
 
 
-def companion_files(checkpoint: Checkpoint, num_ranks: int, dtype: DType | None) -> Companions:
+def run_companions(checkpoint: Checkpoint, num_ranks: int, dtype: DType | None) -> Companions:
     """Config, tokenizer and the like of the model; trainer state, scheduler and random states of the step."""
     folders = [Path(folder) for folder in checkpoint.folders]
     found = {companion.name: companion.content for companion in companions(folders)}
