@@ -7,14 +7,27 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ZERO = ("zero1", "zero2", "zero3")
-STRATEGIES = (*ZERO, "ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp")
-MODELS = ("llama", "llama_even", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_oss", "toy")
+STRATEGIES = (*ZERO, "ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", "megatron")
+ARCHITECTURES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "deepseek_v3",
+)
+MODELS = (*ARCHITECTURES, "llama_even", *(f"{name}_wide" for name in ARCHITECTURES), "toy")
 DTYPES = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adamw", "sgd", "momentum", "lion")
 SCHEDULERS = ("deepspeed", "torch", "none")
 LAYOUTS = ("plain", "trainer")
 THROUGH = ("loop", "trainer")
-SAVES = ("native", "dcp", "full", "ranks")
+SAVES = ("native", "dcp", "full", "ranks", "torch", "torch_dist")
+OPTIMIZER_FORMATS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space")
 KEYS = ("nested", "flat", "ids", "torchtitan")
 PRECISIONS = ("mixed", "pure")
 
@@ -45,15 +58,23 @@ class Config:
     precision: str = _option(
         "mixed", "not zero: fp32 parameters with compute in --dtype, or all in --dtype", choices=PRECISIONS
     )
-    tp: int = _option(2, "tp-fsdp: ranks that share each matrix", metavar="N")
+    tp: int = _option(2, "tp-fsdp, megatron: ranks that share each matrix", metavar="N")
+    pp: int = _option(1, "megatron: pipeline stages", metavar="N")
+    vpp: int = _option(1, "megatron: model chunks of each pipeline stage", metavar="N")
+    ep: int = _option(1, "megatron: ranks that share the experts of a layer", metavar="N")
+    etp: int = _option(0, "megatron: ranks that share each matrix of an expert (0: as --tp)", metavar="N")
     through: str = _option("loop", "train in our own loop or through transformers.Trainer", choices=THROUGH)
     output: str = _option("outputs", "run folder", metavar="DIR")
     layout: str = _option("plain", "zero: run folder as DeepSpeed or as HF Trainer leaves it", choices=LAYOUTS)
     save: str = _option(
-        "native", "sharded by DCP, one full file, or one file a rank; native: as the strategy does", choices=SAVES
+        "native",
+        "sharded by DCP, one full file, one file a rank, or one of Megatron's formats; native: as the strategy does",
+        choices=SAVES,
     )
     keys: str = _option("nested", "not zero: how the saved optimizer state is spelled", choices=KEYS)
-    steps: int = _option(4, "optimizer steps of this run, on top of those resumed from")
+    steps: int = _option(
+        4, "optimizer steps of this run, on top of those resumed from; megatron: 0 only writes the truth"
+    )
     save_every: int = _option(0, "also save every N steps (0: only at the end)", metavar="N")
     truth: bool = _option(False, "write the gathered truth beside every checkpoint")
     resume: str | None = _option(None, "continue from this run folder or checkpoint", metavar="PATH")
@@ -74,26 +95,63 @@ class Config:
     initial_scale_power: int = _option(8, "fp16: first loss scale is 2**N; 40 overflows in every step", metavar="N")
     ds_config: str | None = _option(None, "JSON merged over the generated DeepSpeed config", metavar="FILE")
 
+    layers: int = _option(0, "megatron: layers of the model (0: as many as the model has)", metavar="N")
+    first_stage_layers: int = _option(0, "megatron: layers of the first stage (0: an even share)", metavar="N")
+    last_stage_layers: int = _option(0, "megatron: layers of the last stage (0: an even share)", metavar="N")
+    count_embedding: bool = _option(False, "megatron: the embedding counts as a layer of the pipeline split")
+    count_loss: bool = _option(False, "megatron: the loss counts as a layer of the pipeline split")
+    mtp_layers: int = _option(0, "megatron: layers that predict further tokens", metavar="N")
+    sequence_parallel: bool = _option(False, "megatron: tensor-parallel ranks share the sequence between matrices")
+    vocab_multiple: int = _option(4, "megatron: the vocabulary is padded to a multiple of this times --tp", metavar="N")
+    no_distributed_optimizer: bool = _option(False, "megatron: every data-parallel rank holds all optimizer states")
+    optimizer_format: str = _option(
+        "fully_reshardable", "torch_dist: form of the distributed optimizer's states", choices=OPTIMIZER_FORMATS
+    )
+    bucket_size: int = _option(0, "megatron: parameters of a gradient bucket (0: all in one)", metavar="N")
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             choices = field.metadata.get("choices")
             if choices and getattr(self, field.name) not in choices:
                 raise UserError(f"--{field.name}: {getattr(self, field.name)!r} is none of {', '.join(choices)}")
-        if self.strategy in ZERO:
+        if self.strategy == "megatron":
+            self._check_megatron_options()
+        elif self.steps < 1:
+            raise UserError("--steps is at least 1")
+        elif self.save in ("torch", "torch_dist"):
+            raise UserError(f"--save {self.save} is for --strategy megatron")
+        elif self.strategy in ZERO:
             if self.save not in ("native", "full") or (self.save == "full" and self.through == "loop"):
                 raise UserError(f"--save {self.save}: DeepSpeed saves ZeRO files, --save native")
         else:
             self._check_torch_options()
         if self.lora and self.model == "toy":
             raise UserError("--lora needs a transformer, not --model toy")
-        if min(self.steps, self.batch, self.accumulate, self.length) < 1:
-            raise UserError("--steps, --batch, --accumulate and --length are at least 1")
+        if min(self.steps + 1, self.batch, self.accumulate, self.length) < 1:
+            raise UserError("--batch, --accumulate and --length are at least 1, --steps is not negative")
 
     @property
     def saving(self) -> str:
-        """What --save means for this strategy: zero, dcp, full or ranks."""
-        native = "zero" if self.strategy in ZERO else "full" if self.strategy == "ddp" else "dcp"
-        return native if self.save == "native" else self.save
+        """What --save means for this strategy: zero, dcp, full, ranks, torch or torch_dist."""
+        if self.save != "native":
+            return self.save
+        return "zero" if self.strategy in ZERO else {"ddp": "full", "megatron": "torch_dist"}.get(self.strategy, "dcp")
+
+    def _check_megatron_options(self) -> None:
+        if self.save not in ("native", "torch", "torch_dist"):
+            raise UserError(f"--save {self.save}: Megatron saves torch and torch_dist")
+        if self.through == "trainer" or self.layout == "trainer":
+            raise UserError("--strategy megatron trains in our own loop and knows no layout but its own")
+        if self.optimizer == "lion" or (self.optimizer != "adamw" and not self.no_distributed_optimizer):
+            raise UserError(
+                f"--optimizer {self.optimizer}: Megatron has adamw, and with --no-distributed-optimizer sgd and momentum"
+            )
+        if self.model == "toy" or self.lora or self.freeze:
+            raise UserError("--strategy megatron builds its own model: without --model toy, --lora and --freeze")
+        if min(self.tp, self.pp, self.vpp, self.ep, self.etp + 1, self.vocab_multiple) < 1:
+            raise UserError("--tp, --pp, --vpp, --ep and --vocab-multiple are at least 1")
+        if self.vpp > 1 and (self.pp < 2 or self.accumulate % self.pp):
+            raise UserError("--vpp needs at least two stages, and --accumulate a multiple of --pp")
 
     def _check_torch_options(self) -> None:
         if self.dtype == "fp16":

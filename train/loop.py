@@ -17,6 +17,7 @@ from train.config import STRATEGIES, ZERO, Config, UserError
 
 # Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
 ENGINES = {strategy: "train.zero" if strategy in ZERO else "train.native" for strategy in STRATEGIES}
+ENGINES["megatron"] = "train.megatron"
 
 
 class Engine(Protocol):
@@ -52,10 +53,12 @@ class Engine(Protocol):
 
 def run(config: Config) -> list[Path]:
     """Trains, saves, and returns the folders of the checkpoints written. Needs a process group."""
-    if config.batch % (dist.get_world_size() * config.accumulate):
+    readers = dist.get_world_size()
+    if config.strategy == "megatron":  # the ranks that share a model read the same
+        readers = max(1, readers // (config.tp * config.pp))
+    if config.batch % (readers * config.accumulate):
         raise UserError(
-            f"--batch {config.batch} does not divide into {dist.get_world_size()} ranks x {config.accumulate} "
-            "micro batches"
+            f"--batch {config.batch} does not divide into {readers} ranks x {config.accumulate} micro batches"
         )
     if config.through == "trainer":
         paths: list[Path] = importlib.import_module("train.trainer").run(config)
@@ -80,6 +83,8 @@ def _train(engine: Engine, model: nn.Module, config: Config) -> list[Path]:
     output.mkdir(parents=True, exist_ok=True)
     saved: list[Path] = []
     losses: dict[int, float] = {}
+    if config.steps == 0 and config.truth:
+        _write_truth(engine, config, f"step-{engine.step}")
     for number in tqdm(range(1, config.steps + 1), desc=str(output), disable=None if rank == 0 else True):
         sequences = data.batch(engine.sequences, config.batch, config.length, config.seed)
         mine = sequences.chunk(num_shards)[shard].to(launch.device())
@@ -104,14 +109,18 @@ def _save(engine: Engine, model: nn.Module, config: Config, losses: dict[int, fl
     if config.layout == "trainer":
         folders.write_trainer_files(folder, engine.step, losses)
     if config.truth:
-        tensors, facts = engine.gather()
-        # Beyond any training step: the same few sequences for every run, whatever it has seen.
-        input_ids = data.batch(10**9, 2, config.length, seed=0).to(launch.device())
-        logits = engine.logits(input_ids)
-        if dist.get_rank() == 0:
-            truth.write(Path(config.output, "truth"), tag, config, engine.step, tensors, facts)
-            truth.write_logits(Path(config.output, "truth"), tag, input_ids, logits)
+        _write_truth(engine, config, tag)
     dist.barrier()
     if dist.get_rank() == 0:
         print(f"saved {folder / tag}", flush=True)
     return folder / tag
+
+
+def _write_truth(engine: Engine, config: Config, tag: str) -> None:
+    tensors, facts = engine.gather()
+    # Beyond any training step: the same few sequences for every run, whatever it has seen.
+    input_ids = data.batch(10**9, 2, config.length, seed=0).to(launch.device())
+    logits = engine.logits(input_ids)
+    if dist.get_rank() == 0:
+        truth.write(Path(config.output, "truth"), tag, config, engine.step, tensors, facts)
+        truth.write_logits(Path(config.output, "truth"), tag, input_ids, logits)

@@ -79,6 +79,78 @@ _SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+# What the other architectures add to the common sizes, plain and wide.
+_SIZES |= {
+    "mistral": {**_COMMON, "sliding_window": None, "tie_word_embeddings": False},
+    "mixtral": {
+        **_COMMON,
+        "intermediate_size": 21,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    "gpt_neox": {
+        **_COMMON,
+        "hidden_size": 40,
+        # A quarter of each head's 8 elements is rotated. Megatron has no parallel residual.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "use_parallel_residual": False,
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v3": {
+        **_COMMON,
+        "num_key_value_heads": 5,
+        "head_dim": 4,
+        "q_lora_rank": 15,
+        "kv_lora_rank": 11,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 7,
+        "moe_intermediate_size": 11,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False,
+    },
+}
+
+# Sizes that divide by 2 and by 4, so that Megatron's tensor and pipeline parallelism and its experts' may be varied.
+_WIDE: dict[str, Any] = {
+    "hidden_size": 40,
+    "intermediate_size": 60,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+_WIDE_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 12, "num_experts": 8, "norm_topk_prob": True},
+    "mixtral": {"intermediate_size": 28, "num_local_experts": 8},
+    "gpt2": {"n_embd": 48, "n_layer": 4, "n_head": 8, "n_inner": 60},
+    "gpt_neox": {"hidden_size": 64},
+    "gpt_oss": {"intermediate_size": 20, "num_local_experts": 8},
+    "deepseek_v3": {
+        "num_key_value_heads": 8,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 12,
+        "moe_intermediate_size": 12,
+        "n_routed_experts": 8,
+    },
+}
+
+
+def sizes_of(model: str) -> dict[str, Any]:
+    """The sizes of a transformers configuration that differ from the architecture's defaults."""
+    architecture = model.removesuffix("_wide")
+    if architecture == model:
+        return _SIZES[model]
+    common = {} if architecture == "gpt2" else _WIDE
+    return _SIZES[architecture] | common | _WIDE_SIZES.get(architecture, {})
+
+
 def build_model(config: Config) -> nn.Module:
     """The model of a run in fp32 on the CPU, the same on every rank, frozen or wrapped in LoRA as asked."""
     torch.manual_seed(config.seed)
@@ -102,7 +174,9 @@ def sparse_blocks(model: nn.Module) -> list[type[nn.Module]]:
 def _transformer(config: Config) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = AutoConfig.for_model(config.model.removesuffix("_even"), **_SIZES[config.model])
+    architecture = config.model.removesuffix("_even").removesuffix("_wide")
+    layers = {"n_layer" if architecture == "gpt2" else "num_hidden_layers": config.layers} if config.layers else {}
+    sizes = AutoConfig.for_model(architecture, **sizes_of(config.model) | layers)
     # The plain implementations: every architecture has them, and they take odd sizes (grouped_mm does not).
     model = AutoModelForCausalLM.from_config(
         sizes, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"

@@ -1,0 +1,106 @@
+"""Lets megatron-core run where there is no GPU.
+
+Megatron-core asks for the device "cuda" by name, compares type strings such as "torch.cuda.FloatTensor" and creates
+streams, whatever the machine has. `on_this_machine()` answers all of that with the CPU while it is open, and does
+nothing on a machine with a GPU. Its transport is gloo then, which has every collective that megatron-core uses.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def on_this_machine() -> Iterator[None]:
+    """Redirects CUDA to the CPU while open, if there is no CUDA."""
+    if torch.cuda.is_available():
+        yield
+        return
+    # The last two are imported by name into modules of megatron-core, so they are replaced there.
+    from megatron.core.tensor_parallel import random
+
+    with contextlib.ExitStack() as stack:
+        for name, stand_in in _CUDA.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", _get_random_state))
+        stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", _set_random_state))
+        stack.enter_context(_CudaIsCpu())
+        yield
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Every tensor asked for on CUDA is made on the CPU, and a CPU tensor's type string says CUDA."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        if kwargs.get("device") is not None:
+            kwargs = kwargs | {"device": _cpu_for(kwargs["device"])}
+        if func is torch.Tensor.to:
+            args = (args[0], *(_cpu_for(value) if _names_cuda(value) else value for value in args[1:]))
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """A queue that is always empty: everything has been computed when the call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> "_Stream":
+        """An event that has happened, which this class serves as too."""
+        return self
+
+
+def _names_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def _cpu_for(device: Any) -> Any:
+    return _CPU if _names_cuda(device) or isinstance(device, int) else device
+
+
+def _get_random_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.random.get_rng_state()
+
+
+def _set_random_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.random.set_rng_state(new_state)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+_STREAM = _Stream()
+
+_CUDA: dict[str, Any] = {
+    "current_device": lambda: _CPU,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "Stream": _Stream,
+    "Event": _Stream,
+    "stream": lambda stream: contextlib.nullcontext(),
+    "current_stream": lambda *args: _STREAM,
+    "default_stream": lambda *args: _STREAM,
+    "manual_seed": lambda seed: torch.random.manual_seed(seed) and None,
+    "get_rng_state": _get_random_state,
+    "set_rng_state": _set_random_state,
+}

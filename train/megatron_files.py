@@ -1,0 +1,220 @@
+"""How Megatron-LM lays its checkpoints out, and how it loads them.
+
+--save torch       iter_0000004/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt, and with the distributed optimizer
+                   distrib_optim.pt beside it
+--save torch_dist  iter_0000004/{.metadata, __R_K.distcp, common.pt, metadata.json}, by megatron-core itself
+
+and latest_checkpointed_iteration.txt in the run folder. Contents as of Megatron-LM core_v0.16.1,
+megatron/training/checkpointing.py: save_checkpoint, generate_state_dict, load_checkpoint.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def save(engine: Any, folder: Path) -> str:
+    """Writes a checkpoint of a MegatronEngine into the run folder and returns its tag."""
+    tag = f"iter_{engine.step:07d}"
+    engine.args.iteration = engine.step
+    engine.args.consumed_train_samples = engine.sequences
+    if engine.config.saving == "torch":
+        _save_torch(engine, folder / tag)
+    else:
+        _save_torch_dist(engine, folder / tag)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / TRACKER).write_text(str(engine.step))
+    return tag
+
+
+def load(engine: Any, folder: Path) -> None:
+    """Loads a checkpoint of either format. One without an optimizer gives the weights only: the run starts anew."""
+    if (folder / ".metadata").is_file():
+        _load_torch_dist(engine, folder)
+    else:
+        _load_torch(engine, folder)
+
+
+def rank_folder(folder: Path) -> Path:
+    """Where this rank's file is in a checkpoint of format torch."""
+    from megatron.core import parallel_state as mpu
+
+    name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
+    if mpu.get_expert_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_expert_model_parallel_rank():03d}"
+    return folder / name
+
+
+def _common(engine: Any) -> dict[str, Any]:
+    """What both formats hold first."""
+    return {"args": engine.args, "checkpoint_version": 3.0, "iteration": engine.step}
+
+
+def _keys(engine: Any) -> list[str]:
+    """Names of the chunks in a state."""
+    return [f"model{number}" for number in range(len(engine.bare))] if len(engine.bare) > 1 else ["model"]
+
+
+def _random_state() -> list[dict[str, Any]]:
+    from megatron.core import tensor_parallel
+
+    return [
+        {
+            "random_rng_state": random.getstate(),
+            "np_rng_state": np.random.get_state(),
+            "torch_rng_state": torch.get_rng_state(),
+            "cuda_rng_state": torch.cuda.get_rng_state(),
+            "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        }
+    ]
+
+
+def _set_random_state(states: list[dict[str, Any]]) -> None:
+    from megatron.core import tensor_parallel
+
+    random.setstate(states[0]["random_rng_state"])
+    np.random.set_state(states[0]["np_rng_state"])
+    torch.set_rng_state(states[0]["torch_rng_state"])
+    torch.cuda.set_rng_state(states[0]["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states[0]["rng_tracker_states"])
+
+
+def _save_torch(engine: Any, folder: Path) -> None:
+    from megatron.core import parallel_state as mpu
+
+    mine = rank_folder(folder)
+    mine.mkdir(parents=True, exist_ok=True)
+    if engine.args.use_distributed_optimizer:  # collective: rank 0 of each data-parallel group writes
+        engine.optimizer.save_parameter_state(str(mine / "distrib_optim.pt"))
+    if mpu.get_expert_data_parallel_rank() != 0:
+        return
+    state = _common(engine)
+    for key, chunk in zip(_keys(engine), engine.bare, strict=True):
+        state[key] = chunk.state_dict_for_save_checkpoint()
+    state["optimizer"] = engine.optimizer.state_dict()
+    state["opt_param_scheduler"] = engine.scheduler.state_dict()
+    state["rng_state"] = _random_state()
+    state["num_floating_point_operations_so_far"] = 0
+    torch.save(state, mine / "model_optim_rng.pt")
+
+
+def _load_torch(engine: Any, folder: Path) -> None:
+    mine = rank_folder(folder)
+    state = torch.load(mine / "model_optim_rng.pt", map_location="cpu", weights_only=False)
+    for key, chunk in zip(_keys(engine), engine.bare, strict=True):
+        chunk.load_state_dict(state[key], strict=True)
+    if "optimizer" not in state:
+        engine.optimizer.reload_model_params()
+        return
+    engine.optimizer.load_state_dict(state["optimizer"])
+    if engine.args.use_distributed_optimizer:
+        engine.optimizer.load_parameter_state(str(mine / "distrib_optim.pt"))
+    _load_rest(engine, state)
+
+
+def _load_rest(engine: Any, state: dict[str, Any]) -> None:
+    """The scheduler, the position in the data, and random state where the checkpoint has this rank's."""
+    if "opt_param_scheduler" in state:
+        engine.scheduler.load_state_dict(state["opt_param_scheduler"])
+    engine.step = int(state["iteration"])
+    samples = getattr(state.get("args"), "consumed_train_samples", None)
+    # A conversion may know the step only.
+    engine.sequences = engine.step * engine.config.batch if samples is None else int(samples)
+    if "rng_state" in state:
+        _set_random_state(state["rng_state"])
+
+
+def _metadata(engine: Any) -> dict[str, Any]:
+    """What tells megatron-core which form of the sharded state to make; it is saved, but for the group."""
+    metadata: dict[str, Any] = {}
+    if engine.args.use_distributed_optimizer:
+        metadata["distrib_optim_sharding_type"] = engine.config.optimizer_format
+        if engine.config.optimizer_format == "fully_reshardable":
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return metadata | {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+def _sharded_state(engine: Any, metadata: dict[str, Any], optimizer: bool, loading: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state as mpu
+
+    metadata = metadata | {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    state: dict[str, Any] = {}
+    for key, chunk in zip(_keys(engine), engine.bare, strict=True):
+        state[key] = chunk.sharded_state_dict(metadata=metadata)
+    if optimizer:
+        state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+        state["opt_param_scheduler"] = engine.scheduler.state_dict()
+    return state
+
+
+def _sharded_random_state() -> Any:
+    """One object for each pipeline stage and tensor-parallel rank, and with experts dealt out, data-parallel rank."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    sizes = [mpu.get_pipeline_model_parallel_world_size(), mpu.get_tensor_model_parallel_world_size()]
+    ranks = [mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_rank()]
+    copy = mpu.get_data_parallel_rank(with_context_parallel=True)
+    if mpu.get_expert_model_parallel_world_size() > 1:
+        sizes.append(mpu.get_data_parallel_world_size(with_context_parallel=True))
+        ranks.append(copy)
+        copy = 0
+    return ShardedObject("rng_state", _random_state(), tuple(sizes), tuple(ranks), replica_id=copy)
+
+
+def _save_torch_dist(engine: Any, folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state as mpu
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    metadata = _metadata(engine)
+    state = _common(engine) | _sharded_state(engine, metadata, optimizer=True, loading=False)
+    state["rng_state"] = _sharded_random_state()
+    state["num_floating_point_operations_so_far"] = 0
+    strategy = FullyParallelSaveStrategyWrapper(
+        get_default_save_sharded_strategy("torch_dist"), mpu.get_data_parallel_group(with_context_parallel=True)
+    )
+    dist_checkpointing.save(state, str(folder), strategy, content_metadata=metadata)
+
+
+def _load_torch_dist(engine: Any, folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
+    saved = dist_checkpointing.load_sharded_metadata(str(folder))
+    keys = {entry.key for entry in saved.values()}
+    optimizer = any(key.startswith(("optimizer.", "chained_")) for key in keys)
+    state = _sharded_state(engine, metadata, optimizer, loading=True)
+    theirs = common.get("args")
+    layout = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size", "expert_model_parallel_size")
+    same_ranks = all(getattr(theirs, name, None) == getattr(engine.args, name) for name in layout)
+    if "rng_state" in keys and optimizer and same_ranks:
+        state["rng_state"] = _sharded_random_state()
+    loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
+    missing = {key for key in missing if key != "rng_state"}
+    if missing or unexpected:
+        raise ValueError(f"left over in the checkpoint: {sorted(missing)}; not in it: {sorted(unexpected)}")
+    for key, chunk in zip(_keys(engine), engine.bare, strict=True):
+        chunk.load_state_dict(loaded[key], strict=True)
+    if not optimizer:
+        engine.optimizer.reload_model_params()
+        return
+    engine.optimizer.load_state_dict(loaded["optimizer"])
+    _load_rest(engine, common | {key: value for key, value in loaded.items() if key == "rng_state"} | {
+        key: common[key] for key in ("opt_param_scheduler",) if key in common
+    })

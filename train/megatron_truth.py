@@ -1,0 +1,256 @@
+"""Megatron's tensors in full: which part of which tensor each rank holds, as the live modules say, put together.
+
+Names are those of megatron-core's GPTModel, with layers and experts numbered over the whole model and layer norms
+under the names that Transformer Engine gives them (which torch_dist uses for both kinds of layers).
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_NUMBERED = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+_EMBEDDING = "embedding.word_embeddings.weight"
+_VOCABULARY = (_EMBEDDING, "output_layer.weight")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank's part of a tensor belongs."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the part."""
+    dim: int | None = None
+    """Dimension along which tensor-parallel ranks split it; None: all hold the whole."""
+    stride: int = 1
+    """How many blocks are split each by itself: 2 for gate and up rows of one matrix."""
+    index: int = 0
+    count: int = 1
+    """This part's number and how many parts there are."""
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of the whole."""
+        return tuple(size * self.count if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This part of the whole tensor."""
+        if self.dim is None:
+            return whole
+        blocks = [block.chunk(self.count, self.dim)[self.index] for block in whole.chunk(self.stride, self.dim)]
+        return torch.cat(blocks, self.dim)
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The whole tensor of all parts in order."""
+        if self.dim is None:
+            return parts[0]
+        blocks = [part.chunk(self.stride, self.dim) for part in parts]
+        return torch.cat([block[number] for number in range(self.stride) for block in blocks], self.dim)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of a part, flattened: all of it, or what one data-parallel rank holds of it."""
+
+    role: str
+    place: Place
+    start: int
+    elements: torch.Tensor
+
+
+def placed(chunk: nn.Module) -> Iterator[tuple[Place, torch.Tensor, bool]]:
+    """Every parameter (True) and persistent buffer (False) of a GPTModel with its place."""
+    from megatron.core import parallel_state as mpu
+
+    kept = chunk.state_dict().keys()
+    parameters = [(name, tensor, True) for name, tensor in chunk.named_parameters()]
+    buffers = [(name, tensor, False) for name, tensor in chunk.named_buffers() if name in kept]
+    for name, tensor, is_parameter in parameters + buffers:
+        dim, stride, index, count = None, 1, 0, 1
+        # The attention sinks are split by heads, but alone carry no attributes that say so.
+        sinks = name.endswith(".softmax_offset")
+        if is_parameter and (sinks or getattr(tensor, "tensor_model_parallel", False)):
+            dim = 0 if sinks else tensor.partition_dim
+            stride = 1 if sinks else tensor.partition_stride
+            if _EXPERT.search(name):
+                index, count = mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
+            else:
+                index, count = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+        yield Place(canonical(chunk, name), tuple(tensor.shape), dim, stride, index, count), tensor, is_parameter
+
+
+def canonical(chunk: Any, name: str) -> str:
+    """A tensor's name in the whole model."""
+    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        return _EMBEDDING  # the last stage's copy
+    numbered = _NUMBERED.match(name)
+    if numbered is None:
+        return name
+    layer = chunk.get_submodule(numbered[0].removesuffix("."))
+    number = layer.layer_number - 1
+    if numbered[1] == "mtp":
+        prefix, rest = f"mtp.layers.{number}.", name[numbered.end() :]
+        if not rest.startswith("transformer_layer."):
+            return prefix + rest
+        prefix, rest = prefix + "transformer_layer.", rest.removeprefix("transformer_layer.")
+        layer = layer.transformer_layer
+    else:
+        prefix, rest = f"decoder.layers.{number}.", name[numbered.end() :]
+    if (expert := _EXPERT.search("." + rest)) is not None:
+        whole = layer.mlp.local_expert_indices[int(expert[1])]
+        rest = ("." + rest).replace(expert[0], f".local_experts.{whole}.")[1:]
+    attention, mlp = dict(layer.self_attention.named_modules()), dict(layer.mlp.named_modules())
+    fused = {
+        "input_layernorm.": "self_attention.linear_qkv." if "linear_qkv" in attention else None,
+        "pre_mlp_layernorm.": "mlp.linear_fc1." if "linear_fc1" in mlp else None,
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj." if "linear_q_up_proj" in attention else None,
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.",
+    }
+    for norm, matrix in fused.items():
+        if matrix and rest.startswith(norm):
+            rest = f"{matrix}layer_norm_{rest.removeprefix(norm)}"
+    return prefix + rest
+
+
+def initialize(chunks: Iterable[nn.Module], vocabulary: int, seed: int) -> None:
+    """Draws every weight by its name, so that a model starts the same however it is split and padded."""
+    with torch.no_grad():
+        for chunk in chunks:
+            for place, parameter, is_parameter in placed(chunk):
+                if not is_parameter:
+                    continue
+                shape = place.full_shape
+                if place.name in _VOCABULARY:
+                    padding = (shape[0] - vocabulary, *shape[1:])
+                    whole = torch.cat(
+                        [_draw(place.name, (vocabulary, *shape[1:]), seed), _draw(f"padding {place.name}", padding, seed)]
+                    )
+                else:
+                    whole = _draw(place.name, shape, seed)
+                parameter.copy_(place.cut(whole))
+
+
+def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    number = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "little")
+    drawn = 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(number))
+    is_norm = len(shape) == 1 and name.endswith("weight")
+    return 1.0 + drawn if is_norm else drawn
+
+
+def collect(pieces: list[Piece]) -> dict[str, torch.Tensor]:
+    """All ranks' pieces as whole tensors, `<role>/<name>`, on every rank.
+
+    RuntimeError where two ranks disagree on an element that both hold, or where an element is held by none.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, pieces)
+    parts: dict[tuple[str, str], dict[int, tuple[Place, torch.Tensor, torch.Tensor]]] = {}
+    for piece in (piece for rank_pieces in everyone for piece in rank_pieces):
+        place, key = piece.place, (piece.role, piece.place.name)
+        held = parts.setdefault(key, {})
+        if place.index not in held:
+            size = torch.Size(place.shape).numel()
+            held[place.index] = (
+                place,
+                torch.empty(size, dtype=piece.elements.dtype),
+                torch.zeros(size, dtype=torch.bool),
+            )
+        known, elements, seen = held[place.index]
+        if known != place or elements.dtype != piece.elements.dtype:
+            raise RuntimeError(f"{key}: ranks disagree on shape, dtype or split: {known} and {place}")
+        span = slice(piece.start, piece.start + len(piece.elements))
+        both = seen[span]
+        if not torch.equal(_bits(elements[span][both]), _bits(piece.elements[both])):
+            raise RuntimeError(f"{key}: ranks that hold the same elements disagree on them")
+        elements[span] = piece.elements
+        seen[span] = True
+    whole = {}
+    for (role, name), held in parts.items():
+        place = held[min(held)][0]
+        if set(held) != set(range(place.count)) or not all(seen.all() for _, _, seen in held.values()):
+            raise RuntimeError(f"{role} of {name}: some of its elements are on no rank")
+        whole[f"{role}/{name}"] = place.join([held[index][1].view(place.shape) for index in sorted(held)])
+    return whole
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def model_pieces(chunks: Iterable[nn.Module]) -> list[Piece]:
+    """This rank's part of every parameter and buffer."""
+    return [
+        Piece("weight" if is_parameter else "buffer", place, 0, tensor.detach().cpu().reshape(-1).clone())
+        for chunk in chunks
+        for place, tensor, is_parameter in placed(chunk)
+    ]
+
+
+def optimizer_pieces(chunks: Iterable[nn.Module], optimizer: Any) -> list[Piece]:
+    """This rank's part of every master and optimizer state of a ChainedOptimizer."""
+    places = {tensor: place for chunk in chunks for place, tensor, _ in placed(chunk)}
+    pieces = []
+    for one in optimizer.chained_optimizers:
+        for parameter, master, start, inner in _held(one):
+            place = places[parameter]
+            tensors = dict(inner.state.get(master, {}))
+            if master is not parameter:
+                tensors["master"] = master
+            for role, value in tensors.items():
+                if torch.is_tensor(value) and value.shape == master.shape and role != "step":
+                    pieces.append(Piece(role, place, start, value.detach().cpu().reshape(-1).clone()))
+    return pieces
+
+
+def _held(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, Any]]:
+    """Parameter, what the inner optimizer steps for it, from which element on, and that inner optimizer."""
+    inner = optimizer.optimizer
+    if hasattr(optimizer, "gbuf_ranges"):  # DistributedOptimizer
+        for parameter, (group, order) in optimizer.model_param_group_index_map.items():
+            span = optimizer._get_model_param_range_map(parameter)["param"]
+            yield parameter, inner.param_groups[group]["params"][order], span.start, inner
+    elif hasattr(optimizer, "float16_groups"):  # Float16OptimizerWithFloat16Params
+        for halves, masters in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
+            for parameter, master in zip(halves, masters, strict=True):
+                yield parameter, master, 0, inner
+        for group in optimizer.fp32_from_fp32_groups:
+            yield from ((parameter, parameter, 0, inner) for parameter in group)
+    else:  # FP32Optimizer
+        for group in inner.param_groups:
+            yield from ((parameter, parameter, 0, inner) for parameter in group["params"])
+
+
+def check_distributed(chunks: Iterable[nn.Module], optimizer: Any, whole: dict[str, torch.Tensor]) -> None:
+    """RuntimeError if DistributedOptimizer's own gathering of its states is not what `collect` found."""
+    places = {tensor: place for chunk in chunks for place, tensor, _ in placed(chunk)}
+    for one in optimizer.chained_optimizers:
+        if not hasattr(one, "get_parameter_state_dp_zero") or not one.optimizer.state:
+            continue
+        gathered = one.get_parameter_state_dp_zero(return_on_all_ranks=True)
+        for number, buffer in enumerate(one.buffers):
+            tensors = gathered[number][buffer.param_dtype, buffer.grad_dtype]
+            padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+            for parameter, (start, end, bucket) in buffer.param_index_map.items():
+                place, skipped = places[parameter], sum(padding[:bucket])
+                for theirs, ours in (("param", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+                    claimed = tensors[theirs][start - skipped : end - skipped]
+                    found = place.cut(whole[f"{ours}/{place.name}"]).reshape(-1)
+                    if not torch.equal(_bits(claimed), _bits(found)):
+                        raise RuntimeError(f"{place.name}: the gathered {ours} is not the distributed optimizer's")
+
+
+def named_groups(optimizer: Any, names: dict[torch.Tensor, str]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Every param group with the names of the parameters of which this rank steps a part."""
+    groups = []
+    for one in optimizer.chained_optimizers:
+        held = {id(master): names[parameter] for parameter, master, _, _ in _held(one)}
+        for group in one.optimizer.param_groups:
+            groups.append((group, [held[id(master)] for master in group["params"]]))
+    return groups
