@@ -8,13 +8,14 @@ mechanically, and the proof that nothing is left over on either side is the same
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt.checkpoint import WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
+from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, LossError
 from ckpt.tensors import (
+    ZEROS,
     Box,
     Extent,
     FlatRange,
@@ -26,6 +27,7 @@ from ckpt.tensors import (
     check_tiling,
     flat_boxes,
     flat_range,
+    stepped,
     whole,
 )
 
@@ -76,14 +78,31 @@ class Link:
 
 @dataclass(frozen=True)
 class Relation:
-    """Links between all tensors of two namespaces, with the shapes on either side."""
+    """Links between all tensors of two namespaces, with the shapes on either side.
+
+    `a_padding` are boxes of tensors of `a` that have no counterpart in `b`, and mean nothing: rows of a vocabulary
+    that are there to make it divisible.  They are left out on the way to `b`, and zero on the way back.  `a_copies`
+    maps tensors of `a` to others of `a` that hold the same; `b` has only these.  The same holds of `b`.
+    """
 
     links: tuple[Link, ...]
     a_shapes: Mapping[str, Shape]
     b_shapes: Mapping[str, Shape]
+    a_padding: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
+    b_padding: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
+    a_copies: Mapping[str, str] = field(default_factory=dict)
+    b_copies: Mapping[str, str] = field(default_factory=dict)
 
     def inverse(self) -> Relation:
-        return Relation(tuple(link.inverse() for link in self.links), self.b_shapes, self.a_shapes)
+        return Relation(
+            tuple(link.inverse() for link in self.links),
+            self.b_shapes,
+            self.a_shapes,
+            self.b_padding,
+            self.a_padding,
+            self.b_copies,
+            self.a_copies,
+        )
 
     def check(self) -> None:
         """Prove that every element on either side is placed exactly once; LossError otherwise."""
@@ -94,29 +113,53 @@ class Relation:
                     fqn=link.a,
                     found=f"{link.a_box} is {link.b_box} of {link.b!r}",
                 )
-        for side, shapes in (("a", self.a_shapes), ("b", self.b_shapes)):
-            boxes: dict[str, list[Box]] = {name: [] for name in shapes}
-            for link in self.links:
-                if getattr(link, side) not in boxes:
-                    raise LossError("the name mapping places a tensor that is not there", fqn=getattr(link, side))
-                boxes[getattr(link, side)].append(getattr(link, f"{side}_box"))
-            for name, shape in shapes.items():
-                fault = check_tiling(boxes[name], shape)
-                if not boxes[name]:  # which tiles a tensor without elements
-                    fault = TilingFault("hole", whole(shape))
-                if fault is not None:
-                    raise LossError(
-                        "the name mapping does not place this tensor exactly once",
-                        fqn=name,
-                        found=f"{fault.kind} at {fault.region} of shape {list(shape)}",
-                    )
+        a_boxes = _boxes_by_name((link.a, link.a_box) for link in self.links)
+        b_boxes = _boxes_by_name((link.b, link.b_box) for link in self.links)
+        _check_side(a_boxes, self.a_shapes, self.a_padding, self.a_copies)
+        _check_side(b_boxes, self.b_shapes, self.b_padding, self.b_copies)
+
+
+def _boxes_by_name(placed: Iterable[tuple[str, Box]]) -> dict[str, list[Box]]:
+    boxes: dict[str, list[Box]] = {}
+    for name, box in placed:
+        boxes.setdefault(name, []).append(box)
+    return boxes
+
+
+def _check_side(
+    placed: Mapping[str, list[Box]],
+    shapes: Mapping[str, Shape],
+    padding: Mapping[str, tuple[Box, ...]],
+    copies: Mapping[str, str],
+) -> None:
+    """Prove that links and padding together tile every tensor, and that copies are of tensors that are linked."""
+    for name in [*placed, *padding, *copies, *copies.values()]:
+        if name not in shapes:
+            raise LossError("the name mapping places a tensor that is not there", fqn=name)
+    for name, shape in shapes.items():
+        if name in copies and name not in placed and copies[name] not in copies and shapes[copies[name]] == shape:
+            continue
+        boxes = [*placed.get(name, ()), *padding.get(name, ())]
+        if boxes == [whole(shape)]:  # nearly all of them, and there may be tens of thousands
+            continue
+        fault = check_tiling(boxes, shape)
+        if not boxes:  # which tiles a tensor without elements
+            fault = TilingFault("hole", whole(shape))
+        if fault is not None:
+            raise LossError(
+                "the name mapping does not place this tensor exactly once",
+                fqn=name,
+                found=f"{fault.kind} at {fault.region} of shape {list(shape)}",
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class _Linked:
-    """A tensor put together from boxes of others, as links say."""
+    """A tensor put together from boxes of others, as links say, and of zeros where its `padding` is."""
 
     parts: tuple[tuple[Link, Shape, Source], ...]
+    padding: tuple[Box, ...]
+    dtype: DType
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
         for link, a_shape, source in self.parts:
@@ -126,6 +169,8 @@ class _Linked:
                     yield from _shift(fragment, a_flat, b_flat)
                 else:
                     yield from _carry(fragment, a_shape, link)
+        for box in self.padding:
+            yield Fragment(box, Extent.contiguous(ZEROS, 0, self.dtype, box.sizes))
 
 
 def _shift(fragment: Fragment, a: FlatRange, b: FlatRange) -> Iterator[Fragment]:
@@ -143,16 +188,21 @@ def _carry(fragment: Fragment, a_shape: Shape, link: Link) -> Iterator[Fragment]
         common = box.intersect(link.a_box)
         if common is None:
             continue
-        part = extent.narrow(common.relative_to(box))
-        offsets, sizes = list(link.b_box.offsets), [1] * len(link.b_box.sizes)
-        strides = [0] * len(link.b_box.sizes)
+        part, linked = extent.narrow(common.relative_to(box)), common.relative_to(link.a_box)
+        num_dims = len(link.b_box.sizes)
+        offsets, sizes, steps, strides = [0] * num_dims, [1] * num_dims, [1] * num_dims, [0] * num_dims
         for dim, target in enumerate(link.dims):
             if target is not None:
-                offsets[target] += common.offsets[dim] - link.a_box.offsets[dim]
+                offsets[target] = linked.offsets[dim]
                 sizes[target] = common.sizes[dim]
                 strides[target] = part.strides[dim]
+        if linked.steps:
+            for dim, target in enumerate(link.dims):
+                if target is not None:
+                    steps[target] = linked.steps[dim]
+        region = link.b_box.inside(stepped(tuple(offsets), tuple(sizes), tuple(steps)))
         placed = Extent(part.path, part.offset, part.dtype, tuple(sizes), tuple(strides))
-        yield Fragment(Box(tuple(offsets), tuple(sizes)), placed, fragment.rank)
+        yield Fragment(region, placed, fragment.rank)
 
 
 def _boxes(fragment: Fragment, shape: Shape) -> Iterator[tuple[Box, Extent]]:
@@ -186,11 +236,15 @@ def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Che
     for fqn in roles:
         if fqn not in onto:
             raise LossError("the name mapping has no place for this tensor", fqn=fqn)
+    checkpoint = _with_copies_as_replicas(checkpoint, relation.a_copies, roles)
 
     tensors: dict[Key, Tensor] = {}
     for name, links in into.items():
         for role in dict.fromkeys(role for link in links for role in roles.get(link.a, (WEIGHT,))):
             tensors[name, role] = _combine(checkpoint, name, role, relation, links)
+    for name, owner in relation.b_copies.items():
+        for role in [role for role in (WEIGHT, MASTER, BUFFER) if (owner, role) in tensors]:
+            tensors[name, role] = tensors[owner, role].renamed(name)
     return replace(
         checkpoint,
         tensors=tensors,
@@ -198,6 +252,27 @@ def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Che
         ties=_translate_ties(checkpoint.ties, onto),
         state=_translate_state(checkpoint.state, onto),
     )
+
+
+def _with_copies_as_replicas(
+    checkpoint: Checkpoint, copies: Mapping[str, str], roles: Mapping[str, list[str]]
+) -> Checkpoint:
+    """`checkpoint` in which a tensor that has a copy of another name has it as a replica, to be compared with it."""
+    if not copies:
+        return checkpoint
+    tensors = dict(checkpoint.tensors)
+    for copy, owner in copies.items():
+        for role in roles.get(copy, ()):
+            one, other = tensors.pop((copy, role)), tensors.get((owner, role))
+            if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+                raise LossError(
+                    "a tensor that the model has once is stored twice, and not the same way",
+                    fqn=copy,
+                    expected=f"the {role} of {owner!r} again" + (f", {other.dtype}" if other else ""),
+                    found="no such tensor" if other is None else f"{one.dtype} of shape {list(one.shape)}",
+                )
+            tensors[owner, role] = replace(other, replicas=(*other.replicas, one.source, *one.replicas))
+    return replace(checkpoint, tensors=tensors)
 
 
 def _combine(checkpoint: Checkpoint, name: str, role: str, relation: Relation, links: list[Link]) -> Tensor:
@@ -212,7 +287,8 @@ def _combine(checkpoint: Checkpoint, name: str, role: str, relation: Relation, l
             )
         parts.append((link, tensor))
     first = parts[0][1]
-    if links == [Link.rename(first.fqn, name, relation.a_shapes[first.fqn])]:
+    padding = relation.b_padding.get(name, ())
+    if not padding and links == [Link.rename(first.fqn, name, relation.a_shapes[first.fqn])]:
         return first.renamed(name)
     for link, tensor in parts:
         if tensor.shape != relation.a_shapes[link.a]:
@@ -236,7 +312,7 @@ def _combine(checkpoint: Checkpoint, name: str, role: str, relation: Relation, l
         for link, tensor in parts:
             replica = () if number is None else tensor.replicas[number : number + 1]
             chosen.append((link, tensor.shape, replica[0] if replica else tensor.source))
-        return _Linked(tuple(chosen))
+        return _Linked(tuple(chosen), padding, first.dtype)
 
     replicas = tuple(linked(number) for number in range(max(len(tensor.replicas) for _, tensor in parts)))
     return Tensor(name, role, first.dtype, shape, linked(None), first.native, replicas)

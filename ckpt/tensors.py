@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
+from math import gcd, lcm, prod
 from typing import Protocol
 
 from ckpt.dtypes import DType
@@ -19,12 +19,21 @@ from ckpt.dtypes import DType
 Shape = tuple[int, ...]
 
 
+#: A file of zeros without end: where padding lies that no source has stored.
+ZEROS = "/dev/zero"
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
-    """`sizes` elements from `offsets` on, in every dim of a tensor.  A 0-d tensor has the empty box `Box((), ())`."""
+    """`sizes` elements from `offsets` on, in every dim of a tensor.  A 0-d tensor has the empty box `Box((), ())`.
+
+    `steps` is empty where the elements are neighbours, as nearly everywhere; otherwise it says for each dim how far
+    apart they are: rows 1, 3, 5 of a tensor that interleaves two others are offset 1, size 3, step 2.
+    """
 
     offsets: Shape
     sizes: Shape
+    steps: Shape = ()
 
     @property
     def numel(self) -> int:
@@ -32,6 +41,8 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The common part, or None where there is none."""
+        if self.steps or other.steps:
+            return _intersect_steps(self, other)
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             start, stop = max(a, b), min(a + n, b + m)
@@ -43,11 +54,61 @@ class Box:
 
     def relative_to(self, outer: Box) -> Box:
         """This box in the coordinates of a tensor that holds just `outer`."""
-        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+        offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
+        if not (self.steps or outer.steps):
+            return Box(offsets, self.sizes)
+        steps = outer.all_steps
+        inner = tuple(s // t for s, t in zip(self.all_steps, steps, strict=True))
+        return stepped(tuple(o // t for o, t in zip(offsets, steps, strict=True)), self.sizes, inner)
+
+    def inside(self, inner: Box) -> Box:
+        """`inner`, given in the coordinates of a tensor that holds just this box, in those that this box is in."""
+        steps = self.all_steps
+        offsets = tuple(a + b * t for a, b, t in zip(self.offsets, inner.offsets, steps, strict=True))
+        if not (self.steps or inner.steps):
+            return Box(offsets, inner.sizes)
+        return stepped(offsets, inner.sizes, tuple(s * t for s, t in zip(inner.all_steps, steps, strict=True)))
+
+    @property
+    def all_steps(self) -> Shape:
+        """The steps, of every dim."""
+        return self.steps or (1,) * len(self.sizes)
+
+    @property
+    def ends(self) -> Shape:
+        """Behind the last element, in every dim."""
+        return tuple(a + (n - 1) * s + 1 for a, n, s in zip(self.offsets, self.sizes, self.all_steps, strict=True))
 
     def __str__(self) -> str:
-        inner = ", ".join(f"{a}:{a + n}" for a, n in zip(self.offsets, self.sizes, strict=True))
-        return f"[{inner}]"
+        parts = zip(self.offsets, self.ends, self.all_steps, strict=True)
+        return "[" + ", ".join(f"{a}:{b}" + (f":{s}" if s != 1 else "") for a, b, s in parts) + "]"
+
+
+def stepped(offsets: Shape, sizes: Shape, steps: Shape) -> Box:
+    """The box with these steps; those of dims with one element have no say, so that equal boxes compare equal."""
+    steps = tuple(step if size > 1 else 1 for size, step in zip(sizes, steps, strict=True))
+    return Box(offsets, sizes, steps if any(step != 1 for step in steps) else ())
+
+
+def _intersect_steps(one: Box, other: Box) -> Box | None:
+    """What two arithmetic progressions have in common, dim by dim, is one too."""
+    offsets, sizes, steps = [], [], []
+    dims = zip(one.offsets, one.sizes, one.all_steps, other.offsets, other.sizes, other.all_steps, strict=True)
+    for a, n, s, b, m, t in dims:
+        common = gcd(s, t)
+        if (b - a) % common or not n or not m:
+            return None
+        step = s // common * t
+        first = a + (b - a) // common * pow(s // common, -1, t // common) % (t // common) * s
+        start = max(a, b)
+        first += -((first - start) // step) * step
+        stop = min(a + (n - 1) * s, b + (m - 1) * t) + 1
+        if first >= stop:
+            return None
+        offsets.append(first)
+        sizes.append((stop - 1 - first) // step + 1)
+        steps.append(step)
+    return stepped(tuple(offsets), tuple(sizes), tuple(steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +164,8 @@ def flat_range(box: Box, shape: Shape) -> FlatRange | None:
     """
     if box.numel == 0:
         return FlatRange(0, 0)
+    if box.steps:
+        return None
     start, step, cut = 0, 1, False
     for offset, size, full in zip(reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True):
         if cut and size != 1:
@@ -184,7 +247,10 @@ class Extent:
     def narrow(self, box: Box) -> Extent:
         """The part of this array that `box`, in its own coordinates, cuts out."""
         skip = sum(offset * stride for offset, stride in zip(box.offsets, self.strides, strict=True))
-        return Extent(self.path, self.offset + skip * self.dtype.itemsize, self.dtype, box.sizes, self.strides)
+        strides = self.strides
+        if box.steps:
+            strides = tuple(stride * step for stride, step in zip(strides, box.steps, strict=True))
+        return Extent(self.path, self.offset + skip * self.dtype.itemsize, self.dtype, box.sizes, strides)
 
     def flat(self, start: int, stop: int) -> Extent:
         """Elements `start:stop` of a contiguous array, as a 1-d extent."""
@@ -333,7 +399,7 @@ def _first_offset(fragment: Fragment) -> int:
 
 def _overlay_boxes(piece: Fragment, others: list[Fragment]) -> Iterator[Overlap]:
     assert isinstance(piece.region, Box)
-    end = _first_offset(piece) + (piece.region.sizes[0] if piece.region.sizes else 1)
+    end = piece.region.ends[0] if piece.region.sizes else 1
     for other in others:
         assert isinstance(other.region, Box)
         if _first_offset(other) >= end:
@@ -419,7 +485,8 @@ def _is_inside(region: Region, shape: Shape, total: int) -> bool:
         return 0 <= region.start <= region.stop <= total
     if not len(region.offsets) == len(region.sizes) == len(shape):
         return False
-    return all(0 <= a <= a + n <= full for a, n, full in zip(region.offsets, region.sizes, shape, strict=True))
+    dims = zip(region.offsets, region.sizes, region.ends, shape, strict=True)
+    return all(start >= 0 and size >= 0 and end <= full for start, size, end, full in dims)
 
 
 def _check_boxes(regions: Sequence[Region], shape: Shape, overlaps: bool) -> TilingFault | None:
@@ -440,8 +507,11 @@ def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlap
         return TilingFault("hole", Box(offsets + (0,) * (len(shape) - dim), sizes + shape[dim:]))
     if dim == len(shape):
         return TilingFault("overlap", Box(offsets, sizes)) if len(boxes) > 1 and not overlaps else None
+    if any(box.steps and box.steps[dim] != 1 for box in boxes):
+        return _sweep_residues(boxes, offsets, sizes, shape, overlaps)
     edges = sorted({0, shape[dim]} | {e for b in boxes for e in (b.offsets[dim], b.offsets[dim] + b.sizes[dim])})
-    if len(boxes) == 1 and boxes[0].offsets[dim:] == (0,) * (len(shape) - dim) and boxes[0].sizes[dim:] == shape[dim:]:
+    is_rest = boxes[0].offsets[dim:] == (0,) * (len(shape) - dim) and boxes[0].sizes[dim:] == shape[dim:]
+    if len(boxes) == 1 and is_rest:
         return None
     by_start = sorted(boxes, key=lambda b: b.offsets[dim])
     active: list[Box] = []
@@ -455,3 +525,30 @@ def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlap
         if fault is not None:
             return fault
     return None
+
+
+def _sweep_residues(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool) -> TilingFault | None:
+    """Check a dim with steps as several dims without: one of every residue."""
+    dim = len(offsets)
+    step = lcm(*(box.all_steps[dim] for box in boxes))
+    for residue in range(min(step, shape[dim])):
+        comb = Box((residue,), ((shape[dim] - residue - 1) // step + 1,), (step,))
+        inside = []
+        for box in boxes:
+            common = Box((box.offsets[dim],), (box.sizes[dim],), (box.all_steps[dim],)).intersect(comb)
+            if common is not None:
+                part = common.relative_to(comb)
+                inside.append(_with_dim(box, dim, part.offsets[0], part.sizes[0]))
+        fault = _sweep(inside, offsets, sizes, (*shape[:dim], *comb.sizes, *shape[dim + 1 :]), overlaps)
+        if fault is not None:
+            assert isinstance(fault.region, Box)
+            within = fault.region.offsets[dim] * step + residue, fault.region.sizes[dim], step
+            return replace(fault, region=_with_dim(fault.region, dim, *within))
+    return None
+
+
+def _with_dim(box: Box, dim: int, offset: int, size: int, step: int = 1) -> Box:
+    def put(values: Shape, value: int) -> Shape:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    return stepped(put(box.offsets, offset), put(box.sizes, size), put(box.all_steps, step))

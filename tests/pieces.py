@@ -119,8 +119,8 @@ def indices(region: Region, shape: Shape) -> NDArray:
     every = np.arange(prod(shape))
     if isinstance(region, FlatRange):
         return every[region.start : region.stop]
-    window = tuple(slice(a, a + n) for a, n in zip(region.offsets, region.sizes, strict=True))
-    return every.reshape(shape)[window]
+    dims = zip(region.offsets, region.sizes, region.all_steps, strict=True)
+    return every.reshape(shape)[tuple(slice(a, a + n * step, step) for a, n, step in dims)]
 
 
 def positions(extent: Extent) -> NDArray:

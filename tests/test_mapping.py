@@ -18,7 +18,7 @@ from ckpt.dtypes import BFLOAT16, FLOAT32
 from ckpt.errors import CkptError, CorruptError, LossError
 from ckpt.mapping import Link, Relation, translate
 from ckpt.planner import check_source
-from ckpt.tensors import Box, Extent, FlatRange, Fragment, Shape, Tensor, Whole, whole
+from ckpt.tensors import ZEROS, Box, Extent, FlatRange, Fragment, Shape, Tensor, Whole, stepped, whole
 from tests.pieces import Store, assembled, stored, tensor_of
 
 Arrays = dict[str, NDArray]
@@ -102,12 +102,36 @@ def interleaved(draw: st.DrawFn, shape: Shape) -> Case:
     return relation(links, a, b), a, b
 
 
+@st.composite
+def combed(draw: st.DrawFn, shape: Shape) -> Case:
+    """The same, declared by rows that are a step apart: as few links as there are tensors; the last may be shorter."""
+    assume(shape)
+    count = draw(st.integers(1, 3))
+    sizes = [shape[0] + (number < draw(st.integers(0, count))) for number in range(count)]
+    sizes.sort(reverse=True)
+    a = numbered({f"x{number}": (size, *shape[1:]) for number, size in enumerate(sizes)})
+    rows = np.zeros((sum(sizes), *shape[1:]))
+    for number, array in enumerate(a.values()):
+        rows[number::count] = array
+    order = draw(st.permutations(range(len(shape))))
+    b = {"y": rows.transpose(order)}
+    dims = tuple(order.index(dim) for dim in range(len(shape)))
+    at = order.index(0)
+    links = []
+    for number, (name, array) in enumerate(a.items()):
+        into = slab(b["y"].shape, at, number, len(array))
+        steps = tuple(count if dim == at else 1 for dim in range(len(shape)))
+        links.append(Link(name, whole(array.shape), "y", stepped(into.offsets, into.sizes, steps), dims))
+    return relation(links, a, b), a, b
+
+
 CASES: dict[str, Callable[[Shape], st.SearchStrategy[Case]]] = {
     "renamed": renamed,
     "concatenated": concatenated,
     "stacked": stacked,
     "transposed": transposed,
     "interleaved": interleaved,
+    "combed": combed,
 }
 SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
 
@@ -167,6 +191,45 @@ class TestRelations:
         there = translate(checkpoint_of(parts), fused("x0", "x1"), "there")
         regions = [fragment.region for fragment in there.tensors["y", "weight"].fragments()]
         assert regions == [FlatRange(0, 6), FlatRange(6, 12)]
+
+    def test_padding_is_zero_one_way_and_left_out_the_other(self) -> None:
+        """Rows 3 and 4 of `y` are no rows of `x`, in every role."""
+        rows = Box((0, 0), (3, 2))
+        mapped = Relation(
+            (Link("x", rows, "y", rows, (0, 1)),), {"x": (3, 2)}, {"y": (5, 2)}, {}, {"y": (Box((3, 0), (2, 2)),)}
+        )
+        source = checkpoint_of([zeros("x", (3, 2)), zeros("x", (3, 2), "exp_avg", BFLOAT16)])
+        there = translate(source, mapped, "there")
+        for (_, role), tensor in there.tensors.items():
+            check_source(tensor)
+            stored, padding = tensor.fragments()
+            assert (stored.region, padding.region) == (Box((0, 0), (3, 2)), Box((3, 0), (2, 2)))
+            assert (padding.extent.path, padding.extent.dtype) == (ZEROS, source.tensors["x", role].dtype)
+        assert not any(there["y"][3:].flatten())
+        back = translate(there, mapped.inverse(), "here")
+        for key, tensor in back.tensors.items():
+            check_source(tensor)
+            assert list(tensor.fragments()) == [replace(f, region=rows) for f in source.tensors[key].fragments()]
+        with pytest.raises(LossError, match="exactly once"):
+            replace(mapped, b_padding={"y": (Box((3, 0), (1, 2)),)}).check()
+        with pytest.raises(LossError, match="exactly once"):
+            replace(mapped, b_padding={"y": (Box((2, 0), (3, 2)),)}).check()
+
+    def test_copies_are_made_one_way_and_compared_the_other(self) -> None:
+        """`again` holds what `y` does: made from it, and on the way back a replica of it."""
+        mapped = Relation(
+            (Link.rename("x", "y", (2,)),), {"x": (2,)}, {"y": (2,), "again": (2,)}, b_copies={"again": "y"}
+        )
+        there = translate(checkpoint_of([zeros("x", (2,)), zeros("x", (2,), "exp_avg")]), mapped, "there")
+        assert set(there.tensors) == {("y", "weight"), ("y", "exp_avg"), ("again", "weight")}
+        back = translate(there, mapped.inverse(), "here")
+        assert set(back.tensors) == {("x", "weight"), ("x", "exp_avg")}
+        assert len(back.tensors["x", "weight"].replicas) == 1
+        other = checkpoint_of([zeros("y", (2,)), zeros("again", (2,), dtype=BFLOAT16)])
+        with pytest.raises(LossError, match="stored twice"):
+            translate(other, mapped.inverse(), "here")
+        with pytest.raises(LossError, match="exactly once"):
+            replace(mapped, b_shapes={"y": (2,), "again": (3,)}).check()
 
     def test_a_dim_that_is_dropped(self) -> None:
         link = Link("x", Box((0, 0, 0), (2, 1, 3)), "y", Box((0, 0), (2, 3)), (0, None, 1))

@@ -27,6 +27,7 @@ from ckpt.tensors import (
     flat_range,
     is_contiguous,
     overlay,
+    stepped,
     whole,
 )
 from converters.zero_partitions import FlatGroup, InFlatGroup, InSlots, slot_size
@@ -42,6 +43,16 @@ def shape_and_box(draw: st.DrawFn) -> tuple[Shape, Box]:
     return shape, Box(offsets, tuple(draw(st.integers(0, n - a)) for a, n in zip(offsets, shape, strict=True)))
 
 
+@st.composite
+def stepped_boxes(draw: st.DrawFn, shape: Shape) -> Box:
+    offsets, sizes, steps = [], [], []
+    for full in shape:
+        offsets.append(draw(st.integers(0, max(full - 1, 0))))
+        steps.append(draw(st.integers(1, 4)))
+        sizes.append(draw(st.integers(0, -(-(full - offsets[-1]) // steps[-1]))))
+    return stepped(tuple(offsets), tuple(sizes), tuple(steps))
+
+
 class TestBoxes:
     @given(shape_and_box(), st.data())
     def test_the_common_part_is_that_of_the_sets_of_elements(
@@ -54,6 +65,20 @@ class TestBoxes:
         common = a.intersect(b)
         assert set(() if common is None else indices(common, shape).flat) == expected
         assert common == b.intersect(a)
+
+    @given(shapes(), st.data())
+    def test_boxes_with_steps_too(self, shape: Shape, data: st.DataObject) -> None:
+        """The common part of two, what it is inside one of them, and back."""
+        a, b = data.draw(stepped_boxes(shape)), data.draw(stepped_boxes(shape))
+        common = a.intersect(b)
+        assert common == b.intersect(a)
+        expected = set(indices(a, shape).flat) & set(indices(b, shape).flat)
+        assert set(() if common is None else indices(common, shape).flat) == expected
+        if common is not None:
+            inner = common.relative_to(a)
+            assert (indices(a, shape).reshape(-1)[indices(inner, a.sizes)] == indices(common, shape)).all()
+            assert a.inside(inner) == common
+            assert all(end == indices(common, shape).max(initial=0) + 1 for end in common.ends if len(shape) == 1)
 
     @given(shape_and_box())
     def test_a_box_is_a_flat_range_exactly_where_its_elements_follow_each_other(self, case: tuple[Shape, Box]) -> None:
@@ -158,6 +183,27 @@ class TestTiling:
         regions = data.draw(tilings(shape))
         assert check_tiling(regions, shape) is None
         assert check_tiling(regions, shape, overlaps=True) is None
+
+    @given(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple), st.data())
+    def test_boxes_with_steps_tile_what_they_are_counted_to(self, shape: Shape, data: st.DataObject) -> None:
+        """Any few boxes, and the combs of one dim, against counting."""
+        boxes = data.draw(st.lists(stepped_boxes(shape), max_size=2))
+        dim, step = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 4))
+        for residue in range(min(step, shape[dim])):
+            offsets, sizes = [0] * len(shape), list(shape)
+            offsets[dim], sizes[dim] = residue, (shape[dim] - residue - 1) // step + 1
+            steps = tuple(step if d == dim else 1 for d in range(len(shape)))
+            boxes.append(stepped(tuple(offsets), tuple(sizes), steps))
+        if data.draw(st.booleans()):
+            boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        count = np.zeros(prod(shape), int)
+        for box in boxes:
+            np.add.at(count, indices(box, shape).reshape(-1), 1)
+        fault = check_tiling(boxes, shape)
+        assert (fault is None) == bool((count == 1).all())
+        if fault is not None:
+            found = count[indices(fault.region, shape)]
+            assert (found == 0).all() if fault.kind == "hole" else (found > 1).any()
 
     @given(shapes(min_size=1), st.data())
     def test_a_missing_piece_is_a_hole(self, shape: Shape, data: st.DataObject) -> None:
