@@ -192,7 +192,7 @@ def convert(
     with progress_bar(conversion.plan.moved_bytes, quiet) as progress:
         conversion.run(destination, overwrite=overwrite, progress=progress)
     if not quiet:
-        for line in _outcome(conversion):
+        for line in _outcome(conversion, destination):
             print(line, file=sys.stderr)
     print(json.dumps(plan_report(conversion, destination), indent=2) if as_json else printable(str(destination)))
 
@@ -353,10 +353,15 @@ def _notes(notes: list[str], left_out: list[str]) -> list[str]:
     return [f"note: {printable(note)}" for note in notes] + [f"not in the target: {printable(x)}" for x in left_out]
 
 
-def _outcome(conversion: Conversion) -> list[str]:
+def _outcome(conversion: Conversion, destination: Path) -> list[str]:
+    from ckpt.runs import TRAINER_STATE
+
     plan = conversion.plan
     summary = f"wrote {_files(len(plan.target.files))}, {show_size(plan.total_bytes)}"
-    return [*_notes(list(plan.target.notes), list(plan.target.dropped)), summary]
+    lines = [*_notes(list(plan.target.notes), list(plan.target.dropped)), summary]
+    if any(file.name == TRAINER_STATE for file in plan.target.files):  # whatever its name, Trainer takes the folder
+        lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={printable(str(destination))!r})")
+    return lines
 
 
 def _say_source(checkpoint: Checkpoint, prefix: str = "") -> None:

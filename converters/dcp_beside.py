@@ -7,7 +7,7 @@ A step of HF Trainer or Accelerate stays one: `pytorch_model_fsdp_0/` and `optim
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.checkpoint import Checkpoint, TargetFile
@@ -15,11 +15,7 @@ from ckpt.companions import CONFIG, companions, find_config, run_files
 from ckpt.dtypes import DType
 from ckpt.files import confined, translate_os_errors
 from converters.dcp_folder import MODEL_0, OPTIMIZER_0, parts
-from converters.run_companions import run_companions
-
-#: Files that only a trainer's step has (transformers/trainer.py, accelerate/checkpointing.py).
-_OF_A_STEP = ("trainer_state.json", "random_states_0.pkl")
-_OF_DEEPSPEED = ("zero_to_fp32.py", "zero_to_torch.py")
+from converters.run_companions import DEEPSPEED_SCRIPTS, no_schedule, run_companions, trainer_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +30,15 @@ class Beside:
 
 def beside_files(checkpoint: Checkpoint, num_ranks: int, dtype: DType | None) -> Beside:
     """Where a checkpoint's parts go, and what stands beside them."""
-    home = _step_folder(checkpoint)
-    if home is None:
+    path = Path(checkpoint.path)
+    is_pair = checkpoint.format == "dcp" and path.is_dir() and parts(path).is_pair
+    if trainer_folder(checkpoint) is None and not is_pair:
         files = _of_the_model([Path(folder) for folder in checkpoint.folders])
         left = run_files(checkpoint.folders)
         return Beside(("",), files, (f"files of the run {', '.join(left)}",) if left else (), ())
-    # the step's files are looked for around the checkpoint's own folder
-    inside = replace(checkpoint, path=str(next(p for p in sorted(home.iterdir()) if p.is_dir())))
-    found = run_companions(inside, num_ranks, dtype)
-    kept = tuple(file for file in found.files if file.name not in _OF_DEEPSPEED)
-    return Beside((f"{MODEL_0}/", f"{OPTIMIZER_0}/"), kept, found.dropped, found.notes)
-
-
-def _step_folder(checkpoint: Checkpoint) -> Path | None:
-    """The folder of the trainer's step that the checkpoint is, or lies in."""
-    path = Path(checkpoint.path)
-    if checkpoint.format == "dcp" and path.is_dir() and parts(path).is_pair:
-        return path
-    home = path.parent if str(path.parent) in checkpoint.folders else path
-    with translate_os_errors(home):
-        if home.is_dir() and any((home / name).exists() for name in _OF_A_STEP):
-            return home if any(p.is_dir() for p in home.iterdir()) else None
-    return None
+    found = run_companions(checkpoint, num_ranks, dtype, leave=DEEPSPEED_SCRIPTS)
+    notes = (*found.notes, *no_schedule(found.files))
+    return Beside((f"{MODEL_0}/", f"{OPTIMIZER_0}/"), found.files, found.dropped, notes)
 
 
 def _of_the_model(folders: list[Path]) -> tuple[TargetFile, ...]:

@@ -63,9 +63,11 @@ from ckpt.errors import CorruptError, LossError, NotFoundError, UnsafeError
 from ckpt.files import confined, translate_os_errors
 from ckpt.pickles import StoredDict, StoredTensor
 from ckpt.precision import CAST_SOURCES, Choice, choose, describe
+from ckpt.runs import enclosing_folders, trainer_step
 from ckpt.scalars import read_scalar
 from ckpt.tensors import Tensor, Whole, whole
 from ckpt.torchwriter import FromSource, NewStorage, NewTensor, number, torch_file
+from converters.run_companions import DEEPSPEED_SCRIPTS, Companions, no_schedule, run_companions, trainer_folder
 from converters.state_dicts import (
     Reading,
     clean_names,
@@ -155,7 +157,7 @@ class Full:
             _read_bundle(reading, name)
         if path.is_dir() or name == FSDP_MODEL:
             _read_beside(reading, name)
-        folders = tuple(p for p in (request.config, folder) if p is not None)
+        folders = tuple(p for p in (request.config, *enclosing_folders(folder)) if p is not None)
         config = read_config(folders)
         if reading.groups:
             trained = {fqn for group in reading.groups for fqn in group.fqns}
@@ -186,14 +188,14 @@ class Full:
             files = [torch_file(FSDP_MODEL, _model(chosen, checkpoint.ties, extra)), _optimizer(checkpoint)]
         else:
             files = _weight_files(chosen, checkpoint.ties, extra, layout.max_shard_size)
-        beside, dropped = _state_files(checkpoint)
+        beside = _beside(checkpoint, {} if trained else chosen, layout)
         written = {choice.key for choice in chosen.values()}
         kept = {key for key in checkpoint.tensors if trained and key[1] not in (WEIGHT, MASTER, BUFFER)}
         return Target(
-            files=(*_side_files(checkpoint, {} if trained else chosen), *beside, *files),
+            files=(*beside.files, *files),
             leaves_out=frozenset(key for key in checkpoint.tensors if key not in written | kept),
-            dropped=(*_dropped(checkpoint, chosen), *dropped),
-            notes=(*_notes(checkpoint, chosen, layout, trained),),
+            dropped=(*_dropped(checkpoint, chosen), *beside.dropped),
+            notes=(*_notes(checkpoint, chosen, layout, trained), *beside.notes),
         )
 
 
@@ -402,11 +404,8 @@ def _read_beside(reading: _Reading, name: str) -> None:
     scheduler = _first(reading.folder, SCHEDULERS)
     if scheduler is not None and "lr_scheduler" not in reading.items:
         reading.items["lr_scheduler"] = reading.load(scheduler)[1]
-    trainer = reading.folder / "trainer_state.json"
-    if reading.step is None and trainer.is_file():
-        recorded = read_json(confined(reading.folder, trainer.name))
-        step = recorded.get("global_step") if isinstance(recorded, dict) else None
-        reading.step = step if type(step) is int else None
+    if reading.step is None:
+        reading.step = trainer_step(reading.folder)
 
 
 def _first(folder: Path, names: tuple[str, ...]) -> str | None:
@@ -495,6 +494,20 @@ def _optimizer(checkpoint: Checkpoint) -> TargetFile:
     return torch_file(OPTIMIZERS[0], {"state": stepped, "param_groups": groups})
 
 
+def _beside(checkpoint: Checkpoint, weights: Mapping[str, Choice], layout: Layout) -> Companions:
+    """What stands beside the state dicts; a step of HF Trainer or Accelerate stays one, from which they resume."""
+    states, dropped = _state_files(checkpoint)
+    if trainer_folder(checkpoint) is None:
+        read = {*OPTIMIZERS, *SCHEDULERS} if checkpoint.format == FULL.name else set()
+        if left := [name for name in run_files(checkpoint.folders) if name not in read]:
+            dropped.append(f"files of the run {', '.join(left)}")
+        return Companions((*_side_files(checkpoint, weights), *states), tuple(dropped), ())
+    found = run_companions(checkpoint, layout.world_size, layout.dtype, leave=DEEPSPEED_SCRIPTS)
+    carried = {file.name for file in found.files}
+    files = (*found.files, *(file for file in states if file.name not in carried))
+    return Companions(files, (*found.dropped, *dropped), (*found.notes, *no_schedule(files)))
+
+
 def _state_files(checkpoint: Checkpoint) -> tuple[list[TargetFile], list[str]]:
     """`training_state.pt` and `scheduler.pt`, and what cannot be written."""
     content: dict[str, Any] = {}
@@ -538,13 +551,9 @@ def _side_files(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> Iterat
 def _dropped(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
     written = {choice.key for choice in chosen.values()}
     masters = [key for key in checkpoint.tensors if key[1] == MASTER and key not in written]
-    lines = []
     if masters and checkpoint.optimizer_states:
-        lines.append(f"the masters of {len(masters)} parameters: --dtype asks for another precision")
-    read = {*OPTIMIZERS, *SCHEDULERS} if checkpoint.format == FULL.name else set()
-    if files := [name for name in run_files(checkpoint.folders) if name not in read]:
-        lines.append(f"files of the run {', '.join(files)}")
-    return lines
+        return [f"the masters of {len(masters)} parameters: --dtype asks for another precision"]
+    return []
 
 
 def _notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: Layout, trained: bool) -> list[str]:
