@@ -586,6 +586,8 @@ def registered(name: str) -> tuple[Any, ...]:
         if match := _LOCAL_EXPERT.fullmatch(rest):
             place += (int(match["expert"]),)
             rest = match["rest"]
+        elif match := _GROUPED.fullmatch(rest):  # Transformer Engine's GroupedLinear: weight0, bias0, weight1, ...
+            return (*place, match["linear"], int(match["expert"]), _position(match["kind"], _PARAMETERS))
         name = rest
     module, _, parameter = name.rpartition(".")
     numbered = _NUMBERED.match(parameter)

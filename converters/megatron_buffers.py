@@ -1,0 +1,83 @@
+"""Where parameters lie in the flat buffers of Megatron's distributed optimizer, as `distrib_optim.pt` stores them.
+
+Pure.  A buffer holds the parameters of one model chunk that have the same dtype, in the reverse of their order in the
+model.  It is cut into buckets whose ends are padded; the file has the buckets one behind the other without that
+padding, and says neither where a bucket ends nor which parameter is where.
+
+After megatron-core 0.16.1 (distributed/param_and_grad_buffer.py, distributed_data_parallel.py, optimizer/
+distrib_optimizer.py `get_parameter_state_dp_zero`) and Megatron-LM's history: parameters begin at multiples of 64
+elements since July 2024; before that, without gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ALIGNMENT = 64
+#: Elements of a bucket where no argument says it: at least this many, and more for many ranks.
+_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """The first element of each parameter, in the model's order, and the elements of the buffer as stored."""
+
+    starts: tuple[int, ...]
+    numel: int
+
+
+def stored_buffer(
+    numels: Sequence[int], shared: Sequence[bool], bucket_size: int | None, alignment: int = ALIGNMENT
+) -> Buffer:
+    """The buffer of parameters of `numels` elements, in the model's order.
+
+    `shared` marks an embedding that two pipeline stages hold, which has a bucket of its own.  `bucket_size` None
+    means a single bucket for all others.
+    """
+    starts = [0] * len(numels)
+    stored = at = 0  # where this bucket begins in the file, and how far it is filled
+    for index in reversed(range(len(numels))):
+        at += -at % alignment
+        if shared[index] and at:
+            stored, at = stored + at, 0
+        starts[index] = stored + at
+        at += numels[index]
+        if shared[index] or (bucket_size is not None and at >= bucket_size):
+            stored, at = stored + at, 0
+    return Buffer(tuple(starts), stored + at)
+
+
+def bucket_sizes(args: Mapping[str, Any], pp: int, vp: int, numel: int) -> Iterator[int | None]:
+    """The sizes that a chunk's buckets may have had, likeliest first; `numel` is that of the chunk's parameters.
+
+    Buckets only serve to overlap communication with the backward pass, and only the first chunk of the first stage
+    has more than one.
+    """
+    overlap = args.get("overlap_grad_reduce")
+    if not overlap or pp or vp or args.get("overlap_param_gather_with_optimizer_step"):
+        yield None
+    if overlap is False or pp or vp:
+        return
+    if args.get("ddp_num_buckets"):
+        yield numel // args["ddp_num_buckets"]
+    elif args.get("ddp_bucket_size"):
+        yield args["ddp_bucket_size"]
+    else:
+        ranks = args.get("data_parallel_size") or 1
+        yield max(_BUCKET, _BUCKET_PER_RANK * ranks)
+        # Versions differ in whether context parallel ranks count.
+        yield max(_BUCKET, _BUCKET_PER_RANK * ranks * (args.get("context_parallel_size") or 1))
+
+
+def find_buffer(
+    numels: Sequence[int], shared: Sequence[bool], sizes: Sequence[int | None], stored: int
+) -> Buffer | None:
+    """The buffer of `stored` elements that one of the bucket `sizes` gives; None where none does."""
+    for alignment in (ALIGNMENT, 1):
+        for size in sizes:
+            buffer = stored_buffer(numels, shared, size, alignment)
+            if buffer.numel == stored:
+                return buffer
+    return None
