@@ -1,11 +1,13 @@
-"""Lets megatron-core run where there is no GPU.
+"""Lets megatron-core run where there is no GPU, nor Transformer Engine or Apex.
 
 Megatron-core asks for the device "cuda" by name, compares type strings such as "torch.cuda.FloatTensor" and creates
-streams, whatever the machine has. `on_this_machine()` answers all of that with the CPU while it is open, and does
-nothing on a machine with a GPU. Its transport is gloo then, which has every collective that megatron-core uses.
+streams, whatever the machine has. `on_this_machine()` answers all of that with the CPU while it is open, unless there
+is a GPU. Its transport is gloo then, which has every collective that megatron-core uses. Two things that
+megatron-core 0.16.1 does not do without the other packages are mended on either kind of machine.
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -18,20 +20,39 @@ _CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def on_this_machine() -> Iterator[None]:
-    """Redirects CUDA to the CPU while open, if there is no CUDA."""
-    if torch.cuda.is_available():
-        yield
-        return
-    # The last two are imported by name into modules of megatron-core, so they are replaced there.
+    """Mends megatron-core while open, and redirects CUDA to the CPU if there is no CUDA."""
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     with contextlib.ExitStack() as stack:
-        for name, stand_in in _CUDA.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-        stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", _get_random_state))
-        stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", _set_random_state))
-        stack.enter_context(_CudaIsCpu())
+        stack.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _norm_by(WrappedTorchNorm.__new__)))
+        if not moe_utils.HAVE_TE:  # the name is missing then, though the code asks whether it is None
+            stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        if not torch.cuda.is_available():
+            for name, stand_in in _CUDA.items():
+                stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+            stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", _get_random_state))
+            stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", _set_random_state))
+            stack.enter_context(_CudaIsCpu())
         yield
+
+
+def _norm_by(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """torch's norm also under sequence parallelism, of which its parameters need no more than the mark.
+
+    Without Apex, WrappedTorchNorm refuses, and so training experts under tensor parallelism, which demands it, fails.
+    """
+
+    def norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        made = make(cls, plain, *args, **kwargs)
+        for parameter in made.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return made
+
+    return norm
 
 
 class _CudaIsCpu(TorchFunctionMode):
@@ -47,6 +68,10 @@ class _CudaIsCpu(TorchFunctionMode):
             kwargs = kwargs | {"device": _cpu_for(kwargs["device"])}
         if func is torch.Tensor.to:
             args = (args[0], *(_cpu_for(value) if _names_cuda(value) else value for value in args[1:]))
+        if getattr(func, "__name__", "") == "all_to_all_single":
+            # The sizes of what each expert gets are turned into numbers only where they come from a GPU.
+            sizes = {name: kwargs.get(name) for name in ("output_split_sizes", "input_split_sizes")}
+            kwargs = kwargs | {name: size.tolist() for name, size in sizes.items() if torch.is_tensor(size)}
         return func(*args, **kwargs)
 
 
