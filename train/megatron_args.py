@@ -25,7 +25,7 @@ def arguments(sizes: Any, config: Config) -> Namespace:
     """The namespace of a run on a model of the transformers configuration `sizes`."""
     if sizes.model_type not in _ARCHITECTURES:
         raise UserError(f"--strategy megatron: no {sizes.model_type} model")
-    values = _common(sizes) | _ARCHITECTURES[sizes.model_type](sizes)
+    values = _common(sizes, config) | _ARCHITECTURES[sizes.model_type](sizes)
     values |= _parallel(config, values["vocab_size"]) | _training(config)
     _require_division(config, values)
     return Namespace(**values)
@@ -58,7 +58,7 @@ def transformer_config(args: Namespace) -> Any:
     return made
 
 
-def _common(sizes: Any) -> dict[str, Any]:
+def _common(sizes: Any, config: Config) -> dict[str, Any]:
     """What most architectures share, with Megatron-LM's defaults for all that only some set."""
     heads, groups = sizes.num_attention_heads, getattr(sizes, "num_key_value_heads", None)
     rope = getattr(sizes, "rope_parameters", None) or {}
@@ -103,7 +103,8 @@ def _common(sizes: Any) -> dict[str, Any]:
         "num_experts": None,
         "moe_grouped_gemm": False,
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
+        # The other one gathers parts of unequal lengths where experts are split, which gloo does not.
+        "moe_token_dispatcher_type": "allgather" if (config.etp or config.tp) > 1 else "alltoall",
         "moe_shared_expert_intermediate_size": None,
     }
 
