@@ -7,7 +7,7 @@ data, and neither knows which other formats exist.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -88,6 +88,8 @@ class Checkpoint:
     `format` is the name of the format that read it, `framework` who wrote it, as far as it says so.
     `ties` maps an alias to the fqn that owns the tensor, as the checkpoint records it.
     `folders` are the places in which the run's other files (config, tokenizer) may stand, nearest first.
+    `computed` gives the content of files that do not exist: extents with such a path are of what is computed when it is
+    written, a merged LoRA adapter for one.
     """
 
     path: str
@@ -102,6 +104,7 @@ class Checkpoint:
     config: Mapping[str, Any] | None = None
     folders: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
 
     def __getitem__(self, key: str | Key) -> LazyTensor:
         """A tensor to be read where it is indexed: `checkpoint["fqn"][0:8]`, `checkpoint["fqn", "exp_avg"][...]`."""

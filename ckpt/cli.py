@@ -197,6 +197,83 @@ def convert(
     print(json.dumps(plan_report(conversion, destination), indent=2) if as_json else printable(str(destination)))
 
 
+@app.command("merge-lora")
+@_guarded
+def merge_lora(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ADAPTER]...",
+            help="A PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache.",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="The model to merge into: any format, or a Hub id. [default: the one trained on]"),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The folder to write. [default: ADAPTER-merged, beside it]")
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option("--adapter-weights", metavar="W,...", help="Weights by which several adapters become one."),
+    ] = None,
+    combination: Annotated[
+        str, typer.Option(help="How they do: linear, cat, svd, ties, dare_linear, ... as PEFT calls it.")
+    ] = "svd",
+    density: Annotated[
+        float | None, typer.Option(help="Of ties, dare and magnitude_prune: the part that is kept.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of dare, which drops at random.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="The folder with adapter_config.json, where it is not with the weights.")
+    ] = None,
+    tag: TagOption = None,
+    dtype: Annotated[DTypeOption, typer.Option(help="Precision of the base that is merged into.")] = DTypeOption.keep,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")] = "5GB",
+    accept_base: Annotated[
+        bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Threads that move data. 0: by the processors.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    as_json: JsonOption = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output folder.")] = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Merge a LoRA adapter into its base model, as PEFT does, without loading the model."""
+    from ckpt import adapters, lora
+    from ckpt.checkpoint import Layout
+    from ckpt.dtypes import CASTABLE
+    from ckpt.run import Resources
+
+    wanted = sources or ["."]
+    destination = output or default_output(Path(wanted[0]), "merged")
+    found = [adapters.open_adapter(where, config=config, tag=tag) for where in wanted]
+    model = adapters.open_base(found[0], base, accept=accept_base)
+    if weights is not None:
+        from ckpt.lora_combine import combine
+
+        found = [combine(found, parse_weights(weights), model, combination, density, seed)]
+    layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size))
+    conversion = lora.plan(found, model, layout, Resources(workers=workers))
+    if not quiet:
+        for one in found:
+            for note in one.notes:
+                print(f"note: {printable(note)}", file=sys.stderr)
+        _say_source(model, "merging into ")
+    if dry_run:
+        report = plan_report(conversion, destination)
+        print(json.dumps(report, indent=2) if as_json else "\n".join(plan_lines(report, verbose)))
+        return
+    with progress_bar(conversion.plan.moved_bytes, quiet) as progress:
+        conversion.run(destination, overwrite=overwrite, progress=progress)
+    if not quiet:
+        for line in _outcome(conversion, destination):
+            print(line, file=sys.stderr)
+    print(json.dumps(plan_report(conversion, destination), indent=2) if as_json else printable(str(destination)))
+
+
 @app.command()
 @_guarded
 def verify(
@@ -285,6 +362,14 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+def parse_weights(text: str) -> list[float]:
+    """`0.7,0.3` as numbers."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError("--adapter-weights takes numbers with commas between them", found=text) from None
 
 
 def default_output(path: Path, target: str) -> Path:

@@ -67,7 +67,20 @@ class Plan:
         return self.span_bytes + self.buffered_bytes
 
     def copies(self, file: TargetFile) -> Iterator[Copy]:
-        """The copies that fill `file`, in the order of its slots."""
+        """The copies from files that fill `file`, in the order of its slots."""
+        computed = self.checkpoint.computed
+        return (copy for copy in self._all_copies(file) if copy.source.path not in computed)
+
+    def computed_copies(self, file: TargetFile) -> dict[str, list[Copy]]:
+        """The copies of what is computed, by the name of what it is in `Checkpoint.computed`."""
+        found: dict[str, list[Copy]] = {}
+        if self.checkpoint.computed:
+            for copy in self._all_copies(file):
+                if copy.source.path in self.checkpoint.computed:
+                    found.setdefault(copy.source.path, []).append(copy)
+        return found
+
+    def _all_copies(self, file: TargetFile) -> Iterator[Copy]:
         for slot in file.slots:
             yield from _slot_copies(self.checkpoint.tensors[slot.key], slot.region, slot.extent)
 
@@ -103,7 +116,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
             for copy in _slot_copies(tensor, slot.region, slot.extent):
                 num_copies += 1
                 filled += copy.target.numel
-                if copy.is_span:
+                if copy.is_span and copy.source.path not in checkpoint.computed:
                     span_bytes += copy.target.nbytes
                 else:
                     buffered_bytes += copy.target.nbytes
@@ -225,9 +238,9 @@ def first_index(region: Region, shape: tuple[int, ...], position: int) -> tuple[
         position += region.start
         region = whole(shape)
     index = []
-    for dim, offset in enumerate(region.offsets):
+    for dim, (offset, step) in enumerate(zip(region.offsets, region.all_steps, strict=True)):
         inner = prod(region.sizes[dim + 1 :])
-        index.append(offset + position // inner)
+        index.append(offset + position // inner * step)
         position %= inner
     return tuple(index)
 

@@ -23,6 +23,7 @@ FORMATS = {
     "full": "converters.full:FULL",
     "fsdp-ranks": "converters.fsdp_ranks:FSDP_RANKS",
     "hf": "converters.hf:HF",
+    "peft": "converters.peft:PEFT",
 }
 
 #: Other names that users type for these.
@@ -30,6 +31,9 @@ ALIASES = {"fsdp": "dcp"}
 
 #: The module with `relation(config, shapes, direction)`: transformers' names in memory against those on the Hub.
 TRANSFORMERS_NAMES = "converters.names.transformers_names"
+
+#: The module with `describe(config, shapes, names)` and `has_conv1d(config)`: what a model's modules are.
+TRANSFORMERS_MODULES = "converters.names.modules"
 
 #: The module with `to_hub(checkpoint)`, `to_megatron(checkpoint, layout)` and `repadded(checkpoint, layout)`: the
 #: Hub's names against megatron-core's.

@@ -21,7 +21,7 @@ import pytest
 import ckpt
 from ckpt import registry
 from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout
-from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError
+from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError
 from ckpt.planner import check_source
 from tests.describing import content
 from tests.engines import Truth, raw
@@ -123,6 +123,19 @@ def saved_by_ranks(folder: Path) -> tuple[Path, Tensors]:
     return folder / "ranks", truth
 
 
+def saved_by_peft(folder: Path) -> tuple[Path, Tensors]:
+    """An adapter with a bias of its own, and a module that was trained as a whole."""
+    import torch
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7))
+    lora = LoraConfig(r=2, target_modules=["0"], modules_to_save=["1"], lora_bias=True)
+    wrapped = get_peft_model(model, lora)
+    wrapped.save_pretrained(folder / "adapter")
+    return folder / "adapter", {(fqn, WEIGHT): raw(t) for fqn, t in get_peft_model_state_dict(wrapped).items()}
+
+
 DECLARATIONS = [
     *(
         Declaration(f"zero{stage}", from_fixture(f"toy-zero{stage}"), ("*/*_optim_states.pt", "*/*_model_states.pt"))
@@ -133,6 +146,7 @@ DECLARATIONS = [
     Declaration("full", gathered_by_torch, ("pytorch_model_fsdp.bin",)),
     Declaration("fsdp-ranks", saved_by_ranks, ("model_world_size_2_rank_*.pt", "optim_world_size_2_rank_*.pt")),
     Declaration("hf", saved_by_transformers, ("model-*.safetensors",)),
+    Declaration("peft", saved_by_peft, ("adapter_model.safetensors",)),
 ]
 #: Samples that take several processes to make.
 ENGINES = ("fsdp-ranks",)
@@ -162,7 +176,14 @@ def layout_for(checkpoint: Checkpoint, target: str) -> Layout:
 
 
 def refused(checkpoint: Checkpoint, target: str) -> bool:
-    """Whether this pair is one that is refused, which is checked here: stage 3 has no place for an empty parameter."""
+    """Whether this pair is one that is refused, which is checked here.
+
+    Stage 3 has no place for an empty parameter, and only what PEFT has wrapped holds an adapter, whose config is needed.
+    """
+    if target == "peft" and checkpoint.format != "peft":
+        with pytest.raises((UsageError, NotFoundError), match=r"no LoRA adapter|no adapter_config.json"):
+            ckpt.plan(checkpoint, target, layout_for(checkpoint, target))
+        return True
     if target != "zero3" or all(tensor.numel for tensor in checkpoint.with_role(WEIGHT)):
         return False
     with pytest.raises(LossError, match="goes nowhere"):
@@ -219,7 +240,7 @@ def test_damage_is_found(sample: Sample) -> None:
                 file.unlink()
             else:
                 file.write_bytes(damaged)
-            if declaration.format == "hf" and damaged is not None and len(damaged) == len(original):
+            if declaration.format in ("hf", "peft") and damaged is not None and len(damaged) == len(original):
                 continue  # tensor data to the end: only a manifest or a second checkpoint could tell
             # Without its only file there is nothing left to recognise.
             kinds = (CorruptError, NotFoundError) if damaged is None and len(files) <= 2 else CorruptError

@@ -95,6 +95,12 @@ def _classes(model_type: str, kind: str) -> dict[str, tuple[tuple[str, ...], str
     }
 
 
+def mentions(model_type: str, word: str) -> bool | None:
+    """Whether the model's modeling files have the word; None where there are none."""
+    text = _source(model_type, "modeling")
+    return re.search(rf"\b{word}\b", text) is not None if text else None
+
+
 def class_names(model_type: str) -> frozenset[str]:
     """The classes that the model's modeling files define."""
     return frozenset(_classes(model_type, "modeling"))

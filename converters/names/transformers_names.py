@@ -109,7 +109,7 @@ def _convert(config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: 
 
     # in memory the class with the most of the names is right whatever `architectures` says; Hub names tell
     # nothing
-    model = _model(config, shapes if direction == "to_hub" else {})
+    model = build_model(config, shapes if direction == "to_hub" else {})
     if model is None:
         return None
     memory = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -135,7 +135,7 @@ def _convert(config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: 
     return results
 
 
-def _model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Any:
+def build_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Any:
     """The model without data: of the class that has most of the tensors' names, or else the config's first.
 
     None if transformers has no class for the config.

@@ -1,0 +1,132 @@
+"""The arithmetic of a LoRA merge, in the order and the dtypes of `merge_and_unload` of peft 0.21.2 on a CPU.
+
+Sources: peft `tuners/lora/layer.py` (`Linear`, `Embedding`, `_ConvNd`, `ParamWrapper`: `merge` with
+`safe_merge=False`, `get_delta_weight`), `tuners/lora/variants.py` and `dora.py` (DoRA), `tuners/trainable_tokens`.
+
+What decides the bits:
+
+- PEFT loads an adapter in fp32 (`autocast_adapter_dtype=True`), whatever the file's dtype; over an fp64 base in fp64.
+- The product is one call, `B @ A` on [out, r] and [r, in] as they lie in memory, scaled afterwards: BLAS adds in an
+  order that depends on shapes and strides.  Stacked experts are one `einsum`; a product per expert has other bits.
+- A linear layer adds the fp32 delta to the weight in place: one rounding, to the weight's dtype.  Embeddings and
+  targeted parameters round the delta to the weight's dtype first, and then the sum: two.
+- DoRA divides in fp32 and rounds once; its norm is taken over the views that PEFT takes it over.
+
+Every function takes a weight of which it may reuse the memory, and returns the merged one in the same dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def adapter_dtype(weight: torch.dtype) -> torch.dtype:
+    """The dtype in which PEFT holds an adapter over a weight of this dtype."""
+    return torch.float64 if weight == torch.float64 else torch.float32
+
+
+def merge_linear(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, *, transposed: bool
+) -> torch.Tensor:
+    """`weight` [out, in], or [in, out] where `transposed` (Conv1D); `a` [r, in], `b` [out, r]."""
+    weight += _linear_delta(a, b, scaling, transposed)
+    return weight
+
+
+def merge_linear_dora(
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scaling: float,
+    magnitude: torch.Tensor,
+    *,
+    transposed: bool,
+) -> torch.Tensor:
+    """As `merge_linear`, each output's row then brought to its `magnitude` [out]."""
+    delta = _linear_delta(a, b, scaling, transposed)
+    norm = _row_norms(_transpose(weight, transposed), _transpose(delta, transposed))
+    factor = _transpose((magnitude / norm).view(-1, 1), transposed)
+    return (factor * (weight + delta)).to(weight.dtype)
+
+
+def merge_embedding(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """`weight` [num, dim]; `a` [r, num], `b` [dim, r]."""
+    weight += ((b @ a).T * scaling).to(weight.dtype)
+    return weight
+
+
+def merge_embedding_dora(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, magnitude: torch.Tensor
+) -> torch.Tensor:
+    """As `merge_embedding`, each column then brought to its `magnitude` [dim]."""
+    delta = (b @ a).T * scaling
+    norm = _row_norms(weight.T, delta.T)
+    return ((magnitude / norm).view(1, -1) * (weight + delta)).to(weight.dtype)
+
+
+def merge_conv(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """`weight` [out, in, *kernel]; `a` [r, in, *kernel], `b` [out, r, 1, ...]."""
+    weight += _conv_delta(weight, a, b, scaling)
+    return weight
+
+
+def merge_conv_dora(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, magnitude: torch.Tensor
+) -> torch.Tensor:
+    """As `merge_conv`, each output's kernel then brought to its `magnitude` [1, out, 1, ...]."""
+    delta = _conv_delta(weight, a, b, scaling)
+    dims = tuple(range(1, weight.dim()))
+    norm = (weight + 1 * delta).norm(p=2, dim=dims, keepdim=True).transpose(1, 0)
+    factor = (magnitude / norm).view(-1, *(1,) * (weight.dim() - 1))
+    return (factor * (weight + delta)).to(weight.dtype)
+
+
+def merge_parameter(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, *, input_last: bool
+) -> torch.Tensor:
+    """A parameter that `target_parameters` names: `weight` [experts, out, in], or [experts, in, out], or [out, in].
+
+    `a` [experts * r, in] has an expert's rows together, `b` [out, r * experts] a rank's columns.
+    """
+    num_experts = weight.shape[0] if weight.dim() == 3 else 1
+    if num_experts == 1:
+        delta = _linear_delta(a, b, scaling, False)
+    else:
+        stacked_a = a.reshape(num_experts, -1, a.shape[-1])
+        stacked_b = b.reshape(b.shape[0], -1, num_experts)
+        order = "e o i" if input_last else "e i o"
+        delta = torch.einsum(f"o r e, e r i -> {order}", stacked_b, stacked_a) * scaling
+    weight += delta.to(weight.dtype)
+    return weight
+
+
+def merge_bias(bias: torch.Tensor, b_bias: torch.Tensor, scaling: float) -> torch.Tensor:
+    """A bias, with that of `lora_B` (`lora_bias=True`)."""
+    bias += b_bias * scaling
+    return bias
+
+
+def replace_rows(weight: torch.Tensor, rows: torch.Tensor, index: list[int]) -> torch.Tensor:
+    """`weight` with the trained tokens' rows (`trainable_token_indices`)."""
+    return weight.index_copy(0, torch.tensor(index), rows.to(weight))
+
+
+def _transpose(tensor: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return tensor.T if transposed else tensor
+
+
+def _linear_delta(a: torch.Tensor, b: torch.Tensor, scaling: float, transposed: bool) -> torch.Tensor:
+    return _transpose(b @ a, transposed) * scaling
+
+
+def _conv_delta(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    if tuple(weight.shape[2:4]) == (1, 1):
+        product = b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)
+        return product.unsqueeze(2).unsqueeze(3) * scaling
+    convolve = {3: torch.conv1d, 4: torch.conv2d, 5: torch.conv3d}[weight.dim()]
+    return convolve(a.transpose(0, 1), b).transpose(0, 1) * scaling
+
+
+def _row_norms(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    total = weight + 1 * delta  # DoRA's own code scales by 1, which is no addition to the bits but one to its order
+    return torch.linalg.norm(total, dim=1).to(total.dtype)
