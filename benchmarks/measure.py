@@ -1,4 +1,4 @@
-"""Whole processes: wall time and peak resident memory, as the operating system accounts for them."""
+"""Whole processes: wall time, processor time and peak resident memory, as the operating system accounts for them."""
 
 from __future__ import annotations
 
@@ -6,68 +6,110 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+PYTHON = sys.executable
+CKPT = (PYTHON, "-m", "ckpt")
 
 
 @dataclass(frozen=True)
 class Run:
+    """`cpu_seconds` are of all processors, and of all processes that the command started; `peak_mb` of the largest."""
+
     seconds: float
+    cpu_seconds: float
     peak_mb: float
 
 
 @dataclass(frozen=True)
 class Case:
-    """A command, and the path that it writes, which is removed before each run."""
+    """A command, the paths that it writes, which are removed before each run, and a bound on the number of runs."""
 
     name: str
-    command: Sequence[str]
-    writes: Path | None = None
+    command: Sequence[str | Path]
+    writes: tuple[Path, ...] = ()
+    max_rounds: int | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A case and its runs, one per round."""
+
+    case: Case
+    runs: tuple[Run, ...]
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(run.seconds for run in self.runs)
+
+    @property
+    def cpu_seconds(self) -> float:
+        return statistics.median(run.cpu_seconds for run in self.runs)
+
+    @property
+    def peak_mb(self) -> float:
+        return max(run.peak_mb for run in self.runs)
+
+    def times(self, other: Measured) -> float:
+        """How many times as long as `other` it takes: the median over the rounds that both took part in."""
+        return statistics.median(a.seconds / b.seconds for a, b in zip(self.runs, other.runs, strict=False))
+
+
+def copy_of(name: str, source: Path, copy: Path) -> Case:
+    """`cp -r`, then `sync` of every file and folder that it wrote."""
+    return Case(name, ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -exec sync {} +', source, copy], (copy,))
+
+
+def rounds(cases: Sequence[Case], number: int) -> dict[str, Measured]:
+    """Run all cases in turn, `number` times, so that what else the machine does meets all of them."""
+    runs: dict[str, list[Run]] = {case.name: [] for case in cases}
+    for case in (case for done in range(number) for case in cases if done < (case.max_rounds or number)):
+        runs[case.name].append(run(case))
+    return {case.name: Measured(case, tuple(runs[case.name])) for case in cases}
 
 
 def run(case: Case) -> Run:
-    """Run the command once.  RuntimeError with its output where it fails."""
-    if case.writes is not None:
-        remove(case.writes)
+    """Run the command once.  RuntimeError with its output where it fails.
+
+    The figure for memory begins with what this process has, so nothing large may be imported here.
+    """
+    remove(case.writes)
     os.sync()  # nobody pays for what was written before
     start = time.perf_counter()
-    process = subprocess.Popen(case.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment())
-    assert process.stdout is not None
-    output = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - start
-    process.returncode = os.waitstatus_to_exitcode(status)
-    process.stdout.close()
+    with subprocess.Popen(case.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()) as process:
+        assert process.stdout is not None
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"{case.name} failed with {process.returncode}:\n{output.decode()[-2000:]}")
-    return Run(seconds, usage.ru_maxrss / 1000)
+    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6)
+
+
+def call(module: str, *arguments: str | Path | int) -> str:
+    """Run a module of Python in a process of its own; returns the last line that it prints."""
+    command = [PYTHON, "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with {done.returncode}:\n{done.stdout[-2000:]}")
+    return done.stdout.strip().rpartition("\n")[2]
 
 
 def environment() -> dict[str, str]:
     return os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
-def medians(cases: Sequence[Case], rounds: int, after: Callable[[Case], None] = lambda _: None) -> dict[str, Run]:
-    """Run all cases in turn, `rounds` times, and take each one's median time and highest memory."""
-    runs: dict[str, list[Run]] = {case.name: [] for case in cases}
-    for number in range(rounds):
-        for case in cases:
-            runs[case.name].append(run(case))
-            if number == 0:
-                after(case)
-    return {
-        name: Run(statistics.median(r.seconds for r in found), max(r.peak_mb for r in found))
-        for name, found in runs.items()
-    }
-
-
-def remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    elif path.exists():
-        path.unlink()
+def remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def warm(folder: Path) -> None:
@@ -75,5 +117,5 @@ def warm(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
-                while file.read(1 << 24):
+                while file.read(1 << 22):
                     pass

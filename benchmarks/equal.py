@@ -1,0 +1,115 @@
+"""Whether two conversions hold the same tensors, byte for byte, read by torch and safetensors and never by ckpt.
+
+    python -m benchmarks.equal KIND OURS THEIRS
+
+prints how many tensors there are.  The kinds: `safetensors` (two folders), `dcp-hf` (a folder of safetensors against
+the file of `dcp_to_torch_save`), `dcp-full` (model and optimizer in two files against that one), `zero3` (two step
+folders of any numbers of ranks, put together here by DeepSpeed's rule), `universal` (two step folders).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+#: Tensors by name, each read when it is asked for.
+Tensors = dict[str, Callable[[], torch.Tensor]]
+
+
+def compare(ours: Tensors, theirs: Tensors) -> int:
+    if ours.keys() != theirs.keys():
+        raise SystemExit(f"different tensors: {sorted(ours.keys() ^ theirs.keys())[:5]}")
+    for name in ours:
+        a, b = ours[name](), theirs[name]()
+        if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(_bits(a), _bits(b)):
+            raise SystemExit(f"{name} differs")
+    return len(ours)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+
+
+def _safetensors(folder: Path) -> Tensors:
+    found: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: _reading(path, name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    return found
+
+
+def _reading(path: Path, name: str) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        with safe_open(path, "pt") as file:
+            return file.get_tensor(name)
+
+    return read
+
+
+def _flat(tree: Any, prefix: str = "") -> Tensors:
+    """The tensors of nested dicts, by path."""
+    if isinstance(tree, torch.Tensor):
+        return {prefix: lambda: tree}
+    if not isinstance(tree, Mapping):
+        return {}
+    return {name: t for key, value in tree.items() for name, t in _flat(value, f"{prefix}/{key}").items()}
+
+
+def _zero3(folder: Path) -> Tensors:
+    """Masters and states: every parameter is cut into as many equal slots as there are ranks, the last one padded."""
+    count = len(list(folder.glob("*_optim_states.pt")))
+    ranks = [
+        _load(folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+        for rank in range(count)
+    ]
+    groups = _load(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
+    found: Tensors = {}
+    for number, group in enumerate(groups):
+        flat = {"fp32": [rank["fp32_flat_groups"][number] for rank in ranks]}
+        states = [rank["optimizer_state_dict"]["state"][number] for rank in ranks]
+        flat |= {name: [state[name] for state in states] for name in states[0] if states[0][name].dim()}
+        found[f"step {number}"] = lambda step=states[0]["step"]: step
+        at = 0
+        for fqn, shape in group.items():
+            slot = -(-prod(shape) // count)
+            for name, parts in flat.items():
+                found[f"{fqn} {name}"] = lambda parts=parts, at=at, slot=slot, shape=shape: torch.cat(
+                    [part[at : at + slot] for part in parts]
+                )[: prod(shape)].reshape(shape)
+            at += slot
+    return found
+
+
+def _universal(folder: Path) -> Tensors:
+    def tensor(path: Path) -> torch.Tensor:
+        found = _load(path)
+        return found["param"] if isinstance(found, Mapping) else found
+
+    paths = [path for path in (folder / "zero").rglob("*.pt") if path.name != "optimizer_state.pt"]
+    return {str(path.relative_to(folder)): lambda path=path: tensor(path) for path in paths}
+
+
+def main(kind: str, ours: Path, theirs: Path) -> int:
+    if kind == "safetensors":
+        return compare(_safetensors(ours), _safetensors(theirs))
+    if kind == "dcp-hf":
+        return compare(_safetensors(ours), {name[1:]: t for name, t in _flat(_load(theirs)["model"]).items()})
+    if kind == "dcp-full":
+        mine = {"model": _load(ours / "pytorch_model_fsdp.bin"), "optimizer": _load(ours / "optimizer.bin")}
+        return compare(_flat(mine), _flat(_load(theirs)))
+    read = {"zero3": _zero3, "universal": _universal}[kind]
+    return compare(read(ours), read(theirs))
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])))

@@ -1,0 +1,100 @@
+"""What all sections share: sources that are made once, a folder that is cleared, and the table with its goals.
+
+A section is a module of `benchmarks` with a function `measure(bench: Bench) -> Table`, entered in `__main__.SECTIONS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.measure import Case, Measured, call, remove, rounds, warm
+
+#: What can be converted: a name, and the module that writes it: `python -m MODULE FOLDER NUM_LAYERS`.
+SOURCES = {"zero3": "benchmarks.zero_source", "dcp": "benchmarks.dcp_source"}
+
+PEAK_MB = 500
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How long `case` takes against `other`: at most so many times as long, or at least so many times faster."""
+
+    case: str
+    other: str
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def judge(self, measured: dict[str, Measured]) -> str:
+        case, other = measured[self.case], measured[self.other]
+        if self.at_least is not None:
+            factor = other.times(case)
+            return f"{factor:.1f} x faster than {self.other} {_verdict(factor >= self.at_least, f'>= {self.at_least}')}"
+        factor = case.times(other)
+        verdict = "" if self.at_most is None else _verdict(factor <= self.at_most, f"<= {self.at_most}")
+        return f"{factor:.2f} x {self.other} {verdict}"
+
+
+def _verdict(reached: bool, goal: str) -> str:
+    return f"({goal})" if reached else f"(MISSED {goal})"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The runs of a section, what they are to be compared with, and what else was found (equal tensors)."""
+
+    title: str
+    measured: dict[str, Measured]
+    goals: Sequence[Goal]
+    notes: Sequence[str] = ()
+    peak_mb: float = PEAK_MB
+
+    def __str__(self) -> str:
+        lines = [self.title, f"{'':<42}{'seconds':>8}{'cpu s':>8}{'peak MB':>9}"]
+        for name, one in self.measured.items():
+            said = [goal.judge(self.measured).strip() for goal in self.goals if goal.case == name]
+            if name.startswith("ckpt") and one.peak_mb > self.peak_mb:
+                said.append(f"memory MISSED <= {self.peak_mb:.0f} MB")
+            figures = f"{one.seconds:>8.2f}{one.cpu_seconds:>8.2f}{one.peak_mb:>9.0f}"
+            lines.append(f"{name:<42}{figures}  {'; '.join(said)}".rstrip())
+        return "\n".join([*lines, *self.notes])
+
+
+@dataclass
+class Bench:
+    """Where checkpoints are kept, their size and the number of rounds; `keep` leaves the sources for the next time."""
+
+    folder: Path
+    num_layers: int
+    num_rounds: int
+    keep: bool = False
+    made: list[Path] = field(default_factory=list)
+
+    def source(self, kind: str, num_layers: int | None = None) -> Path:
+        """The checkpoint of this kind, written unless it is there, and in the page cache."""
+        num_layers = num_layers or self.num_layers
+        path = self.folder / f"{kind}-{num_layers}"
+        if not (path / "complete").exists():
+            remove([path])
+            path.mkdir(parents=True)
+            call(SOURCES[kind], path, num_layers)
+            (path / "complete").touch()
+        warm(path)
+        return path
+
+    def scratch(self, name: str) -> Path:
+        """A path that is gone when the section is done."""
+        path = self.folder / name
+        self.made.append(path)
+        return path
+
+    def rounds(self, cases: Sequence[Case]) -> dict[str, Measured]:
+        return rounds(cases, self.num_rounds)
+
+    def clear(self, *, sources: Sequence[str] = ()) -> None:
+        """Remove what the last section wrote, and sources that no further one needs."""
+        remove(self.made)
+        self.made.clear()
+        if not self.keep:
+            remove(path for kind in sources for path in self.folder.glob(f"{kind}-*"))

@@ -1,0 +1,35 @@
+"""ZeRO-3 -> universal checkpoint, against DeepSpeed's own script, which syncs nothing."""
+
+from __future__ import annotations
+
+from benchmarks.measure import CKPT, PYTHON, Case, call, copy_of, run
+from benchmarks.models import num_params
+from benchmarks.runner import Bench, Goal, Table
+
+SOURCES = ("zero3",)
+PEER = "ds_to_universal.py"
+
+
+def measure(bench: Bench) -> Table:
+    source = bench.source("zero3")
+    output, copy, peer = (bench.scratch(name) for name in ("universal", "universal-copy", "universal-peer"))
+    convert = Case(
+        "ckpt convert zero3 universal", [*CKPT, "convert", "zero3", "universal", source, "-q", "-o", output], (output,)
+    )
+    step = "global_step100"
+    folders = ["--input_folder", source / step, "--output_folder", peer / f"{step}_universal"]
+    run(convert)  # so that there is something to copy
+    measured = bench.rounds(
+        [
+            copy_of("cp -r of the output", output, copy),
+            convert,
+            Case(PEER, [PYTHON, "-m", "deepspeed.checkpoint.ds_to_universal", *folders], (peer, copy), max_rounds=1),
+        ]
+    )
+    same = call("benchmarks.equal", "universal", output / f"{step}_universal", peer / f"{step}_universal")
+    return Table(
+        f"ZeRO-3, 8 ranks -> universal, {num_params(bench.num_layers) / 1e6:.0f} M parameters with Adam's states",
+        measured,
+        [Goal(convert.name, "cp -r of the output"), Goal(convert.name, PEER, at_least=10)],
+        [f"{same} tensors are those that {PEER} wrote"],
+    )

@@ -1,0 +1,68 @@
+"""A ZeRO-3 checkpoint of realistic size, written as DeepSpeed writes it, without training a model of that size.
+
+The structure is that of `DeepSpeedZeroOptimizer_Stage3.state_dict` and `DeepSpeedEngine.save_checkpoint` (deepspeed
+0.19); the objects in it are DeepSpeed's own, so its `zero_to_fp32.py` and `ds_to_universal.py` read it.
+
+    python -m benchmarks.zero_source FOLDER NUM_LAYERS
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from math import prod
+from pathlib import Path
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from benchmarks.models import GROUP, NUM_RANKS, STEP, shapes, write_config
+
+TAG = f"global_step{STEP}"
+
+
+def write(folder: Path, num_layers: int) -> None:
+    params = shapes(num_layers)
+    step_folder = folder / TAG
+    step_folder.mkdir(parents=True)
+    length = sum(-(-prod(shape) // NUM_RANKS) for shape in params.values())
+    generator = torch.Generator().manual_seed(0)
+    for rank in range(NUM_RANKS):
+        master = torch.randn(length, generator=generator) * 0.02
+        state = {"step": torch.tensor(float(STEP)), "exp_avg": master * 0.01, "exp_avg_sq": master * master}
+        optimizer = {
+            "zero_stage": ZeroStageEnum.weights,
+            "loss_scaler": LossScaler(1.0),
+            "dynamic_loss_scale": False,
+            "overflow": False,
+            "partition_count": NUM_RANKS,
+            "optimizer_state_dict": {"state": {0: state}, "param_groups": [GROUP | {"params": [0]}]},
+            "fp32_flat_groups": [master],
+        }
+        outer = {"optimizer_state_dict": optimizer, "ds_config": {}, "ds_version": "0.19.8"}
+        torch.save(outer, step_folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        model = {
+            "module": OrderedDict((name, torch.empty(0)) for name in params),
+            "buffer_names": [],
+            "optimizer": None,
+            "param_shapes": [OrderedDict((name, torch.Size(shape)) for name, shape in params.items())],
+            "frozen_param_shapes": OrderedDict(),
+            "frozen_param_fragments": OrderedDict(),
+            "shared_params": {},
+            "lr_scheduler": None,
+            "global_steps": STEP,
+            "global_samples": 0,
+            "skipped_steps": 0,
+            "dp_world_size": NUM_RANKS,
+            "mp_world_size": 1,
+            "ds_config": {},
+            "ds_version": "0.19.8",
+        }
+        torch.save(model, step_folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    write_config(folder, num_layers)
+    (folder / "latest").write_text(TAG)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), int(sys.argv[2]))
