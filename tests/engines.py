@@ -46,13 +46,17 @@ def raw(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy().tobytes()
 
 
-def launch(jobs: list[dict[str, Any]], world_size: int, folder: Path, timeout: float = 1200) -> None:
-    """Run the trainer once on `world_size` processes for all jobs.  AssertionError with its output where it fails."""
+def launch(jobs: list[dict[str, Any]], world_size: int, folder: Path, module: str = "train") -> None:
+    """Run the trainer, or another module that takes a file of jobs, once on `world_size` processes for all jobs.
+
+    AssertionError with its output where it fails.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"jobs-{world_size}.jsonl"
     file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "train", "--jobs", str(file)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", module]
+    command += ["--jobs", str(file)] if module == "train" else [str(file)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"

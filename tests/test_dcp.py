@@ -10,8 +10,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from ckpt.run import execute
 from ckpt.tensors import Box, Tensor
 from converters.dcp import DCP
 from converters.dcp_layout import dim0_boxes
-from tests.engines import REPOSITORY, Truth, launch, raw
+from tests.engines import Truth, launch, raw
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -623,16 +621,6 @@ def test_real_runs_are_read_bit_for_bit(runs: Path, name: str) -> None:
             assert stored(tensor) == raw(model[fqn]), fqn
 
 
-def load_in_engine(jobs: list[dict[str, Any]], world_size: int, folder: Path) -> None:
-    file = folder / "loads.jsonl"
-    file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "tests.dcp_loading", str(file)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-6000:]
-
-
 @pytest.mark.slow
 def test_engines_load_what_is_written(runs: Path, tmp_path: Path) -> None:
     """Other engines on another number of ranks; and a ZeRO-3 run's masters, states and steps in FSDP2."""
@@ -647,7 +635,7 @@ def test_engines_load_what_is_written(runs: Path, tmp_path: Path) -> None:
     written = write(api.open(runs / "zero3"), tmp_path / "zero3", 2)
     jobs.append({"strategy": "fsdp2", "model": "qwen2", "resume": str(written), "output": str(tmp_path / "from-zero3")})
     truths.append((runs / "zero3" / "truth" / "global_step2.safetensors", tmp_path / "from-zero3"))
-    load_in_engine(jobs, 3, tmp_path)
+    launch(jobs, 3, tmp_path, "tests.dcp_loading")
     for path, output in truths:
         before, after = Truth.load(path), Truth.load(output / "truth.safetensors")
         masters = {fqn for fqn, role in before.tensors if role == "master"}

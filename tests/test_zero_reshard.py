@@ -7,9 +7,6 @@ gathered; and training goes on.  One launch of real runs and one of loads per nu
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -26,7 +23,7 @@ from ckpt.dtypes import BFLOAT16
 from ckpt.planner import make_plan
 from ckpt.run import execute
 from converters.universal import UNIVERSAL
-from tests.engines import REPOSITORY, Truth, launch
+from tests.engines import Truth, launch
 
 STAGES = (1, 2, 3)
 WORLD_SIZES = (1, 2, 3, 4)
@@ -267,20 +264,8 @@ def loaded(sources: Path) -> Path:
         job = {"strategy": f"zero{to}", "steps": 4, "resume": str(output), "output": str(output), "train": True}
         by_ranks[after].append(job)
     for ranks, jobs in sorted(by_ranks.items()):
-        load_and_gather(jobs, ranks, sources / "converted")
+        launch(jobs, ranks, sources / "converted", "tests.zero_gathering")
     return sources
-
-
-def load_and_gather(jobs: list[dict[str, Any]], world_size: int, folder: Path) -> None:
-    """One launch of unmodified engines, see tests/zero_gathering.py.  AssertionError with its output where it fails."""
-    file = folder / f"jobs-{world_size}.jsonl"
-    file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "tests.zero_gathering", str(file)]
-    # DeepSpeed keeps the states of a universal checkpoint in the order of a set, which the trainer gathers them in.
-    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONHASHSEED": "0"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 
 def truths(cell: Cell, folder: Path) -> tuple[Truth, Truth]:

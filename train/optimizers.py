@@ -11,8 +11,13 @@ from train.config import Config
 
 
 def param_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """Two groups, as most trainers make them: matrices decay, vectors and scalars do not and learn slower."""
+    """Two groups, as most trainers make them: matrices decay, vectors and scalars do not and learn slower.
+
+    Without any decay there is one, as `AdamW(model.parameters())` has it.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not config.weight_decay:
+        return [{"params": trainable, "lr": config.lr, "weight_decay": 0.0}]
     groups = [
         {
             "params": [parameter for parameter in trainable if parameter.ndim >= 2],

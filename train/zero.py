@@ -263,13 +263,14 @@ class ZeroEngine:
 
     def _state_names(self) -> list[str]:
         """Names of the optimizer's states that are shaped like its parameters: those that are sharded with them."""
-        return list(
-            dict.fromkeys(
+        # Sorted, as every rank is to gather them in one order: load_universal leaves them in that of a set.
+        return sorted(
+            {
                 name
                 for flat, state in self.engine.basic_optimizer.state.items()
                 for name, value in state.items()
                 if torch.is_tensor(value) and value.shape == flat.shape
-            )
+            }
         )
 
     def _adam_step(self) -> int | None:
