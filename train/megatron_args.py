@@ -315,6 +315,8 @@ def _require_division(config: Config, values: dict[str, Any]) -> None:
         raise UserError(f"--ep {config.ep}: --model {config.model} has no experts")
     if experts and (experts % config.ep or world_size % (config.pp * config.ep * (config.etp or config.tp))):
         raise UserError(f"--ep {config.ep}: neither {experts} experts nor {world_size} ranks may be left over")
+    if experts and config.ep == 1 and config.etp not in (0, config.tp):
+        raise UserError("--etp without --ep: megatron-core does not reduce the gradients of the experts' copies then")
     sizes = {name: values[name] for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size")}
     for name, size in sizes.items():
         if size % config.tp:

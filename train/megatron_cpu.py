@@ -2,8 +2,8 @@
 
 Megatron-core asks for the device "cuda" by name, compares type strings such as "torch.cuda.FloatTensor" and creates
 streams, whatever the machine has. `on_this_machine()` answers all of that with the CPU while it is open, unless there
-is a GPU. Its transport is gloo then, which has every collective that megatron-core uses. Two things that
-megatron-core 0.16.1 does not do without the other packages are mended on either kind of machine.
+is a GPU. Its transport is gloo then, which has every collective that megatron-core uses. What megatron-core 0.16.1
+does not do without the other packages is mended on either kind of machine.
 """
 
 import contextlib
@@ -21,14 +21,22 @@ _CPU = torch.device("cpu")
 @contextlib.contextmanager
 def on_this_machine() -> Iterator[None]:
     """Mends megatron-core while open, and redirects CUDA to the CPU if there is no CUDA."""
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import layers, random
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _norm_by(WrappedTorchNorm.__new__)))
-        if not moe_utils.HAVE_TE:  # the name is missing then, though the code asks whether it is None
+        if not moe_utils.HAVE_TE:
+            # The one is missing then, though the code asks whether it is None; the other is None, though the code
+            # asks whether something is an instance of it.
             stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+            stack.enter_context(mock.patch.object(multi_latent_attention, "TELinear", _Absent))
+        stack.enter_context(mock.patch.object(DotProductAttention, "__init__", _attend_by(DotProductAttention.__init__)))
+        for reduce in (layers.reduce_from_tensor_model_parallel_region, layers.reduce_scatter_to_sequence_parallel_region):
+            stack.enter_context(mock.patch.object(layers, reduce.__name__, _reduce_by(reduce)))
         if not torch.cuda.is_available():
             for name, stand_in in _CUDA.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
@@ -53,6 +61,34 @@ def _norm_by(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mod
         return made
 
     return norm
+
+
+def _reduce_by(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The sum over a group, and over a group of one the tensor itself.
+
+    Megatron-core returns a view of it, to which experts of its own kind then fail to add their bias in place.
+    """
+
+    def reduced(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+        return tensor if group is not None and group.size() == 1 else reduce(tensor, group=group)
+
+    return reduced
+
+
+def _attend_by(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Attention to keys and values of different widths, which multi-latent attention announces to it.
+
+    It reads them off the tensors; only Transformer Engine's has arguments for them.
+    """
+
+    def attend(*args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        initialize(*args, **kwargs)
+
+    return attend
+
+
+class _Absent:
+    """Of which nothing is an instance."""
 
 
 class _CudaIsCpu(TorchFunctionMode):
