@@ -12,6 +12,8 @@ from ckpt.files import confined
 TRAINER_STATE = "trainer_state.json"
 #: HF Trainer, TRL and Axolotl name the folder of a step like this (transformers/trainer_utils.py).
 _TRAINER_STEP = re.compile(r"checkpoint-(\d+)")
+#: And this is how others do: torchtitan, verl, scripts.
+_STEP = re.compile(r"(?:checkpoint|step|global_step|iter|epoch)[-_]?\d+")
 
 
 def trainer_steps(path: Path) -> list[Path]:
@@ -23,9 +25,9 @@ def trainer_steps(path: Path) -> list[Path]:
 
 
 def enclosing_folders(path: Path) -> list[Path]:
-    """Where files of the run that a checkpoint belongs to may stand: its folder, and that around a `checkpoint-N`."""
+    """Where files of the run that a checkpoint belongs to may stand: its folder, and that around a step's."""
     folders = [path]
-    if _TRAINER_STEP.fullmatch(path.name):
+    if _STEP.fullmatch(path.name):
         folders.append(path.parent)
     return folders
 

@@ -11,28 +11,23 @@ as torch's `get_model_state_dict` and `get_optimizer_state_dict` spell it (2.13,
 
 from __future__ import annotations
 
-import datetime
 import struct
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
 from ckpt.dtypes import FLOAT32, FLOAT64, INT64, DType
 from ckpt.errors import LossError
-from ckpt.pickles import Array, StoredDict, StoredTensor
 from ckpt.precision import Choice, choices, describe
-from ckpt.torchwriter import NewTensor, number
+from ckpt.torchwriter import number
+from converters import adam
 from converters.dcp_layout import AliasOf, Sharded, flatten
 from converters.dcp_metadata import Path_
+from converters.plain import is_plain
 
 #: Training state that engines load from where it stands, entry by entry; of other formats' only these are taken apart.
 _KNOWN = ("lr_scheduler", "train_state")
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, DType, Array, PurePosixPath, PureWindowsPath)
-_TIMES = (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +82,8 @@ def _notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtype: DType | 
         )
     else:
         yield from describe(chosen, checkpoint, dtype)
+    if added := [name for group in checkpoint.state.param_groups for name in _missing(checkpoint, group.options)]:
+        yield f"options that torch's Adam asks for and the source does not record: {', '.join(dict.fromkeys(added))}"
 
 
 def _model(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Iterator[tuple[Path_, Any]]:
@@ -111,8 +108,16 @@ def _optimizer(checkpoint: Checkpoint) -> Iterator[tuple[Path_, Any]]:
             yield ("optimizer", "state", fqn, role), Sharded((fqn, role), tensor.dtype, tensor.shape)
     for index, group in enumerate(checkpoint.state.param_groups):
         options = {name: value for name, value in group.options.items() if name != "params"}
+        options |= _missing(checkpoint, options)
         yield from flatten(options, ("optimizer", "param_groups", index))
         yield ("optimizer", "param_groups", index, "params"), list(group.fqns)
+
+
+def _missing(checkpoint: Checkpoint, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of torch's Adam without which an engine that has it cannot load what another one's Adam recorded."""
+    if checkpoint.format == "dcp" or not adam.is_adam(options, checkpoint.optimizer_states):
+        return {}
+    return adam.missing_for_torch(options, checkpoint.state.items.get("ds_config"))
 
 
 def _number(value: Any) -> Any:
@@ -140,7 +145,7 @@ def _rest(checkpoint: Checkpoint) -> tuple[list[tuple[Path_, Any]], list[str]]:
     leaves: list[tuple[Path_, Any]] = []
     objects: list[str] = []
     for name, value in items.items():
-        if not _is_plain(value):
+        if not is_plain(value):
             objects.append(name)
         elif own or name in _KNOWN:
             leaves += flatten(value, (name,))
@@ -150,12 +155,3 @@ def _rest(checkpoint: Checkpoint) -> tuple[list[tuple[Path_, Any]], list[str]]:
         if path[0] == "model" or (path[0] == "optimizer" and not own):
             raise LossError("an entry of the training state has the name of the model or its optimizer", found=path[0])
     return leaves, [f"training state {', '.join(sorted(objects))}: objects of the framework's"] if objects else []
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is made of values that any Python can load, and small tensors."""
-    if type(value) in (list, tuple, set, frozenset, deque):
-        return all(map(_is_plain, value))
-    if type(value) in (dict, StoredDict):
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    return type(value) in (*_PLAIN, *_TIMES, slice, range) or isinstance(value, StoredTensor | NewTensor)

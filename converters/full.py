@@ -67,6 +67,7 @@ from ckpt.runs import enclosing_folders, trainer_step
 from ckpt.scalars import read_scalar
 from ckpt.tensors import Tensor, Whole, whole
 from ckpt.torchwriter import FromSource, NewStorage, NewTensor, number, torch_file
+from converters.plain import is_plain
 from converters.run_companions import DEEPSPEED_SCRIPTS, Companions, no_schedule, run_companions, trainer_folder
 from converters.state_dicts import (
     Reading,
@@ -517,6 +518,9 @@ def _state_files(checkpoint: Checkpoint) -> tuple[list[TargetFile], list[str]]:
     for name, value in checkpoint.state.items.items():
         if name == "extra_state" and isinstance(value, Mapping):
             continue  # it is part of the model's state dict
+        if not is_plain(value):
+            dropped.append(f"training state {name}: objects of the framework's")
+            continue
         try:
             torch_file(STATE, value)
         except LossError as error:

@@ -16,6 +16,7 @@ from ckpt.pickles import Record, StoredTensor
 from ckpt.precision import CAST_SOURCES, Choice, choices
 from ckpt.scalars import read_scalar
 from ckpt.tensors import Tensor
+from converters import adam
 
 #: The version whose files these are, for sources that DeepSpeed did not write.
 VERSION = "0.19.8"
@@ -150,6 +151,8 @@ def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
     groups, resumable = _groups(checkpoint, weights)
     masters = {fqn: _master(checkpoint, fqn) for group in groups for fqn in group.fqns}
     states, misfits = _states(checkpoint, masters)
+    if not _is_deepspeed(checkpoint):
+        groups = [_completed(group, states) for group in groups]
     dropped = _misfit_lines(misfits)
     notes = [
         *_dtype_notes(checkpoint, dtype, recorded),
@@ -247,6 +250,14 @@ def _known_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list
     if found and astray:
         raise LossError("a parameter has a master, but no parameter group names it", fqn=astray[0])
     return found
+
+
+def _completed(group: ParamGroup, states: Mapping[str, Mapping[str, Tensor]]) -> ParamGroup:
+    """A group of another framework's Adam with the options that DeepSpeed's own cannot do without."""
+    roles = {role for fqn in group.fqns for role in states.get(fqn, ())}
+    if not adam.is_adam(group.options, roles):
+        return group
+    return ParamGroup(group.fqns, {**group.options, **adam.missing_for_deepspeed(group.options)})
 
 
 def _trainable(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[str]:

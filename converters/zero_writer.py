@@ -23,7 +23,7 @@ from ckpt.pickles import Record, StoredDict
 from ckpt.picklewriter import Size
 from ckpt.tensors import FlatRange, Tensor
 from ckpt.torchwriter import FromSource, NewTensor, Part, Zeros, copy_of, number, torch_file
-from converters import zero_model
+from converters import adam, zero_model
 from converters.run_companions import run_companions
 from converters.zero_layout import (
     SUB_GROUP_SIZE,
@@ -213,8 +213,11 @@ def _state(
     model: Model, fqns: Sequence[str], length: int, layout: FlatLayout | SlotLayout, rank: int
 ) -> dict[str, Any]:
     """The optimizer's states of a flat buffer, by name; none before the first step."""
-    state: dict[str, Any] = {name: scalar(value) for name, value in model.numbers(fqns).items()}
-    for role in model.roles(fqns):
+    numbers, roles = model.numbers(fqns), model.roles(fqns)
+    if "step" in numbers and not model.is_deepspeed and adam.has_states(roles):
+        numbers["step"] = adam.whole_steps(numbers["step"])
+    state: dict[str, Any] = {name: scalar(value) for name, value in numbers.items()}
+    for role in roles:
         tensors = [model.states.get(fqn, {}).get(role) for fqn in fqns]
         state[role] = _flat(model.state_dtype(fqns, role), length, tensors, layout.parts(rank))
     return state

@@ -2,6 +2,7 @@
 
 plain     OUTPUT/{config.json, tokenizer.json, ..., latest, global_stepN/}       zero1, zero2, zero3
           OUTPUT/{config.json, tokenizer.json, ..., step-N/}                     ddp, fsdp1, fsdp2, hsdp, tp-fsdp
+          OUTPUT/{config.json, tokenizer.json, ..., latest_checkpointed_iteration.txt, iter_000000N/}   megatron
 trainer   OUTPUT/checkpoint-N/{config.json, tokenizer.json, ..., trainer_state.json, latest, global_stepN/}
 """
 
@@ -55,6 +56,9 @@ def find_checkpoint(config: Config) -> tuple[Path, str]:
     folder = Path(config.resume)
     if not folder.is_dir():
         raise UserError(f"--resume {folder}: no such folder")
+    if (tracker := folder / "latest_checkpointed_iteration.txt").is_file():
+        latest = tracker.read_text().strip()
+        folder = folder / (latest if latest == "release" else f"iter_{int(latest):07d}")
     numbered = [child for child in folder.iterdir() if re.fullmatch(r"(checkpoint|step)-\d+", child.name)]
     if numbered:
         folder = max(numbered, key=lambda child: int(child.name.partition("-")[2]))
@@ -68,9 +72,12 @@ def find_checkpoint(config: Config) -> tuple[Path, str]:
 
 def _require_fit(config: Config, folder: Path) -> None:
     """UserError with the conversion that helps if this run's engine or number of ranks cannot take a checkpoint."""
+    if config.strategy == "megatron":
+        _require_megatron(config, folder)
+        return
     format, written_by = _identify(folder)
     zero, trainer = config.strategy in ZERO, config.through == "trainer"
-    to = config.strategy if zero else config.saving if trainer else "dcp"
+    to = config.strategy if zero else "full" if config.saving == "full" else "dcp"
     if format == "universal" and zero and "load_universal" in read_ds_config(config.ds_config).get("checkpoint", {}):
         return
     if format == "universal":
@@ -87,8 +94,44 @@ def _require_fit(config: Config, folder: Path) -> None:
         raise UserError(f"--resume {config.resume}: a folder of Trainer's, so resume it with --through trainer")
     else:
         return
-    command = f"ckpt convert {format} {to} {shlex.quote(str(config.resume))} --world-size {dist.get_world_size()}"
+    command = f"ckpt convert {format} {to} {shlex.quote(str(config.resume))}"
+    if to != "full":
+        command += f" --world-size {dist.get_world_size()}"
+    if zero and format in ("dcp", "full", "fsdp-ranks"):  # fp32 weights, and DeepSpeed's file names tell the dtype
+        command += f" --dtype {config.dtype}"
     raise UserError(f"--resume {config.resume}: {problem}\nhint: {command}")
+
+
+def _require_megatron(config: Config, folder: Path) -> None:
+    """The same for Megatron: format torch must have been written at this layout, torch_dist at any."""
+    convert = f"ckpt convert {{}} megatron {shlex.quote(str(config.resume))} --tp {config.tp} --pp {config.pp}"
+    convert += "".join(f" --{name} {value}" for name in ("ep", "vpp", "etp") if (value := getattr(config, name)) > 1)
+    if (folder / ".metadata").is_file() and (folder / "metadata.json").is_file():
+        return
+    files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
+    if not files:
+        format, _ = _identify(folder)
+        hint = convert.format(format)
+        raise UserError(f"--resume {config.resume}: a {format} checkpoint, which Megatron does not read\nhint: {hint}")
+    state = torch.load(files[0], map_location="cpu", weights_only=False, mmap=True)
+    args, optimizer = state["args"], "optimizer" in state
+    wanted = {
+        "tensor_model_parallel_size": config.tp,
+        "pipeline_model_parallel_size": config.pp,
+        "virtual_pipeline_model_parallel_size": config.vpp if config.vpp > 1 else None,
+        "expert_model_parallel_size": config.ep,
+        "expert_tensor_parallel_size": config.etp or config.tp,
+        "decoder_first_pipeline_num_layers": config.first_stage_layers or None,
+        "decoder_last_pipeline_num_layers": config.last_stage_layers or None,
+        "use_distributed_optimizer": not config.no_distributed_optimizer if optimizer else None,
+    }
+    for name, value in wanted.items():
+        found = getattr(args, name, value)
+        if found != value and not (name == "use_distributed_optimizer" and not optimizer):
+            raise UserError(
+                f"--resume {config.resume}: written with {name} {found}, and this run has {value}\n"
+                f"hint: {convert.format('megatron')}"
+            )
 
 
 def _identify(folder: Path) -> tuple[str, int | None]:

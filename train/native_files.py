@@ -61,10 +61,8 @@ def load(engine: Any, folder: Path) -> None:
         # Flattening drops FSDP1's tensors of which a rank has no part, and then takes the checkpoint for one of 2.3.
         dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
         _set_state(engine, state, keys, full=False)
-    elif (folder / "model.pt").is_file():
-        state = torch.load(folder / "model.pt", map_location="cpu", mmap=True)
-        if "model" not in state:
-            state["model"] = _beside(state)
+    elif (folder / "model.pt").is_file() or (folder / "pytorch_model_fsdp.bin").is_file():
+        state = _whole_state(folder)
         # torch takes a full state in the nested spelling only: 2.13 fails on the flat one it wrote.
         state["optimizer"] = _nested(state["optimizer"], engine.group_names)
         uneven = engine.config.strategy == "tp-fsdp"  # torch 2.13 fails to distribute what does not divide
@@ -73,6 +71,18 @@ def load(engine: Any, folder: Path) -> None:
         _set_state(engine, state, "nested", full=not uneven)
     else:
         _load_ranks(engine, folder)
+
+
+def _whole_state(folder: Path) -> dict[str, Any]:
+    """The state of --save full, or of a conversion to it: that has Accelerate's files, and one for all the rest."""
+    if (folder / "model.pt").is_file():
+        state: dict[str, Any] = torch.load(folder / "model.pt", map_location="cpu", mmap=True)
+        return state if "model" in state else state | {"model": _beside(state)}
+    files = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
+    state = {name: torch.load(folder / file, map_location="cpu", mmap=True) for name, file in files.items()}
+    rest = torch.load(folder / "training_state.pt", map_location="cpu")
+    counted = {"step": rest.pop("step"), "sequences": rest.pop("global_samples", None)}
+    return {"train_state": {name: count for name, count in counted.items() if count is not None}} | rest | state
 
 
 def _beside(state: dict[str, Any]) -> dict[str, Any]:
