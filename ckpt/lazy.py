@@ -53,6 +53,9 @@ class LazyTensor:
                 read = read_bits(descriptor, common.a)
             finally:
                 os.close(descriptor)
+            if read.size == flat.size:  # all of it: no need to put it together
+                flat = read.reshape(-1)
+                break
             start, itemsize = common.b.offset // bits.itemsize, bits.itemsize
             strided(flat[start:], common.b.shape, tuple(s * itemsize for s in common.b.strides))[...] = read
         result = torch.from_numpy(flat.view(np.uint8)).view(getattr(torch, self.dtype)).reshape(box.sizes)

@@ -51,7 +51,7 @@ def merge_linear_dora(
 
 def merge_embedding(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
     """`weight` [num, dim]; `a` [r, num], `b` [dim, r]."""
-    weight += ((b @ a).T * scaling).to(weight.dtype)
+    weight += (b @ a).T.mul_(scaling).to(weight.dtype)
     return weight
 
 
@@ -95,7 +95,7 @@ def merge_parameter(
         stacked_a = a.reshape(num_experts, -1, a.shape[-1])
         stacked_b = b.reshape(b.shape[0], -1, num_experts)
         order = "e o i" if input_last else "e i o"
-        delta = torch.einsum(f"o r e, e r i -> {order}", stacked_b, stacked_a) * scaling
+        delta = torch.einsum(f"o r e, e r i -> {order}", stacked_b, stacked_a).mul_(scaling)
     weight += delta.to(weight.dtype)
     return weight
 
@@ -116,7 +116,7 @@ def _transpose(tensor: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 
 def _linear_delta(a: torch.Tensor, b: torch.Tensor, scaling: float, transposed: bool) -> torch.Tensor:
-    return _transpose(b @ a, transposed) * scaling
+    return _transpose(b @ a, transposed).mul_(scaling)
 
 
 def _conv_delta(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -178,7 +178,7 @@ def layout_for(checkpoint: Checkpoint, target: str) -> Layout:
 def refused(checkpoint: Checkpoint, target: str) -> bool:
     """Whether this pair is one that is refused, which is checked here.
 
-    Stage 3 has no place for an empty parameter, and only what PEFT has wrapped holds an adapter, whose config is needed.
+    Stage 3 has no place for an empty parameter; only what PEFT has wrapped holds an adapter, whose config is needed.
     """
     if target == "peft" and checkpoint.format != "peft":
         with pytest.raises((UsageError, NotFoundError), match=r"no LoRA adapter|no adapter_config.json"):
