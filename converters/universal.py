@@ -204,14 +204,19 @@ def _model_files(reading: _Reading) -> list[Mapping[str, Any]]:
         )
     if single:
         return [reading.load_dict(single[0])]
-    if sorted(per_rank) != list(range(len(per_rank))) or not per_rank:
+    models = {rank: reading.load_dict(per_rank[rank]) for rank in sorted(per_rank)}
+    world_size = next((model.get("dp_world_size") for model in models.values()), None)
+    count = world_size if isinstance(world_size, int) else max(len(models), 1)
+    if sorted(models) != list(range(count)):
         raise CorruptError(
-            "model files are missing",
+            "model files are missing, or are of a run of another number of ranks",
             path=reading.path,
-            expected="mp_rank_00_model_states.pt, or one zero_pp_rank_*_mp_rank_00_model_states.pt for each rank",
-            found=f"ranks {sorted(per_rank)}",
+            rank=", ".join(map(str, sorted(models.keys() ^ set(range(count)))[:16])),
+            expected="mp_rank_00_model_states.pt, or one zero_pp_rank_*_mp_rank_00_model_states.pt for each rank"
+            + (f": {count} files" if models else ""),
+            found=f"files of ranks {', '.join(map(str, sorted(models)))}" if models else "none",
         )
-    return [reading.load_dict(per_rank[rank]) for rank in sorted(per_rank)]
+    return list(models.values())
 
 
 def _module(model: Mapping[str, Any], path: Path) -> dict[str, StoredTensor]:
