@@ -21,6 +21,7 @@ _CPU = torch.device("cpu")
 @contextlib.contextmanager
 def on_this_machine() -> Iterator[None]:
     """Mends megatron-core while open, and redirects CUDA to the CPU if there is no CUDA."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import layers, random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -34,8 +35,15 @@ def on_this_machine() -> Iterator[None]:
             # asks whether something is an instance of it.
             stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
             stack.enter_context(mock.patch.object(multi_latent_attention, "TELinear", _Absent))
-        stack.enter_context(mock.patch.object(DotProductAttention, "__init__", _attend_by(DotProductAttention.__init__)))
-        for reduce in (layers.reduce_from_tensor_model_parallel_region, layers.reduce_scatter_to_sequence_parallel_region):
+        stack.enter_context(
+            mock.patch.object(DotProductAttention, "__init__", _attend_by(DotProductAttention.__init__))
+        )
+        put = DistributedOptimizer._set_main_param_and_optimizer_states
+        stack.enter_context(mock.patch.object(DistributedOptimizer, put.__name__, _put_by(put)))
+        for reduce in (
+            layers.reduce_from_tensor_model_parallel_region,
+            layers.reduce_scatter_to_sequence_parallel_region,
+        ):
             stack.enter_context(mock.patch.object(layers, reduce.__name__, _reduce_by(reduce)))
         if not torch.cuda.is_available():
             for name, stand_in in _CUDA.items():
@@ -85,6 +93,20 @@ def _attend_by(initialize: Callable[..., None]) -> Callable[..., None]:
         initialize(*args, **kwargs)
 
     return attend
+
+
+def _put_by(put: Callable[..., None]) -> Callable[..., None]:
+    """The states of a parameter from distrib_optim.pt, in which torch's Adam misses the step.
+
+    Apex's and Transformer Engine's keep it in the param group, as model_optim_rng.pt does, from where it was read.
+    """
+
+    def put_with_step(optimizer: Any, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = optimizer.model_param_group_index_map[parameter]
+        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+        put(optimizer, parameter, {name: state[name] for name in ("step",) if name in state} | tensors)
+
+    return put_with_step
 
 
 class _Absent:

@@ -192,13 +192,18 @@ def _save_torch_dist(engine: Any, folder: Path) -> None:
 
 def _load_torch_dist(engine: Any, folder: Path) -> None:
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     common = dist_checkpointing.load_common_state_dict(str(folder))
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
-    saved = dist_checkpointing.load_sharded_metadata(str(folder))
+    saved = load_sharded_metadata(str(folder))
     keys = {entry.key for entry in saved.values()}
     optimizer = any(key.startswith(("optimizer.", "chained_")) for key in keys)
+    if optimizer and engine.args.use_distributed_optimizer:
+        # torch's Adam has no states before its first step, of which megatron-core asks each for its number.
+        for one in engine.optimizer.chained_optimizers:
+            one._init_optimizer_states_with_dummy_values()
     state = _sharded_state(engine, metadata, optimizer, loading=True)
     theirs = common.get("args")
     layout = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size", "expert_model_parallel_size")
@@ -215,6 +220,9 @@ def _load_torch_dist(engine: Any, folder: Path) -> None:
         engine.optimizer.reload_model_params()
         return
     engine.optimizer.load_state_dict(loaded["optimizer"])
-    _load_rest(engine, common | {key: value for key, value in loaded.items() if key == "rng_state"} | {
-        key: common[key] for key in ("opt_param_scheduler",) if key in common
-    })
+    _load_rest(
+        engine,
+        common
+        | {key: value for key, value in loaded.items() if key == "rng_state"}
+        | {key: common[key] for key in ("opt_param_scheduler",) if key in common},
+    )

@@ -130,7 +130,10 @@ def initialize(chunks: Iterable[nn.Module], vocabulary: int, seed: int) -> None:
                 if place.name in _VOCABULARY:
                     padding = (shape[0] - vocabulary, *shape[1:])
                     whole = torch.cat(
-                        [_draw(place.name, (vocabulary, *shape[1:]), seed), _draw(f"padding {place.name}", padding, seed)]
+                        [
+                            _draw(place.name, (vocabulary, *shape[1:]), seed),
+                            _draw(f"padding {place.name}", padding, seed),
+                        ]
                     )
                 else:
                     whole = _draw(place.name, shape, seed)
