@@ -144,7 +144,7 @@ class Config:
             raise UserError("--strategy megatron trains in our own loop and knows no layout but its own")
         if self.optimizer == "lion" or (self.optimizer != "adamw" and not self.no_distributed_optimizer):
             raise UserError(
-                f"--optimizer {self.optimizer}: Megatron has adamw, and with --no-distributed-optimizer sgd and momentum"
+                f"--optimizer {self.optimizer}: Megatron has adamw, and undistributed sgd and momentum"
             )
         if self.model == "toy" or self.lora or self.freeze:
             raise UserError("--strategy megatron builds its own model: without --model toy, --lora and --freeze")

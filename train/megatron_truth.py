@@ -251,9 +251,8 @@ def check_distributed(chunks: Iterable[nn.Module], optimizer: Any, whole: dict[s
 
 def named_groups(optimizer: Any, names: dict[torch.Tensor, str]) -> list[tuple[dict[str, Any], list[str]]]:
     """Every param group with the names of the parameters of which this rank steps a part."""
-    groups = []
+    groups: list[tuple[dict[str, Any], list[str]]] = []
     for one in optimizer.chained_optimizers:
         held = {id(master): names[parameter] for parameter, master, _, _ in _held(one)}
-        for group in one.optimizer.param_groups:
-            groups.append((group, [held[id(master)] for master in group["params"]]))
+        groups += [(group, [held[id(master)] for master in group["params"]]) for group in one.optimizer.param_groups]
     return groups
