@@ -43,9 +43,9 @@ class LazyTensor:
         from ckpt.run import read_bits
 
         box, dropped = _box(index if isinstance(index, tuple) else (index,), self.shape)
-        bits = np.empty(box.sizes, storage_dtype(self._tensor.dtype))
+        dtype = storage_dtype(self._tensor.dtype)
         wanted = Fragment(box, Extent.contiguous("", 0, self._tensor.dtype, box.sizes))
-        flat = bits.reshape(-1)
+        flat = np.empty(0, dtype)
         strided = np.lib.stride_tricks.as_strided
         for common in overlay(self._tensor.fragments(), [wanted], self.shape):
             descriptor = os.open(common.a.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -53,11 +53,14 @@ class LazyTensor:
                 read = read_bits(descriptor, common.a)
             finally:
                 os.close(descriptor)
-            if read.size == flat.size:  # all of it: no need to put it together
+            if read.size == box.numel:  # all of it: there is nothing to put together
                 flat = read.reshape(-1)
                 break
-            start, itemsize = common.b.offset // bits.itemsize, bits.itemsize
-            strided(flat[start:], common.b.shape, tuple(s * itemsize for s in common.b.strides))[...] = read
+            if not flat.size:
+                flat = np.empty(box.numel, dtype)
+            start = common.b.offset // dtype.itemsize
+            strides = tuple(stride * dtype.itemsize for stride in common.b.strides)
+            strided(flat[start:], common.b.shape, strides)[...] = read
         result = torch.from_numpy(flat.view(np.uint8)).view(getattr(torch, self.dtype)).reshape(box.sizes)
         return result.squeeze(dropped) if dropped else result
 

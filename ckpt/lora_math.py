@@ -17,6 +17,8 @@ Every function takes a weight of which it may reuse the memory, and returns the 
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 
@@ -116,7 +118,23 @@ def _transpose(tensor: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 
 def _linear_delta(a: torch.Tensor, b: torch.Tensor, scaling: float, transposed: bool) -> torch.Tensor:
-    return _transpose(b @ a, transposed).mul_(scaling)
+    return _transpose(torch.mm(b, a, out=_scratch(b.shape[0], a.shape[1], a.dtype)), transposed).mul_(scaling)
+
+
+class _Scratch(threading.local):
+    """A thread's memory for products: fresh pages for each of them would cost as much as the product."""
+
+    memory = torch.empty(0, dtype=torch.uint8)
+
+
+_SCRATCH = _Scratch()
+
+
+def _scratch(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    size = rows * columns * dtype.itemsize
+    if len(_SCRATCH.memory) < size:
+        _SCRATCH.memory = torch.empty(size, dtype=torch.uint8)
+    return _SCRATCH.memory[:size].view(dtype).reshape(rows, columns)
 
 
 def _conv_delta(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
