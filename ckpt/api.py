@@ -172,6 +172,7 @@ class _MegatronNames(Protocol):
     def to_hub(self, checkpoint: Checkpoint) -> Checkpoint: ...
     def to_megatron(self, checkpoint: Checkpoint, layout: Layout) -> Checkpoint: ...
     def repadded(self, checkpoint: Checkpoint, layout: Layout) -> Checkpoint: ...
+    def with_same_padding(self, a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]: ...
 
 
 def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout | None = None) -> Checkpoint:
@@ -277,7 +278,10 @@ def plan(
         asked = " ".join(f"--{name.replace('_', '-')}" for name in layout.megatron_options)
         raise UsageError(f"the format {to!r} has none of Megatron's parallel axes", found=asked)
     named = to_namespace(checkpoint, target.namespace, layout)
-    return Conversion(make_plan(named, target.lay_out(named, layout)), resources or Resources())
+    laid_out = target.lay_out(named, layout)
+    new = [note for note in named.notes if note not in checkpoint.notes]  # said by the way from names to names
+    laid_out = replace(laid_out, notes=(*new, *laid_out.notes))
+    return Conversion(make_plan(named, laid_out), resources or Resources())
 
 
 def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
@@ -293,7 +297,7 @@ def _comparable(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     if HUB in spaces or (MEGATRON in spaces and len(spaces) > 1):
         a, b = (replace(c, config=c.config or other.config) for c, other in ((a, b), (b, a)))
         return _as_hub(a), _as_hub(b)
-    return a, b
+    return _megatron_names().with_same_padding(a, b) if spaces == {MEGATRON} else (a, b)
 
 
 def _as_hub(checkpoint: Checkpoint) -> Checkpoint:

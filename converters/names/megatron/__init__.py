@@ -127,10 +127,27 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
         return replace(checkpoint, state=state)
     assert vocabulary is not None
     named = translate(checkpoint, _repadding(shapes, vocabulary, padded), MEGATRON)
-    notes = [f"the vocabulary of {vocabulary} is padded to {padded} rows instead of {stored}, as tp {layout.tp} asks"]
+    note = f"the vocabulary of {vocabulary} is padded to {padded} rows instead of {stored}, as tp {layout.tp} asks"
     if stored > vocabulary:
-        notes.append(f"padding rows {vocabulary}:{stored} of the source, which no token has, are left out")
-    return replace(named, state=replace(named.state, items=state.items), ties=checkpoint.ties, notes=tuple(notes))
+        note += f"; rows {vocabulary}:{stored} of the source, which no token has, are left out"
+    items, notes = {**named.state.items, "args": args}, (*checkpoint.notes, note)
+    return replace(named, state=replace(named.state, items=items), ties=checkpoint.ties, notes=notes)
+
+
+def with_same_padding(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Both, which have Megatron's names, without padding rows where these differ and the vocabulary's size is known."""
+    shapes = _shapes(a), _shapes(b)
+    sizes = [_vocabulary(checkpoint, _recorded(checkpoint)) for checkpoint in (a, b)]
+    vocabulary = next((size for size in sizes if size is not None), None)
+    if vocabulary is None or all(shapes[0].get(name) == shapes[1].get(name) for name in _VOCABULARY):
+        return a, b
+    if any(known[name][0] < vocabulary for known in shapes for name in _VOCABULARY if name in known):
+        return a, b
+    first, second = (
+        replace(translate(one, _repadding(known, vocabulary, vocabulary), MEGATRON), ties=one.ties)
+        for one, known in zip((a, b), shapes, strict=True)
+    )
+    return first, second
 
 
 def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Relation:

@@ -77,9 +77,8 @@ class Table:
 
     def _rows(self, sizes: Sizes) -> Iterator[Row]:
         kinds = {"", DENSE, SPARSE, *sizes.holds}
-        yield from (row for row in self.rows if row.only in kinds)
-        if sizes.num_mtp:
-            yield from self.mtp_rows
+        rows = self.rows + (self.mtp_rows if sizes.num_mtp else ())
+        yield from (row for row in rows if row.only in kinds)
 
 
 def _instances(row: Row, sizes: Sizes) -> Iterator[tuple[str, tuple[str, ...], int]]:

@@ -93,6 +93,8 @@ def args(config: Config) -> dict[str, Any]:
     found = sizes(config)
     if not config.flag("norm_topk_prob", True):
         raise LossError("Megatron normalises the scores of the chosen experts", found="norm_topk_prob false")
+    if not config.flag("rope_interleave", True):
+        raise LossError("Megatron's latent attention interleaves rotary positions", found="rope_interleave false")
     return (
         common(config, found)
         | _positions(config)
