@@ -296,6 +296,27 @@ class TestExecute:
         execute(case.plan, tmp_path / "out")
         case.assert_written(tmp_path / "out")
 
+    def test_few_target_files_are_open_at_a_time_and_each_is_synced(
+        self, tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        case = make_case(tmp_path / "source", num_files=9)
+        staged: list[int] = []
+        synced: set[str] = set()
+        real = files.sync
+
+        def sync(descriptor: int) -> None:
+            names = [path for _, path in open_files() if ".ckpt-staging/" in path]
+            staged.append(len(names))
+            real(descriptor)
+            synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+        monkeypatch.setattr(run, "_MAX_UNFINISHED", 3)
+        monkeypatch.setattr(run, "sync", sync)
+        execute(case.plan, tmp_path / "out")
+        case.assert_written(tmp_path / "out")
+        assert max(staged) <= 3 + 1  # and the one that waits for its turn
+        assert synced == {Path(name).name for name in case.expected}
+
     def test_parts_are_as_small_as_they_should_be(self, case: Case, small_pieces: None) -> None:
         for file in case.plan.target.files:
             parts = [part for batch in run._batches(case.plan.copies(file)) for part in batch]
