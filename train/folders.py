@@ -63,11 +63,18 @@ def find_checkpoint(config: Config) -> tuple[Path, str]:
     if numbered:
         folder = max(numbered, key=lambda child: int(child.name.partition("-")[2]))
     tag = folder.resolve().name
-    if (folder / "latest").is_file():
-        tag = (folder / "latest").read_text().strip()
+    pointers = ["latest", "latest_universal"]
+    if _loads_universal(config):
+        pointers.reverse()
+    if pointer := next((folder / name for name in pointers if (folder / name).is_file()), None):
+        tag = pointer.read_text().strip()
         folder = folder / tag
     _require_fit(config, folder)
     return folder.resolve().parent, tag
+
+
+def _loads_universal(config: Config) -> bool:
+    return config.strategy in ZERO and "load_universal" in read_ds_config(config.ds_config).get("checkpoint", {})
 
 
 def _require_fit(config: Config, folder: Path) -> None:
@@ -78,7 +85,7 @@ def _require_fit(config: Config, folder: Path) -> None:
     format, written_by = _identify(folder)
     zero, trainer = config.strategy in ZERO, config.through == "trainer"
     to = config.strategy if zero else "full" if config.saving == "full" else "dcp"
-    if format == "universal" and zero and "load_universal" in read_ds_config(config.ds_config).get("checkpoint", {}):
+    if format == "universal" and _loads_universal(config):
         return
     if format == "universal":
         problem = "a universal checkpoint, which DeepSpeed reads only if --ds-config asks for it"
