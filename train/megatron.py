@@ -5,6 +5,7 @@ import logging
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -121,7 +122,12 @@ class MegatronEngine:
                 chunk.eval()
             # The schedule of several chunks wants as many micro batches as there are stages, or a multiple.
             micro_batches = [input_ids] * self.args.pipeline_model_parallel_size
-            found = self._run(micro_batches, _logits_step, forward_only=True, collect_non_loss_data=True)
+            # Layers that predict further tokens know nothing but a loss, so they are left out here.
+            with (
+                mock.patch.object(self.transformer, "mtp_num_layers", None),
+                mock.patch.object(self.bare[-1], "mtp_process", False),
+            ):
+                found = self._run(micro_batches, _logits_step, forward_only=True, collect_non_loss_data=True)
             shape = (*input_ids.shape, self.args.padded_vocab_size)
             logits = found[0] if found else torch.empty(shape, dtype=torch.float32, device=launch.device())
             dist.broadcast(
@@ -326,7 +332,8 @@ def _train_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
 
     def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mean = losses[:, :-1].float().mean()
-        return mean, {"loss": mean.detach()}
+        # A copy: the schedule divides the loss itself by the number of micro batches.
+        return mean, {"loss": mean.detach().clone()}
 
     return output, loss
 
