@@ -945,6 +945,11 @@ def _check_tree(root: Any, length: int) -> None:
                 frame[2] = max(frame[2], 2)
                 frame[3] += 1 + len(child)
                 continue
+            # So are records of plain fields: DCP's metadata has three for each chunk of a tensor.
+            if kind is Record and (elements := _plain_record(child)):
+                frame[2] = max(frame[2], 4)
+                frame[3] += elements
+                continue
             if not _is_branch(child):
                 frame[3] += 1
                 continue
@@ -977,6 +982,23 @@ def _check_tree(root: Any, length: int) -> None:
                 if height >= above[2]:
                     above[2] = height + 1
                 above[3] += elements
+
+
+def _plain_record(record: Record) -> int:
+    """The elements of a record that holds nothing but a few plain fields and shapes, at most 3 deep; otherwise 0."""
+    args, state = record.args, record.state
+    if args or record.kwargs or type(state) is not dict or len(state) > 8:
+        return 0
+    elements = 4 + len(state)
+    for value in state.values():
+        kind = type(value)
+        if kind in _LEAVES:
+            elements += 1
+        elif kind is tuple and len(value) <= 8 and _LEAVES.issuperset(map(type, value)):
+            elements += 1 + len(value)
+        else:
+            return 0
+    return elements if _LEAVES.issuperset(map(type, state)) else 0
 
 
 def _cycle_has_record(frames: list[list[Any]], start: Any) -> bool:
