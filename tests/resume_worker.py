@@ -31,6 +31,7 @@ from train.config import ZERO, Config, UserError
 from train.native import NativeEngine
 from train.zero import ZeroEngine
 
+
 def main() -> None:
     """Every job in turn, in one process group."""
     launch.start()

@@ -76,8 +76,8 @@ class Row:
     """From one run to another.
 
     `through` are the formats that the checkpoint is converted to in turn; without, the trainer refuses it and its hint
-    is followed.  `own` are the trainer's
-    options for going on without a conversion, by what the target's framework does itself, and `load` DeepSpeed's.
+    is followed.  `load` is DeepSpeed's config for that, `own` the trainer's options for going on without a conversion,
+    by what the target's framework does itself.
     """
 
     source: Run

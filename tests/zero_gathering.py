@@ -7,7 +7,6 @@ truth goes, as `output/truth.safetensors`.  No step is taken.  Besides,
 
     load      further arguments of `load_checkpoint`
     refused   true where all ranks are to raise alike; the error goes to `output/refused.txt`
-    train     true for a run of the trainer itself, which goes on from `resume`
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from train import launch, loop, models, truth
+from train import launch, models, truth
 from train.config import Config
 from train.zero import ZeroEngine
 
@@ -29,10 +28,7 @@ def main() -> None:
     launch.start()
     for line in Path(sys.argv[1]).read_text().splitlines():
         job = json.loads(line)
-        if job.pop("train", False):
-            loop.run(Config(**job))
-        else:
-            gather(job, job.pop("load", {}), job.pop("refused", False))
+        gather(job, job.pop("load", {}), job.pop("refused", False))
     launch.stop()
 
 
