@@ -32,12 +32,16 @@ _QUANTIZED = re.compile(r"(?i)[-_](unsloth[-_])?(bnb[-_])?(4bit|8bit|int4|int8|n
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor of the checkpoint `of`, an adapter's for one: its shape, and how to have it."""
+    """A tensor of the checkpoint `of`, an adapter's for one: its shape, and how to have it.
+
+    `is_held` says that it is not from a file but as PEFT holds it, in the dtype in which it is merged.
+    """
 
     fqn: str
     shape: Shape
     load: Callable[[], torch.Tensor]
     of: Checkpoint
+    is_held: bool = False
 
     @classmethod
     def stored(cls, fqn: str, choice: Choice, of: Checkpoint) -> Factor:

@@ -371,7 +371,8 @@ class _Merge:
 def _cast(weight: torch.Tensor, factor: Factor) -> torch.Tensor:
     from ckpt import lora_math
 
-    return factor.load().to(lora_math.adapter_dtype(weight.dtype))
+    tensor = factor.load()
+    return tensor if factor.is_held else tensor.to(lora_math.adapter_dtype(weight.dtype))
 
 
 def _without_wrappers(module: str) -> str:

@@ -48,16 +48,16 @@ def combine(
         raise UsageError(f"combining adapters needs PEFT: {error}", hint="pip install peft transformers") from None
     model = _hollow(api.to_namespace(base, TRANSFORMERS))
     configs = [LoraConfig.from_peft_type(**one.config.raw) for one in adapters]
-    wrapped = get_peft_model(model, configs[0], adapter_name="0")
-    for number, (one, config) in enumerate(zip(adapters, configs, strict=True)):
-        if number:
-            wrapped.add_adapter(str(number), config)
+    every = [f"adapter{number}" for number in range(len(adapters))]  # a bare number would be taken for a layer's
+    wrapped = get_peft_model(model, configs[0], adapter_name=every[0])
+    for name, one, config in zip(every, adapters, configs, strict=True):
+        if name != every[0]:
+            wrapped.add_adapter(name, config)
         state = {fqn: factor.load() for fqn, factor in one.factors.items() if parse_name(fqn).kind != names.BASE}
-        set_peft_model_state_dict(wrapped, state, adapter_name=str(number))
+        set_peft_model_state_dict(wrapped, state, adapter_name=name)
     if seed is not None:
         torch.manual_seed(seed)
     options = {} if density is None else {"density": density}
-    every = [str(number) for number in range(len(adapters))]
     try:
         with torch.no_grad():
             wrapped.add_weighted_adapter(every, list(weights), _NAME, combination, **options)
@@ -114,10 +114,14 @@ def _hollow(base: Checkpoint) -> Any:
     model = import_module(registry.TRANSFORMERS_NAMES).build_model(base.config, shapes) if base.config else None
     if model is None:
         raise UsageError("only adapters of a model that transformers knows are combined", path=base.path)
-    for module in model.modules():
+    dtypes = {fqn: getattr(torch, choice.dtype.name) for fqn, choice in chosen.items()}
+    hollow: dict[nn.Parameter, nn.Parameter] = {}  # by the parameter that it stands for: tied ones stay one
+    for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            zero = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-            setattr(module, name, nn.Parameter(zero, requires_grad=False))
+            dtype = dtypes.get(f"{path}.{name}".lstrip("."), parameter.dtype)
+            zero = torch.zeros((), dtype=dtype).expand(parameter.shape)
+            made = hollow.setdefault(parameter, nn.Parameter(zero, requires_grad=False))
+            setattr(module, name, made)
     return model
 
 
@@ -126,7 +130,7 @@ def _is_base(fqn: str) -> bool:
 
 
 def _in_memory(fqn: str, tensor: Any, of: Checkpoint) -> Factor:
-    return Factor(fqn, tuple(tensor.shape), lambda: tensor, of)
+    return Factor(fqn, tuple(tensor.shape), lambda: tensor, of, is_held=True)
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

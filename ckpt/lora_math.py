@@ -6,6 +6,7 @@ Sources: peft `tuners/lora/layer.py` (`Linear`, `Embedding`, `_ConvNd`, `ParamWr
 What decides the bits:
 
 - PEFT loads an adapter in fp32 (`autocast_adapter_dtype=True`), whatever the file's dtype; over an fp64 base in fp64.
+  One that it made itself (`cat`) may be in the base's dtype, and then so is the delta, computed in fp32.
 - The product is one call, `B @ A` on [out, r] and [r, in] as they lie in memory, scaled afterwards: BLAS adds in an
   order that depends on shapes and strides.  Stacked experts are one `einsum`; a product per expert has other bits.
 - A linear layer adds the fp32 delta to the weight in place: one rounding, to the weight's dtype.  Embeddings and
@@ -53,7 +54,7 @@ def merge_linear_dora(
 
 def merge_embedding(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
     """`weight` [num, dim]; `a` [r, num], `b` [dim, r]."""
-    weight += (b @ a).T.mul_(scaling).to(weight.dtype)
+    weight += _linear_delta(a, b, scaling, True).to(weight.dtype)
     return weight
 
 
@@ -61,7 +62,7 @@ def merge_embedding_dora(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, magnitude: torch.Tensor
 ) -> torch.Tensor:
     """As `merge_embedding`, each column then brought to its `magnitude` [dim]."""
-    delta = (b @ a).T * scaling
+    delta = _linear_delta(a, b, scaling, True)
     norm = _row_norms(weight.T, delta.T)
     return ((magnitude / norm).view(1, -1) * (weight + delta)).to(weight.dtype)
 
@@ -118,7 +119,14 @@ def _transpose(tensor: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 
 def _linear_delta(a: torch.Tensor, b: torch.Tensor, scaling: float, transposed: bool) -> torch.Tensor:
-    return _transpose(torch.mm(b, a, out=_scratch(b.shape[0], a.shape[1], a.dtype)), transposed).mul_(scaling)
+    low, high = _wide(a), _wide(b)
+    product = torch.mm(high, low, out=_scratch(high.shape[0], low.shape[1], high.dtype))
+    return _transpose(product, transposed).mul_(scaling).to(b.dtype)
+
+
+def _wide(factor: torch.Tensor) -> torch.Tensor:
+    """A factor that is held in 16 bits is multiplied in fp32; the delta is then rounded to the factor's dtype."""
+    return factor.float() if factor.dtype in (torch.float16, torch.bfloat16) else factor
 
 
 class _Scratch(threading.local):
@@ -138,11 +146,12 @@ def _scratch(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _conv_delta(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    low, high = _wide(a), _wide(b)
     if tuple(weight.shape[2:4]) == (1, 1):
-        product = b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)
-        return product.unsqueeze(2).unsqueeze(3) * scaling
+        product = high.squeeze(3).squeeze(2) @ low.squeeze(3).squeeze(2)
+        return (product.unsqueeze(2).unsqueeze(3) * scaling).to(a.dtype)
     convolve = {3: torch.conv1d, 4: torch.conv2d, 5: torch.conv3d}[weight.dim()]
-    return convolve(a.transpose(0, 1), b).transpose(0, 1) * scaling
+    return (convolve(low.transpose(0, 1), high).transpose(0, 1) * scaling).to(a.dtype)
 
 
 def _row_norms(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
