@@ -68,9 +68,13 @@ class Model:
 
     @property
     def dtype(self) -> DType:
-        """The model's own: that of most of its elements."""
+        """The model's own: that of most of its elements.
+
+        Of another framework's model, of those that are trained: others may have been kept as they are stored.
+        """
         counts: dict[DType, int] = {}
-        for choice in self.weights.values():
+        trained = [self.weights[fqn] for fqn in self.masters] if not self.is_deepspeed else []
+        for choice in trained or self.weights.values():
             counts[choice.dtype] = counts.get(choice.dtype, 0) + choice.tensor.numel
         return max(counts, key=lambda dtype: counts[dtype], default=FLOAT32)
 
@@ -150,12 +154,15 @@ def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
     weights = {fqn: choice for fqn, choice in chosen.items() if fqn not in buffers}
     groups, resumable = _groups(checkpoint, weights)
     masters = {fqn: _master(checkpoint, fqn) for group in groups for fqn in group.fqns}
+    kept = _kept_as_stored(checkpoint, weights, masters, resumable)
+    weights |= kept
     states, misfits = _states(checkpoint, masters)
     if not _is_deepspeed(checkpoint):
         groups = [_completed(group, states) for group in groups]
     dropped = _misfit_lines(misfits)
     notes = [
         *_dtype_notes(checkpoint, dtype, recorded),
+        *_kept_notes(kept),
         *_gap_notes(groups, states),
         *_unknown_group_notes(resumable),
         *_schedule_notes(checkpoint),
@@ -202,6 +209,27 @@ def _dtype_notes(checkpoint: Checkpoint, dtype: DType | None, recorded: DType | 
         )
     elif dtype is None and "ds_config" not in checkpoint.state.items:
         yield "no DeepSpeed config is recorded: the files are those of a model in its stored precision (--dtype)"
+
+
+def _kept_as_stored(
+    checkpoint: Checkpoint, weights: Mapping[str, Choice], masters: Mapping[str, Tensor], resumable: bool
+) -> dict[str, Choice]:
+    """What no optimizer owns, where the source does not tell buffers from frozen parameters.
+
+    An engine rounds the latter to its dtype as it loads them, and a buffer, which it keeps as it is, must not be.
+    """
+    if _is_deepspeed(checkpoint) or not resumable or any(True for _ in checkpoint.with_role(BUFFER)):
+        return {}
+    others = {fqn: choice for fqn, choice in weights.items() if fqn not in masters and choice.is_cast}
+    return {fqn: Choice(choice.tensor, choice.tensor.dtype) for fqn, choice in others.items()}
+
+
+def _kept_notes(kept: Mapping[str, Choice]) -> Iterator[str]:
+    if kept:
+        yield (
+            f"{_named(list(kept))} kept as stored: the optimizer does not own it, and the source does not tell frozen "
+            "parameters from buffers; DeepSpeed rounds the former as it loads them"
+        )
 
 
 def _ties(checkpoint: Checkpoint) -> dict[str, str]:

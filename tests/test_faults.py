@@ -374,7 +374,8 @@ def test_fault_11_what_maps_nowhere_stops_before_a_byte_is_written(
     name = "model.layers.1.mlp.experts.gate_up_proj"
     source = write_stage3(tmp_path / "source" / "run", groups_of({name: shape}), 2)
     shutil.copy(fixtures / "moe-zero3" / "config.json", source)
-    refused(source, 6, "transformers cannot convert this model's tensors", "hint: does the config belong")
+    words = ("transformers cannot convert this model's tensors", f"tensor: {name}\n", f"shape {list(shape)}")
+    refused(source, 6, *words, "hint: does the config belong")
 
 
 def test_fault_11_no_cast_from_what_is_no_number(tmp_path: Path) -> None:

@@ -333,6 +333,24 @@ def test_fsdps_float32_parameters_are_the_masters_of_the_model_that_the_config_n
         assert content(again.tensors[fqn, MASTER]) == content(source.tensors[fqn, MASTER])
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_no_optimizer_owns_is_not_rounded_where_it_may_be_a_buffer(
+    stage: int, fixtures: Path, tmp_path: Path
+) -> None:
+    """FSDP's files do not tell buffers from frozen parameters; the engine rounds the latter as it loads them."""
+    source = api.open(fixtures / "lora-zero3")
+    tensors = {(fqn, WEIGHT): replace(t, role=WEIGHT) for (fqn, role), t in source.tensors.items() if role == MASTER}
+    (trained, _), spare = tensors.popitem()
+    tensors["router.bias", WEIGHT] = replace(spare, fqn="router.bias")
+    groups = tuple(replace(g, fqns=tuple(n for n in g.fqns if n != trained)) for g in source.state.param_groups)
+    bare = replace(foreign(source, param_groups=groups), tensors=tensors, config={"dtype": "bfloat16"})
+    target = lay_out(bare, stage, tmp_path / "out", world_size=2)
+    assert any("router.bias kept as stored" in note for note in target.notes)
+    again = api.open(tmp_path / "out")
+    assert content(again.tensors["router.bias", WEIGHT]) == content(spare)
+    assert all(t.dtype == BFLOAT16 for t in again.with_role(WEIGHT) if t.fqn != "router.bias")
+
+
 def test_different_steps_in_a_group_are_refused(fixtures: Path) -> None:
     source = api.open(fixtures / "toy-zero3")
     steps = {**source.state.scalars["step"], "down.bias": 1.0}

@@ -123,11 +123,8 @@ def _convert(config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: 
             results, others = _load(model, traced, memory)
     except CkptError:
         raise
-    except Exception as error:  # transformers' own code on tensors that do not fit its expectations
-        raise LossError(
-            f"transformers cannot convert this model's tensors: {type(error).__name__}: {error}",
-            hint="does the config belong to this checkpoint?",
-        ) from error
+    except Exception as error:
+        raise _not_converted(error) from error
     for name in sorted(others):
         if name in results:
             raise LossError("two tensors would get the same name", fqn=name)
@@ -203,7 +200,26 @@ def _revert(model: Any, traced: Mapping[str, Traced]) -> dict[str, Traced]:
     """As `save_pretrained` does it with `save_original_format=True`, its default."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return dict(revert_weight_conversion(model, dict(traced)))
+    try:
+        return dict(revert_weight_conversion(model, dict(traced)))
+    except CkptError:
+        raise
+    except Exception as error:
+        if len(traced) == 1:
+            raise _not_converted(error, *traced.values()) from error
+        for name, tensor in traced.items():  # each by itself, to tell which it is
+            _revert(model, {name: tensor})
+        raise
+
+
+def _not_converted(error: Exception, tensor: Traced | None = None) -> LossError:
+    """transformers' own code failed on tensors that do not fit its expectations."""
+    return LossError(
+        f"transformers cannot convert this model's tensors: {type(error).__name__}: {error}",
+        fqn=None if tensor is None else tensor.pieces[0].source,
+        found=None if tensor is None else f"shape {list(tensor.shape)}",
+        hint="does the config belong to this checkpoint?",
+    )
 
 
 def _load(model: Any, traced: Mapping[str, Traced], memory: Mapping[str, Shape]) -> tuple[dict[str, Traced], set[str]]:
@@ -224,6 +240,7 @@ def _load(model: Any, traced: Mapping[str, Traced], memory: Mapping[str, Shape])
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     prefix = model.base_model_prefix
     collected: dict[str, Any] = {}
+    firsts: dict[str, Traced] = {}
     others: set[str] = set()
     for name in sorted(traced, key=dot_natural_key):
         new, pattern = rename_source_key(name, renamings, converters, prefix, memory)
@@ -234,9 +251,16 @@ def _load(model: Any, traced: Mapping[str, Traced], memory: Mapping[str, Shape])
             continue
         transform = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(name, new)
         collected.setdefault(new, transform).add_tensor(new, name, pattern or name, traced[name])
+        firsts.setdefault(new, traced[name])
     results: dict[str, Traced] = {}
     for first, transform in collected.items():
-        for name, value in transform.convert(first, model=model, config=model.config).items():
+        try:
+            converted = transform.convert(first, model=model, config=model.config)
+        except CkptError:
+            raise
+        except Exception as error:
+            raise _not_converted(error, firsts[first]) from error
+        for name, value in converted.items():
             tensor = value[0] if isinstance(value, list) else value
             if name in results:
                 raise LossError("two tensors would get the same name", fqn=name)
