@@ -12,8 +12,7 @@ masters takes it as it is.  What is written holds the source's fp32 masters, bit
 from __future__ import annotations
 
 import os
-from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from ckpt.checkpoint import (
     Layout,
     ParamGroup,
     ReadRequest,
-    SourceFile,
     Target,
     TrainingState,
 )
@@ -36,15 +34,15 @@ from ckpt.dtypes import DType
 from ckpt.errors import CorruptError
 from ckpt.pickles import StoredTensor
 from ckpt.runs import enclosing_folders, trainer_step
-from ckpt.tensors import Box, Extent, Fragment, Pieces, Shape, Source, Tensor, Whole, whole
+from ckpt.tensors import Box, Extent, Shape, Source, Tensor, Whole
 from converters.dcp_beside import beside_files
-from converters.dcp_folder import DATA_FILE, find_folder, other_models, parts, run_folders
-from converters.dcp_items import Items, in_reading_order
+from converters.dcp_folder import find_folder, other_models, parts, run_folders
 from converters.dcp_layout import Writing
-from converters.dcp_metadata import Entry, Metadata, Path_, Place, read_metadata
+from converters.dcp_metadata import Metadata, Path_, Place, read_metadata
 from converters.dcp_names import Leaf, Understood, nest, understand
 from converters.dcp_safetensors import read_shards
 from converters.dcp_state import state_dict
+from converters.dcp_tensors import DataFiles, FoundTensor, writer_of
 from converters.names.installed import tied_weights
 from converters.names.ties import ties_embeddings
 
@@ -100,29 +98,6 @@ DCP = DistributedCheckpoint()
 # -- where tensors are -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """A tensor cut into boxes that lie in several files, each contiguous.
-
-    `rows` has, for each box, the number of its file, the byte offset in it, the box's offsets and its sizes: numbers
-    side by side and not objects, as a checkpoint of a thousand ranks has a great many.
-    """
-
-    files: list[tuple[str, int | None]]
-    dtype: DType
-    rows: array[int]
-
-    def fragments(self, shape: Shape) -> Iterator[Fragment]:
-        rank = len(shape)
-        width = 2 + 2 * rank
-        for at in range(0, len(self.rows), width):
-            number, offset, *box = self.rows[at : at + width]
-            path, writer = self.files[number]
-            sizes = tuple(box[rank:])
-            extent = Extent.contiguous(path, offset, self.dtype, sizes)
-            yield Fragment(Box(tuple(box[:rank]), sizes), extent, writer)
-
-
 @dataclass(slots=True)
 class _Stored(Leaf):
     """A tensor that is stored.
@@ -151,20 +126,14 @@ class _Stored(Leaf):
         return None
 
 
-_Placed = list[tuple[Box, Extent]]
-
-
 @dataclass
 class _Reading:
     """What has been read so far of one checkpoint."""
 
-    files: dict[str, SourceFile] = field(default_factory=dict)
+    data: DataFiles = field(default_factory=DataFiles)
     leaves: list[tuple[Path_, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    ranks: int = 0
     metadata: str = ""
-    numbers: dict[str, int] = field(default_factory=dict)
-    names: list[tuple[str, int | None]] = field(default_factory=list)
 
     # -- DCP's own files -----------------------------------------------------------------------------------------
 
@@ -173,97 +142,31 @@ class _Reading:
         metadata = read_metadata(folder)
         self.metadata = self.metadata or metadata.path
         _refuse_flat(metadata)
-        self._add_file(metadata.path)
-        placed: dict[str, _Placed] = {key: [] for key in metadata.entries}
-        replicas: dict[str, _Placed] = {}
-        numbers: dict[str, int | float | bool | None] = {}
-        values: dict[str, Any] = {}
-        with Items() as items:
-            for place, key, box, is_replica in in_reading_order(metadata.entries, metadata.values):
-                if box is None:
-                    values[key] = items.value(place, key)
-                    continue
-                extent = items.elements(place, key, box, metadata.entries[key].dtype)
-                (replicas.setdefault(key, []) if is_replica else placed[key]).append((box, extent))
-                if not box.sizes and not is_replica:
-                    numbers[key] = items.number(extent)
-            self.files |= items.files
-        stored = {
-            key: self._stored(entry, placed[key], replicas.get(key, ())) for key, entry in metadata.entries.items()
-        }
-        for key, number in numbers.items():
-            stored[key].number = number
+        tensors, values = self.data.read(metadata)
+        stored = {key: self._stored(tensor) for key, tensor in tensors.items()}
         for key, other in _same_items(metadata).items():
             stored[key].same_as = other
         for key, path in metadata.paths.items():
             self.leaves.append((path, stored[key] if key in stored else values[key]))
-        self._count_ranks(folder, metadata)
+        self.data.count_ranks(folder)
 
-    def _stored(self, entry: Entry, placed: _Placed, replicas: Iterable[tuple[Box, Extent]]) -> _Stored:
-        path = placed[0][1].path if placed else self.metadata
-        source = self._source(entry.dtype, entry.shape, placed)
-        return _Stored(entry.key, entry.dtype, entry.shape, source, path, self._replicas(entry, placed, replicas))
-
-    def _source(self, dtype: DType, shape: Shape, placed: _Placed) -> Source:
-        if len(placed) == 1 and placed[0][0] == whole(shape):
-            return Whole(placed[0][1], _writer(placed[0][1].path))
-        placed = sorted(placed, key=lambda part: part[0].offsets)
-        if not all(extent.is_contiguous for _, extent in placed):  # channels_last, for example
-            return Pieces(tuple(Fragment(box, extent, _writer(extent.path)) for box, extent in placed))
-        rows = array("q")
-        for box, extent in placed:
-            rows.extend((self._number(extent.path), extent.offset, *box.offsets, *box.sizes))
-        return Chunks(self.names, dtype, rows)
-
-    def _replicas(self, entry: Entry, placed: _Placed, replicas: Iterable[tuple[Box, Extent]]) -> tuple[Source, ...]:
-        """Further copies of the whole tensor, each with the boxes that it does not have itself from the first."""
-        copies: dict[Box, list[Extent]] = {}
-        for box, extent in replicas:
-            copies.setdefault(box, []).append(extent)
-        count = max(map(len, copies.values()), default=0)
-        return tuple(
-            self._source(entry.dtype, entry.shape, [(b, (copies.get(b, []) + [e] * count)[n]) for b, e in placed])
-            for n in range(count)
-        )
-
-    def _number(self, path: str) -> int:
-        number = self.numbers.setdefault(path, len(self.numbers))
-        if number == len(self.names):
-            self.names.append((path, _writer(path)))
-        return number
-
-    def _add_file(self, path: str) -> None:
-        self.files[path] = SourceFile.stat(path)
-
-    def _count_ranks(self, folder: Path, metadata: Metadata) -> None:
-        """Ranks that wrote a file; a rank with nothing of its own leaves an empty one."""
-        left_over = []
-        for name in os.listdir(folder):
-            match = DATA_FILE.fullmatch(name)
-            if match is None:
-                continue
-            path = str(folder / name)
-            if path in self.files or os.path.getsize(path) == 0:
-                self.ranks = max(self.ranks, int(match[1]) + 1)
-            else:
-                left_over.append(name)
-        if left_over:
-            self.notes.append(
-                f"{folder.name}: .metadata places nothing in {', '.join(sorted(left_over)[:4])}"
-                f"{' and others' if len(left_over) > 4 else ''}: left over from an earlier save"
-            )
+    def _stored(self, tensor: FoundTensor) -> _Stored:
+        entry = tensor.entry
+        path = tensor.placed[0][1].path if tensor.placed else self.metadata
+        source = self.data.source(entry.dtype, entry.shape, tensor.placed)
+        return _Stored(entry.key, entry.dtype, entry.shape, source, path, self.data.replicas(tensor), tensor.number)
 
     # -- DCP's safetensors files ---------------------------------------------------------------------------------
 
     def shards(self, folder: Path, names: tuple[str, ...]) -> None:
         """Add what files written by `HuggingFaceStorageWriter` hold."""
         for tensor in read_shards(folder, names):
-            source = self._source(tensor.dtype, tensor.shape, tensor.placed)
+            source = self.data.source(tensor.dtype, tensor.shape, tensor.placed)
             stored = _Stored(tensor.fqn, tensor.dtype, tensor.shape, source, tensor.path)
             self.leaves.append((("model", tensor.fqn), stored))
         for name in names:
-            self._add_file(str(folder / name))
-            self.ranks = max(self.ranks, int(name.split("-")[1]))
+            self.data.add_file(str(folder / name))
+            self.data.ranks = max(self.data.ranks, int(name.split("-")[1]))
         self.notes.append(
             "safetensors files of DCP record neither the shapes of whole tensors nor the number of ranks: "
             "that the last rank's file is missing would not be noticed"
@@ -294,14 +197,14 @@ class _Reading:
             path=str(path),
             format=DCP.name,
             tensors=tensors,
-            files=tuple(self.files.values()),
+            files=tuple(self.data.files.values()),
             framework="torch",
-            world_size=self.ranks or None,
+            world_size=self.data.ranks or None,
             namespace=OWN,
             ties=ties,
             state=state,
             folders=folders,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self.data.notes),
         )
 
     def _states(
@@ -463,16 +366,10 @@ def _check_steps(said: Mapping[str, set[tuple[str, Any]]]) -> None:
     raise CorruptError(
         "ranks of different steps in one folder",
         path=odd,
-        rank=_writer(odd),
+        rank=writer_of(odd),
         expected=f"step {common:g}, as in {len(by_step[common])} of {len(steps)} files",
         found="; ".join(listed),
     )
-
-
-def _writer(path: str) -> int | None:
-    """The rank that wrote a file, as its name says."""
-    match = DATA_FILE.fullmatch(os.path.basename(path))
-    return int(match[1]) if match else None
 
 
 def _refuse_flat(metadata: Metadata) -> None:
@@ -488,4 +385,4 @@ def _refuse_flat(metadata: Metadata) -> None:
         )
 
 
-__all__ = ["DCP", "Chunks"]
+__all__ = ["DCP"]

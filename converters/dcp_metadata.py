@@ -75,15 +75,17 @@ class Metadata:
     is_nested: bool
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.Metadata",)) -> Metadata:
     """The metadata of a checkpoint's folder: its `.metadata`, or what its ranks have written each for itself.
+
+    `classes` are those that the metadata may be of.
 
     Raises UnsafeError for a pickle that names what it should not and for paths that lead out of the folder,
     CorruptError for one that contradicts itself, NotFoundError for what is not supported.
     """
     path = folder / METADATA
     if path.exists():
-        return _read(folder, METADATA)
+        return _read(folder, METADATA, classes)
     names = per_rank_names(folder)
     for rank, name in enumerate(names):
         if name != f"__{rank}{METADATA}":
@@ -92,9 +94,9 @@ def read_metadata(folder: Path) -> Metadata:
             )
     if not names:
         raise CorruptError("the metadata is missing: the save was not finished", path=folder, expected=METADATA)
-    merged = _read(folder, names[0])
+    merged = _read(folder, names[0], classes)
     for name in names[1:]:
-        _merge(merged, _read(folder, name))
+        _merge(merged, _read(folder, name, classes))
     return merged
 
 
@@ -104,9 +106,9 @@ def per_rank_names(folder: Path) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-def _read(folder: Path, name: str) -> Metadata:
+def _read(folder: Path, name: str, classes: tuple[str, ...]) -> Metadata:
     path = str(confined(folder, name))
-    return _Parser(folder, path).parse(load_pickle(path))
+    return _Parser(folder, path).parse(load_pickle(path), classes)
 
 
 def _merge(first: Metadata, other: Metadata) -> None:
@@ -144,8 +146,8 @@ class _Parser:
     def fault(self, what: str, key: str | None = None, expected: object = None, found: object = None) -> NoReturn:
         raise CorruptError(what, path=self.path, fqn=key, expected=expected, found=found)
 
-    def parse(self, root: Any) -> Metadata:
-        if not isinstance(root, Record) or root.name != "Metadata" or not root.module.startswith(_MODULE):
+    def parse(self, root: Any, classes: tuple[str, ...]) -> Metadata:
+        if not isinstance(root, Record) or root.typename not in classes:
             kind = root.typename if isinstance(root, Record) else type(root).__name__
             if kind.startswith("megatron."):
                 raise NotFoundError("this is a checkpoint of Megatron's, not one of torch alone", path=self.path)
