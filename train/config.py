@@ -143,7 +143,10 @@ class Config:
         if self.through == "trainer" or self.layout == "trainer":
             raise UserError("--strategy megatron trains in our own loop and knows no layout but its own")
         if self.optimizer == "lion" or (self.optimizer != "adamw" and not self.no_distributed_optimizer):
-            raise UserError(f"--optimizer {self.optimizer}: Megatron has adamw, and undistributed sgd and momentum")
+            raise UserError(
+                f"--optimizer {self.optimizer}: Megatron has adamw, "
+                "and under --no-distributed-optimizer sgd and momentum"
+            )
         if self.model == "toy" or self.lora or self.freeze:
             raise UserError("--strategy megatron builds its own model: without --model toy, --lora and --freeze")
         if min(self.tp, self.pp, self.vpp, self.ep, self.etp + 1, self.vocab_multiple) < 1:

@@ -142,6 +142,7 @@ class MegatronEngine:
         with on_this_machine():
             return megatron_files.save(self, folder)
 
+    @torch.no_grad()
     def load(self, folder: Path, tag: str) -> None:
         """Continues from a checkpoint of this strategy, or takes over the weights of one that holds nothing else."""
         with on_this_machine():

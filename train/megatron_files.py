@@ -123,6 +123,10 @@ def _load_torch(engine: Any, folder: Path) -> None:
 
 def _load_rest(engine: Any, state: dict[str, Any]) -> None:
     """The scheduler, the position in the data, and random state where the checkpoint has this rank's."""
+    for one in engine.optimizer.chained_optimizers:
+        for values in one.optimizer.state.values():
+            if "step" in values:  # one tensor for all parameters now, which torch's Adam would count up once for each
+                values["step"] = values["step"].clone()
     if "opt_param_scheduler" in state:
         engine.scheduler.load_state_dict(state["opt_param_scheduler"])
     engine.step = int(state["iteration"])

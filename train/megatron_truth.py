@@ -148,14 +148,19 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def collect(pieces: list[Piece]) -> dict[str, torch.Tensor]:
-    """All ranks' pieces as whole tensors, `<role>/<name>`, on every rank.
-
-    RuntimeError where two ranks disagree on an element that both hold, or where an element is held by none.
-    """
+    """All ranks' pieces as whole tensors, `<role>/<name>`, on every rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, pieces)
+    return assemble([piece for rank_pieces in everyone for piece in rank_pieces])
+
+
+def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
+    """The tensors `<role>/<name>` that pieces make.
+
+    RuntimeError where two of them disagree on an element that both hold, or where an element is in none.
+    """
     parts: dict[tuple[str, str], dict[int, tuple[Place, torch.Tensor, torch.Tensor]]] = {}
-    for piece in (piece for rank_pieces in everyone for piece in rank_pieces):
+    for piece in pieces:
         place, key = piece.place, (piece.role, piece.place.name)
         held = parts.setdefault(key, {})
         if place.index not in held:
