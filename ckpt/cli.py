@@ -287,7 +287,7 @@ def _return_large_buffers() -> None:
 @_guarded
 def verify(
     a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint or run folder.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another, of any format.")],
+    b: Annotated[Path | None, typer.Argument(metavar="B", help="Another, of any format.")] = None,
     from_a: Annotated[str, typer.Option(metavar="FORMAT", help="The format of A.")] = "auto",
     from_b: Annotated[str, typer.Option(metavar="FORMAT", help="The format of B.")] = "auto",
     tag_a: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of A.")] = None,
@@ -297,6 +297,9 @@ def verify(
     cast: Annotated[
         bool, typer.Option("--cast", help="Where dtypes differ, round the wider to the narrower, then compare.")
     ] = False,
+    loads: Annotated[
+        bool, typer.Option("--loads", help="Have transformers load A without data, and report what is wrong with it.")
+    ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
@@ -304,6 +307,13 @@ def verify(
     """Compare two checkpoints bit by bit, across formats. Exit code 0: equal, 1: different."""
     from ckpt import api
 
+    if loads:
+        if b is not None:
+            raise UsageError("--loads takes one folder", found=f"{a} and {b}")
+        _verify_loads(a, as_json, quiet)
+        return
+    if b is None:
+        raise UsageError("give two checkpoints to compare, or --loads to have one loaded", found=a)
     one = api.open(a, from_a, tag=tag_a, config=config)
     other = api.open(b, from_b, tag=tag_b, config=config)
     if not quiet:
@@ -317,6 +327,18 @@ def verify(
     elif not quiet:
         print("\n".join(report.lines(verbose)))
     if not report.equal:
+        raise typer.Exit(DIFFERENT)
+
+
+def _verify_loads(path: Path, as_json: bool, quiet: bool) -> None:
+    from ckpt.loads import check_loads
+
+    loading = check_loads(path)
+    if as_json:
+        print(json.dumps(loading.to_json(), indent=2))
+    elif not quiet:
+        print("\n".join(loading.lines()))
+    if not loading.good:
         raise typer.Exit(DIFFERENT)
 
 

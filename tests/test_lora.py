@@ -181,7 +181,7 @@ def test_equals_pefts_own_merge(model: str, bases: dict[str, Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("model", ["llama", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3_moe"])  # gpt_oss keeps norms in fp32 over fp16
 def test_the_merge_is_in_the_bases_dtype(model: str, dtype: torch.dtype, tmp_path: Path, tables: Tables) -> None:
     base = save_base(model, dtype, tmp_path / "base")
     options: dict[str, Any] = {"target_modules": [*MODELS[model].linear, MODELS[model].embedding]}
