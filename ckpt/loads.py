@@ -119,6 +119,8 @@ def _vocabulary(config: Any) -> int | None:
 
 
 def _tokenizer_problems(tokenizer: Any, size: int | None) -> Iterator[str]:
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        yield "tokenizer: it has no vocabulary; is a file of it missing?"
     if size is not None and len(tokenizer) > size:
         yield f"tokenizer: it has {len(tokenizer)} tokens, the embedding {size} rows"
     for message in _ids(tokenizer, size):

@@ -14,7 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import ckpt as toolkit
+from ckpt import adapter as adapter_names
 from ckpt import adapters, lora
+from ckpt.adapter import parse_config, parse_name
+from ckpt.checkpoint import MASTER, WEIGHT, Layout
+from ckpt.errors import CorruptError, LossError, NotFoundError, UsageError
+from ckpt.run import Resources
+from tests.commands import ckpt
+from tests.engines import launch
 from train.config import Config
 from train.models import build_model
 
@@ -38,7 +46,8 @@ def save_base(model: str, dtype: torch.dtype, folder: Path) -> Path:
 def load_base(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", experts_implementation="eager")
+    eager = {"experts_implementation": "eager", "attn_implementation": "eager"}  # as the trainer builds its models
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **eager)
 
 
 def save_adapter(base: Path, folder: Path, options: dict[str, Any], seed: int = 1) -> Path:
@@ -291,3 +300,373 @@ def test_combinations_are_pefts_own(model: str, bases: dict[str, Path], tmp_path
         if equal != total or not changed:
             failed.append(f"{combination}: {equal} of {total} equal, {changed} changed")
     assert not failed, "\n".join(failed)
+
+
+# -- adapters out of sharded runs ----------------------------------------------------------------------------
+
+
+def gathered(run: Path, config: Config) -> tuple[Any, Path]:
+    """The PEFT model with the weights that the live engine gathered, and the truth's file of logits."""
+    model: Any = build_model(config).to(torch.float32)
+    (file,) = [path for path in (run / "truth").glob("*.safetensors") if "logits" not in path.name]
+    truth = {name.removeprefix("weight/"): t for name, t in load_file(file).items() if name.startswith("weight/")}
+    assert set(model.load_state_dict(truth, strict=False).unexpected_keys) == set()
+    return model.eval(), file.with_name(f"{file.stem}-logits.safetensors")
+
+
+@pytest.mark.slow
+def test_adapter_of_a_sharded_run(tmp_path: Path, tables: Tables) -> None:
+    """zero3 and fsdp2: extracted as PEFT saves it, merged onto the checkpoint's own base, loaded, the same logits."""
+    from peft import get_peft_model_state_dict
+
+    options = {"model": "llama", "dtype": "fp32", "lora": 3, "steps": 2, "truth": True}
+    jobs = [{**options, "strategy": strategy, "output": str(tmp_path / strategy)} for strategy in ("zero3", "fsdp2")]
+    launch(jobs, 2, tmp_path)
+    for job in jobs:
+        run = tmp_path / str(job["strategy"])
+        model, file = gathered(run, Config(**job))
+        stored = load_file(file)
+        result = ckpt("convert", "auto", "peft", run)
+        assert result.code == 0, result.err
+        adapter = run.with_name(f"{run.name}-peft")
+        expected, found = get_peft_model_state_dict(model), load_file(adapter / "adapter_model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(same(found[name], expected[name]) for name in expected)
+        result = ckpt("merge-lora", run)
+        assert result.code == 0, result.err
+        assert "the base is the model that the checkpoint itself holds" in result.err
+        folder = run.with_name(f"{run.name}-merged")
+        merged = model.merge_and_unload()
+        theirs, ours = merged.state_dict(), weights(folder)
+        equal = sum(same(theirs[name], ours[name]) for name in ours)
+        assert equal == len(theirs)
+        with torch.no_grad():
+            expected_logits = merged(input_ids=stored["input_ids"]).logits
+            logits = load_base(folder).eval()(input_ids=stored["input_ids"]).logits
+        assert same(expected_logits, logits)
+        torch.testing.assert_close(logits, stored["logits"].float(), rtol=2e-2, atol=2e-2)  # live and unmerged
+        assert ckpt("verify", "--loads", folder).code == 0
+        tables[TABLE][f"out of a {job['strategy']} run"]["llama"] = f"{equal}/{len(theirs)} (14)"
+
+
+def test_adapter_of_a_bf16_zero3_run_equals_what_peft_saves(fixtures: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    run = tmp_path / "run"
+    shutil.copytree(fixtures / "lora-zero3", run)
+    result = ckpt("convert", "zero3", "peft", run)
+    assert result.code == 0, result.err
+    assert "base model's 21 parameters and buffers" in result.err
+    (file,) = [path for path in (run / "truth").iterdir() if "logits" not in path.name]
+    truth = {name.removeprefix("weight/"): t for name, t in load_file(file).items() if name.startswith("weight/")}
+    config = AutoConfig.from_pretrained(run)
+    live = get_peft_model(
+        AutoModelForCausalLM.from_config(config).to(BF16), LoraConfig.from_pretrained(run), autocast_adapter_dtype=False
+    )
+    live.load_state_dict(truth)
+    expected, found = get_peft_model_state_dict(live), load_file(tmp_path / "run-peft" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(same(found[name], expected[name]) for name in expected)
+    assert (tmp_path / "run-peft" / "adapter_config.json").read_bytes() == (run / "adapter_config.json").read_bytes()
+    base = live.unload()
+    base.save_pretrained(tmp_path / "base")
+    PeftModel.from_pretrained(base, tmp_path / "run-peft").merge_and_unload().save_pretrained(tmp_path / "peft")
+    for where, options in (("own base", []), ("given base", ["--base", str(tmp_path / "base")])):
+        assert ckpt("merge-lora", run, "-o", tmp_path / where, *options).code == 0
+        equal, total, changed = compare(tmp_path / "peft", tmp_path / where, tmp_path / "base")
+        assert (equal, changed) == (total, 14)
+
+
+def test_an_adapter_that_was_saved_empty_is_taken_from_its_partitions(fixtures: Path, tmp_path: Path) -> None:
+    """Saved under ZeRO-3 without gathering, an adapter's file has tensors of shape [0]; the shards beside it do not."""
+    run = tmp_path / "run" / "checkpoint-2"
+    shutil.copytree(fixtures / "lora-zero3", run)
+    shutil.rmtree(run / "truth")
+    names = {parse_name(fqn).in_file for fqn, _ in toolkit.open(run).tensors if parse_name(fqn).kind != "base"}
+    save_file({name: torch.zeros(0) for name in names}, run / "adapter_model.safetensors", metadata={"format": "pt"})
+    found = ckpt("merge-lora", tmp_path / "run")
+    assert found.code == 0, found.err
+    assert "its partitions are taken instead" in found.err
+    assert ckpt("merge-lora", fixtures / "lora-zero3", "-o", tmp_path / "expected").code == 0
+    assert ckpt("verify", tmp_path / "expected", tmp_path / "run-merged").code == 0
+    shutil.rmtree(run / "global_step2")
+    refused = ckpt("merge-lora", tmp_path / "run", "-o", tmp_path / "again")
+    assert refused.code == CorruptError.exit_code
+    assert "28 of 28 tensors of shape [0]" in refused.err
+
+
+# -- finding, and refusing -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def linear(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("linear")
+    return save_adapter(bases["llama"], folder / "adapter", {"target_modules": ["q_proj", "down_proj"]})
+
+
+def edited(adapter: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of the adapter with another config."""
+    shutil.copytree(adapter, folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+def test_bare_command_takes_the_newest_adapter_of_the_run(
+    linear: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    for step in (2, 10):
+        shutil.copytree(linear, run / f"checkpoint-{step}")
+    (run / "checkpoint-10" / "tokenizer_config.json").write_text('{"model_max_length": 5}')
+    monkeypatch.chdir(run)
+    result = ckpt("merge-lora", "--json")
+    assert result.code == 0, result.err
+    assert "taking the adapter checkpoint-10" in result.err
+    assert json.loads(result.out)["destination"] == str(Path("..") / "run-merged") or (tmp_path / "run-merged").is_dir()
+    merged = tmp_path / "run-merged"
+    assert (merged / "tokenizer_config.json").read_text() == '{"model_max_length": 5}'
+    assert {"config.json", "generation_config.json", "model.safetensors"} <= {p.name for p in merged.iterdir()}
+    shutil.copytree(linear, run, dirs_exist_ok=True)  # saved at the end of training
+    assert "taking the adapter" not in ckpt("merge-lora", "--dry-run").err
+
+
+def test_the_base_may_be_of_any_format(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+    merge([linear], bases["llama"], tmp_path / "from-hf")
+    for target in ("full", "dcp"):
+        toolkit.plan(toolkit.open(bases["llama"]), target, Layout(world_size=3 if target == "dcp" else None)).run(
+            tmp_path / target
+        )
+        found = ckpt(
+            "merge-lora",
+            linear,
+            "--base",
+            tmp_path / target,
+            "--config",
+            bases["llama"],
+            "-o",
+            tmp_path / "out",
+            "--overwrite",
+        )
+        assert found.code == 0, found.err
+        expected, merged = weights(tmp_path / "from-hf"), weights(tmp_path / "out")
+        assert expected.keys() == merged.keys()
+        assert all(same(expected[name], merged[name]) for name in expected)
+
+
+def test_shards_and_little_memory(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Experts that a merge computes as one tensor go to many tensors in several files."""
+    saved = save_adapter(bases["qwen3_moe"], tmp_path / "adapter", {"target_modules": [], "target_parameters": EXPERTS})
+    merge([saved], bases["qwen3_moe"], tmp_path / "one")
+    adapter = adapters.open_adapter(str(saved))
+    base = adapters.open_base(adapter, None)
+    plan = lora.plan([adapter], base, Layout(max_shard_size=3000), Resources(max_memory=1 << 20, workers=2))
+    plan.run(tmp_path / "many")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 10
+    one, many = weights(tmp_path / "one"), weights(tmp_path / "many")
+    assert one.keys() == many.keys()
+    assert all(same(one[name], many[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "LOHA"}, "only LoRA adapters"),
+        ({"arrow_config": {"top_k": 1}}, "it uses Arrow"),
+        ({"use_qalora": True}, "it uses QA-LoRA"),
+        ({"alora_invocation_tokens": [1]}, "it uses activated LoRA"),
+        ({"kasa_config": {"beta": 1}}, "it uses KaSA"),
+        ({"layer_replication": [[0, 2]]}, "it uses layer replication"),
+        ({"init_lora_weights": "pissa_niter_4"}, "takes part of the base weights"),
+    ],
+)
+def test_what_is_not_merged_is_refused_by_name(
+    linear: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    result = ckpt("merge-lora", edited(linear, tmp_path / "adapter", **changes))
+    assert result.code == UsageError.exit_code
+    assert message in result.err
+    assert not (tmp_path / "adapter-merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": "8"}, "r of the adapter's config is wrong"),
+        ({"r": 0}, "r of the adapter's config is wrong"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern of the adapter's config"),
+        ({"rank_pattern": {"(": 3}}, "no regular expression"),
+        ({"use_dora": True}, "do not agree on DoRA"),
+    ],
+)
+def test_a_wrong_config_is_found(linear: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    result = ckpt("merge-lora", edited(linear, tmp_path / "adapter", **changes))
+    assert result.code == CorruptError.exit_code
+    assert message in result.err
+
+
+def test_a_rank_that_the_config_does_not_have(linear: Path, tmp_path: Path) -> None:
+    result = ckpt("merge-lora", edited(linear, tmp_path / "adapter", r=4))
+    assert result.code == LossError.exit_code
+    assert "expected: shape [4, " in result.err
+
+
+def test_another_base_is_refused(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+    for other in ("gpt2", "qwen3_moe"):
+        result = ckpt("merge-lora", linear, "--base", bases[other], "-o", tmp_path / "out")
+        assert result.code == LossError.exit_code
+        assert "the adapter does not fit this base" in result.err
+    recorded = edited(linear, tmp_path / "adapter", base_model_name_or_path="org/Model-8B")
+    missing = ckpt("merge-lora", recorded)
+    assert missing.code == NotFoundError.exit_code
+    assert "hf download org/Model-8B" in missing.err
+    cache = tmp_path / "models--org--Model-7B" / "snapshots" / ("0" * 40)
+    shutil.copytree(bases["llama"], cache)
+    refused = ckpt("merge-lora", recorded, "--base", cache, "-o", tmp_path / "out")
+    assert refused.code == UsageError.exit_code
+    assert "this is not the base that the adapter was trained on" in refused.err
+    assert ckpt("merge-lora", recorded, "--base", cache, "-o", tmp_path / "out", "--accept-base").code == 0
+    plain = ckpt("merge-lora", recorded, "--base", bases["llama"], "-o", tmp_path / "plain")
+    assert plain.code == 0
+    assert "is taken on trust" in plain.err
+    quantized = edited(linear, tmp_path / "q", base_model_name_or_path="unsloth/Model-7B-unsloth-bnb-4bit")
+    found = ckpt("merge-lora", quantized, "--base", cache, "-o", tmp_path / "quantized")
+    assert found.code == 0, found.err
+    assert "the same model in another precision" in found.err
+    other_commit = edited(linear, tmp_path / "r", base_model_name_or_path="org/Model-7B", revision="1" * 40)
+    assert ckpt("merge-lora", other_commit, "--base", cache, "-o", tmp_path / "c").code == UsageError.exit_code
+
+
+def test_a_quantized_base_is_refused(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(bases["llama"], base)
+    stored = weights(base)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(stored | {name: stored[name].to(torch.int8)}, base / "model.safetensors", metadata={"format": "pt"})
+    result = ckpt("merge-lora", linear, "--base", base, "-o", tmp_path / "out")
+    assert result.code == UsageError.exit_code
+    assert "quantized" in result.err
+    assert "full-precision" in result.err
+
+
+def test_an_adapter_without_its_config_or_a_factor(linear: Path, tmp_path: Path, fixtures: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(fixtures / "lora-zero3", run)
+    (run / "adapter_config.json").unlink()
+    for command in (("convert", "zero3", "peft", run), ("merge-lora", run)):
+        result = ckpt(*command)
+        assert result.code == NotFoundError.exit_code
+        assert "--config" in result.err
+    config = tmp_path / "elsewhere"
+    config.mkdir()
+    shutil.copy(fixtures / "lora-zero3" / "adapter_config.json", config)
+    assert ckpt("convert", "zero3", "peft", run, "--config", config).code == 0
+    half = tmp_path / "half"
+    shutil.copytree(linear, half)
+    tensors = load_file(half / "adapter_model.safetensors")
+    del tensors[next(name for name in tensors if ".lora_B." in name)]
+    save_file(tensors, half / "adapter_model.safetensors", metadata={"format": "pt"})
+    result = ckpt("merge-lora", half)
+    assert result.code == CorruptError.exit_code
+    assert "lacks one of a layer's factors" in result.err
+
+
+def test_a_trained_parameter_outside_the_adapter_is_no_silent_loss(fixtures: Path) -> None:
+    checkpoint = toolkit.open(fixtures / "lora-zero3")
+    group = checkpoint.state.param_groups[0]
+    frozen = "base_model.model.model.norm.weight"
+    assert frozen in {fqn for fqn, role in checkpoint.tensors if role in (WEIGHT, MASTER)}
+    object.__setattr__(group, "fqns", (*group.fqns, frozen))
+    with pytest.raises(LossError, match="was trained, but is no part of the adapter"):
+        toolkit.plan(checkpoint, "peft")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--adapter-weights", "1"], "needs one weight for each adapter"),
+        (["--adapter-weights", "a,b"], "takes numbers"),
+        (["--adapter-weights", "1,1", "--combination", "sum"], "no such combination"),
+        (["--adapter-weights", "1,1", "--combination", "ties"], "needs --density"),
+        (["--adapter-weights", "1,1", "--combination", "dare_ties", "--density", "0.5"], "give a --seed"),
+    ],
+)
+def test_combinations_need_what_they_need(linear: Path, tmp_path: Path, options: list[str], message: str) -> None:
+    result = ckpt("merge-lora", linear, linear, "-o", tmp_path / "out", *options)
+    assert result.code == UsageError.exit_code
+    assert message in result.err
+
+
+def test_combined_on_the_command_line(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+    other = save_adapter(bases["llama"], tmp_path / "other", {"target_modules": ["q_proj", "down_proj"]}, seed=9)
+    result = ckpt(
+        "merge-lora", linear, other, "--adapter-weights", "0.5,0.5", "--combination", "cat", "-o", tmp_path / "out"
+    )
+    assert result.code == 0, result.err
+    assert "combined by PEFT (cat): 0.5 of" in result.err
+
+
+# -- names, and loading --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "in_file"),
+    [
+        ("base_model.model.a.b.lora_A.default.weight", "lora_A", "base_model.model.a.b.lora_A.weight"),
+        ("base_model.model.a.b.lora_B.default.bias", "lora_B.bias", "base_model.model.a.b.lora_B.bias"),
+        ("base_model.model.e.lora_embedding_A.default", "lora_embedding_A", "base_model.model.e.lora_embedding_A"),
+        (
+            "base_model.model.a.lora_magnitude_vector.default.weight",
+            "lora_magnitude_vector",
+            "base_model.model.a.lora_magnitude_vector",
+        ),
+        (
+            "base_model.model.a.lora_magnitude_vector",
+            "lora_magnitude_vector",
+            "base_model.model.a.lora_magnitude_vector",
+        ),
+        ("base_model.model.h.modules_to_save.default.weight", "modules_to_save", "base_model.model.h.weight"),
+        ("model.x.lora_A.weight", "lora_A", "base_model.model.model.x.lora_A.weight"),
+    ],
+)
+def test_names_of_an_adapters_tensors(name: str, kind: str, in_file: str) -> None:
+    assert (parse_name(name).kind, parse_name(name).in_file) == (kind, in_file)
+    assert parse_name(parse_name(name).in_file).in_file == in_file or kind == "modules_to_save"
+
+
+def test_patterns_match_as_pefts_do() -> None:
+    from peft.utils.other import get_pattern_key
+
+    patterns = {"q_proj": 2, r"layers\.1\..*": 3, "mlp.up_proj": 4}
+    config = parse_config({"peft_type": "LORA", "r": 8, "rank_pattern": patterns}, Path("adapter_config.json"))
+    for key in ("model.layers.0.q_proj", "model.layers.1.k_proj", "x.mlp.up_proj", "xmlp.up_proj", "my_q_proj"):
+        assert config.rank_of(key) == patterns.get(get_pattern_key(patterns, key), 8)
+    assert adapter_names.CONFIG == "adapter_config.json"
+
+
+def test_verify_loads_names_what_is_wrong(bases: dict[str, Path], tmp_path: Path) -> None:
+    good = ckpt("verify", "--loads", bases["qwen3_moe"])
+    assert (good.code, good.out.splitlines()[-1].endswith("loads")) == (0, True)
+    bad = tmp_path / "bad"
+    shutil.copytree(bases["qwen3_moe"], bad)
+    stored = weights(bad)
+    del stored["model.norm.weight"]
+    stored |= {"extra": torch.zeros(2), "model.layers.0.self_attn.q_proj.weight": torch.zeros(3, 5)}
+    save_file(stored, bad / "model.safetensors", metadata={"format": "pt"})
+    generation = json.loads((bad / "generation_config.json").read_text())
+    (bad / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": 10**6}))
+    (bad / "tokenizer_config.json").write_text("{}")
+    result = ckpt("verify", "--loads", bad, "--json")
+    assert result.code == 1
+    problems = "\n".join(json.loads(result.out)["problems"])
+    for expected in (
+        "missing: model.norm.weight",
+        "unexpected: extra",
+        "mismatched: model.layers.0.self_attn.q_proj.weight has shape [3, 5]",
+        "eos_token_id 1000000 is no row of the embedding",
+        "tokenizer: ",
+    ):
+        assert expected in problems
+    assert ckpt("verify", "--loads", bases["llama"], bad).code == UsageError.exit_code
+    assert ckpt("verify", "--loads", tmp_path).code == NotFoundError.exit_code
