@@ -144,8 +144,8 @@ def is_decoupled(name: str, args: Mapping[str, Any]) -> bool:
     return args.get("decoupled_lr") is not None and name.startswith(("embedding.word_embeddings.", "output_layer."))
 
 
-def _belongs(one: Trained, group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
-    name, ndim = one.local.name, len(one.local.stored.shape)
+def belongs(name: str, ndim: int, group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
+    """Whether a parameter, under its module's own name, is of the kind that this param group is for."""
     multiplier = group.get("wd_mult", group.get("pre_wd_mult", 1.0))
     if (multiplier != 0.0) != is_decayed(name, ndim, args):
         return False
@@ -162,7 +162,10 @@ def _grouped(
         raise CorruptError("a param group is no dict", path=file.path)
     if len(groups) == 1:
         return [list(trained)]
-    return [[one for one in trained if _belongs(one, group, args)] for group in groups]
+    return [
+        [one for one in trained if belongs(one.local.name, len(one.local.stored.shape), group, args)]
+        for group in groups
+    ]
 
 
 def _note_groups(

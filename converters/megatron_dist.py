@@ -1,0 +1,94 @@
+"""Megatron's `torch_dist` format: PyTorch's distributed checkpoint with megatron-core's keys.
+
+    <run>/latest_checkpointed_iteration.txt    "100", or "release"
+    <run>/iter_0000100/.metadata, __0_0.distcp, ...    as `converters.dcp_metadata` and `dcp_items` describe them
+    <run>/iter_0000100/metadata.json           which backends wrote it
+    <run>/iter_0000100/common.pt               arguments, param groups, and what else all ranks have in common;
+                                               since 0.19 an item `common_state/shard_0_1` of the data files
+
+Tensors are whole in it, cut among ranks as it came: nothing depends on tensor, pipeline or expert parallel sizes.  Keys
+are in `converters.megatron_dist_keys`, the optimizer is in `converters.megatron_dist_optimizer`.
+
+Format facts: megatron-core 0.16.1, dist_checkpointing/ (serialization.py, strategies/torch.py, strategies/common.py,
+core.py); Megatron-LM of August 2026, training/checkpointing.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckpt.checkpoint import MEGATRON as NAMESPACE
+from ckpt.checkpoint import WEIGHT, Checkpoint, Layout, ReadRequest, Target, TrainingState
+from ckpt.companions import read_config
+from ckpt.errors import NotFoundError
+from converters.megatron_dist_optimizer import drop_shifted, is_optimizers, read_optimizer
+from converters.megatron_dist_read import Reading, is_iteration, read_folder
+from converters.megatron_folder import find_iteration
+from converters.megatron_model import EMBEDDING, OUTPUT
+
+#: Entries of the common state that are described otherwise.
+_KNOWN = frozenset({"optimizer", "args", "iteration"})
+
+
+class MegatronDist:
+    """The format `megatron-dist`."""
+
+    name = "megatron-dist"
+    title = "Megatron-core, torch_dist format"
+    reads = True
+    writes = False
+    carries_optimizer = True
+    namespace: str | None = NAMESPACE
+
+    def find(self, path: Path, tag: str | None) -> Path | None:
+        return find_iteration(path, tag, is_iteration)
+
+    def read(self, path: Path, request: ReadRequest) -> Checkpoint:
+        """Describe the checkpoint of one iteration."""
+        reading = read_folder(path)
+        drop_shifted(reading)
+        optimizers = read_optimizer(reading)
+        tensors = reading.tensors()
+        folders = tuple(p for p in (request.config, path, path.parent) if p)
+        world_size = reading.args.get("world_size")
+        step = reading.common.get("iteration")
+        return Checkpoint(
+            path=str(path),
+            format=self.name,
+            tensors=tensors,
+            files=tuple(reading.data.files.values()),
+            framework="Megatron-LM" if reading.args else "megatron-core",
+            world_size=world_size if type(world_size) is int and world_size > 0 else reading.data.ranks,
+            namespace=NAMESPACE,
+            ties={OUTPUT: EMBEDDING} if (EMBEDDING, WEIGHT) in tensors and (OUTPUT, WEIGHT) not in tensors else {},
+            state=TrainingState(
+                step if type(step) is int else None,
+                optimizers.param_groups([fqn for fqn, role in tensors if role == WEIGHT]),
+                optimizers.scalars,
+                _items(reading) | optimizers.items,
+            ),
+            config=read_config(folders),
+            folders=tuple(str(p) for p in folders if p.is_dir()),
+            notes=(*reading.notes, *reading.data.notes),
+        )
+
+    def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        raise NotFoundError(f"{self.name} cannot be written")
+
+
+MEGATRON_DIST = MegatronDist()
+
+
+def _items(reading: Reading) -> dict[str, Any]:
+    """What describes the run; values that each rank has for itself by their place among them."""
+    items: dict[str, Any] = {}
+    if reading.args:
+        items["args"] = dict(reading.args)
+    for name, value in reading.common.items():
+        if name not in _KNOWN and value is not None:
+            items[str(name)] = value
+    for key, values in reading.objects.items():
+        if not is_optimizers(key):
+            items[key] = {str(place).rpartition("/")[2]: value for place, value in values.items()}
+    return items

@@ -1,0 +1,345 @@
+"""Megatron's `torch_dist` format: the optimizer's param groups, and states that are stored as the optimizer holds them.
+
+Where the distributed optimizer's state is stored (`distrib_optim_sharding_type` of the content's metadata):
+
+    none                        not distributed: optimizer.state.{fp32_param,exp_avg,...}.<model's key>
+    fully_reshardable           optimizer.state.{param,exp_avg,exp_avg_sq}.<model's key>
+    fully_sharded_model_space   the same with fp32_param, each rank's range of the flattened parameter (up to 0.15)
+    dp_reshardable              optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(...).bucket_idx_0.exp_avg
+
+The last has the buckets of every model parallel rank's buffers as they are, without a name of a parameter: which
+elements are whose follows from the model, the recorded sizes of the parallel axes, and the lengths of the buckets.
+
+Shifted states.  Up to 0.19.0 megatron-core wrote `fully_reshardable` from buffers that had lost the padding behind each
+bucket, with the places that parameters have in padded ones: states of all buckets but the first are shifted, and some
+of them are lost.  There is more than one bucket with `overlap_grad_reduce`, and where pipeline stages share the
+embedding.  A shifted master is not what the parameter was rounded from, and so `shifted` finds them.
+
+Format facts: megatron-core 0.16.1, optimizer/distrib_optimizer.py (`sharded_param_state_*`,
+`load_parameter_state_from_*`), optimizer/__init__.py (`data_parallel_group_idx`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ckpt.casts import cast_bits, storage_dtype
+from ckpt.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, TrainingState
+from ckpt.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from ckpt.errors import CorruptError, LossError, NotFoundError
+from ckpt.files import translate_os_errors
+from ckpt.pickles import StoredTensor
+from ckpt.scalars import read_scalar
+from ckpt.tensors import Box, Extent
+from converters.dcp_tensors import Placed
+from converters.megatron_buffers import ALIGNMENT
+from converters.megatron_dist_keys import MASTERS
+from converters.megatron_dist_read import Reading, flat_pieces
+from converters.megatron_model import Grid, Rank, Spelling, is_expert, layer_kinds, split_layer
+from converters.megatron_optimizer import IDENTITY, Optimizers, belongs
+from converters.megatron_write import Model, describe_model
+from converters.megatron_write import Placed as Local
+
+_OBJECT = re.compile(r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?P<what>\w+)")
+_BUCKET = re.compile(
+    r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
+    r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_\([^)]*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
+)
+_KNOWN = (None, "fully_reshardable", "fully_sharded_model_space", "dp_reshardable")
+#: Elements of a parameter that are compared with those of its master.
+_COMPARED = 64
+
+
+def read_optimizer(reading: Reading) -> Optimizers:
+    """The param groups, with the states of `dp_reshardable` noted in `reading`.
+
+    Raises NotFoundError for a way of storing that is not read, CorruptError where buckets do not fit the model.
+    """
+    if reading.sharding not in _KNOWN:
+        raise NotFoundError(
+            "the distributed optimizer's state is stored in a way that is not read",
+            path=reading.folder,
+            expected=", ".join(str(name) for name in _KNOWN[1:]),
+            found=reading.sharding,
+            hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
+        )
+    _refuse_transposed(reading)
+    if reading.flat:
+        _read_buckets(reading)
+    found = Optimizers()
+    for content in _contents(reading):
+        inner = content.get("optimizer", content)
+        if "grad_scaler" in content:
+            found.items.setdefault("grad_scaler", content["grad_scaler"])
+        if isinstance(inner, Mapping) and isinstance(inner.get("param_groups"), list):
+            _note_groups(reading, found, inner)
+    return found
+
+
+def _contents(reading: Reading) -> Iterator[Mapping[Any, Any]]:
+    """What each optimizer has beside its tensors: in the common state, or an object of every data parallel group."""
+    common = reading.common.get("optimizer")
+    if isinstance(common, Mapping):
+        chained = [value for key, value in common.items() if type(key) is int and isinstance(value, Mapping)]
+        yield from chained or [common]
+    by_place: dict[str, dict[str, Any]] = {}
+    for key, values in reading.objects.items():
+        if match := _OBJECT.fullmatch(key):
+            content = by_place.setdefault(key.removesuffix(match["what"]), {})
+            content[match["what"]] = next(iter(values.values()))
+    yield from by_place.values()
+
+
+def is_optimizers(key: str) -> bool:
+    """Whether an object is the distributed optimizer's."""
+    return _OBJECT.fullmatch(key) is not None
+
+
+def _refuse_transposed(reading: Reading) -> None:
+    """Legacy grouped GEMM keeps its weights transposed, and `fully_sharded_model_space` flattens them as they are."""
+    args = reading.args
+    legacy = args.get("moe_grouped_gemm") and (
+        args.get("transformer_impl") == "local" or args.get("moe_use_legacy_grouped_gemm")
+    )
+    if legacy and reading.sharding == "fully_sharded_model_space":
+        raise NotFoundError(
+            "the optimizer's state of experts in the legacy grouped GEMM is stored transposed, which is not read",
+            path=reading.folder,
+            hint="save it with megatron-core 0.15, --dist-ckpt-optim-fully-reshardable",
+        )
+
+
+# -- param groups --------------------------------------------------------------------------------------------
+
+
+def _note_groups(reading: Reading, found: Optimizers, inner: Mapping[Any, Any]) -> None:
+    """Which parameters a group has is not recorded; it follows from what Megatron puts into it."""
+    groups = [group for group in inner["param_groups"] if isinstance(group, Mapping)]
+    if len(groups) != len(inner["param_groups"]):
+        raise CorruptError("a param group is no dict", path=reading.folder)
+    state = inner.get("state")
+    common_step = state.get("common_step") if isinstance(state, Mapping) else None
+    for group in groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        members = list(_members(reading, group, len(groups) == 1))
+        key = tuple(str(options.get(name, options.get(f"pre_{name}"))) for name in IDENTITY)
+        fqns, _ = found.groups.setdefault(key, ({}, options))
+        fqns |= dict.fromkeys(members)
+        step = _plain(options.get("step", common_step))
+        if type(step) in (int, float):
+            _note_step(reading, found, members, step)
+
+
+def _plain(value: Any) -> Any:
+    return read_scalar(value.extent) if isinstance(value, StoredTensor) and not value.shape else value
+
+
+def _note_step(reading: Reading, found: Optimizers, members: Sequence[str], step: float) -> None:
+    steps = found.scalars.setdefault("step", {})
+    for fqn in members:
+        if steps.setdefault(fqn, step) != step:
+            raise CorruptError(
+                "optimizers disagree in the step of a parameter",
+                path=reading.folder,
+                fqn=fqn,
+                expected=steps[fqn],
+                found=step,
+            )
+
+
+def _members(reading: Reading, group: Mapping[str, Any], alone: bool) -> Iterator[str]:
+    weights = [name for name, role in reading.placed if role == WEIGHT]
+    trained = {name for name, role in reading.placed if role not in (WEIGHT, BUFFER)} or set(weights)
+    kinds = layer_kinds(weights)
+    spelling = Spelling(local_spec=reading.args.get("transformer_impl") == "local")
+    experts = Grid.of_args(reading.args).ep > 1
+    for name in weights:
+        if name not in trained or (experts and is_expert(name) != bool(group.get("is_expert_parallel"))):
+            continue
+        own = spelling.spelled(name, kinds.get(split_layer(name)[0]), 0, 0)
+        if alone or belongs(own, len(reading.shapes[name, WEIGHT][0]), group, reading.args):
+            yield name
+
+
+# -- buckets -------------------------------------------------------------------------------------------------
+
+
+def _read_buckets(reading: Reading) -> None:
+    """Note the states of `dp_reshardable`."""
+    if not reading.args:
+        raise LossError(
+            "the optimizer's state is stored as buckets of each rank, and nothing records the ranks",
+            path=reading.folder,
+            expected="args in the common state",
+            hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
+        )
+    model = _model(reading)
+    buckets = _buckets(reading)
+    held: dict[Key, dict[Box, list[Placed]]] = {}
+    for name, ones in _buffers(model):
+        stored = buckets.pop(name, None)
+        if stored is None:
+            raise _misfit(reading, f"a buffer {name}", "no such buffer")
+        lengths = [next(iter(stored[bucket].values())).entry.shape[0] for bucket in sorted(stored)]
+        starts = bucket_places([one.numel for one in ones], lengths)
+        if starts is None:
+            raise _misfit(reading, f"{sum(one.numel for one in ones)} elements and gaps", f"buckets of {lengths}")
+        for one, (bucket, start) in zip(ones, starts, strict=True):
+            for state, found in stored[bucket].items():
+                role = MASTER if state in MASTERS else state
+                for box, placed in _pieces(one, sorted(found.placed, key=lambda part: part[0].offsets), start):
+                    held.setdefault((one.fqn, role), {}).setdefault(box, []).append(placed)
+    if buckets:
+        raise _misfit(reading, "no further buffer", f"buffer {next(iter(buckets))}")
+    for key, parts in held.items():
+        shape = model.chosen[key[0]].tensor.shape
+        for copy in range(max(map(len, parts.values()))):
+            placed = [part for copies in parts.values() for part in copies[min(copy, len(copies) - 1)]]
+            reading.add(key, shape, FLOAT32, placed, copy)
+
+
+def _model(reading: Reading) -> Model:
+    """The model as its ranks held it."""
+    tensors = {key: tensor for key, tensor in reading.tensors().items() if key[1] in (WEIGHT, BUFFER)}
+    state = TrainingState(items={"args": dict(reading.args)})
+    found = Checkpoint(str(reading.folder), "megatron-dist", tensors, (), namespace=MEGATRON, state=state)
+    return describe_model(found, Layout())
+
+
+_Buffer = tuple[int, int, int]  # number of the optimizer, of the data parallel group, of the buffer
+
+
+def _buckets(reading: Reading) -> dict[_Buffer, dict[int, dict[str, Any]]]:
+    found: dict[_Buffer, dict[int, dict[str, Any]]] = {}
+    for key, tensor in reading.flat.items():
+        match = _BUCKET.fullmatch(key)
+        if match is None or len(tensor.entry.shape) != 1:
+            raise CorruptError("this is no bucket of the distributed optimizer", path=reading.folder, fqn=key)
+        name = int(match["number"] or 0), int(match["group"]), int(match["buffer"])
+        found.setdefault(name, {}).setdefault(int(match["bucket"]), {})[match["state"]] = tensor
+    return found
+
+
+def _buffers(model: Model) -> Iterator[tuple[_Buffer, list[Local]]]:
+    """The parameters of each buffer, in the order of the modules."""
+    apart = model.grid.ep > 1 and model.num_experts > 0
+    done: set[_Buffer] = set()
+    for rank in model.grid.ranks():
+        chunks = [model.chunk(rank, vp) for vp in range(model.grid.vpp)]
+        for number in range(1 + apart):
+            buffers: dict[tuple[int, str], list[Local]] = {}
+            for chunk in chunks:
+                for one in chunk.tensors:
+                    if model.chosen[one.fqn].tensor.role != BUFFER and (apart and is_expert(one.fqn)) == bool(number):
+                        buffers.setdefault((chunk.vp, model.chosen[one.fqn].dtype.name), []).append(one)
+            for index, (_, ones) in enumerate(sorted(buffers.items(), key=lambda item: item[0][0])):
+                name = number, _group(rank, model.grid, bool(number)), index
+                if name not in done:
+                    done.add(name)
+                    yield name, ones
+
+
+def _group(rank: Rank, grid: Grid, experts: bool) -> int:
+    """The number of a rank among those that among them hold each parameter once."""
+    if experts:
+        return rank.pp * grid.etp * grid.ep + rank.ep * grid.etp + rank.etp
+    return rank.pp * grid.tp + rank.tp
+
+
+def bucket_places(numels: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]] | None:
+    """(bucket, first element in it) of each parameter, given in the model's order, in buckets of these lengths.
+
+    None where they do not fit.
+    """
+    places = [(0, 0)] * len(numels)
+    bucket = at = 0
+    for index in reversed(range(len(numels))):
+        if bucket >= len(lengths):
+            return None
+        at += -at % ALIGNMENT
+        places[index] = (bucket, at)
+        at += numels[index]
+        if at > lengths[bucket]:
+            return None
+        if at == lengths[bucket]:
+            bucket, at = bucket + 1, 0
+    return places if bucket == len(lengths) else None
+
+
+def _pieces(one: Local, chunks: Placed, start: int) -> Iterator[tuple[Box, Placed]]:
+    """Where each part that a rank's parameter holds lies in a bucket, in which the parameter begins at `start`."""
+    firsts = [box.offsets[0] for box, _ in chunks]
+    for piece in one.pieces:
+        begin, end = start + piece.offset, start + piece.offset + piece.box.numel
+        placed: Placed = []
+        for box, extent in chunks[max(0, bisect_right(firsts, begin) - 1) :]:
+            first, last = max(begin, box.offsets[0]), min(end, box.offsets[0] + box.sizes[0])
+            if box.offsets[0] >= end:
+                break
+            if first < last:
+                part = extent.flat(first - box.offsets[0], last - box.offsets[0])
+                placed += flat_pieces(piece.box.sizes, piece.box.offsets, first - begin, part)
+        yield piece.box, placed
+
+
+def _misfit(reading: Reading, expected: object, found: object) -> CorruptError:
+    return CorruptError(
+        "the distributed optimizer's buckets are not those of this model on the recorded ranks",
+        path=reading.folder,
+        expected=expected,
+        found=found,
+        hint="frozen parameters are not known from the checkpoint; save with --dist-ckpt-optim-fully-reshardable",
+    )
+
+
+# -- shifted states ------------------------------------------------------------------------------------------
+
+
+def drop_shifted(reading: Reading) -> None:
+    """Leave out the optimizer's state where megatron-core has shifted it (see above), and say so."""
+    if reading.sharding != "fully_reshardable" or not _has_buckets(reading.args):
+        return
+    shifted = [fqn for fqn, role in reading.placed if role == MASTER and not _is_rounded(reading, fqn)]
+    if not shifted:
+        return
+    for key in [key for key in reading.placed if key[1] not in (WEIGHT, BUFFER)]:
+        del reading.placed[key], reading.shapes[key]
+    reading.notes.append(
+        f"the optimizer's state is left out: the masters of {len(shifted)} parameters ({shifted[0]}, ...) are not what "
+        "their weights were rounded from; megatron-core up to 0.19.0 shifts them when there are several buckets and "
+        "fully_reshardable is asked for (NVIDIA/Megatron-LM#5077)"
+    )
+
+
+def _has_buckets(args: Mapping[str, Any]) -> bool:
+    """Whether a rank may have had more than one bucket, as far as arguments tell."""
+    shared = not args.get("untie_embeddings_and_output_weights") or bool(args.get("mtp_num_layers"))
+    return not args or args.get("overlap_grad_reduce") is not False or (shared and Grid.of_args(args).pp > 1)
+
+
+def _is_rounded(reading: Reading, fqn: str) -> bool:
+    """Whether the first elements of a parameter's weight are its master's, rounded."""
+    weight, master = ((fqn, role) in reading.placed and _first(reading.placed[fqn, role]) for role in (WEIGHT, MASTER))
+    if not weight or not master or weight.dtype not in (BFLOAT16, FLOAT16) or master.dtype != FLOAT32:
+        return True
+    count = min(weight.shape[-1], master.shape[-1], _COMPARED) if weight.shape and master.shape else 1
+    rounded = cast_bits(_bits(master, count), master.dtype, weight.dtype)
+    return bool(np.array_equal(rounded, _bits(weight, count)))
+
+
+def _first(placed: Placed) -> Extent | None:
+    """The extent that the first element of a tensor is in."""
+    return next((extent for box, extent in placed if not any(box.offsets)), None)
+
+
+def _bits(extent: Extent, count: int) -> Any:
+    size = extent.dtype.itemsize * count
+    with translate_os_errors(extent.path), open(extent.path, "rb") as file:
+        data = os.pread(file.fileno(), size, extent.offset)
+    return np.frombuffer(data, storage_dtype(extent.dtype))
