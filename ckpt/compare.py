@@ -242,7 +242,7 @@ def _compare_elements(common: Overlap, reader: Reader, found: _Tally, cast: bool
             expected=common.a.dtype,
             found=common.b.dtype,
         )
-    for region, start, a, b in _blocks(common):
+    for region, start, a, b in blocks(common):
         x = _cast(reader.gather(0, a), a.dtype, dtype)
         y = _cast(reader.gather(1, b), b.dtype, dtype)
         if not np.array_equal(x, y):
@@ -254,7 +254,7 @@ def _cast(bits: NDArray, source: DType, target: DType) -> NDArray:
     return bits if source == target else cast_bits(bits.reshape(-1), source, target).reshape(bits.shape)
 
 
-def _blocks(common: Overlap) -> Iterator[tuple[Region, int, Extent, Extent]]:
+def blocks(common: Overlap) -> Iterator[tuple[Region, int, Extent, Extent]]:
     """What both sides have in common in parts that fit the buffers.
 
     Of each part: a region, the position in it of the part's first element, and the part's extents on both sides.
@@ -270,8 +270,7 @@ def _blocks(common: Overlap) -> Iterator[tuple[Region, int, Extent, Extent]]:
     assert isinstance(common.region, Box)  # flat ranges are contiguous on both sides
     inner = Box((0,) * len(common.region.sizes), common.region.sizes)
     for box in _cut(inner, a, b):
-        offsets = tuple(outer + offset for outer, offset in zip(common.region.offsets, box.offsets, strict=True))
-        yield Box(offsets, box.sizes), 0, a.narrow(box), b.narrow(box)
+        yield common.region.inside(box), 0, a.narrow(box), b.narrow(box)
 
 
 def _cut(box: Box, a: Extent, b: Extent) -> Iterator[Box]:
@@ -346,9 +345,8 @@ class _Tally:
 def _offset(region: Region, extent: Extent, shape: Shape, index: Shape) -> int:
     """Where in its file the element at `index` of the tensor lies, given the region that `extent` holds."""
     if isinstance(region, Box):
-        position = sum(
-            (i - start) * stride for i, start, stride in zip(index, region.offsets, extent.strides, strict=True)
-        )
+        dims = zip(index, region.offsets, region.all_steps, extent.strides, strict=True)
+        position = sum((i - start) // step * stride for i, start, step, stride in dims)
     else:
         flat = sum(i * step for i, step in zip(index, contiguous_strides(shape), strict=True))
         position = flat - region.start

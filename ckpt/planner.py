@@ -5,16 +5,29 @@ Pure: no I/O, no torch.  A plan can be printed, counted and dealt out by target 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import prod
 
-from ckpt.checkpoint import Checkpoint, Key, Target, TargetFile
+from ckpt.checkpoint import Checkpoint, Key, Slot, Target, TargetFile
 from ckpt.dtypes import CASTABLE, FLOAT64, DType
 from ckpt.errors import CorruptError, LossError
-from ckpt.tensors import Box, Extent, FlatRange, Fragment, Region, Tensor, check_tiling, flat_boxes, overlay, whole
+from ckpt.tensors import (
+    Box,
+    Extent,
+    FlatRange,
+    Fragment,
+    Region,
+    Shape,
+    Tensor,
+    check_tiling,
+    flat_boxes,
+    overlay,
+    whole,
+)
 
+_FEW = 4
 _CASTABLE = frozenset(CASTABLE.values()) | {FLOAT64}
 
 
@@ -82,7 +95,8 @@ class Plan:
 
     def _all_copies(self, file: TargetFile) -> Iterator[Copy]:
         for slot in file.slots:
-            yield from _slot_copies(self.checkpoint.tensors[slot.key], slot.region, slot.extent)
+            tensor = self.checkpoint.tensors[slot.key]
+            yield from _slot_copies(tensor.fragments(), tensor.shape, slot)
 
 
 def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
@@ -92,6 +106,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
     by nothing, a tensor goes nowhere, or a cast is none that is ever made.
     """
     regions: dict[Key, dict[Region, None]] = {}
+    few: dict[Key, tuple[Fragment, ...]] = {}  # of tensors with few fragments, which many slots may ask for
     casts: dict[tuple[DType, DType], dict[Key, int]] = {}
     num_copies = span_bytes = buffered_bytes = 0
     for file in target.files:
@@ -106,6 +121,9 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
                 )
             if slot.key not in regions:
                 check_source(tensor)
+                first = tuple(islice(tensor.fragments(), _FEW + 1))
+                if len(first) <= _FEW:
+                    few[slot.key] = first
             regions.setdefault(slot.key, {})[slot.region] = None
             if slot.extent.dtype != tensor.dtype:
                 _check_cast(tensor, slot.extent.dtype)
@@ -113,7 +131,8 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
                 per_key[slot.key] = per_key.get(slot.key, 0) + slot.extent.nbytes
             assert _fits(slot.extent, slot.region), f"{file.name}: a slot of {slot.key} has another shape"
             filled = 0
-            for copy in _slot_copies(tensor, slot.region, slot.extent):
+            fragments = few.get(slot.key) or tensor.fragments()
+            for copy in _slot_copies(fragments, tensor.shape, slot):
                 num_copies += 1
                 filled += copy.target.numel
                 if copy.is_span and copy.source.path not in checkpoint.computed:
@@ -179,8 +198,8 @@ def _file_of(tensor: Tensor, region: Region) -> str | None:
     return first
 
 
-def _slot_copies(tensor: Tensor, region: Region, extent: Extent) -> Iterator[Copy]:
-    for common in overlay(tensor.fragments(), [Fragment(region, extent)], tensor.shape):
+def _slot_copies(fragments: Iterable[Fragment], shape: Shape, slot: Slot) -> Iterator[Copy]:
+    for common in overlay(fragments, [Fragment(slot.region, slot.extent)], shape):
         source, target = common.a, common.b
         if source.is_contiguous and target.is_contiguous:
             source, target = source.reshape((source.numel,)), target.reshape((target.numel,))

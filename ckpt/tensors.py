@@ -362,6 +362,17 @@ def _as_flat(fragment: Fragment, shape: Shape) -> Fragment | None:
     return Fragment(flat, fragment.extent.reshape((flat.numel,)), fragment.rank)
 
 
+def _all_flat(fragments: list[Fragment], shape: Shape) -> list[Fragment] | None:
+    """The fragments as flat ones, or None where one of them cannot be."""
+    found = []
+    for fragment in fragments:
+        flat = _as_flat(fragment, shape)
+        if flat is None:
+            return None
+        found.append(flat)
+    return found
+
+
 def _as_boxes(fragment: Fragment, shape: Shape) -> Iterator[Fragment]:
     """The fragment as fragments of boxes."""
     region = fragment.region
@@ -381,10 +392,10 @@ def overlay(a: Iterable[Fragment], b: Iterable[Fragment], shape: Shape) -> Itera
     Where both sides are flat it is a merge of two sorted lists; otherwise boxes are intersected.
     """
     a, b = list(a), list(b)
-    flat_a = [_as_flat(f, shape) for f in a]
-    flat_b = [_as_flat(f, shape) for f in b]
-    if None not in flat_a and None not in flat_b:
-        yield from _overlay_flat([f for f in flat_a if f], [f for f in flat_b if f])
+    flat_b = _all_flat(b, shape)
+    flat_a = None if flat_b is None else _all_flat(a, shape)
+    if flat_a is not None and flat_b is not None:
+        yield from _overlay_flat(flat_a, flat_b)
     else:
         boxes_b = sorted((g for f in b for g in _as_boxes(f, shape)), key=_first_offset)
         for fragment in a:
