@@ -11,6 +11,7 @@ relation of the two, and the result back.
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +28,7 @@ from ckpt.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, 
 from ckpt.companions import CONFIG, PATTERNS, TEMPLATES, companions, dump_config, parse_json
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, LossError, UsageError
+from ckpt.lora_combine import loaded
 from ckpt.planner import make_plan
 from ckpt.precision import CAST_SOURCES, choices
 from ckpt.run import Resources
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
     Update = Callable[[torch.Tensor], torch.Tensor]
 
+#: A layer of a single expert.
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 #: Files of a tokenizer, among those that stand beside a model's weights.
 _TOKENIZER = tuple(p for p in PATTERNS if p != "generation_config.json" and "processor" not in p)
 
@@ -73,8 +77,10 @@ def plan(
     """
     layout = layout or Layout()
     merge = _Merge(api.to_namespace(base, TRANSFORMERS), layout)
-    for one in adapters:
+    given, adapters = adapters, [_stacked(one, merge) for one in adapters]
+    for one, before in zip(adapters, given, strict=True):
         merge.add(one)
+        notes = (*notes, *one.notes[len(before.notes) :])
     merged = api.to_namespace(merge.checkpoint(), HUB)
     target = registry.get("hf").lay_out(merged, layout)
     target = _with_config(target, merge.untied)
@@ -82,6 +88,14 @@ def plan(
         target = _with_tokenizer(target, one)
     notes = (*notes, *merge.notes(), *target.notes)
     return api.Conversion(make_plan(merged, replace(target, notes=notes)), resources or Resources())
+
+
+def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:
+    """The adapter, made to fit stacked experts where it is of single ones and the base has none of these."""
+    modules = {parse_name(fqn).module for fqn in adapter.factors}
+    if not any(_EXPERT.search(module) and f"{module}.weight" not in merge.shapes for module in modules):
+        return adapter
+    return loaded(adapter, merge.base)
 
 
 @dataclass

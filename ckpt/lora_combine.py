@@ -1,4 +1,4 @@
-"""Several adapters made one, by PEFT's own `add_weighted_adapter`.
+"""What PEFT itself does to adapters: several made one (`add_weighted_adapter`), and those of transformers 4 converted.
 
 PEFT needs a model to hold the adapters.  It gets one whose weights take no memory: every parameter is one zero, seen in
 the parameter's shape.  The combinations read the adapters' factors only, so the bits are those of the real model, the
@@ -8,7 +8,9 @@ random draws of `dare_*` too where the seed is the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from ckpt import api, registry
 from ckpt.adapter import parse_config, parse_name
 from ckpt.adapters import Adapter, Factor
 from ckpt.checkpoint import TRANSFORMERS, Checkpoint
-from ckpt.errors import UsageError
+from ckpt.errors import LossError, UsageError
 from ckpt.precision import choices
 
 COMBINATIONS = (
@@ -41,11 +43,10 @@ def combine(
     what PEFT does not combine.
     """
     _check(adapters, weights, combination, density, seed)
-    try:
-        import torch
-        from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-    except ImportError as error:
-        raise UsageError(f"combining adapters needs PEFT: {error}", hint="pip install peft transformers") from None
+    _require_peft("combining adapters")
+    import torch
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
     model = _hollow(api.to_namespace(base, TRANSFORMERS))
     configs = [LoraConfig.from_peft_type(**one.config.raw) for one in adapters]
     every = [f"adapter{number}" for number in range(len(adapters))]  # a bare number would be taken for a layer's
@@ -71,6 +72,43 @@ def combine(
     shares = " and ".join(f"{weight} of {one.path}" for one, weight in zip(adapters, weights, strict=True))
     notes = (*(note for one in adapters for note in one.notes), f"combined by PEFT ({combination}): {shares}")
     return Adapter(first.path, first.folder, settings, first.checkpoint, factors, notes)
+
+
+def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
+    """An adapter of single experts, as transformers 4 has them, as PEFT loads it onto transformers 5's stacked ones.
+
+    LossError where PEFT has no place for a tensor of it.
+    """
+    _require_peft("this adapter is of a model with single experts; stacking it")
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    whole = {"modules_to_save": None, "trainable_token_indices": None, "bias": "none"}
+    config = LoraConfig.from_peft_type(**{**adapter.config.raw, **whole})
+    lora = {fqn: f for fqn, f in adapter.factors.items() if parse_name(fqn).kind not in (names.BASE, names.TOKENS)}
+    try:
+        wrapped = get_peft_model(_hollow(api.to_namespace(base, TRANSFORMERS)), config)
+        result = set_peft_model_state_dict(wrapped, {fqn: factor.load() for fqn, factor in lora.items()})
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"PEFT does not load this adapter: {error}", path=adapter.path) from error
+    missing = [name for name in result.missing_keys if ".lora_" in name]
+    if result.unexpected_keys or missing:
+        raise LossError(
+            "PEFT has no place for a part of this adapter in the model as transformers 5 has it",
+            path=adapter.path,
+            fqn=(result.unexpected_keys or missing)[0],
+        )
+    state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    factors = {fqn: factor for fqn, factor in adapter.factors.items() if fqn not in lora}
+    factors |= {fqn: _in_memory(fqn, tensor, adapter.checkpoint) for fqn, tensor in state.items()}
+    kept = {key: adapter.config.raw.get(key) for key in whole}
+    settings = parse_config(_plain(wrapped.peft_config["default"].to_dict()) | kept, Path(adapter.config.path))
+    note = "the adapter is of single experts; PEFT has converted it to the stacked ones of transformers 5"
+    return replace(adapter, config=settings, factors=factors, notes=(*adapter.notes, note))
+
+
+def _require_peft(what: str) -> None:
+    if find_spec("peft") is None or find_spec("transformers") is None:
+        raise UsageError(f"{what} takes PEFT", hint="pip install peft transformers")
 
 
 def _check(

@@ -257,6 +257,31 @@ def test_convolutions(use_dora: bool, tmp_path: Path, tables: Tables) -> None:
     assert equal == len(expected)
 
 
+def test_an_adapter_of_single_experts(tmp_path: Path, tables: Tables) -> None:
+    """transformers 4 had a linear layer per expert, and so have the adapters of its time."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = build_model(Config(model="qwen3_moe")).config.to_dict() | {"mlp_only_layers": []}
+    torch.manual_seed(0)
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes)).to(BF16).save_pretrained(base)
+    saved = save_adapter(base, tmp_path / "adapter", {"target_modules": ["q_proj"]})
+    factors = load_file(saved / "adapter_model.safetensors")
+    for name, tensor in weights(base).items():
+        if ".experts." in name:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            factors[f"{module}.lora_A.weight"] = 0.1 * torch.randn(3, tensor.shape[1])
+            factors[f"{module}.lora_B.weight"] = 0.1 * torch.randn(tensor.shape[0], 3)
+    save_file(factors, saved / "adapter_model.safetensors", metadata={"format": "pt"})
+    targets = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    saved = edited(saved, tmp_path / "old", target_modules=targets, base_model_name_or_path=str(base))
+    merge_by_peft(base, [saved], tmp_path / "peft")
+    merge([saved], base, tmp_path / "ours")
+    equal, total, changed = compare(tmp_path / "peft", tmp_path / "ours", base)
+    tables[TABLE]["single experts (transformers 4)"]["qwen3_moe"] = f"{equal}/{total} ({changed})"
+    assert (equal, changed) == (total, 2 + 2 * 5 * 3)
+
+
 # -- several adapters as one ---------------------------------------------------------------------------------
 
 COMBINATIONS: dict[str, dict[str, Any]] = {
