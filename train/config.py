@@ -27,7 +27,7 @@ SCHEDULERS = ("deepspeed", "torch", "none")
 LAYOUTS = ("plain", "trainer")
 THROUGH = ("loop", "trainer")
 SAVES = ("native", "dcp", "full", "ranks", "torch", "torch_dist")
-OPTIMIZER_FORMATS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space")
+OPTIMIZER_FORMATS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "dp_zero_gather_scatter")
 KEYS = ("nested", "flat", "ids", "torchtitan")
 PRECISIONS = ("mixed", "pure")
 

@@ -224,9 +224,7 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
-        get_gpt_decoder_layer_specs,
         get_gpt_layer_local_spec,
-        get_gpt_mtp_block_spec,
     )
 
     number = args.virtual_pipeline_model_parallel_size or 1
@@ -245,6 +243,8 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
             )
         further = None
         if args.mtp_num_layers:
+            from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
+
             layers = get_gpt_decoder_layer_specs(
                 transformer, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual
             )

@@ -9,12 +9,15 @@ megatron/training/checkpointing.py: save_checkpoint, generate_state_dict, load_c
 """
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from train.config import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -178,6 +181,7 @@ def _sharded_random_state() -> Any:
 def _save_torch_dist(engine: Any, folder: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as mpu
+    from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
@@ -185,13 +189,37 @@ def _save_torch_dist(engine: Any, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     metadata = _metadata(engine)
-    state = _common(engine) | _sharded_state(engine, metadata, optimizer=True, loading=False)
+    _warn_of_shifted_states(engine)
+    try:
+        state = _common(engine) | _sharded_state(engine, metadata, optimizer=True, loading=False)
+    except CheckpointingException as error:  # since 0.16: ShardedTensor.flattened_range is not supported
+        raise UserError(f"--optimizer-format {engine.config.optimizer_format}: megatron-core says {error}") from error
     state["rng_state"] = _sharded_random_state()
     state["num_floating_point_operations_so_far"] = 0
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy("torch_dist"), mpu.get_data_parallel_group(with_context_parallel=True)
     )
     dist_checkpointing.save(state, str(folder), strategy, content_metadata=metadata)
+
+
+def _warn_of_shifted_states(engine: Any) -> None:
+    """Says where megatron-core saves other states than it holds, which its live tensors, the truth, then contradict.
+
+    Up to 0.19.0 sharded_param_state_fully_reshardable looks states up at the places of a buffer with the padding
+    between its buckets, in tensors without: those of the second bucket and on come out shifted.
+    """
+    if not engine.args.use_distributed_optimizer or engine.config.optimizer_format != "fully_reshardable":
+        return
+    buffers = [buffer for one in engine.optimizer.chained_optimizers for buffer in one.buffers]
+    padded = any(
+        bucket.grad_data.numel() > bucket.numel_unpadded for buffer in buffers for bucket in buffer.buckets[:-1]
+    )
+    if padded:
+        print(
+            "warning: a gradient buffer of several buckets (--bucket-size, tied embeddings of several stages): "
+            "megatron-core saves shifted optimizer states under --optimizer-format fully_reshardable",
+            file=sys.stderr,
+        )
 
 
 def _load_torch_dist(engine: Any, folder: Path) -> None:

@@ -241,7 +241,9 @@ def check_distributed(chunks: Iterable[nn.Module], optimizer: Any, whole: dict[s
     for one in optimizer.chained_optimizers:
         if not hasattr(one, "get_parameter_state_dp_zero") or not one.optimizer.state:
             continue
-        gathered = one.get_parameter_state_dp_zero(return_on_all_ranks=True)
+        gathered = one.get_parameter_state_dp_zero()
+        if one.data_parallel_group.rank() != 0:
+            continue
         for number, buffer in enumerate(one.buffers):
             tensors = gathered[number][buffer.param_dtype, buffer.grad_dtype]
             padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
