@@ -24,7 +24,7 @@ from ckpt.checkpoint import Key, Slot, TargetFile
 from ckpt.dtypes import DType
 from ckpt.pickles import Record, StoredTensor
 from ckpt.picklewriter import Size, dumps
-from ckpt.tensors import Box, Extent, Shape, whole
+from ckpt.tensors import Box, Extent, Region, Shape, whole
 from ckpt.torchwriter import FromSource, NewTensor, torch_item
 from converters.dcp_metadata import METADATA, Path_
 
@@ -99,10 +99,14 @@ def _is_terminal(value: list[Any]) -> bool:
 
 @dataclass
 class Writing:
-    """One folder to be written, item by item; `prefix` is the folder's name with a slash, or nothing."""
+    """One folder to be written, item by item; `prefix` is the folder's name with a slash, or nothing.
+
+    Not `is_nested`, keys are taken as they are, and no paths in a state dict are recorded.
+    """
 
     num_ranks: int
     prefix: str = ""
+    is_nested: bool = True
     paths: dict[str, Path_] = field(default_factory=dict)
     tensors: dict[str, tuple[DType, Shape, list[Box]]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -111,7 +115,7 @@ class Writing:
 
     def __post_init__(self) -> None:
         self._least = [(0, rank) for rank in range(self.num_ranks)]
-        self._alike: dict[tuple[DType, Shape], TargetFile] = {}
+        self._alike: dict[tuple[DType, Shape, Region], TargetFile] = {}
 
     def add(self, path: Path_, value: Any) -> None:
         """Add a value of the state dict: a tensor to be cut, a small tensor, or a plain value."""
@@ -148,6 +152,16 @@ class Writing:
             new = NewTensor(tensor.dtype, box.sizes, (FromSource(tensor.key, box),))
             rank = number if len(boxes) > 1 else self._emptiest(tensor.dtype.itemsize * box.numel)
             self.pieces.append((rank, _Item(key, box, new)))
+
+    def add_tiles(self, key: str, dtype: DType, shape: Shape, tiles: Iterable[tuple[Box, FromSource]]) -> None:
+        """Add a tensor whose boxes are of several tensors of the source."""
+        self.paths[key] = (key,)
+        boxes = []
+        for box, source in tiles:
+            boxes.append(box)
+            rank = self._emptiest(dtype.itemsize * box.numel)
+            self.pieces.append((rank, _Item(key, box, NewTensor(dtype, box.sizes, (source,)))))
+        self.tensors[key] = (dtype, shape, boxes)
 
     def _emptiest(self, nbytes: int) -> int:
         """The rank to which least has gone so far of what is not cut."""
@@ -188,9 +202,11 @@ class Writing:
         root = item.root
         if not isinstance(root, NewTensor) or not isinstance(root.fill[0], FromSource):
             return torch_item("", 0, root)
-        alike = self._alike.get((root.dtype, root.shape))
+        region = root.fill[0].region
+        kind = root.dtype, root.shape, whole(region.sizes) if isinstance(region, Box) else region
+        alike = self._alike.get(kind)
         if alike is None:
-            alike = self._alike[root.dtype, root.shape] = torch_item("", 0, root)
+            alike = self._alike[kind] = torch_item("", 0, root)
         return alike
 
     def _metadata(self, places: Mapping[tuple[str, Shape | None], Record]) -> Record:
@@ -208,7 +224,7 @@ class Writing:
                 stored[_index(key, box.offsets, number)] = Record(place.module, place.name, state=dict(place.state))
         state = {
             "state_dict_metadata": described,
-            "planner_data": self.paths,
+            "planner_data": self.paths if self.is_nested else None,
             "storage_data": stored,
             "storage_meta": None,
             "version": "1.0.0",

@@ -21,9 +21,9 @@ from typing import Any
 from ckpt.checkpoint import MEGATRON as NAMESPACE
 from ckpt.checkpoint import WEIGHT, Checkpoint, Layout, ReadRequest, Target, TrainingState
 from ckpt.companions import read_config
-from ckpt.errors import NotFoundError
 from converters.megatron_dist_optimizer import drop_shifted, is_optimizers, read_optimizer
 from converters.megatron_dist_read import Reading, is_iteration, read_folder
+from converters.megatron_dist_write import lay_out
 from converters.megatron_folder import find_iteration
 from converters.megatron_model import EMBEDDING, OUTPUT
 
@@ -37,7 +37,7 @@ class MegatronDist:
     name = "megatron-dist"
     title = "Megatron-core, torch_dist format"
     reads = True
-    writes = False
+    writes = True
     carries_optimizer = True
     namespace: str | None = NAMESPACE
 
@@ -74,7 +74,8 @@ class MegatronDist:
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        raise NotFoundError(f"{self.name} cannot be written")
+        """The files of a run folder; see `converters.megatron_dist_write`."""
+        return lay_out(checkpoint, layout)
 
 
 MEGATRON_DIST = MegatronDist()

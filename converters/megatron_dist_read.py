@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -276,10 +277,11 @@ def _unflattened(reading: Reading, found: FoundTensor, shape: Shape) -> Iterator
             found=list(stored),
         )
     for box, extent in found.placed:
-        if any(size != 1 for size in box.sizes[:-1]):
-            raise CorruptError("flattened parts are stored together", path=extent.path, fqn=found.entry.key, found=box)
-        corner = tuple(number * size for number, size in zip(box.offsets, part, strict=False))
-        yield from flat_pieces(part, corner, box.offsets[-1], extent)
+        for index in product(*(range(n) for n in box.sizes[:-1])):
+            numbers = tuple(a + b for a, b in zip(box.offsets, index, strict=False))
+            corner = tuple(number * size for number, size in zip(numbers, part, strict=True))
+            skip = sum(number * stride for number, stride in zip(index, extent.strides, strict=False))
+            yield from flat_pieces(part, corner, box.offsets[-1], extent.flat(skip, skip + box.sizes[-1]))
 
 
 def flat_pieces(part: Shape, corner: Shape, start: int, extent: Extent) -> Iterator[tuple[Box, Extent]]:
