@@ -19,6 +19,8 @@ FORMATS = {
     "zero2": "converters.zero:ZERO2",
     "zero3": "converters.zero:ZERO3",
     "universal": "converters.universal:UNIVERSAL",
+    "megatron": "converters.megatron:MEGATRON",
+    "megatron-dist": "converters.megatron_dist:MEGATRON_DIST",
     "dcp": "converters.dcp:DCP",
     "full": "converters.full:FULL",
     "fsdp-ranks": "converters.fsdp_ranks:FSDP_RANKS",
@@ -35,8 +37,10 @@ TRANSFORMERS_NAMES = "converters.names.transformers_names"
 #: The module with `describe(config, shapes, names)` and `has_conv1d(config)`: what a model's modules are.
 TRANSFORMERS_MODULES = "converters.names.modules"
 
-#: The module with `to_hub(checkpoint)`, `to_megatron(checkpoint, layout)` and `repadded(checkpoint, layout)`: the
-#: Hub's names against megatron-core's.
+#: The module with `kept_names(checkpoint)`: which of its names a tied tensor has on the Hub.
+TIED_NAMES = "converters.names.ties"
+
+#: The module with `to_hub`, `to_megatron`, `repadded` and `with_same_padding`: the Hub's names against megatron-core's.
 MEGATRON_NAMES = "converters.names.megatron"
 
 

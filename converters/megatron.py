@@ -24,8 +24,9 @@ from ckpt.checkpoint import WEIGHT, Checkpoint, Layout, ReadRequest, Target, Tra
 from ckpt.companions import read_config
 from ckpt.errors import CorruptError
 from ckpt.files import confined, translate_os_errors
+from converters.megatron_model import EMBEDDING, OUTPUT
 from converters.megatron_optimizer import read_optimizers
-from converters.megatron_read import MODEL, RankFile, Reading, folder_name, rank_folders, read_ranks
+from converters.megatron_read import EXTRA, MODEL, RankFile, Reading, folder_name, rank_folders, read_ranks
 from converters.megatron_write import lay_out
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
@@ -97,6 +98,7 @@ class Megatron:
             framework="Megatron-LM",
             world_size=world_size if type(world_size) is int and world_size > 0 else len(files),
             namespace=NAMESPACE,
+            ties={OUTPUT: EMBEDDING} if (EMBEDDING, WEIGHT) in tensors and (OUTPUT, WEIGHT) not in tensors else {},
             state=TrainingState(
                 first.get("iteration") if type(first.get("iteration")) is int else None,
                 optimizers.param_groups(order),
@@ -139,7 +141,7 @@ def _items(reading: Reading, files: Sequence[RankFile]) -> dict[str, Any]:
         if found:
             items[name] = found
     if reading.extra:
-        items["extra_state"] = dict(reading.extra)
+        items[EXTRA] = dict(reading.extra)
     return items
 
 

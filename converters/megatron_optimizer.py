@@ -257,10 +257,10 @@ def _note_tensor(reading: Reading, file: RankFile, one: Trained, role: str, valu
     reading.add(one.local, role, value.extent, file.path, file.rank)
 
 
-def _misfit(file: RankFile, what: str, expected: Any, found: Any) -> CorruptError:
+def _misfit(file: RankFile, what: str, expected: Any, found: Any, path: str | None = None) -> CorruptError:
     return CorruptError(
-        f"{what} of the optimizer has another number of parameters than the model",
-        path=file.path,
+        f"{what} of the optimizer does not fit the model's parameters",
+        path=path or file.path,
         rank=file.rank.number,
         expected=expected,
         found=found,
@@ -323,7 +323,7 @@ def _read_distributed(
     buffers = list(_buffers(trained))
     stored = [(key, value) for key, value in state.items() if key != "buckets_coalesced"]
     if [key for key, _ in stored] != list(range(len(buffers))):
-        raise _misfit(file, f"{DISTRIBUTED}", f"{len(buffers)} buffers", f"{len(stored)} buffers")
+        raise _misfit(file, "the state", f"{len(buffers)} buffers", f"{len(stored)} buffers", path)
     for (vp, members), (_, by_dtype) in zip(buffers, stored, strict=True):
         if not isinstance(by_dtype, Mapping) or len(by_dtype) != 1:
             raise CorruptError("a buffer of the distributed optimizer has not one dtype", path=path)
@@ -351,7 +351,9 @@ def _read_buffer(
     sizes = list(bucket_sizes(reading.args, file.rank.pp, vp, everything))
     buffer = find_buffer(numels, [one.local.shared for one in members], sizes, length)
     if buffer is None:
-        raise _misfit(file, "a buffer", f"{sum(numels)} elements and gaps between parameters", f"{length} elements")
+        raise _misfit(
+            file, "a buffer", f"{sum(numels)} elements and gaps between parameters", f"{length} elements", path
+        )
     for name, value in flat.items():
         if value.extent.numel != length or len(value.shape) != 1:
             raise CorruptError(

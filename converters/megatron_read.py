@@ -39,6 +39,8 @@ from converters.megatron_model import (
 )
 
 MODEL, DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
+#: The entry of the training state that names modules with a state of their own: Transformer Engine's FP8 scaling.
+EXTRA = "_extra_state"
 _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 _GROUPED_GEMM = re.compile(r"(?P<layer>.*\.mlp\.experts\.)weight(?P<number>[12])")

@@ -45,7 +45,7 @@ from converters.megatron_model import (
     split_of,
 )
 from converters.megatron_optimizer import IDENTITY, is_decayed, is_decoupled
-from converters.megatron_read import DISTRIBUTED, MODEL, Piece, folder_name, pieces_of
+from converters.megatron_read import DISTRIBUTED, EXTRA, MODEL, Piece, folder_name, pieces_of
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 
@@ -155,7 +155,7 @@ class Model:
     @cached_property
     def extra(self) -> tuple[str, ...]:
         """Names of entries without content, `_extra_state`: the source's, or those that linear layers have."""
-        recorded = self.checkpoint.state.items.get("extra_state")
+        recorded = self.checkpoint.state.items.get(EXTRA)
         if isinstance(recorded, Mapping):
             return tuple(name for name in recorded if isinstance(name, str))
         linear = (name for name in self.chosen if re.search(r"(linear_\w+|eh_proj|output_layer)\.weight$", name))
@@ -296,6 +296,13 @@ def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
     vpp = layout.vpp or (source.vpp if pp > 1 else 1)
     grid = Grid(tp, pp, layout.ep or source.ep, vpp, etp)
     grid.check()
+    heads, groups = args.get("num_attention_heads"), args.get("num_query_groups")
+    if heads and (heads % tp or (args.get("group_query_attention") and groups and groups % tp and tp % groups)):
+        raise UsageError(
+            "attention does not divide among the tensor parallel ranks",
+            expected="heads that --tp divides, and query groups that it divides or that divide it",
+            found=f"{heads} heads, {groups} query groups, tp {tp}",
+        )
     return grid
 
 
@@ -404,7 +411,7 @@ def _items(model: Model) -> tuple[dict[str, Any], list[str]]:
     dropped = []
     source = model.checkpoint
     for name, value in source.state.items.items():
-        if name in ("args", "extra_state", "grad_scaler"):
+        if name in ("args", EXTRA, "grad_scaler"):
             continue
         if name in _OF_RANKS:
             if not _keeps_ranks(model):
