@@ -22,10 +22,14 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from ckpt.errors import CorruptError, UsageError
 from ckpt.tensors import Box, Shape, whole
+
+#: Names of a large model, of each of which every rank's file asks the same.
+_NAMES = 1 << 17
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -361,12 +365,14 @@ def is_expert(name: str) -> bool:
     return _EXPERT.fullmatch(name) is not None
 
 
+@lru_cache(_NAMES)
 def expert_of(name: str) -> int | None:
     """The number of the routed expert that a tensor belongs to."""
     match = _EXPERT.fullmatch(name)
     return int(match["expert"]) if match else None
 
 
+@lru_cache(8192)  # the same few shapes for thousands of experts
 def rank_boxes(split: Split, shape: Shape, size: int, rank: int) -> tuple[Box, ...]:
     """The parts of a tensor of `shape` that rank `rank` of `size` holds, one behind the other along the first dim.
 
@@ -390,6 +396,7 @@ def rank_boxes(split: Split, shape: Shape, size: int, rank: int) -> tuple[Box, .
     return tuple(boxes)
 
 
+@lru_cache(8192)
 def rank_shape(split: Split, shape: Shape, size: int) -> Shape:
     """The shape of a rank's part of a tensor of `shape`."""
     boxes = rank_boxes(split, shape, size, 0)
@@ -461,6 +468,7 @@ def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
     return {prefix: LayerKind.of(rest) for prefix, rest in members.items()}
 
 
+@lru_cache(_NAMES)
 def split_layer(name: str) -> tuple[str, str]:
     """`decoder.layers.3.`, or the layer inside an MTP layer, and the rest; `("", name)` for what is in no layer."""
     match = _LAYER.fullmatch(name) or _MTP.fullmatch(name)
@@ -573,6 +581,7 @@ def _position(name: str, prefixes: tuple[str, ...]) -> int:
     return next((index for index, prefix in enumerate(prefixes) if name.startswith(prefix)), len(prefixes))
 
 
+@lru_cache(_NAMES)
 def registered(name: str) -> tuple[Any, ...]:
     """A sort key that puts the names of one chunk, as the chunk spells them, into the order of its modules."""
     place: tuple[Any, ...] = (_position(name, _MODULES),)
