@@ -13,11 +13,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks import dcp, reshard, universal, zero
+from benchmarks import dcp, lora, reshard, universal, zero
 from benchmarks.measure import CKPT, Case, rounds
 from benchmarks.runner import Bench
 
-SECTIONS = {"zero": zero, "reshard": reshard, "universal": universal, "dcp": dcp}
+SECTIONS = {"zero": zero, "reshard": reshard, "universal": universal, "dcp": dcp, "lora": lora}
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 HIDDEN, FFN, VOCAB = 1024, 3584, 32000
 STEP = 100
 NUM_RANKS = 8
+LORA_RANK = 16
 GROUP = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.measure import Case, Measured, call, remove, rounds, warm
 
 #: What can be converted: a name, and the module that writes it: `python -m MODULE FOLDER NUM_LAYERS`.
-SOURCES = {"zero3": "benchmarks.zero_source", "dcp": "benchmarks.dcp_source"}
+SOURCES = {"zero3": "benchmarks.zero_source", "dcp": "benchmarks.dcp_source", "lora": "benchmarks.lora_source"}
 
 PEAK_MB = 500
 

@@ -7,7 +7,6 @@ Exit codes: 0 done or equal; 1 verified and different; 2 usage; 3 not found or n
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import io
 import json
@@ -267,20 +266,12 @@ def merge_lora(
         report = plan_report(conversion, destination)
         print(json.dumps(report, indent=2) if as_json else "\n".join(plan_lines(report, verbose)))
         return
-    _return_large_buffers()
     with progress_bar(conversion.plan.moved_bytes, quiet) as progress:
         conversion.run(destination, overwrite=overwrite, progress=progress)
     if not quiet:
         for line in _outcome(conversion, destination):
             print(line, file=sys.stderr)
     print(json.dumps(plan_report(conversion, destination), indent=2) if as_json else printable(str(destination)))
-
-
-def _return_large_buffers() -> None:
-    """Have glibc give back every buffer above 4 MiB when it is freed: kept, they would add up to several tensors."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(-3, 4 << 20)  # M_MMAP_THRESHOLD, malloc.h
 
 
 @app.command()

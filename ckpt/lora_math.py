@@ -19,6 +19,7 @@ Every function takes a weight of which it may reuse the memory, and returns the 
 from __future__ import annotations
 
 import threading
+from math import prod
 
 import torch
 
@@ -32,8 +33,7 @@ def merge_linear(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, *, transposed: bool
 ) -> torch.Tensor:
     """`weight` [out, in], or [in, out] where `transposed` (Conv1D); `a` [r, in], `b` [out, r]."""
-    weight += _linear_delta(a, b, scaling, transposed)
-    return weight
+    return _add(weight, _linear_delta(a, b, scaling, transposed))
 
 
 def merge_linear_dora(
@@ -120,8 +120,16 @@ def _transpose(tensor: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 def _linear_delta(a: torch.Tensor, b: torch.Tensor, scaling: float, transposed: bool) -> torch.Tensor:
     low, high = _wide(a), _wide(b)
-    product = torch.mm(high, low, out=_scratch(high.shape[0], low.shape[1], high.dtype))
+    product = torch.mm(high, low, out=_scratch("product", (high.shape[0], low.shape[1]), high.dtype))
     return _transpose(product, transposed).mul_(scaling).to(b.dtype)
+
+
+def _add(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """`weight += delta`, as torch does it where the dtypes differ: in the wider one, and rounded once."""
+    if weight.dtype == delta.dtype:
+        return weight.add_(delta)
+    wide = _scratch("sum", tuple(weight.shape), torch.promote_types(weight.dtype, delta.dtype))
+    return weight.copy_(wide.copy_(weight).add_(delta))
 
 
 def _wide(factor: torch.Tensor) -> torch.Tensor:
@@ -130,19 +138,21 @@ def _wide(factor: torch.Tensor) -> torch.Tensor:
 
 
 class _Scratch(threading.local):
-    """A thread's memory for products: fresh pages for each of them would cost as much as the product."""
+    """A thread's memory for products and sums: fresh pages for each of them would cost as much as computing it."""
 
-    memory = torch.empty(0, dtype=torch.uint8)
+    def __init__(self) -> None:
+        self.memory: dict[str, torch.Tensor] = {}
 
 
 _SCRATCH = _Scratch()
 
 
-def _scratch(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    size = rows * columns * dtype.itemsize
-    if len(_SCRATCH.memory) < size:
-        _SCRATCH.memory = torch.empty(size, dtype=torch.uint8)
-    return _SCRATCH.memory[:size].view(dtype).reshape(rows, columns)
+def _scratch(use: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    size = prod(shape) * dtype.itemsize
+    memory = _SCRATCH.memory.get(use)
+    if memory is None or len(memory) < size:
+        memory = _SCRATCH.memory[use] = torch.empty(size, dtype=torch.uint8)
+    return memory[:size].view(dtype).reshape(shape)
 
 
 def _conv_delta(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -35,7 +35,7 @@ _SPAN = 8 << 20  # bytes per kernel copy: one is written back to disk while the 
 _BUFFER = 4 << 20  # bytes read at a time where data passes through this process
 _MIN_BUFFER = 64 << 10
 _BATCH = 8 << 20  # small copies are handed to a thread together, up to this many bytes
-_COMPUTING = 3  # what computing takes, in sizes of the result: a bf16 weight, and its delta in fp32
+_COMPUTING = 5  # what computing takes, in sizes of the result: a bf16 weight, its delta and their sum in fp32
 _PATIENCE = 0.3  # seconds that a run which has failed or been interrupted waits for its threads
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
