@@ -22,6 +22,7 @@ from ckpt.checkpoint import (
     Format,
     Layout,
     ReadRequest,
+    TargetFile,
 )
 from ckpt.companions import read_config
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
@@ -32,6 +33,7 @@ from ckpt.runs import enclosing_folders, trainer_steps
 from ckpt.tensors import Shape
 
 if TYPE_CHECKING:
+    from ckpt.digest import Digests
     from ckpt.run import Progress, Resources
     from ckpt.verifier import Report
 
@@ -168,6 +170,10 @@ class _TransformersNames(Protocol):
     ) -> Relation | None: ...
 
 
+class _TiedNames(Protocol):
+    def kept_names(self, checkpoint: Checkpoint) -> dict[str, str]: ...
+
+
 class _MegatronNames(Protocol):
     def to_hub(self, checkpoint: Checkpoint) -> Checkpoint: ...
     def to_megatron(self, checkpoint: Checkpoint, layout: Layout) -> Checkpoint: ...
@@ -234,14 +240,25 @@ class Conversion:
 
     plan: Plan
     resources: Resources
+    format: str
 
     @property
     def peak_buffers(self) -> int:
         """Upper bound of the bytes of all buffers while it runs."""
         return self.resources.peak_buffers(self.plan)
 
-    def run(self, destination: str | Path, *, overwrite: bool = False, progress: Progress | None = None) -> None:
-        """Write it to `destination`, which must not overlap the source; see `ckpt.run.execute`."""
+    def run(
+        self,
+        destination: str | Path,
+        *,
+        overwrite: bool = False,
+        progress: Progress | None = None,
+        manifest: bool = False,
+    ) -> None:
+        """Write it to `destination`, which must not overlap the source; see `ckpt.run.execute`.
+
+        `manifest` adds `ckpt-manifest.json`, the digests of what was written.
+        """
         from ckpt.run import execute
 
         check_destination(Path(destination), Path(self.plan.checkpoint.path))
@@ -254,11 +271,24 @@ class Conversion:
                     hint="give another folder with -o",
                 )
         try:
-            execute(self.plan, Path(destination), overwrite=overwrite, resources=self.resources, progress=progress)
+            execute(
+                self.plan,
+                Path(destination),
+                overwrite=overwrite,
+                resources=self.resources,
+                progress=progress,
+                describe=self._manifest if manifest else None,
+            )
         except (CorruptError, NotFoundError):
             for file in self.plan.checkpoint.files:
                 file.check_unchanged()  # a file that was replaced meanwhile explains whatever else went wrong
             raise
+
+    def _manifest(self, folder: Path) -> TargetFile:
+        from ckpt.manifest import MANIFEST, make_manifest
+
+        names = [file.name for file in self.plan.target.files]
+        return TargetFile.of_bytes(MANIFEST, make_manifest(folder, registry.get(self.format), names))
 
 
 def plan(
@@ -281,7 +311,19 @@ def plan(
     laid_out = target.lay_out(named, layout)
     new = [note for note in named.notes if note not in checkpoint.notes]  # said by the way from names to names
     laid_out = replace(laid_out, notes=(*new, *laid_out.notes))
-    return Conversion(make_plan(named, laid_out), resources or Resources())
+    return Conversion(make_plan(named, laid_out), resources or Resources(), to)
+
+
+def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
+    """Digests of every tensor under the name that the Hub's files give it; options as of `ckpt.digest.digests`.
+
+    Of a model that is not known the names are its own.
+    """
+    from ckpt.digest import digests as digests_as_named
+
+    named = _as_hub(checkpoint)
+    names = cast(_TiedNames, import_module(registry.TIED_NAMES)).kept_names(named)
+    return digests_as_named(named, names=names, **options)
 
 
 def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:

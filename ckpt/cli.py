@@ -41,6 +41,13 @@ class DTypeOption(str, Enum):
     fp16 = "fp16"
 
 
+class TransformerImpl(str, Enum):
+    """What `--transformer-impl` takes, as Megatron-LM's own option."""
+
+    local = "local"
+    transformer_engine = "transformer_engine"
+
+
 class Only(str, Enum):
     """What `--only` takes."""
 
@@ -99,6 +106,10 @@ ConfigOption = Annotated[
 ReplicaOption = Annotated[
     int | None, typer.Option(metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.")
 ]
+ManifestOption = Annotated[
+    bool,
+    typer.Option("--manifest", help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors only.")]
 VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Print every tensor or file.")]
@@ -145,12 +156,17 @@ def convert(
     account_for_loss_in_pipeline_split: Annotated[
         bool, typer.Option("--account-for-loss-in-pipeline-split", help="Count the loss as a layer of the last stage.")
     ] = False,
+    transformer_impl: Annotated[
+        TransformerImpl | None,
+        typer.Option(help="Layers of a Megatron target's model. [default: the source's, or transformer_engine]"),
+    ] = None,
     pipeline_model_parallel_layout: Annotated[
         str | None, typer.Option(metavar="LAYOUT", help="The stages as Megatron writes them, like 'Et*3|t*4|t*3L'.")
     ] = None,
     replica: ReplicaOption = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Bound on all buffers together.")] = "512MB",
     workers: Annotated[int, typer.Option(min=0, help="Threads that move data. 0: by the processors.")] = 0,
+    manifest: ManifestOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     as_json: JsonOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output folder.")] = False,
@@ -180,6 +196,7 @@ def convert(
         account_for_embedding_in_pipeline_split=account_for_embedding_in_pipeline_split,
         account_for_loss_in_pipeline_split=account_for_loss_in_pipeline_split,
         pipeline_model_parallel_layout=pipeline_model_parallel_layout,
+        transformer_impl=transformer_impl.value if transformer_impl else None,
     )
     checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
     conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
@@ -190,7 +207,7 @@ def convert(
         print(json.dumps(report, indent=2) if as_json else "\n".join(plan_lines(report, verbose)))
         return
     with progress_bar(conversion.plan.moved_bytes, quiet) as progress:
-        conversion.run(destination, overwrite=overwrite, progress=progress)
+        conversion.run(destination, overwrite=overwrite, progress=progress, manifest=manifest)
     if not quiet:
         for line in _outcome(conversion, destination):
             print(line, file=sys.stderr)
@@ -235,6 +252,7 @@ def merge_lora(
         bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
     ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Threads that move data. 0: by the processors.")] = 0,
+    manifest: ManifestOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     as_json: JsonOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output folder.")] = False,
@@ -267,7 +285,7 @@ def merge_lora(
         print(json.dumps(report, indent=2) if as_json else "\n".join(plan_lines(report, verbose)))
         return
     with progress_bar(conversion.plan.moved_bytes, quiet) as progress:
-        conversion.run(destination, overwrite=overwrite, progress=progress)
+        conversion.run(destination, overwrite=overwrite, progress=progress, manifest=manifest)
     if not quiet:
         for line in _outcome(conversion, destination):
             print(line, file=sys.stderr)
@@ -295,7 +313,7 @@ def verify(
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Compare two checkpoints bit by bit, across formats. Exit code 0: equal, 1: different."""
+    """Compare two checkpoints bit by bit, or a folder with its manifest. Exit code 0: equal, 1: different."""
     from ckpt import api
 
     if loads:
@@ -304,7 +322,8 @@ def verify(
         _verify_loads(a, as_json, quiet)
         return
     if b is None:
-        raise UsageError("give two checkpoints to compare, or --loads to have one loaded", found=a)
+        _verify_manifest(a, as_json, quiet)
+        return
     one = api.open(a, from_a, tag=tag_a, config=config)
     other = api.open(b, from_b, tag=tag_b, config=config)
     if not quiet:
@@ -331,6 +350,55 @@ def _verify_loads(path: Path, as_json: bool, quiet: bool) -> None:
         print("\n".join(loading.lines()))
     if not loading.good:
         raise typer.Exit(DIFFERENT)
+
+
+def _verify_manifest(path: Path, as_json: bool, quiet: bool) -> None:
+    from ckpt import manifest
+
+    with progress_bar(manifest.expected_bytes(path), quiet) as progress:
+        checked = manifest.check(path, registry.all_formats(), progress)
+    if as_json:
+        print(json.dumps(checked.to_json(), indent=2))
+    elif not quiet:
+        print("\n".join(checked.lines()))
+    if not checked.good:
+        raise typer.Exit(DIFFERENT)
+
+
+@app.command("hash")
+@_guarded
+def hash_(
+    path: PathArgument,
+    format: Annotated[str, typer.Option(help="The format to read.")] = "auto",
+    tag: TagOption = None,
+    config: ConfigOption = None,
+    dtype: Annotated[
+        DTypeOption, typer.Option(help="Precision in which weights count: the model's own, or as `convert` casts them.")
+    ] = DTypeOption.keep,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor too.")] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Threads that read. 0: by the processors.")] = 0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Print digests of what a checkpoint holds: the same whatever its format, sharding and order of files."""
+    from ckpt import api
+    from ckpt.digest import ALGORITHM
+    from ckpt.dtypes import CASTABLE
+
+    checkpoint = api.open(path, format, tag=tag, config=config)
+    if not quiet:
+        _say_source(checkpoint)
+    with progress_bar(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), quiet) as progress:
+        found = api.digests(checkpoint, dtype=CASTABLE.get(dtype.value), workers=workers, progress=progress)
+    if as_json:
+        content = {"algorithm": ALGORITHM, "digests": found.whole, "tensors": [t.to_json() for t in found.tensors]}
+        print(json.dumps(content, indent=2))
+        return
+    for kind, digest in found.whole.items():
+        print(f"{ALGORITHM}:{digest}  {kind}  ({len(found.of_kind(kind))} tensors)")
+    if tensors:
+        for tensor in found.tensors:
+            print(printable(f"{tensor.digest}  {tensor.role}  {tensor.fqn}  {tensor.dtype} {list(tensor.shape)}"))
 
 
 @app.command()

@@ -88,7 +88,7 @@ def plan(
     for one in adapters:
         target = _with_tokenizer(target, one)
     notes = (*notes, *merge.notes(), *target.notes)
-    return api.Conversion(make_plan(merged, replace(target, notes=notes)), resources or Resources())
+    return api.Conversion(make_plan(merged, replace(target, notes=notes)), resources or Resources(), "hf")
 
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:

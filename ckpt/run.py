@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.casts import cast_bits, storage_dtype
+from ckpt.checkpoint import TargetFile
 from ckpt.compare import Reader
 from ckpt.compare import check_replicas as check_tensor_replicas
 from ckpt.errors import CorruptError, NotFoundError, UsageError
@@ -84,11 +85,14 @@ def execute(
     overwrite: bool = False,
     resources: Resources | None = None,
     progress: Progress | None = None,
+    describe: Callable[[Path], TargetFile] | None = None,
 ) -> None:
     """Write the plan's files and move them to `destination` when all of them are complete and durable.
 
-    `progress` is called with numbers of bytes written, from several threads, one at a time.  Raises StorageError for
-    the disk's errors and CorruptError for a source that changed meanwhile; the destination is then as it was.
+    `progress` is called with numbers of bytes written, from several threads, one at a time.  `describe` is given the
+    folder when it is filled, while it is still being synced, and returns one more file of literals.  Raises
+    StorageError for the disk's errors and CorruptError for a source that changed meanwhile; the destination is then as
+    it was.
     """
     resources = resources or Resources()
     workers = _Workers(resources, progress or (lambda _: None))
@@ -98,20 +102,26 @@ def execute(
         check_replicas(plan)
         with workers:
             for file in plan.target.files:
-                output = workers.open(staging.create(file.name, file.size), file.name)
-                with translate_os_errors(file.name):
-                    for offset, data in file.literals:
-                        _write_all(output.descriptor, memoryview(data), offset)
+                output = _create(file, staging, workers)
                 for batch in _batches(plan.copies(file)):
                     workers.submit(output, batch)
                 for name, copies in plan.computed_copies(file).items():
                     workers.compute(output, copies, plan.checkpoint.computed[name])
                 workers.finish(output)
-            workers.join()
+            workers.join(lambda: describe and _create(describe(staging.path), staging, workers))
         for source in plan.checkpoint.files:
             with translate_os_errors(source.path):
                 source.check_unchanged()
         staging.commit()
+
+
+def _create(file: TargetFile, staging: Staging, workers: _Workers) -> _Output:
+    """Create a target file with all that is known now."""
+    output = workers.open(staging.create(file.name, file.size), file.name)
+    with translate_os_errors(file.name):
+        for offset, data in file.literals:
+            _write_all(output.descriptor, memoryview(data), offset)
+    return output
 
 
 def _batches(copies: Iterator[Copy]) -> Iterator[list[Copy]]:
@@ -266,11 +276,14 @@ class _Workers:
         """Say that everything for `output` has been submitted."""
         self._put((output, [], None))
 
-    def join(self) -> None:
-        """Wait until everything submitted is done."""
+    def join(self, last: Callable[[], _Output | None]) -> None:
+        """Wait until everything submitted is done; `last` is called when all files are filled, and may add one."""
         for _ in self._fillers:
             self._put(None)
         self._wait_for_all_but(len(self._syncers))
+        output = last()
+        if output is not None:
+            self._filled.put(output)
         for _ in self._syncers:
             self._filled.put(None)
         self._wait_for_all_but(0)

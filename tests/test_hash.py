@@ -1,0 +1,202 @@
+"""`ckpt hash`: one digest for one content, whatever holds it; `ckpt-manifest.json`, which finds every flipped bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_128_hexdigest
+
+from ckpt import api, digest
+from ckpt.checkpoint import Layout
+from ckpt.digest import OPTIMIZER, WEIGHTS, row_major
+from ckpt.dtypes import BFLOAT16, FLOAT32
+from ckpt.errors import CorruptError
+from ckpt.manifest import MANIFEST
+from tests.commands import ckpt
+from tests.engines import Truth
+from tests.pieces import Store, shapes, stored, tensor_of
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+TARGETS = ("zero1", "zero2", "zero3", "universal", "dcp", "full")
+
+
+def convert(source: Path, target: str, output: Path) -> Path:
+    layout = Layout(world_size=2) if target not in ("full", "hf", "universal") else Layout()
+    api.plan(api.open(source), target, layout).run(output)
+    return output
+
+
+@pytest.mark.parametrize("name", ["toy-zero1", "toy-zero2", "toy-zero3", "lora-zero3", "moe-zero3", "dcp-fsdp2"])
+def test_equal_in_every_format(name: str, tmp_path: Path) -> None:
+    """Every format of one model has its digests: the optimizer's as they are, weights in a dtype that is given."""
+    source = api.open(FIXTURES / name)
+    optimizer = api.digests(source).whole[OPTIMIZER]
+    weights = api.digests(source, dtype=BFLOAT16).whole[WEIGHTS]
+    for target in TARGETS:
+        if name in ("toy-zero1", "toy-zero2") and target == "zero3":
+            continue  # which has no place for their frozen parameter without elements
+        written = api.open(convert(FIXTURES / name, target, tmp_path / target))
+        assert api.digests(written, dtype=BFLOAT16).whole[WEIGHTS] == weights, target
+        assert api.digests(written).whole[OPTIMIZER] == optimizer, target
+        if target not in ("dcp", "full"):  # which hold the masters as weights, and so no longer the model's dtype
+            assert api.digests(written).whole == api.digests(source).whole or name == "dcp-fsdp2", target
+    written = api.open(convert(FIXTURES / name, "hf", tmp_path / "hf"))
+    assert api.digests(written).whole == {WEIGHTS: api.digests(source).whole[WEIGHTS]}
+    assert api.digests(written, dtype=BFLOAT16).whole[WEIGHTS] == weights
+
+
+def test_as_documented() -> None:
+    """The digests of what the live engine gathered, computed here from the definition alone."""
+    truth = Truth.load(next((FIXTURES / "toy-zero3" / "truth").glob("global_step*.safetensors")))
+    found = api.digests(api.open(FIXTURES / "toy-zero3"))
+    states = found.of_kind(OPTIMIZER)
+    of_tensors = [one for one in states if one.dtype != "number"]
+    assert {one.role for one in of_tensors} == {"exp_avg", "exp_avg_sq"}
+    for one in of_tensors:
+        dtype, shape, data = truth.tensors[one.fqn, one.role]
+        head = f"{one.fqn}\0{one.role}\0{dtype}\0{','.join(map(str, shape))}\0".encode()
+        assert one.digest == xxh3_128_hexdigest(head + bytes.fromhex(xxh3_128_hexdigest(data)))
+    lines = sorted(f"{one.digest} {one.role} {one.fqn}\n" for one in states)
+    assert found.whole[OPTIMIZER] == xxh3_128_hexdigest("".join(lines).encode())
+
+
+@given(st.data())
+def test_row_major(data: st.DataObject) -> None:
+    """Elements come in row-major order from pieces that lie transposed, with gaps and in any order."""
+    shape = data.draw(shapes())
+    values = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
+    store: Store = {}
+    tensor = tensor_of("t", values, data.draw(stored(values, "file", store)))
+    with pytest.MonkeyPatch.context() as patch, InMemory(store) as reader:
+        patch.setattr(digest, "_SLAB", 4 * data.draw(st.integers(1, 40)))
+        patch.setattr(digest, "_CHUNK", 4 * data.draw(st.integers(1, 9)))
+        found = [bits.copy() for bits in row_major(tensor, reader)]
+    assert np.array_equal(np.concatenate([np.empty(0, np.uint32), *found]).view(np.int32), values.reshape(-1))
+
+
+class InMemory(digest.Reader):
+    """A reader of files that are arrays."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+
+    def _read(self, path: str, offset: int, into: memoryview) -> None:
+        into[:] = self.store[path].view(np.uint8)[offset : offset + len(into)].data
+
+
+def test_the_command(tmp_path: Path) -> None:
+    run = FIXTURES / "toy-zero3"
+    folder = convert(run, "hf", tmp_path / "hf")
+    one, other = ckpt("hash", run), ckpt("hash", folder)
+    assert one.code == other.code == 0
+    assert one.out.splitlines()[0] == other.out.splitlines()[0]
+    assert one.out.splitlines()[0].startswith("xxh3-128:") and "  weights  (" in one.out
+    assert len(one.out.splitlines()) == 3
+    report = json.loads(ckpt("hash", folder, "--json", "-q").out)
+    assert report["digests"]["weights"] in other.out and report["tensors"][0]["kind"] == WEIGHTS
+    listed = ckpt("hash", folder, "--tensors", "-q", "--workers", "1").out
+    assert all(tensor["digest"] in listed for tensor in report["tensors"])
+
+
+def test_one_other_bit_is_another_digest(tmp_path: Path) -> None:
+    folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
+    before = api.digests(api.open(folder))
+    flip(folder / "model.safetensors", -1, 1)
+    after = api.digests(api.open(folder))
+    assert before.whole != after.whole
+    assert sum(a.digest != b.digest for a, b in zip(before.tensors, after.tensors, strict=True)) == 1
+
+
+def test_a_file_that_is_too_short(tmp_path: Path) -> None:
+    folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
+    checkpoint = api.open(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(CorruptError, match="the file ends inside a tensor"):
+        api.digests(checkpoint)
+
+
+def flip(path: Path, offset: int, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1 << bit
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("target", ["hf", "zero3", "dcp", "full", "universal"])
+def test_manifest_finds_every_flipped_bit(target: str, tmp_path: Path) -> None:
+    folder, again = tmp_path / "out", tmp_path / "again"
+    for output in (folder, again):
+        assert ckpt("convert", "auto", target, FIXTURES / "toy-zero3", "-o", output, "--manifest").code == 0
+    assert (folder / MANIFEST).read_bytes() == (again / MANIFEST).read_bytes()
+    good = ckpt("verify", folder)
+    assert good.code == 0 and "every bit" in good.out
+    checkpoint = api.open(folder)
+    placed = {
+        (fragment.extent.path, offset): tensor
+        for tensor in checkpoint.tensors.values()
+        for fragment in tensor.fragments()
+        for offset in range(fragment.extent.offset, fragment.extent.end)
+    }
+    random = np.random.default_rng(0)
+    named = 0
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        in_tensors = [offset for path, offset in placed if path == str(file)]
+        for number in range(2 if target == "universal" else 8):
+            bit = int(random.integers(8))
+            if number % 2 and in_tensors:
+                offset = int(random.choice(in_tensors))
+            else:
+                offset = int(random.integers(file.stat().st_size))
+            flip(file, offset, bit)
+            report = ckpt("verify", folder)
+            flip(file, offset, bit)
+            if file.name == MANIFEST:
+                assert report.code == 4, report.out
+                continue
+            assert report.code == 1, (file, offset)
+            assert str(file.relative_to(folder)) in report.out
+            tensor = placed.get((str(file), offset))
+            if tensor is not None:
+                assert f"{tensor.fqn} (" in report.out and report.out.count(" has changed\n") <= 3
+                named += 1
+            else:
+                assert "outside of the elements" in report.out or "cannot be read" in report.out
+    assert named >= 5
+    assert ckpt("verify", folder).code == 0
+
+
+def test_manifest_tells_missing_short_and_unknown_files(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    ckpt("convert", "auto", "zero3", FIXTURES / "toy-zero3", "-o", folder, "--manifest")
+    (folder / "mine.txt").write_text("a note")
+    unknown = ckpt("verify", folder)
+    assert unknown.code == 0 and "note: not in the manifest: mine.txt" in unknown.out
+    (folder / "latest").unlink()
+    file = next(folder.rglob("*_optim_states.pt"))
+    file.write_bytes(file.read_bytes()[:-1])
+    report = json.loads(ckpt("verify", folder, "--json").out)
+    assert not report["as_written"] and len(report["problems"]) == 2
+    assert "latest: the file is missing" in report["problems"]
+    assert any(file.name in problem and "bytes instead of" in problem for problem in report["problems"])
+
+
+def test_without_a_manifest(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "toy-zero3", tmp_path / "run")
+    report = ckpt("verify", tmp_path / "run")
+    assert report.code == 3 and "there is no manifest" in report.err and "--manifest" in report.err
+
+
+def test_fp32_is_what_the_masters_are(tmp_path: Path) -> None:
+    """ZeRO's masters and the fp32 weights of a folder made of them have one digest."""
+    api.plan(api.open(FIXTURES / "toy-zero3"), "hf", Layout(dtype=FLOAT32)).run(tmp_path / "hf")
+    one, other = (api.open(path) for path in (FIXTURES / "lora-zero3", tmp_path / "hf"))
+    assert api.digests(one, dtype=FLOAT32).whole[WEIGHTS] != api.digests(other, dtype=FLOAT32).whole[WEIGHTS]
+    zero = api.open(FIXTURES / "toy-zero3")
+    assert api.digests(zero, dtype=FLOAT32).whole[WEIGHTS] == api.digests(other, dtype=FLOAT32).whole[WEIGHTS]
