@@ -212,7 +212,11 @@ def assert_equal(cell: Cell, folder: Path) -> int:
     assert set(after.tensors) == set(before.tensors)
     differing = [key for key in before.tensors if before.tensors[key] != after.tensors[key]]
     assert not differing
-    assert {fact: after.metadata[fact] for fact in FACTS} == {fact: before.metadata[fact] for fact in FACTS}
+    facts = {fact: after.metadata[fact] for fact in FACTS}
+    if cell.way == "foreign":  # what another Adam does not record and DeepSpeed's own asks for is added
+        pairs = zip(facts["param_groups"], before.metadata["param_groups"], strict=True)
+        facts["param_groups"] = [{name: ours[name] for name in theirs} for ours, theirs in pairs]
+    assert facts == {fact: before.metadata[fact] for fact in FACTS}
     assert after.metadata["sequences"] == 24 * cell.source.steps
     return len(after.tensors)
 
