@@ -464,6 +464,12 @@ class TestWhatFilesReallyHold:
         assert any("multi-token prediction" in note for note in there.notes)
         assert {name for name, _ in api.to_namespace(there, HUB).tensors} == set(without)
 
+    def test_layers_of_multi_token_prediction_that_the_config_does_not_tell_of(self) -> None:
+        config = config_of("deepseek_v3", num_nextn_predict_layers=1)
+        there = api.to_namespace(hub_of(config), MEGATRON, Layout())
+        error = refused(LossError, replace(there, config={**config, "num_nextn_predict_layers": 0}), HUB)
+        assert "num_nextn_predict_layers" in str(error.hint)
+
     def test_a_run_of_transformers_goes_over_the_hubs_names(self) -> None:
         """Experts that transformers 5 stacks in memory."""
         config = config_of("qwen3_moe")

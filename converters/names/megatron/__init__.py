@@ -74,6 +74,12 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     if sizes.num_mtp and not has_mtp:
         notes.append("the config tells of layers of multi-token prediction, and this checkpoint has none")
         sizes = replace(sizes, num_mtp=0)
+    if has_mtp and not sizes.num_mtp:
+        raise LossError(
+            "the checkpoint has layers of multi-token prediction, and the config tells of none",
+            fqn=next(name for name in shapes if name.startswith("mtp.")),
+            hint="--config with a config.json that has num_nextn_predict_layers" if table.mtp_rows else None,
+        )
     padded = shapes.get(EMBEDDING, (sizes.dims["v"],))[0]
     if padded < sizes.dims["v"]:
         raise CorruptError(
