@@ -54,6 +54,8 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _OF_RANKS = ("rng_state", "rerun_state_machine")
 #: Formats whose other entries are Megatron's, and go into the file as they are.
 _MEGATRON = ("megatron", "megatron-dist")
+#: What Megatron-LM builds layers from where nothing else is said.
+_ENGINE = "transformer_engine"
 #: What the distributed optimizer's file has places for.
 _ADAM = ("exp_avg", "exp_avg_sq")
 
@@ -155,8 +157,9 @@ class Model:
     @cached_property
     def extra(self) -> tuple[str, ...]:
         """Names of entries without content, `_extra_state`: the source's, or those that linear layers have."""
-        recorded = self.checkpoint.state.items.get(EXTRA)
-        if isinstance(recorded, Mapping):
+        items = self.checkpoint.state.items
+        recorded, args = items.get(EXTRA), items.get("args") or {}
+        if isinstance(recorded, Mapping) and args.get("transformer_impl", _ENGINE) == self.args["transformer_impl"]:
             return tuple(name for name in recorded if isinstance(name, str))
         linear = (name for name in self.chosen if re.search(r"(linear_\w+|eh_proj|output_layer)\.weight$", name))
         found = {_extra_name(name, self.spelling): None for name in linear} | {"output_layer._extra_state": None}
@@ -253,7 +256,7 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> Model:
     Raises UsageError for a layout that does not fit the model.
     """
     recorded = checkpoint.state.items.get("args")
-    args = dict(recorded) if isinstance(recorded, Mapping) else {}
+    args: dict[str, Any] = dict(recorded) if isinstance(recorded, Mapping) else {}
     chosen = choices(checkpoint, layout.dtype)
     names = list(chosen)
     layers = {int(m[1]) for name in names if (m := _LAYER.match(name))}
@@ -264,7 +267,9 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> Model:
             raise LossError(f"the source lacks some of the model's {what}", expected=f"number {missing}")
     grid = _grid(args, layout)
     stages = _stages(args, grid, layout, len(layers))
-    local = args.get("transformer_impl") == "local"
+    if layout.transformer_impl:
+        args["transformer_impl"] = layout.transformer_impl
+    local = args.setdefault("transformer_impl", _ENGINE) == "local"
     grouped = bool(args.get("moe_grouped_gemm"))
     if grouped and experts and (local or args.get("moe_use_legacy_grouped_gemm")):
         raise LossError(

@@ -33,7 +33,11 @@ class Run:
     def layout(self) -> str:
         """(TP, PP, EP, VPP) and what is special, for tables."""
         names = {"no_distributed_optimizer": "plain", "etp": "etp1", "mtp_layers": "mtp", "dtype": "fp32"}
-        special = [names.get(o, o.replace("_", "-")) for o in self.options if o not in ("layers", "sequence_parallel")]
+        special = [
+            names.get(o, o.replace("_", "-"))
+            for o in self.options
+            if o not in ("layers", "sequence_parallel", "vocab_multiple")
+        ]
         return " ".join([f"{self.tp},{self.pp},{self.ep},{self.vpp}", *special])
 
     def job(self, output: Path, **more: Any) -> dict[str, Any]:
