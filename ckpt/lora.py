@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
     Update = Callable[[torch.Tensor], torch.Tensor]
 
+#: How the parts of a quantized weight go on behind the layer's name: GPTQ, AWQ, MXFP4.
+_PACKED = re.compile(r"\.(qweight|\w+_blocks)$")
 #: A layer of a single expert.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 #: Files of a tokenizer, among those that stand beside a model's weights.
@@ -301,8 +303,14 @@ class _Merge:
         """The tensor that holds the weight of `module`."""
         fqn = f"{module}.weight"
         owner = fqn if fqn in self.untied else self.base.ties.get(fqn, fqn)
+        inner = _without_wrappers(module)
+        packed = next((n for n in self.shapes if n.startswith(inner) and _PACKED.match(n, len(inner))), None)
+        if owner not in self.shapes and packed is not None:
+            raise self._quantized(packed)
         if owner not in self.shapes:
             raise _misfit(adapter, module, f"a layer of the base with {fqn}", "none of this name")
+        if self.chosen[owner].dtype not in CAST_SOURCES:
+            raise self._quantized(owner)
         if len(self.shapes[owner]) < 2:
             raise _misfit(adapter, module, "a matrix", f"shape {list(self.shapes[owner])}")
         return owner
@@ -344,17 +352,21 @@ class _Merge:
     # -- the result ------------------------------------------------------------------------------------------
 
     def _update(self, fqn: str, update: Update) -> None:
-        dtype = self.chosen[fqn].dtype
-        if dtype not in CAST_SOURCES:
-            raise UsageError(
-                "this weight of the base is quantized, and an adapter is merged onto plain floating point only",
-                path=self.base.path,
-                fqn=fqn,
-                expected=" or ".join(sorted(d.name for d in CAST_SOURCES)),
-                found=dtype.name,
-                hint="give the full-precision model with --base",
-            )
+        if self.chosen[fqn].dtype not in CAST_SOURCES:
+            raise self._quantized(fqn)
         self.updates.setdefault(fqn, []).append(update)
+
+    def _quantized(self, fqn: str) -> UsageError:
+        quantization = (self.base.config or {}).get("quantization_config")
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        return UsageError(
+            "this weight of the base is quantized, and an adapter is merged onto plain floating point only",
+            path=self.base.path,
+            fqn=fqn,
+            expected=" or ".join(sorted(d.name for d in CAST_SOURCES)),
+            found=self.chosen[fqn].dtype.name + (f", {method}" if method else ""),
+            hint="give the full-precision model with --base",
+        )
 
     def checkpoint(self) -> Checkpoint:
         """The base with the merged tensors in place of its own."""

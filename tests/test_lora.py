@@ -563,16 +563,33 @@ def test_another_base_is_refused(linear: Path, bases: dict[str, Path], tmp_path:
     assert ckpt("merge-lora", other_commit, "--base", cache, "-o", tmp_path / "c").code == UsageError.exit_code
 
 
-def test_a_quantized_base_is_refused(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "mxfp4"])
+def test_a_quantized_base_is_refused(method: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    """Names, shapes and dtypes of the weights as these libraries store them; the values do not matter."""
+    model = "gpt_oss" if method == "mxfp4" else "llama"
+    options = {"target_modules": ["q_proj"], "target_parameters": EXPERTS if method == "mxfp4" else None}
+    saved = save_adapter(bases[model], tmp_path / "adapter", options)
     base = tmp_path / "base"
-    shutil.copytree(bases["llama"], base)
+    shutil.copytree(bases[model], base)
     stored = weights(base)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    save_file(stored | {name: stored[name].to(torch.int8)}, base / "model.safetensors", metadata={"format": "pt"})
-    result = ckpt("merge-lora", linear, "--base", base, "-o", tmp_path / "out")
-    assert result.code == UsageError.exit_code
-    assert "quantized" in result.err
+    for name in [name for name in stored if name.endswith(("q_proj.weight", "gate_up_proj", "down_proj"))]:
+        if method == "bitsandbytes" and name.endswith("weight"):
+            stored[name] = torch.zeros(stored[name].numel() // 2, 1, dtype=torch.uint8)
+            stored[f"{name}.absmax"] = torch.zeros(9, dtype=torch.uint8)
+        elif method == "gptq" and name.endswith("weight"):
+            stored[f"{name.removesuffix('.weight')}.qweight"] = torch.zeros(4, stored.pop(name).shape[0]).int()
+        elif method == "mxfp4" and ".experts." in name:
+            stored[f"{name}_scales"] = torch.zeros(5, 7, 1, dtype=torch.uint8)
+            stored[f"{name}_blocks"] = torch.zeros(5, stored.pop(name).shape[1], 1, 16, dtype=torch.uint8)
+    save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((base / "config.json").read_text()) | {"quantization_config": {"quant_method": method}}
+    (base / "config.json").write_text(json.dumps(config))
+    result = ckpt("merge-lora", saved, "--base", base, "-o", tmp_path / "out")
+    assert result.code == UsageError.exit_code, result.err
+    assert "this weight of the base is quantized" in result.err
+    assert method in result.err
     assert "full-precision" in result.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_without_its_config_or_a_factor(linear: Path, tmp_path: Path, fixtures: Path) -> None:
