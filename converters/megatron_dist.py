@@ -21,7 +21,7 @@ from typing import Any
 from ckpt.checkpoint import MEGATRON as NAMESPACE
 from ckpt.checkpoint import WEIGHT, Checkpoint, Layout, ReadRequest, Target, TrainingState
 from ckpt.companions import read_config
-from converters.megatron_dist_optimizer import drop_shifted, is_optimizers, read_optimizer
+from converters.megatron_dist_optimizer import is_optimizers, read_optimizer
 from converters.megatron_dist_read import Reading, is_iteration, read_folder
 from converters.megatron_dist_write import lay_out
 from converters.megatron_folder import find_iteration
@@ -47,7 +47,6 @@ class MegatronDist:
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the checkpoint of one iteration."""
         reading = read_folder(path)
-        drop_shifted(reading)
         optimizers = read_optimizer(reading)
         tensors = reading.tensors()
         folders = tuple(p for p in (request.config, path, path.parent) if p)

@@ -6,9 +6,10 @@ Where the distributed optimizer's state is stored (`distrib_optim_sharding_type`
     fully_reshardable           optimizer.state.{param,exp_avg,exp_avg_sq}.<model's key>
     fully_sharded_model_space   the same with fp32_param, each rank's range of the flattened parameter (up to 0.15)
     dp_reshardable              optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(...).bucket_idx_0.exp_avg
+    dp_zero_gather_scatter      a value optimizer.distributed.dp_group_idx_0.param_state: what distrib_optim.pt holds
 
-The last has the buckets of every model parallel rank's buffers as they are, without a name of a parameter: which
-elements are whose follows from the model, the recorded sizes of the parallel axes, and the lengths of the buckets.
+The last two have the buffers of every model parallel rank as they are, without a name of a parameter: which elements
+are whose follows from the model, the recorded sizes of the parallel axes, and the lengths of buckets or buffers.
 
 Shifted states.  Up to 0.19.0 megatron-core wrote `fully_reshardable` from buffers that had lost the padding behind each
 bucket, with the places that parameters have in padded ones: states of all buckets but the first are shifted, and some
@@ -25,6 +26,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,7 @@ from ckpt.pickles import StoredTensor
 from ckpt.scalars import read_scalar
 from ckpt.tensors import Box, Extent
 from converters.dcp_tensors import Placed
-from converters.megatron_buffers import ALIGNMENT
+from converters.megatron_buffers import ALIGNMENT, bucket_sizes, find_buffer
 from converters.megatron_dist_keys import MASTERS
 from converters.megatron_dist_read import Reading, flat_pieces
 from converters.megatron_model import Grid, Rank, Spelling, is_expert, layer_kinds, split_layer
@@ -46,18 +48,20 @@ from converters.megatron_optimizer import IDENTITY, Optimizers, belongs
 from converters.megatron_write import Model, describe_model
 from converters.megatron_write import Placed as Local
 
-_OBJECT = re.compile(r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?P<what>\w+)")
+_OBJECT = re.compile(
+    r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>\w+)"
+)
 _BUCKET = re.compile(
     r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
     r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_\([^)]*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
 )
-_KNOWN = (None, "fully_reshardable", "fully_sharded_model_space", "dp_reshardable")
+_KNOWN = (None, "fully_reshardable", "fully_sharded_model_space", "dp_reshardable", "dp_zero_gather_scatter")
 #: Elements of a parameter that are compared with those of its master.
 _COMPARED = 64
 
 
 def read_optimizer(reading: Reading) -> Optimizers:
-    """The param groups, with the states of `dp_reshardable` noted in `reading`.
+    """The param groups, with the states of `dp_reshardable` noted in `reading`; nothing where states are shifted.
 
     Raises NotFoundError for a way of storing that is not read, CorruptError where buckets do not fit the model.
     """
@@ -70,9 +74,11 @@ def read_optimizer(reading: Reading) -> Optimizers:
             hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
         )
     _refuse_transposed(reading)
-    if reading.flat:
-        _read_buckets(reading)
+    if reading.flat or reading.sharding == "dp_zero_gather_scatter":
+        _read_buffers(reading)
     found = Optimizers()
+    if _drop_shifted(reading):
+        return found
     for content in _contents(reading):
         inner = content.get("optimizer", content)
         if "grad_scaler" in content:
@@ -167,36 +173,72 @@ def _members(reading: Reading, group: Mapping[str, Any], alone: bool) -> Iterato
             yield name
 
 
-# -- buckets -------------------------------------------------------------------------------------------------
+# -- buffers -------------------------------------------------------------------------------------------------
+
+_Name = tuple[int, int, int]  # number of the optimizer, of the data parallel group, of the buffer
 
 
-def _read_buckets(reading: Reading) -> None:
-    """Note the states of `dp_reshardable`."""
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A buffer as it is stored: by bucket or, not `apart`, all buckets as one; where the elements of each state are."""
+
+    apart: bool
+    buckets: Mapping[int, Mapping[str, Placed]]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Elements of each bucket."""
+        states = [next(iter(self.buckets[number].values())) for number in sorted(self.buckets)]
+        return [max((box.offsets[0] + box.sizes[0] for box, _ in placed), default=0) for placed in states]
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """A buffer of a rank's model chunk: its parameters, in the order of the modules."""
+
+    name: _Name
+    pp: int
+    vp: int
+    chunk_numel: int
+    members: tuple[Local, ...]
+
+    def places(self, stored: _Stored, args: Mapping[str, Any]) -> Sequence[tuple[int, int]] | None:
+        """(bucket, first element in it) of each parameter; None where they do not fit."""
+        numels = [one.numel for one in self.members]
+        if stored.apart:
+            return bucket_places(numels, stored.lengths)
+        sizes = list(bucket_sizes(args, self.pp, self.vp, self.chunk_numel))
+        found = find_buffer(numels, [one.shared for one in self.members], sizes, *stored.lengths)
+        return None if found is None else [(0, start) for start in found.starts]
+
+
+def _read_buffers(reading: Reading) -> None:
+    """Note the states of `dp_reshardable` and `dp_zero_gather_scatter`."""
     if not reading.args:
         raise LossError(
-            "the optimizer's state is stored as buckets of each rank, and nothing records the ranks",
+            "the optimizer's state is stored as buffers of each rank, and nothing records the ranks",
             path=reading.folder,
             expected="args in the common state",
             hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
         )
     model = _model(reading)
-    buckets = _buckets(reading)
+    known = _buckets(reading) | dict(_gathered(reading))
     held: dict[Key, dict[Box, list[Placed]]] = {}
-    for name, ones in _buffers(model):
-        stored = buckets.pop(name, None)
+    for buffer in _buffers(model):
+        stored = known.pop(buffer.name, None)
         if stored is None:
-            raise _misfit(reading, f"a buffer {name}", "no such buffer")
-        lengths = [next(iter(stored[bucket].values())).entry.shape[0] for bucket in sorted(stored)]
-        starts = bucket_places([one.numel for one in ones], lengths)
-        if starts is None:
-            raise _misfit(reading, f"{sum(one.numel for one in ones)} elements and gaps", f"buckets of {lengths}")
-        for one, (bucket, start) in zip(ones, starts, strict=True):
-            for state, found in stored[bucket].items():
+            raise _misfit(reading, "optimizer {}, group {}, buffer {}".format(*buffer.name), "no such buffer")
+        places = buffer.places(stored, reading.args)
+        if places is None:
+            numel = sum(one.numel for one in buffer.members)
+            raise _misfit(reading, f"{numel} elements and gaps", f"buckets of {stored.lengths}")
+        for one, (bucket, start) in zip(buffer.members, places, strict=True):
+            for state, elements in stored.buckets[bucket].items():
                 role = MASTER if state in MASTERS else state
-                for box, placed in _pieces(one, sorted(found.placed, key=lambda part: part[0].offsets), start):
+                for box, placed in _pieces(one, elements, start):
                     held.setdefault((one.fqn, role), {}).setdefault(box, []).append(placed)
-    if buckets:
-        raise _misfit(reading, "no further buffer", f"buffer {next(iter(buckets))}")
+    if known:
+        raise _misfit(reading, "no further buffer", "optimizer {}, group {}, buffer {}".format(*next(iter(known))))
     for key, parts in held.items():
         shape = model.chosen[key[0]].tensor.shape
         for copy in range(max(map(len, parts.values()))):
@@ -212,24 +254,44 @@ def _model(reading: Reading) -> Model:
     return describe_model(found, Layout())
 
 
-_Buffer = tuple[int, int, int]  # number of the optimizer, of the data parallel group, of the buffer
-
-
-def _buckets(reading: Reading) -> dict[_Buffer, dict[int, dict[str, Any]]]:
-    found: dict[_Buffer, dict[int, dict[str, Any]]] = {}
+def _buckets(reading: Reading) -> dict[_Name, _Stored]:
+    found: dict[_Name, dict[int, dict[str, Placed]]] = {}
     for key, tensor in reading.flat.items():
         match = _BUCKET.fullmatch(key)
         if match is None or len(tensor.entry.shape) != 1:
             raise CorruptError("this is no bucket of the distributed optimizer", path=reading.folder, fqn=key)
         name = int(match["number"] or 0), int(match["group"]), int(match["buffer"])
-        found.setdefault(name, {}).setdefault(int(match["bucket"]), {})[match["state"]] = tensor
-    return found
+        placed = sorted(tensor.placed, key=lambda part: part[0].offsets)
+        found.setdefault(name, {}).setdefault(int(match["bucket"]), {})[match["state"]] = placed
+    return {name: _Stored(True, buckets) for name, buckets in found.items()}
 
 
-def _buffers(model: Model) -> Iterator[tuple[_Buffer, list[Local]]]:
-    """The parameters of each buffer, in the order of the modules."""
+def _gathered(reading: Reading) -> Iterator[tuple[_Name, _Stored]]:
+    for key, values in reading.objects.items():
+        match = _OBJECT.fullmatch(key)
+        if match is None or match["what"] != "param_state":
+            continue
+        for buffers in values.values():
+            if not isinstance(buffers, Mapping) or not buffers.get("buckets_coalesced"):
+                raise CorruptError("this is no distributed optimizer's state", path=reading.folder, fqn=key)
+            for number, by_dtype in buffers.items():
+                if type(number) is not int:
+                    continue
+                tensors: Any = next(iter(by_dtype.values()), {}) if isinstance(by_dtype, Mapping) else {}
+                states = {
+                    str(state): [(Box((0,), value.shape), value.extent)]
+                    for state, value in (tensors.items() if isinstance(tensors, Mapping) else ())
+                    if isinstance(value, StoredTensor) and len(value.shape) == 1
+                }
+                if not states:
+                    raise CorruptError("a buffer of the distributed optimizer is empty", path=reading.folder, fqn=key)
+                yield (int(match["number"] or 0), int(match["group"]), number), _Stored(False, {0: states})
+
+
+def _buffers(model: Model) -> Iterator[_Buffer]:
+    """Every buffer once: data parallel ranks, and for dense parameters expert parallel ones, share it."""
     apart = model.grid.ep > 1 and model.num_experts > 0
-    done: set[_Buffer] = set()
+    done: set[_Name] = set()
     for rank in model.grid.ranks():
         chunks = [model.chunk(rank, vp) for vp in range(model.grid.vpp)]
         for number in range(1 + apart):
@@ -238,11 +300,12 @@ def _buffers(model: Model) -> Iterator[tuple[_Buffer, list[Local]]]:
                 for one in chunk.tensors:
                     if model.chosen[one.fqn].tensor.role != BUFFER and (apart and is_expert(one.fqn)) == bool(number):
                         buffers.setdefault((chunk.vp, model.chosen[one.fqn].dtype.name), []).append(one)
-            for index, (_, ones) in enumerate(sorted(buffers.items(), key=lambda item: item[0][0])):
+            for index, ((vp, _), ones) in enumerate(sorted(buffers.items(), key=lambda item: item[0][0])):
                 name = number, _group(rank, model.grid, bool(number)), index
                 if name not in done:
                     done.add(name)
-                    yield name, ones
+                    numel = sum(one.numel for one in chunks[vp].tensors)
+                    yield _Buffer(name, rank.pp, vp, numel, tuple(ones))
 
 
 def _group(rank: Rank, grid: Grid, experts: bool) -> int:
@@ -267,7 +330,8 @@ def bucket_places(numels: Sequence[int], lengths: Sequence[int]) -> list[tuple[i
         at += numels[index]
         if at > lengths[bucket]:
             return None
-        if at == lengths[bucket]:
+        # A shared embedding ends the bucket before it where its own place would have been.
+        if lengths[bucket] in (at, at + -at % ALIGNMENT):
             bucket, at = bucket + 1, 0
     return places if bucket == len(lengths) else None
 
@@ -290,7 +354,7 @@ def _pieces(one: Local, chunks: Placed, start: int) -> Iterator[tuple[Box, Place
 
 def _misfit(reading: Reading, expected: object, found: object) -> CorruptError:
     return CorruptError(
-        "the distributed optimizer's buckets are not those of this model on the recorded ranks",
+        "the distributed optimizer's buffers are not those of this model on the recorded ranks",
         path=reading.folder,
         expected=expected,
         found=found,
@@ -301,13 +365,13 @@ def _misfit(reading: Reading, expected: object, found: object) -> CorruptError:
 # -- shifted states ------------------------------------------------------------------------------------------
 
 
-def drop_shifted(reading: Reading) -> None:
+def _drop_shifted(reading: Reading) -> bool:
     """Leave out the optimizer's state where megatron-core has shifted it (see above), and say so."""
     if reading.sharding != "fully_reshardable" or not _has_buckets(reading.args):
-        return
+        return False
     shifted = [fqn for fqn, role in reading.placed if role == MASTER and not _is_rounded(reading, fqn)]
     if not shifted:
-        return
+        return False
     for key in [key for key in reading.placed if key[1] not in (WEIGHT, BUFFER)]:
         del reading.placed[key], reading.shapes[key]
     reading.notes.append(
@@ -315,6 +379,7 @@ def drop_shifted(reading: Reading) -> None:
         "their weights were rounded from; megatron-core up to 0.19.0 shifts them when there are several buckets and "
         "fully_reshardable is asked for (NVIDIA/Megatron-LM#5077)"
     )
+    return True
 
 
 def _has_buckets(args: Mapping[str, Any]) -> bool:
