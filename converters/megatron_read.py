@@ -18,6 +18,7 @@ from ckpt.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.files import confined, translate_os_errors
 from ckpt.pickles import Record, StoredTensor
 from ckpt.tensors import Box, Extent, Fragment, Pieces, Shape, Source, Tensor, contiguous_strides
+from converters.megatron_legacy_names import LANGUAGE_MODEL, core_names
 from converters.megatron_model import (
     EMBEDDING,
     OUTPUT,
@@ -28,6 +29,7 @@ from converters.megatron_model import (
     Split,
     Stages,
     full_shape,
+    in_order,
     is_expert,
     is_gated,
     layer_kinds,
@@ -41,6 +43,8 @@ from converters.megatron_model import (
 MODEL, DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
 #: The entry of the training state that names modules with a state of their own: Transformer Engine's FP8 scaling.
 EXTRA = "_extra_state"
+#: A note of the reader, which keeps the writer from dealing optimizer states to the wrong parameters.
+OTHER_ORDER = "the model's modules are in another order than those of megatron-core 0.16"
 _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 _GROUPED_GEMM = re.compile(r"(?P<layer>.*\.mlp\.experts\.)weight(?P<number>[12])")
@@ -193,6 +197,7 @@ def read_ranks(reading: Reading) -> list[RankFile]:
     contents = [(rank, _model_file(reading.folder, name)) for name, rank in expected.items()]
     loaded = [(rank, path, first if path.parent.name == names[0] else reading.load(path)) for rank, path in contents]
     _check_agreement(reading, loaded)
+    _check_version(reading, first)
     files = []
     for rank, path, content in loaded:
         files.append(RankFile(rank, str(path), content, tuple(_chunks(reading, rank, str(path), content))))
@@ -319,6 +324,19 @@ def _check_agreement(reading: Reading, loaded: Sequence[tuple[Rank, Path, Mappin
             )
 
 
+def _check_version(reading: Reading, content: Mapping[Any, Any]) -> None:
+    """Before version 2.0 the rows of query, key and value were in another order (`fix_query_key_value_ordering`)."""
+    version = content.get("checkpoint_version", 0)
+    if not isinstance(version, int | float) or version < 2:
+        raise NotFoundError(
+            "this version of Megatron-LM's checkpoints is not read: query, key and value in another order",
+            path=reading.folder,
+            expected="checkpoint_version 2.0 or 3.0",
+            found=f"checkpoint_version {version}",
+            hint="load and save it with Megatron-LM, which reorders them",
+        )
+
+
 # -- the model -----------------------------------------------------------------------------------------------
 
 
@@ -340,28 +358,27 @@ def _chunks(reading: Reading, rank: Rank, path: str, content: Mapping[Any, Any])
     if not reading.stages.num_layers:
         reading.stages = _stages(reading, content, keys)
     for number, key in enumerate(keys):
-        yield tuple(_locals(reading, rank, number, path, _flat_names(content[key], path)))
+        chunk = tuple(_locals(reading, rank, number, path, _flat_names(content[key])))
+        names = [local.name for local in chunk]
+        if LANGUAGE_MODEL not in content[key] and names != in_order(names) and OTHER_ORDER not in reading.notes:
+            reading.notes.append(OTHER_ORDER)
+        yield chunk
 
 
 def _stages(reading: Reading, content: Mapping[Any, Any], keys: Sequence[str]) -> Stages:
     if reading.args.get("num_layers"):
         return Stages.of_args(reading.args)
     if reading.grid.pp == 1:  # all layers are here, whoever counts them
-        numbers = [int(m[1]) for key in keys for name in content[key] if (m := _LAYER_NUMBER.match(str(name)))]
+        names = [name for key in keys for name in _flat_names(content[key])]
+        numbers = [int(m[1]) for name in names if (m := _LAYER_NUMBER.match(name))]
         return Stages(max(numbers, default=-1) + 1)
     raise CorruptError("the file does not record the number of layers", path=reading.folder, expected="args.num_layers")
 
 
-def _flat_names(state: Mapping[Any, Any], path: str) -> dict[str, Any]:
-    """The entries of a chunk's state dict without the prefix of wrappers."""
-    if "language_model" in state:
-        raise NotFoundError(
-            "this model is of Megatron-LM's legacy classes, before megatron-core",
-            path=path,
-            expected="names as decoder.layers.0.self_attention.linear_qkv.weight",
-            found="language_model.encoder",
-            hint="convert it with Megatron-LM's tools/checkpoint first (loader megatron, saver mcore)",
-        )
+def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """The entries of a chunk's state dict in megatron-core's spelling, without the prefix of wrappers."""
+    if LANGUAGE_MODEL in state:
+        return dict(core_names(state))
     names = {}
     for name, value in state.items():
         clean = str(name)

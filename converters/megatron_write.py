@@ -45,7 +45,7 @@ from converters.megatron_model import (
     split_of,
 )
 from converters.megatron_optimizer import IDENTITY, is_decayed, is_decoupled
-from converters.megatron_read import DISTRIBUTED, EXTRA, MODEL, Piece, folder_name, pieces_of
+from converters.megatron_read import DISTRIBUTED, EXTRA, MODEL, OTHER_ORDER, Piece, folder_name, pieces_of
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 
@@ -68,6 +68,12 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     model = describe_model(checkpoint, layout)
     folder = RELEASE if checkpoint.state.step is None else f"iter_{checkpoint.state.step:07d}"
     files: list[TargetFile] = []
+    if model.has_optimizer and OTHER_ORDER in checkpoint.notes:
+        raise LossError(
+            f"{OTHER_ORDER}, and an optimizer knows parameters by their order alone",
+            path=checkpoint.path,
+            hint="convert the weights alone, by way of hf",
+        )
     optimizer = _Optimizer(model) if model.has_optimizer else None
     items, dropped = _items(model)
     for rank in model.grid.ranks():

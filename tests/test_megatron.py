@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt.checkpoint import WEIGHT, Layout
-from ckpt.errors import CkptError, LossError, UsageError
+from ckpt.errors import CkptError, LossError, NotFoundError, UsageError
 from ckpt.planner import check_source
 from ckpt.tensors import check_tiling
 from converters.megatron_buffers import find_buffer, stored_buffer
@@ -45,6 +45,7 @@ from converters.megatron_model import (
     rank_shape,
     split_layer,
 )
+from converters.megatron_read import OTHER_ORDER
 from tests import commands
 from tests.describing import content
 from tests.engines import Truth
@@ -362,6 +363,69 @@ def test_a_model_of_transformer_engine_keeps_its_optimizer(tmp_path: Path) -> No
         "decoder.layers.0.self_attention.linear_qkv.weight",
         "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
     ]
+
+
+def _legacy(state: dict[str, Any], file: Path) -> None:
+    """A chunk as Megatron-LM's legacy GPTModel saves it: nested, and under the names of its modules."""
+    nested: dict[str, Any] = {"embedding": {"word_embeddings": {}}, "encoder": {}, "output_layer": {}}
+    head: dict[str, Any] = {}
+    old = {
+        "self_attention.linear_qkv.": "self_attention.query_key_value.",
+        "self_attention.linear_proj.": "self_attention.dense.",
+        "pre_mlp_layernorm.": "post_attention_layernorm.",
+        "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
+        "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
+    }
+    for name, value in state["model"].items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if name.startswith("embedding."):
+            nested["embedding"]["word_embeddings"]["weight"] = value
+        elif name == "output_layer.weight":
+            tied = not state["args"].untie_embeddings_and_output_weights
+            (head if tied else nested["output_layer"])["weight"] = value
+        else:
+            rest = name.removeprefix("decoder.")
+            for new, module in old.items():
+                rest = rest.replace(new, module)
+            nested["encoder"][rest] = value
+    state["model"] = {"language_model": nested} | ({"word_embeddings_for_head": head} if head else {})
+    del state["optimizer"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt_neox"])
+def test_legacy_models(name: str, tmp_path: Path) -> None:
+    """By hand: the nested dicts of Megatron-LM before megatron-core."""
+    run = _copy(name, tmp_path)
+    _edit(run, _legacy)
+    checkpoint, expected = ckpt.open(run), truth(sample(name)).tensors
+    assert checkpoint.tensors.keys() == {key for key in expected if key[1] == WEIGHT}
+    for key, tensor in checkpoint.tensors.items():
+        assert content(tensor) == expected[key], key
+    ckpt.plan(checkpoint, "megatron", Layout(tp=1, pp=1)).run(tmp_path / "out")
+    assert ckpt.verify(checkpoint, ckpt.open(tmp_path / "out")).equal
+    _edit(run, lambda state, file: state.update(checkpoint_version=1.0))
+    with pytest.raises(NotFoundError, match="query, key and value in another order"):
+        ckpt.open(run)
+
+
+@pytest.mark.slow
+def test_modules_in_another_order(tmp_path: Path) -> None:
+    """By hand: read as they stand, and no optimizer written for them, which would be that of other parameters."""
+    run = _copy("llama", tmp_path)
+    with pytest.raises(LossError, match="knows parameters by their order alone"):
+        ckpt.plan(replace(ckpt.open(run), notes=(OTHER_ORDER,)), "megatron", Layout(tp=1))
+
+    def turn(state: dict[str, Any], file: Path) -> None:
+        del state["optimizer"]
+        state["model"] = dict(reversed(state["model"].items()))
+
+    _edit(run, turn)
+    checkpoint = ckpt.open(run)
+    assert OTHER_ORDER in checkpoint.notes
+    assert ckpt.verify(ckpt.open(sample("llama")), checkpoint, only="weights").equal
+    assert ckpt.plan(checkpoint, "megatron", Layout(tp=1))
 
 
 @pytest.mark.slow
