@@ -22,15 +22,11 @@ from typing import Any
 from ckpt.checkpoint import MEGATRON as NAMESPACE
 from ckpt.checkpoint import WEIGHT, Checkpoint, Layout, ReadRequest, Target, TrainingState
 from ckpt.companions import read_config
-from ckpt.errors import CorruptError
-from ckpt.files import confined, translate_os_errors
+from converters.megatron_folder import find_iteration
 from converters.megatron_model import EMBEDDING, OUTPUT
 from converters.megatron_optimizer import read_optimizers
 from converters.megatron_read import EXTRA, MODEL, RankFile, Reading, folder_name, rank_folders, read_ranks
 from converters.megatron_write import lay_out
-
-TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
-_ITERATION = re.compile(r"iter_(\d{7,})")
 
 #: Entries of a file that are described otherwise, or belong to one rank.
 _KNOWN = frozenset({"optimizer", "args", "iteration"})
@@ -48,34 +44,7 @@ class Megatron:
     # -- find ------------------------------------------------------------------------------------------------
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """An iteration's folder: `path` itself, the one that is named, or the one that the tracker records."""
-        if not path.is_dir():
-            return None
-        if tag is not None:
-            named = confined(path, f"iter_{int(tag):07d}" if tag.isdigit() else tag)
-            return named if _is_iteration(named) else None
-        if _is_iteration(path):
-            return path
-        tracker = path / TRACKER
-        if not tracker.is_file():
-            return None
-        with translate_os_errors(tracker), open(tracker, "rb") as file:
-            said = file.read(64).decode("ascii", "replace").strip()
-        if said != RELEASE and not said.isdigit():
-            return None
-        named = path / (RELEASE if said == RELEASE else f"iter_{int(said):07d}")
-        if _is_iteration(named):
-            return named
-        others = sorted(entry.name for entry in path.iterdir() if _is_iteration(entry))
-        if named.is_dir() or not others:
-            return None  # another format of Megatron's, or of another framework with a tracker of the same name
-        raise CorruptError(
-            "the tracker names an iteration that is not there",
-            path=tracker,
-            expected=f"the folder {named.name}",
-            found="no such folder",
-            hint=f"the newest here is {others[-1]}",
-        )
+        return find_iteration(path, tag, _is_iteration)
 
     # -- read ------------------------------------------------------------------------------------------------
 

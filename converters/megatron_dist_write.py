@@ -16,14 +16,11 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from ckpt.checkpoint import MASTER, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
-from ckpt.companions import CONFIG, companions, dump_config, find_config
 from ckpt.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.errors import LossError
-from ckpt.files import translate_os_errors
 from ckpt.pickles import Record
 from ckpt.precision import describe
 from ckpt.tensors import Box, Shape
@@ -31,11 +28,10 @@ from ckpt.torchwriter import FromSource, number, torch_file
 from converters.dcp_layout import Writing, dim0_boxes
 from converters.megatron_dist_keys import KeyWriter, ObjectKey
 from converters.megatron_dist_read import BACKENDS, COMMON
-from converters.megatron_folder import TRACKER, iteration_folder
+from converters.megatron_folder import TRACKER, iteration_folder, run_files
 from converters.megatron_model import Grid, split_layer
 from converters.megatron_read import EXTRA
-from converters.megatron_write import Model, describe_model
-from converters.megatron_write import _Optimizer as Optimizer
+from converters.megatron_write import Model, Optimizer, describe_model
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj))\.weight")
@@ -72,7 +68,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         *writing.files(),
         torch_file(f"{folder}/{COMMON}", common),
         TargetFile.of_bytes(f"{folder}/{BACKENDS}", json.dumps(backends).encode()),
-        *_beside(checkpoint),
+        *run_files(checkpoint),
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
     written = {slot.key for file in files for slot in file.slots}
@@ -278,19 +274,6 @@ def _of_ranks(model: Model) -> Iterator[tuple[str, Any]]:
     for name, values in source.state.items.items():
         if _is_of_ranks(name, values):
             yield from ((f"{name}/{place}", value) for place, value in values.items())
-
-
-def _beside(checkpoint: Checkpoint) -> Iterator[TargetFile]:
-    """Config and tokenizer, which the way back to the Hub's names needs."""
-    folders = [Path(folder) for folder in checkpoint.folders]
-    path = find_config(folders)
-    if path is not None:
-        with translate_os_errors(path):
-            yield TargetFile.of_bytes(CONFIG, path.read_bytes())
-    elif checkpoint.config is not None:
-        yield TargetFile.of_bytes(CONFIG, dump_config(checkpoint.config))
-    for companion in companions(folders):
-        yield TargetFile.of_bytes(companion.name, companion.content)
 
 
 def _notes(model: Model, layout: Layout, keys: KeyWriter, optimizer: Optimizer | None) -> Iterator[str]:

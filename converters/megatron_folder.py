@@ -8,9 +8,11 @@ After Megatron-LM of August 2026, training/checkpointing.py: `get_checkpoint_tra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ckpt.checkpoint import Checkpoint, TargetFile
+from ckpt.companions import CONFIG, companions, dump_config, find_config
 from ckpt.errors import CorruptError
 from ckpt.files import confined, translate_os_errors
 
@@ -54,3 +56,16 @@ def find_iteration(path: Path, tag: str | None, is_iteration: Callable[[Path], b
         found="no such folder",
         hint=f"the newest here is {others[-1]}",
     )
+
+
+def run_files(checkpoint: Checkpoint) -> Iterator[TargetFile]:
+    """Config and tokenizer, which the way back to the Hub's names needs."""
+    folders = [Path(folder) for folder in checkpoint.folders]
+    path = find_config(folders)
+    if path is not None:
+        with translate_os_errors(path):
+            yield TargetFile.of_bytes(CONFIG, path.read_bytes())
+    elif checkpoint.config is not None:
+        yield TargetFile.of_bytes(CONFIG, dump_config(checkpoint.config))
+    for companion in companions(folders):
+        yield TargetFile.of_bytes(companion.name, companion.content)

@@ -10,19 +10,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
-from ckpt.companions import CONFIG, companions, dump_config, find_config
 from ckpt.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.errors import LossError, UsageError
-from ckpt.files import translate_os_errors
 from ckpt.pickles import Record, StoredDict
 from ckpt.precision import CAST_SOURCES, Choice, choices, describe
 from ckpt.tensors import Shape, Tensor
 from ckpt.torchwriter import FromSource, NewTensor, Part, Zeros, number, torch_file
 from converters.megatron_buffers import bucket_sizes, stored_buffer
+from converters.megatron_folder import RELEASE, TRACKER, iteration_folder, run_files
 from converters.megatron_model import (
     EMBEDDING,
     OUTPUT,
@@ -47,8 +45,6 @@ from converters.megatron_model import (
 from converters.megatron_optimizer import IDENTITY, is_decayed, is_decoupled
 from converters.megatron_read import DISTRIBUTED, EXTRA, MODEL, OTHER_ORDER, Piece, folder_name, pieces_of
 
-TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
-
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 #: Entries that each rank has for itself.
 _OF_RANKS = ("rng_state", "rerun_state_machine")
@@ -66,7 +62,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     Raises UsageError for a layout that does not fit the model, LossError for what the format has no place for.
     """
     model = describe_model(checkpoint, layout)
-    folder = RELEASE if checkpoint.state.step is None else f"iter_{checkpoint.state.step:07d}"
+    folder = iteration_folder(checkpoint.state.step)
     files: list[TargetFile] = []
     if model.has_optimizer and OTHER_ORDER in checkpoint.notes:
         raise LossError(
@@ -74,7 +70,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
             path=checkpoint.path,
             hint="convert the weights alone, by way of hf",
         )
-    optimizer = _Optimizer(model) if model.has_optimizer else None
+    optimizer = Optimizer(model) if model.has_optimizer else None
     items, dropped = _items(model)
     for rank in model.grid.ranks():
         name = f"{folder}/{folder_name(rank, model.grid)}"
@@ -90,7 +86,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     written = {slot.key for file in files for slot in file.slots}
     masters = [key for key in checkpoint.tensors if key[1] in (MASTER, WEIGHT) and key not in written]
     return Target(
-        files=(*files, *_beside(checkpoint), TargetFile.of_bytes(TRACKER, tracker.encode())),
+        files=(*files, *run_files(checkpoint), TargetFile.of_bytes(TRACKER, tracker.encode())),
         leaves_out=frozenset(masters),
         dropped=tuple(dropped),
         notes=tuple(_notes(model, layout, optimizer)),
@@ -456,19 +452,6 @@ def _of_rank(model: Model, rank: Rank) -> dict[str, Any]:
     return {item: items[item][name] for item in _OF_RANKS if name in items.get(item, {})}
 
 
-def _beside(checkpoint: Checkpoint) -> Iterator[TargetFile]:
-    """Config and tokenizer, which the way back to the Hub's names needs."""
-    folders = [Path(folder) for folder in checkpoint.folders]
-    path = find_config(folders)
-    if path is not None:
-        with translate_os_errors(path):
-            yield TargetFile.of_bytes(CONFIG, path.read_bytes())
-    elif checkpoint.config is not None:
-        yield TargetFile.of_bytes(CONFIG, dump_config(checkpoint.config))
-    for companion in companions(folders):
-        yield TargetFile.of_bytes(companion.name, companion.content)
-
-
 # -- the optimizer -------------------------------------------------------------------------------------------
 
 
@@ -482,7 +465,7 @@ class _Group:
     decoupled: bool
 
 
-class _Optimizer:
+class Optimizer:
     """The optimizer's state, dealt to ranks."""
 
     def __init__(self, model: Model) -> None:
@@ -688,7 +671,7 @@ def _with_gaps(parts: Iterable[FromSource], numel: int) -> Iterator[Part]:
 # -- notes ---------------------------------------------------------------------------------------------------
 
 
-def _notes(model: Model, layout: Layout, optimizer: _Optimizer | None) -> Iterator[str]:
+def _notes(model: Model, layout: Layout, optimizer: Optimizer | None) -> Iterator[str]:
     grid = model.grid
     sizes = f"TP {grid.tp}, PP {grid.pp}, EP {grid.ep}, VPP {grid.vpp}"
     yield f"Megatron for {sizes}" + (f", expert TP {grid.etp}" if grid.etp != grid.tp else "")
