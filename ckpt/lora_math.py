@@ -128,8 +128,16 @@ def _add(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """`weight += delta`, as torch does it where the dtypes differ: in the wider one, and rounded once."""
     if weight.dtype == delta.dtype:
         return weight.add_(delta)
-    wide = _scratch("sum", tuple(weight.shape), torch.promote_types(weight.dtype, delta.dtype))
-    return weight.copy_(wide.copy_(weight).add_(delta))
+    dtype = torch.promote_types(weight.dtype, delta.dtype)
+    for part, change in zip(weight.split(_rows(weight)), delta.split(_rows(weight)), strict=True):
+        wide = _scratch("sum", tuple(part.shape), dtype)
+        part.copy_(wide.copy_(part).add_(change))
+    return weight
+
+
+def _rows(weight: torch.Tensor) -> int:
+    """Rows that stay in the processor's cache while they are widened, added and rounded."""
+    return max(1, (1 << 17) // max(1, weight.shape[1]))
 
 
 def _wide(factor: torch.Tensor) -> torch.Tensor:
