@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ZERO = ("zero1", "zero2", "zero3")
-STRATEGIES = (*ZERO, "ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", "megatron")
+STRATEGIES = (*ZERO, "ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", "megatron", "megatron-deepspeed")
 ARCHITECTURES = (
     "llama",
     "mistral",
@@ -58,8 +58,8 @@ class Config:
     precision: str = _option(
         "mixed", "not zero: fp32 parameters with compute in --dtype, or all in --dtype", choices=PRECISIONS
     )
-    tp: int = _option(2, "tp-fsdp, megatron: ranks that share each matrix", metavar="N")
-    pp: int = _option(1, "megatron: pipeline stages", metavar="N")
+    tp: int = _option(2, "tp-fsdp, megatron, megatron-deepspeed: ranks that share each matrix", metavar="N")
+    pp: int = _option(1, "megatron, megatron-deepspeed: pipeline stages", metavar="N")
     vpp: int = _option(1, "megatron: model chunks of each pipeline stage", metavar="N")
     ep: int = _option(1, "megatron: ranks that share the experts of a layer", metavar="N")
     etp: int = _option(0, "megatron: ranks that share each matrix of an expert (0: as --tp)", metavar="N")
@@ -73,7 +73,7 @@ class Config:
     )
     keys: str = _option("nested", "not zero: how the saved optimizer state is spelled", choices=KEYS)
     steps: int = _option(
-        4, "optimizer steps of this run, on top of those resumed from; megatron: 0 only writes the truth"
+        4, "optimizer steps of this run, on top of those resumed from; megatron*: 0 only writes the truth"
     )
     save_every: int = _option(0, "also save every N steps (0: only at the end)", metavar="N")
     truth: bool = _option(False, "write the gathered truth beside every checkpoint")
@@ -116,6 +116,8 @@ class Config:
                 raise UserError(f"--{field.name}: {getattr(self, field.name)!r} is none of {', '.join(choices)}")
         if self.strategy == "megatron":
             self._check_megatron_options()
+        elif self.strategy == "megatron-deepspeed":
+            self._check_pipeline_options()
         elif self.steps < 1:
             raise UserError("--steps is at least 1")
         elif self.save in ("torch", "torch_dist"):
@@ -135,6 +137,8 @@ class Config:
         """What --save means for this strategy: zero, dcp, full, ranks, torch or torch_dist."""
         if self.save != "native":
             return self.save
+        if self.strategy == "megatron-deepspeed":
+            return "zero"
         return "zero" if self.strategy in ZERO else {"ddp": "full", "megatron": "torch_dist"}.get(self.strategy, "dcp")
 
     def _check_megatron_options(self) -> None:
@@ -153,6 +157,17 @@ class Config:
             raise UserError("--tp, --pp, --vpp, --ep and --vocab-multiple are at least 1")
         if self.vpp > 1 and (self.pp < 2 or self.accumulate % self.pp):
             raise UserError("--vpp needs at least two stages, and --accumulate a multiple of --pp")
+
+    def _check_pipeline_options(self) -> None:
+        if self.save != "native" or self.through == "trainer" or self.layout == "trainer":
+            raise UserError("--strategy megatron-deepspeed trains in our own loop and saves as DeepSpeed does")
+        if self.optimizer != "adamw" or self.model == "toy" or self.lora or self.freeze:
+            raise UserError(
+                "--strategy megatron-deepspeed builds its own model: "
+                "without --model toy, --lora and --freeze, and with adamw"
+            )
+        if min(self.tp, self.pp, self.vocab_multiple) < 1:
+            raise UserError("--tp, --pp and --vocab-multiple are at least 1")
 
     def _check_torch_options(self) -> None:
         if self.dtype == "fp16":

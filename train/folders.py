@@ -3,6 +3,7 @@
 plain     OUTPUT/{config.json, tokenizer.json, ..., latest, global_stepN/}       zero1, zero2, zero3
           OUTPUT/{config.json, tokenizer.json, ..., step-N/}                     ddp, fsdp1, fsdp2, hsdp, tp-fsdp
           OUTPUT/{config.json, tokenizer.json, ..., latest_checkpointed_iteration.txt, iter_000000N/}   megatron
+          OUTPUT/{config.json, tokenizer.json, ..., latest, global_stepN/layer_*}   megatron-deepspeed
 trainer   OUTPUT/checkpoint-N/{config.json, tokenizer.json, ..., trainer_state.json, latest, global_stepN/}
 """
 
@@ -56,7 +57,8 @@ def find_checkpoint(config: Config) -> tuple[Path, str]:
     folder = Path(config.resume)
     if not folder.is_dir():
         raise UserError(f"--resume {folder}: no such folder")
-    if (tracker := folder / "latest_checkpointed_iteration.txt").is_file():
+    tracker = folder / "latest_checkpointed_iteration.txt"  # Megatron-DeepSpeed leaves one beside `latest`
+    if tracker.is_file() and config.strategy != "megatron-deepspeed":
         latest = tracker.read_text().strip()
         folder = folder / (latest if latest == "release" else f"iter_{int(latest):07d}")
     numbered = [child for child in folder.iterdir() if re.fullmatch(r"(checkpoint|step)-\d+", child.name)]
@@ -81,6 +83,9 @@ def _require_fit(config: Config, folder: Path) -> None:
     """UserError with the conversion that helps if this run's engine or number of ranks cannot take a checkpoint."""
     if config.strategy == "megatron":
         _require_megatron(config, folder)
+        return
+    if config.strategy == "megatron-deepspeed":
+        _require_pipeline(config, folder)
         return
     format, written_by = _identify(folder)
     zero, trainer = config.strategy in ZERO, config.through == "trainer"
@@ -139,6 +144,22 @@ def _require_megatron(config: Config, folder: Path) -> None:
                 f"--resume {config.resume}: written with {name} {found}, and this run has {value}\n"
                 f"hint: {convert.format('megatron')}"
             )
+
+
+def _require_pipeline(config: Config, folder: Path) -> None:
+    """The same for a pipeline of DeepSpeed's, which takes no other layout than its own."""
+    tensor_ranks = len(set(re.findall(r"-model_(\d+)-model_states", " ".join(p.name for p in folder.glob("layer_*")))))
+    slices = len(list(folder.glob("mp_rank_*_model_states.pt")))
+    partitions = len(list(folder.glob("*zero_pp_rank_*_optim_states.pt")))
+    if not tensor_ranks or not slices:
+        raise UserError(f"--resume {config.resume}: no checkpoint of a DeepSpeed pipeline in {folder}")
+    wanted = (config.tp, config.tp * config.pp, dist.get_world_size())
+    if (tensor_ranks, slices, partitions or wanted[2]) != wanted:
+        convert = f"ckpt convert megatron-deepspeed megatron-deepspeed {shlex.quote(str(config.resume))}"
+        raise UserError(
+            f"--resume {config.resume}: written with TP {tensor_ranks}, PP {slices // tensor_ranks} on {partitions} "
+            f"ranks\nhint: {convert} --tp {config.tp} --pp {config.pp} --world-size {wanted[2]}"
+        )
 
 
 def _identify(folder: Path) -> tuple[str, int | None]:

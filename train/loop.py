@@ -17,7 +17,7 @@ from train.config import STRATEGIES, ZERO, Config, UserError
 
 # Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
 ENGINES = {strategy: "train.zero" if strategy in ZERO else "train.native" for strategy in STRATEGIES}
-ENGINES["megatron"] = "train.megatron"
+ENGINES |= {"megatron": "train.megatron", "megatron-deepspeed": "train.pipeline"}
 
 
 class Engine(Protocol):
@@ -54,7 +54,7 @@ class Engine(Protocol):
 def run(config: Config) -> list[Path]:
     """Trains, saves, and returns the folders of the checkpoints written. Needs a process group."""
     readers = dist.get_world_size()
-    if config.strategy == "megatron":  # the ranks that share a model read the same
+    if config.strategy in ("megatron", "megatron-deepspeed"):  # the ranks that share a model read the same
         readers = max(1, readers // (config.tp * config.pp))
     if config.batch % (readers * config.accumulate):
         raise UserError(

@@ -118,7 +118,7 @@ class ZeroEngine:
             # Ranks use different experts, so fetching these blocks' parameters one by one would hang.
             set_z3_leaf_modules(model, blocks)
         if config.dtype == "fp16" and not get_accelerator().is_fp16_supported():
-            _allow_fp16()
+            allow_fp16()
         # ZeRO-3 numbers parameters process-wide, and the numbers reach the checkpoint: start every run at 0.
         Init.param_id = 0
         self.engine: Any
@@ -209,7 +209,7 @@ class ZeroEngine:
         """Frees the engine and undoes what it changed in the process."""
         self.engine.destroy()
         del self.engine, self.optimizer, self.groups, self.names
-        _forbid_fp16()
+        forbid_fp16()
         nn.functional.linear = _LINEAR  # replaced for good under memory_efficient_linear
         gc.collect()
 
@@ -313,13 +313,14 @@ def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _allow_fp16() -> None:
+def allow_fp16() -> None:
     """DeepSpeed declines fp16 on most CPUs though torch computes it on all, slowly: overrule it for this run."""
     accelerator = get_accelerator()
     accelerator.is_fp16_supported = lambda: True
     accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
 
 
-def _forbid_fp16() -> None:
+def forbid_fp16() -> None:
+    """Undoes `allow_fp16`."""
     for name in ("is_fp16_supported", "supported_dtypes"):
         vars(get_accelerator()).pop(name, None)

@@ -1,0 +1,339 @@
+"""A decoder as Megatron-DeepSpeed builds it: a list of layers for DeepSpeed's PipelineModule, cut among tensor ranks.
+
+Module names, the order of the layers and what each tensor-parallel rank holds are those of Megatron-DeepSpeed's
+GPTModelPipe: 0 a function, 1 the embedding, 2 and on the transformer layers, then the last norm and, where it is not
+the embedding again, the output layer.  Weights come from a generator seeded with their name in the whole model, so
+they are the same however the model is cut.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from train.config import Config, UserError
+from train.data import VOCABULARY
+from train.models import sizes_of
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "gpt_neox")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a layer needs to know of the model and of this rank's place in it; `group` is that of the tensor ranks."""
+
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    epsilon: float
+    rotary_dim: int
+    tied: bool
+    bias: bool
+    qkv_bias: bool
+    layer_norm: bool
+    gated: bool
+    seed: int
+    tp: int
+    rank: int
+    group: Any
+
+
+def sizes(config: Config, model: Any, rank: int, group: Any) -> Sizes:
+    """The sizes of a run's model, taken from its transformers configuration."""
+    architecture = config.model.removesuffix("_wide").removesuffix("_even")
+    if architecture not in ARCHITECTURES:
+        raise UserError(f"--strategy megatron-deepspeed: --model {config.model} is none of {', '.join(ARCHITECTURES)}")
+    hub = model.config
+    neox = architecture == "gpt_neox"  # whose configuration may hold sizes of other architectures, without a meaning
+    kv_heads = hub.num_attention_heads if neox else hub.num_key_value_heads
+    even = hub.hidden_size // hub.num_attention_heads
+    head_dim = even if neox else getattr(hub, "head_dim", None) or even
+    for name, size in (("attention heads", hub.num_attention_heads), ("key/value heads", kv_heads)):
+        if size % config.tp:
+            raise UserError(f"--tp {config.tp}: --model {config.model} has {size} {name}; try {architecture}_wide")
+    if hub.intermediate_size % config.tp:
+        raise UserError(f"--tp {config.tp} does not divide the {hub.intermediate_size} rows of the MLP")
+    multiple = config.vocab_multiple * config.tp
+    return Sizes(
+        hidden=hub.hidden_size,
+        ffn=hub.intermediate_size,
+        layers=hub.num_hidden_layers,
+        heads=hub.num_attention_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary=-(-VOCABULARY // multiple) * multiple,
+        epsilon=hub.layer_norm_eps if neox else hub.rms_norm_eps,
+        rotary_dim=head_dim // 4 if neox else head_dim,
+        tied=bool(sizes_of(config.model)["tie_word_embeddings"]),
+        bias=neox,
+        qkv_bias=neox or architecture == "qwen2",
+        layer_norm=neox,
+        gated=not neox,
+        seed=config.seed,
+        tp=config.tp,
+        rank=rank,
+        group=group,
+    )
+
+
+class _Copy(torch.autograd.Function):
+    """Hands the input to every rank's part of a matrix; gradients of all parts add up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _Reduce(torch.autograd.Function):
+    """Adds up what the ranks' parts of a matrix gave."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        x = x.contiguous().clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    """The last dim in full on every rank; each keeps the gradient of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any, rank: int) -> torch.Tensor:
+        ctx.rank, ctx.size = rank, x.shape[-1]
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.narrow(-1, ctx.rank * ctx.size, ctx.size).contiguous(), None, None
+
+
+def cut(tensor: torch.Tensor, how: str, tp: int, rank: int) -> torch.Tensor:
+    """A tensor-parallel rank's part: of the rows, of the rows of either half, of the columns, or all of it."""
+    if how == "whole":
+        return tensor
+    if how == "columns":
+        return tensor.chunk(tp, 1)[rank]
+    if how == "rows":
+        return tensor.chunk(tp, 0)[rank]
+    return torch.cat([half.chunk(tp, 0)[rank] for half in tensor.chunk(2, 0)])
+
+
+def joined(parts: list[torch.Tensor], how: str) -> torch.Tensor:
+    """The inverse of `cut`, from the parts of all ranks."""
+    if how == "whole":
+        return parts[0]
+    if how == "halves":
+        return torch.cat([torch.cat([part.chunk(2, 0)[half] for part in parts]) for half in (0, 1)])
+    return torch.cat(parts, 1 if how == "columns" else 0)
+
+
+def _parameter(name: str, shape: tuple[int, ...], how: str, of: Sizes) -> nn.Parameter:
+    """This rank's part of a random tensor; `how` it is cut goes with the parameter, and with it into the truth."""
+    generator = torch.Generator().manual_seed(of.seed + zlib.crc32(name.encode()))
+    full = 0.05 * torch.randn(shape, generator=generator)
+    if "norm" in name and name.endswith("weight"):
+        full += 1
+    parameter = nn.Parameter(cut(full, how, of.tp, of.rank).contiguous().clone())
+    # What DeepSpeed looks at to count a tensor once in the norm of the gradient.
+    parameter.tensor_model_parallel = how != "whole"  # type: ignore[attr-defined]
+    parameter.full_name, parameter.how = name, how  # type: ignore[attr-defined]
+    return parameter
+
+
+class Linear(nn.Module):
+    """A matrix cut by rows or columns; a bias follows the rows."""
+
+    def __init__(self, name: str, rows: int, columns: int, how: str, bias: bool, of: Sizes) -> None:
+        super().__init__()
+        self.how, self.of = how, of
+        self.weight = _parameter(f"{name}.weight", (rows, columns), how, of)
+        self.bias = _parameter(f"{name}.bias", (rows,), "whole" if how == "columns" else how, of) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """By rows: from the whole input to this rank's outputs. By columns: the other way round."""
+        if self.how == "columns":
+            x = _Reduce.apply(functional.linear(x, self.weight), self.of.group)
+            return x if self.bias is None else x + self.bias
+        return functional.linear(_Copy.apply(x, self.of.group), self.weight, self.bias)
+
+
+class Norm(nn.Module):
+    """RMSNorm, or under `layer_norm` LayerNorm."""
+
+    def __init__(self, name: str, of: Sizes) -> None:
+        super().__init__()
+        self.epsilon = of.epsilon
+        self.weight = _parameter(f"{name}weight", (of.hidden,), "whole", of)
+        self.bias = _parameter(f"{name}bias", (of.hidden,), "whole", of) if of.layer_norm else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The input normalised over its last dim."""
+        if self.bias is not None:
+            return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.epsilon)
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)).to(x.dtype)
+
+
+class Embedding(nn.Module):
+    """Rows of words, shared among ranks."""
+
+    def __init__(self, of: Sizes) -> None:
+        super().__init__()
+        self.of = of
+        self.word_embeddings = nn.Module()
+        self.word_embeddings.weight = _parameter(
+            "embedding.word_embeddings.weight", (of.vocabulary, of.hidden), "rows", of
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Each rank looks up what it has, and all add up."""
+        weight = self.word_embeddings.weight
+        local = input_ids - self.of.rank * weight.shape[0]
+        here = (local >= 0) & (local < weight.shape[0])
+        found = functional.embedding(local.where(here, 0), weight) * here.unsqueeze(-1)
+        return _Reduce.apply(found, self.of.group)
+
+
+def output_of(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
+    """Logits by a tied embedding."""
+    of = embedding.of
+    return _Gather.apply(
+        functional.linear(_Copy.apply(x, of.group), embedding.word_embeddings.weight), of.group, of.rank
+    )
+
+
+class Output(nn.Module):
+    """The output layer of an untied model."""
+
+    def __init__(self, of: Sizes) -> None:
+        super().__init__()
+        self.of = of
+        self.lm_head = Linear("output_layer", of.vocabulary, of.hidden, "rows", False, of)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits over the padded vocabulary, in full on every rank."""
+        return _Gather.apply(self.lm_head(x), self.of.group, self.of.rank)
+
+
+class Attention(nn.Module):
+    """Causal attention; the rows of query_key_value are interleaved by group of queries."""
+
+    def __init__(self, prefix: str, of: Sizes) -> None:
+        super().__init__()
+        self.of = of
+        width = of.heads * of.head_dim
+        rows = width + 2 * of.kv_heads * of.head_dim
+        self.query_key_value = Linear(f"{prefix}linear_qkv", rows, of.hidden, "rows", of.qkv_bias, of)
+        self.dense = Linear(f"{prefix}linear_proj", of.hidden, width, "columns", of.bias, of)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention of this rank's heads, added up over ranks."""
+        of = self.of
+        batch, length, _ = x.shape
+        groups, queries = of.kv_heads // of.tp, of.heads // of.kv_heads
+        mixed = self.query_key_value(x).view(batch, length, groups, queries + 2, of.head_dim)
+        q, k, v = mixed.split([queries, 1, 1], 3)
+        q = _rotated(q.reshape(batch, length, -1, of.head_dim).transpose(1, 2), of.rotary_dim)
+        k = _rotated(k.reshape(batch, length, -1, of.head_dim).transpose(1, 2), of.rotary_dim)
+        v = v.reshape(batch, length, -1, of.head_dim).transpose(1, 2)
+        k, v = k.repeat_interleave(queries, 1), v.repeat_interleave(queries, 1)
+        scores = q @ k.transpose(2, 3) / of.head_dim**0.5
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        weights = scores.masked_fill(mask, float("-inf")).float().softmax(-1).to(x.dtype)
+        return self.dense((weights @ v).transpose(1, 2).reshape(batch, length, -1))
+
+
+def _rotated(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Rotary positions in the first `dim` elements of each head."""
+    inverse = 1.0 / 10000.0 ** (torch.arange(0, dim, 2, device=x.device).float() / dim)
+    angles = torch.outer(torch.arange(x.shape[2], device=x.device).float(), inverse).repeat(1, 2)
+    turned, kept = x[..., :dim], x[..., dim:]
+    first, second = turned.chunk(2, -1)
+    turned = turned * angles.cos().to(x.dtype) + torch.cat((-second, first), -1) * angles.sin().to(x.dtype)
+    return torch.cat((turned, kept), -1)
+
+
+class MLP(nn.Module):
+    """Gated by SiLU, or plain with GELU."""
+
+    def __init__(self, prefix: str, of: Sizes) -> None:
+        super().__init__()
+        self.gated = of.gated
+        rows, how = (2 * of.ffn, "halves") if of.gated else (of.ffn, "rows")
+        self.dense_h_to_4h = Linear(f"{prefix}linear_fc1", rows, of.hidden, how, of.bias, of)
+        self.dense_4h_to_h = Linear(f"{prefix}linear_fc2", of.hidden, of.ffn, "columns", of.bias, of)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the inner rows, added up over ranks."""
+        x = self.dense_h_to_4h(x)
+        if self.gated:
+            gate, up = x.chunk(2, -1)
+            return self.dense_4h_to_h(functional.silu(gate) * up)
+        return self.dense_4h_to_h(functional.gelu(x))
+
+
+class ParallelTransformerLayerPipe(nn.Module):
+    """A transformer layer. Its name is what `type:transformer` deals to stages."""
+
+    def __init__(self, number: int, of: Sizes) -> None:
+        super().__init__()
+        prefix = f"decoder.layers.{number}."
+        self.input_layernorm = Norm(f"{prefix}self_attention.linear_qkv.layer_norm_", of)
+        self.self_attention = Attention(f"{prefix}self_attention.", of)
+        self.post_attention_layernorm = Norm(f"{prefix}mlp.linear_fc1.layer_norm_", of)
+        self.mlp = MLP(f"{prefix}mlp.", of)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention, then the MLP, each beside what it was given."""
+        x = x + self.self_attention(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def layers(of: Sizes, lib: Any) -> list[Any]:
+    """The layers of the pipeline; `lib` is deepspeed.pipe."""
+    first: Callable[[Any], Any] = lambda x: x  # noqa: E731 - Megatron-DeepSpeed begins with a function, which has no file
+    embedding = (
+        lib.TiedLayerSpec("embed", Embedding, of, tied_weight_attr="word_embeddings.weight")
+        if of.tied
+        else lib.LayerSpec(Embedding, of)
+    )
+    last = (
+        lib.TiedLayerSpec("embed", Embedding, of, forward_fn=output_of, tied_weight_attr="word_embeddings.weight")
+        if of.tied
+        else lib.LayerSpec(Output, of)
+    )
+    return [
+        first,
+        embedding,
+        *(lib.LayerSpec(ParallelTransformerLayerPipe, number, of) for number in range(of.layers)),
+        lib.LayerSpec(Norm, "decoder.final_layernorm.", of),
+        last,
+        lambda x: x.float(),
+    ]
+
+
+def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Every token but the first is predicted from those before it."""
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
