@@ -7,7 +7,7 @@ runtime/zero/stage_1_and_2.py and runtime/zero/stage3.py (`state_dict`), runtime
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -32,7 +32,6 @@ from ckpt.checkpoint import (
 )
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.pickles import Record, StoredTensor
-from ckpt.scalars import read_scalar
 from ckpt.tensors import Extent, Shape, Tensor, Whole
 from converters.deepspeed_folder import (
     StepFolder,
@@ -40,6 +39,23 @@ from converters.deepspeed_folder import (
     list_step_folder,
     newer_than_latest,
     newest_complete,
+)
+from converters.zero_files import (
+    RankFile,
+    base_state,
+    check_same,
+    expect_groups,
+    flat_buffers,
+    flat_extent,
+    hyperparameters,
+    inner_file,
+    number_states,
+    numeric_options,
+    param_shapes,
+    parameter_starts,
+    partition_size,
+    shape_dict,
+    state_names,
 )
 from converters.zero_layout import undealt
 from converters.zero_partitions import FlatGroup, InFlatGroup, InSlots, slot_size
@@ -122,20 +138,6 @@ def _naming_a_complete_step(path: Path) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True)
-class _RankFile:
-    """What one rank wrote into one file."""
-
-    path: str
-    rank: int
-    content: Mapping[str, Any]
-
-    def need(self, key: str) -> Any:
-        if key not in self.content:
-            raise CorruptError("an entry is missing", path=self.path, rank=self.rank, expected=repr(key))
-        return self.content[key]
-
-
 @dataclass
 class _Reading:
     """What has been read so far of one step folder."""
@@ -145,13 +147,13 @@ class _Reading:
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     version: object = None
 
-    def load(self, path: str, rank: int) -> _RankFile:
+    def load(self, path: str, rank: int) -> RankFile:
         self.files.append(SourceFile.stat(path))
         root = torchfile.read(path).root
         if not isinstance(root, Mapping):
             raise CorruptError("this is no DeepSpeed file", path=path, rank=rank, expected="a dict")
         self.version = self.version or root.get("ds_version")
-        return _RankFile(path, rank, root)
+        return RankFile(path, rank, root)
 
     def add(self, tensor: Tensor) -> None:
         self.tensors[tensor.fqn, tensor.role] = tensor
@@ -164,17 +166,10 @@ def _framework(reading: _Reading) -> str:
 def _stage_of_folder(folder: Path) -> int:
     files = list_step_folder(folder).optimizer
     first = files[min(files)]
-    return _stage(_inner(_Reading(StepFolder(folder, files, {}, None)).load(first, min(files))))
+    return _stage(inner_file(_Reading(StepFolder(folder, files, {}, None)).load(first, min(files))))
 
 
-def _inner(file: _RankFile) -> _RankFile:
-    content = file.need("optimizer_state_dict")
-    if not isinstance(content, Mapping):
-        raise CorruptError("this is no DeepSpeed optimizer file", path=file.path, rank=file.rank)
-    return _RankFile(file.path, file.rank, content)
-
-
-def _stage(inner: _RankFile) -> int:
+def _stage(inner: RankFile) -> int:
     """1, 2 or 3.  BF16_Optimizer records no stage; it partitions like stage 1."""
     stage = inner.content.get("zero_stage")
     if isinstance(stage, Record):
@@ -202,7 +197,7 @@ def _read_step(path: Path) -> Checkpoint:
 def _understand(reading: _Reading) -> Checkpoint:
     folder, path = reading.folder, reading.folder.path
     first_rank = min(folder.optimizer)
-    first = _inner(reading.load(folder.optimizer[first_rank], first_rank))
+    first = inner_file(reading.load(folder.optimizer[first_rank], first_rank))
     stage = _stage(first)
     world_size = _world_size(first)
     _check_ranks(folder.optimizer, world_size, path, "optim_states")
@@ -210,7 +205,9 @@ def _understand(reading: _Reading) -> Checkpoint:
         _check_ranks(folder.model_per_rank, world_size, path, "model_states")
     elif folder.model is None:
         raise CorruptError("the model file is missing", path=path, expected="mp_rank_00_model_states.pt")
-    others = [_inner(reading.load(folder.optimizer[rank], rank)) for rank in range(world_size) if rank != first_rank]
+    others = [
+        inner_file(reading.load(folder.optimizer[rank], rank)) for rank in range(world_size) if rank != first_rank
+    ]
     inners = sorted([first, *others], key=lambda inner: inner.rank)
     for inner in inners:
         if _stage(inner) != stage or _world_size(inner) != world_size:
@@ -228,7 +225,7 @@ def _understand(reading: _Reading) -> Checkpoint:
     return _checkpoint(reading, model, inners, stage, world_size)
 
 
-def _world_size(inner: _RankFile) -> int:
+def _world_size(inner: RankFile) -> int:
     """Ranks that share a partition.  Not `dp_world_size`: MiCS partitions over a part of the data-parallel ranks."""
     count = inner.need("partition_count")
     if isinstance(count, Sequence) and not isinstance(count, str) and count:
@@ -275,27 +272,7 @@ def _name_for_rank(files: Mapping[int, str], rank: int, kind: str) -> str:
 # -- the model files ---------------------------------------------------------------------------------------------------
 
 
-def _shapes(value: Any, file: _RankFile, what: str) -> dict[str, Shape]:
-    """A dict of fqn to shape, as recorded (torch.Size, tuple or list)."""
-    if not isinstance(value, Mapping):
-        raise CorruptError(f"{what} is no dict of shapes", path=file.path, rank=file.rank)
-    shapes = {}
-    for fqn, shape in value.items():
-        sizes = tuple(shape) if isinstance(shape, Sequence) else None
-        if not isinstance(fqn, str) or sizes is None or not all(type(n) is int and n >= 0 for n in sizes):
-            raise CorruptError(f"{what} is no dict of shapes", path=file.path, rank=file.rank, fqn=str(fqn))
-        shapes[fqn] = sizes
-    return shapes
-
-
-def _param_shapes(model: _RankFile) -> list[dict[str, Shape]]:
-    """Shapes of trainable parameters in flattening order: one dict per group (stages 1, 2) or sub-group (stage 3)."""
-    recorded = model.need("param_shapes")
-    groups = recorded if isinstance(recorded, Sequence) else [recorded]  # one dict, in very old files
-    return [_shapes(group, model, "param_shapes") for group in groups]
-
-
-def _module(model: _RankFile) -> dict[str, StoredTensor]:
+def _module(model: RankFile) -> dict[str, StoredTensor]:
     """The tensors of the module's state dict.  What is no tensor (`_extra_state`) is training state, see `_items`."""
     module, num_model_parallel = model.need("module"), model.content.get("mp_world_size")
     if isinstance(num_model_parallel, int) and num_model_parallel > 1:
@@ -318,7 +295,7 @@ def _is_component(name: str, value: Any) -> bool:
     return any(isinstance(inner, StoredTensor | Mapping) for inner in value.values())
 
 
-def _ties(model: _RankFile) -> dict[str, str]:
+def _ties(model: RankFile) -> dict[str, str]:
     """Alias to owner.  Only the file of global rank 0 records them."""
     shared = model.content.get("shared_params") or {}
     pairs = shared.items() if isinstance(shared, Mapping) else shared
@@ -330,45 +307,45 @@ def _whole(fqn: str, role: str, stored: StoredTensor, rank: int) -> Tensor:
     return Tensor(fqn, role, extent.dtype, extent.shape, Whole(extent, rank), extent.dtype)
 
 
-def _buffer_names(model: _RankFile) -> set[str]:
+def _buffer_names(model: RankFile) -> set[str]:
     return {str(name) for name in model.content.get("buffer_names") or ()}
 
 
 # -- stages 1 and 2 ----------------------------------------------------------------------------------------------------
 
 
-def _read_stage12(reading: _Reading, inners: list[_RankFile]) -> _Model:
+def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
     assert reading.folder.model is not None
     file = reading.load(reading.folder.model, 0)
     module, ties, buffers = _module(file), _ties(file), _buffer_names(file)
-    groups = _param_shapes(file)
+    groups = param_shapes(file)
     frozen = file.content.get("frozen_param_fragments") or {}
     for fqn, stored in {**frozen, **module}.items():
         if isinstance(stored, StoredTensor) and fqn not in ties:
             reading.add(_whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored, 0))
-    _expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
+    expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
 
     orders: list[tuple[str, ...]] = []
     scalars: dict[str, dict[str, Any]] = {}
     for number, shapes in enumerate(groups):
         orders.append(tuple(undealt(list(shapes), len(inners)) if _is_dealt(file, inners[0]) else shapes))
-        partition = _partition_size(inners, number)
-        starts = _starts(shapes, inners[0], number, partition * len(inners))
-        buffers_of = _flat_buffers(inners, number)
+        partition = partition_size(inners, number)
+        starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
+        buffers_of = flat_buffers(inners, number)
         for role, extents in buffers_of.items():
             group = FlatGroup(extents, partition)
             for fqn, shape in shapes.items():
                 native = module[fqn].extent.dtype if fqn in module else None
                 source = InFlatGroup(group, starts[fqn])
                 reading.add(Tensor(fqn, role, extents[0].dtype, shape, source, native))
-        for name, value in _scalars(inners, partial(_base_state, group=number)).items():
+        for name, value in number_states(inners, partial(base_state, group=number)).items():
             scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
-    options = _hyperparameters(inners[0].content.get("base_optimizer_state"))
+    options = hyperparameters(inners[0].content.get("base_optimizer_state"))
     param_groups = [ParamGroup(order, options[i] if i < len(options) else {}) for i, order in enumerate(orders)]
     return _Model(file, ties, tuple(param_groups), scalars, [file])
 
 
-def _is_dealt(model: _RankFile, inner: _RankFile) -> bool:
+def _is_dealt(model: RankFile, inner: RankFile) -> bool:
     """Whether parameters lie in the order in which `round_robin_gradients` deals them to ranks, not the optimizer's.
 
     BF16_Optimizer, which records no stage, deals none.
@@ -378,102 +355,17 @@ def _is_dealt(model: _RankFile, inner: _RankFile) -> bool:
     return bool(isinstance(options, Mapping) and options.get("round_robin_gradients")) and "zero_stage" in inner.content
 
 
-def _expect_groups(inners: list[_RankFile], key: str, count: int) -> None:
-    for inner in inners:
-        found = inner.need(key)
-        if len(found) != count:
-            raise CorruptError(
-                "the optimizer file and the model file do not belong together",
-                path=inner.path,
-                rank=inner.rank,
-                expected=f"{count} parameter groups",
-                found=f"{len(found)}",
-            )
-
-
-def _base_state(inner: _RankFile, group: int) -> Mapping[str, Any]:
-    """The optimizer's states of a group: a dict by state name, empty before the first step."""
-    base = inner.content.get("base_optimizer_state")
-    if isinstance(base, Mapping):
-        state = base.get("state") or {}
-        ids = [i for g in (base.get("param_groups") or [])[group : group + 1] for i in g.get("params", [])]
-        return state.get(ids[0] if ids else group) or {}
-    if isinstance(base, Sequence) and group < len(base):  # elastic_checkpoint
-        state = dict(base[group])
-        if "base_optimizer_state_step" in inner.content:
-            state["step"] = inner.content["base_optimizer_state_step"]
-        return state
-    return {}
-
-
-def _partition_size(inners: list[_RankFile], group: int) -> int:
-    """Elements of the group's flat buffer per rank, padding included.
-
-    What rank 0 keeps and what it says it stripped.  Not so on other ranks: before DeepSpeed 0.16.4 the last rank
-    recorded the padding of all of them.  BF16_Optimizer strips nothing.
-    """
-    first = inners[0]
-    size = _vector(first.need("single_partition_of_fp32_groups")[group], first).numel
-    paddings = first.content.get("group_paddings")
-    if paddings and "zero_stage" in first.content:
-        size += int(paddings[group])
-    for inner in inners:
-        kept = _vector(inner.need("single_partition_of_fp32_groups")[group], inner).numel
-        if kept > size:
-            raise CorruptError(
-                "ranks hold partitions of different sizes",
-                path=inner.path,
-                rank=inner.rank,
-                expected=f"at most {size} elements in group {group}",
-                found=f"{kept} elements",
-            )
-    return size
-
-
-def _starts(shapes: Mapping[str, Shape], inner: _RankFile, group: int, size: int) -> dict[str, int]:
-    """Where each parameter begins in the group's flat buffer, with `parameter_alignment` paddings behind it."""
-    recorded = inner.content.get("param_alignment_paddings")
-    paddings = list(recorded[group]) if recorded else [0] * len(shapes)
-    if len(paddings) != len(shapes) or not all(type(padding) is int and padding >= 0 for padding in paddings):
-        raise CorruptError(
-            "parameter paddings and parameters do not match",
-            path=inner.path,
-            expected=f"{len(shapes)} paddings",
-            found=f"{len(paddings)} in group {group}",
-        )
-    starts, position = {}, 0
-    for (fqn, shape), padding in zip(shapes.items(), paddings, strict=True):
-        starts[fqn] = position
-        position += prod(shape) + padding
-    if position > size:
-        raise CorruptError(
-            "the partitions are too short for their parameters",
-            path=inner.path,
-            expected=f"{position} elements on all ranks together in group {group}",
-            found=f"{size} elements",
-        )
-    return starts
-
-
-def _flat_buffers(inners: list[_RankFile], group: int) -> dict[str, list[Extent]]:
-    """Per role, every rank's 1-d extent of a group."""
-    buffers = {MASTER: [_vector(inner.need("single_partition_of_fp32_groups")[group], inner) for inner in inners]}
-    for name in _state_names(inners, partial(_base_state, group=group)):
-        buffers[name] = [_state_vector(_base_state(inner, group), name, inner) for inner in inners]
-    return buffers
-
-
 # -- stage 3 -----------------------------------------------------------------------------------------------------------
 
 
-def _read_stage3(reading: _Reading, inners: list[_RankFile]) -> _Model:
+def _read_stage3(reading: _Reading, inners: list[RankFile]) -> _Model:
     world_size = len(inners)
     models = [_light(reading.load(reading.folder.model_per_rank[rank], rank)) for rank in range(world_size)]
     file = models[0]
     module, ties, buffer_names = _module(file), _ties(file), _buffer_names(file)
-    sub_groups = _param_shapes(file)
+    sub_groups = param_shapes(file)
     for model in models[1:]:
-        if _param_shapes(model) != sub_groups:
+        if param_shapes(model) != sub_groups:
             raise CorruptError(
                 "ranks describe different models", path=model.path, rank=model.rank, expected=f"as {file.path}"
             )
@@ -481,7 +373,7 @@ def _read_stage3(reading: _Reading, inners: list[_RankFile]) -> _Model:
         raise NotFoundError("experts that DeepSpeed AutoEP spread over ranks are not supported", path=inners[0].path)
     _add_frozen(reading, models)
     _add_buffers(reading, models, buffer_names)
-    _expect_groups(inners, "fp32_flat_groups", len(sub_groups))
+    expect_groups(inners, "fp32_flat_groups", len(sub_groups))
 
     scalars: dict[str, dict[str, Any]] = {}
     for number, shapes in enumerate(sub_groups):
@@ -492,7 +384,7 @@ def _read_stage3(reading: _Reading, inners: list[_RankFile]) -> _Model:
                 _offloaded(reading, inner, inner.need("fp32_flat_groups")[number], None, length) for inner in inners
             ]
         }
-        for name in _state_names(inners, partial(_sub_group_state, number=number)):
+        for name in state_names(inners, partial(_sub_group_state, number=number)):
             by_role[name] = [
                 _offloaded(reading, inner, state.get(name), name, length)
                 for inner, state in zip(inners, states, strict=True)
@@ -504,26 +396,26 @@ def _read_stage3(reading: _Reading, inners: list[_RankFile]) -> _Model:
                 native = module[fqn].extent.dtype if fqn in module else None
                 reading.add(Tensor(fqn, role, extents[0].dtype, shape, InSlots(extents, offset), native))
                 offset += slot_size(prod(shape), world_size)
-        for name, value in _scalars(inners, partial(_sub_group_state, number=number)).items():
+        for name, value in number_states(inners, partial(_sub_group_state, number=number)).items():
             scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
     _check_placeholders(reading, file, ties)
     groups = _stage3_groups(inners[0], sub_groups)
     return _Model(file, ties, groups, scalars, models)
 
 
-def _light(file: _RankFile) -> _RankFile:
+def _light(file: RankFile) -> RankFile:
     """A rank's model file without what only rank 0's is read for, so that a thousand ranks fit in memory."""
     if file.rank == 0:
         return file
     names = _buffer_names(file)
     content = {key: value for key, value in file.content.items() if key not in ("ds_config", "optimizer")}
     content["module"] = {fqn: value for fqn, value in _module(file).items() if fqn in names}
-    return _RankFile(file.path, file.rank, content)
+    return RankFile(file.path, file.rank, content)
 
 
-def _add_frozen(reading: _Reading, models: list[_RankFile]) -> None:
+def _add_frozen(reading: _Reading, models: list[RankFile]) -> None:
     """Frozen parameters: each rank's slot of each, in the model's dtype, in its model file."""
-    shapes = _shapes(models[0].content.get("frozen_param_shapes") or {}, models[0], "frozen_param_shapes")
+    shapes = shape_dict(models[0].content.get("frozen_param_shapes") or {}, models[0], "frozen_param_shapes")
     ties = _ties(models[0])
     for fqn, shape in shapes.items():
         if fqn in ties:
@@ -535,12 +427,12 @@ def _add_frozen(reading: _Reading, models: list[_RankFile]) -> None:
                 raise CorruptError(
                     "a rank has no part of a frozen parameter", path=model.path, rank=model.rank, fqn=fqn
                 )
-            extents.append(_vector(stored, model))
+            extents.append(flat_extent(stored, model))
         _check_lengths(models, extents, slot_size(prod(shape), len(models)), fqn)
         reading.add(Tensor(fqn, WEIGHT, extents[0].dtype, shape, InSlots(extents, 0), extents[0].dtype))
 
 
-def _add_buffers(reading: _Reading, models: list[_RankFile], names: set[str]) -> None:
+def _add_buffers(reading: _Reading, models: list[RankFile], names: set[str]) -> None:
     """Buffers are not partitioned: every rank wrote its own copy."""
     copies = [_module(model) for model in models]
     for fqn in (fqn for fqn in copies[0] if fqn in names):
@@ -561,7 +453,7 @@ def _add_buffers(reading: _Reading, models: list[_RankFile], names: set[str]) ->
         reading.add(replace(tensor, replicas=tuple(replicas)))
 
 
-def _check_placeholders(reading: _Reading, file: _RankFile, ties: Mapping[str, str]) -> None:
+def _check_placeholders(reading: _Reading, file: RankFile, ties: Mapping[str, str]) -> None:
     """Every parameter of the module dict, an empty placeholder there, must have been found elsewhere."""
     found = {fqn for fqn, _ in reading.tensors}
     for fqn in _module(file):
@@ -576,18 +468,18 @@ def _check_placeholders(reading: _Reading, file: _RankFile, ties: Mapping[str, s
             )
 
 
-def _sub_group_state(inner: _RankFile, number: int) -> Mapping[str, Any]:
+def _sub_group_state(inner: RankFile, number: int) -> Mapping[str, Any]:
     optimizer = inner.content.get("optimizer_state_dict") or {}
     return (optimizer.get("state") or {}).get(number) or {}
 
 
-def _offloaded(reading: _Reading, inner: _RankFile, stored: Any, state: str | None, length: int) -> Extent:
+def _offloaded(reading: _Reading, inner: RankFile, stored: Any, state: str | None, length: int) -> Extent:
     """A rank's buffer of a sub-group, which with NVMe offload lies in a file of its own and is empty here.
 
     deepspeed/runtime/swap_tensor/optimizer_utils.py: raw elements in `{ds_id}.tensor.swp`, for optimizer states
     `{state}-{ds_id}.tensor.swp`, padded at the end; engine.py copies the folder to `offloaded_tensors/rankNN`.
     """
-    extent = _vector(stored, inner)
+    extent = flat_extent(stored, inner)
     name = (stored.attributes or {}).get("ds_id")
     if extent.numel or not length or not isinstance(name, str):
         return extent
@@ -612,7 +504,7 @@ def _offloaded(reading: _Reading, inner: _RankFile, stored: Any, state: str | No
     return Extent.contiguous(str(path), 0, extent.dtype, (length,))
 
 
-def _check_lengths(files: list[_RankFile], extents: list[Extent], length: int, role: str) -> None:
+def _check_lengths(files: list[RankFile], extents: list[Extent], length: int, role: str) -> None:
     for file, extent in zip(files, extents, strict=True):
         if extent.numel < length:
             raise CorruptError(
@@ -624,10 +516,10 @@ def _check_lengths(files: list[_RankFile], extents: list[Extent], length: int, r
             )
 
 
-def _stage3_groups(inner: _RankFile, sub_groups: list[dict[str, Shape]]) -> tuple[ParamGroup, ...]:
+def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple[ParamGroup, ...]:
     """Param groups by fqn: a group lists its sub-groups where torch lists parameters."""
     optimizer = inner.content.get("optimizer_state_dict") or {}
-    options = _hyperparameters(optimizer)
+    options = hyperparameters(optimizer)
     members = [group.get("params") or [] for group in optimizer.get("param_groups") or []]
     if sorted(i for ids in members for i in ids) != list(range(len(sub_groups))):
         raise CorruptError("param groups do not list every sub-group once", path=inner.path, found=members)
@@ -642,96 +534,19 @@ def _stage3_groups(inner: _RankFile, sub_groups: list[dict[str, Shape]]) -> tupl
 class _Model:
     """What the model files say: rank 0's file, ties, param groups by fqn, one-number states, and all model files."""
 
-    file: _RankFile
+    file: RankFile
     ties: dict[str, str]
     param_groups: tuple[ParamGroup, ...]
     scalars: dict[str, dict[str, Any]]
-    all_files: list[_RankFile]
+    all_files: list[RankFile]
 
 
-_States = Callable[[_RankFile], Mapping[str, Any]]
-
-
-def _vector(stored: Any, inner: _RankFile) -> Extent:
-    if not isinstance(stored, StoredTensor) or len(stored.extent.shape) != 1 or not stored.extent.is_contiguous:
-        raise CorruptError(
-            "a rank's partition is no flat tensor", path=inner.path, rank=inner.rank, found=type(stored).__name__
-        )
-    return stored.extent
-
-
-def _state_vector(states: Mapping[str, Any], name: str, inner: _RankFile) -> Extent:
-    if name not in states:
-        raise CorruptError("a rank lacks an optimizer state", path=inner.path, rank=inner.rank, expected=name)
-    return _vector(states[name], inner)
-
-
-def _state_names(inners: list[_RankFile], states: _States) -> list[str]:
-    """Names of the states that are tensors like the parameters, as any rank has them."""
-    names = {
-        name: None
-        for inner in inners
-        for name, value in states(inner).items()
-        if isinstance(value, StoredTensor) and len(value.extent.shape) == 1
-    }
-    return list(names)
-
-
-def _scalars(inners: list[_RankFile], states: _States) -> dict[str, Any]:
-    """States that are one number, such as Adam's step.  All ranks must agree: they took the same steps."""
-    by_name: dict[str, list[tuple[_RankFile, Any]]] = {}
-    for inner in inners:
-        for name, value in _numbers(states(inner)):
-            by_name.setdefault(name, []).append((inner, value))
-    for name, said in by_name.items():
-        _check_same(name, said)
-    return {name: said[0][1] for name, said in by_name.items()}
-
-
-def _check_same(name: str, said: list[tuple[_RankFile, Any]]) -> None:
-    """Raise CorruptError, with which file says what, unless all say the same."""
-    by_value: dict[Any, list[_RankFile]] = {}
-    for file, value in said:
-        by_value.setdefault(value, []).append(file)
-    if len(by_value) <= 1:
-        return
-    common = max(by_value, key=lambda value: len(by_value[value]))
-    odd = next(file for file, value in said if value != common)
-
-    def listed(value: Any) -> str:
-        names = [Path(file.path).name for file in by_value[value]]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return f"{name} {value} in {', '.join(names[:_SHOWN])}{more}"
-
-    raise CorruptError(
-        "ranks of different steps in one folder",
-        path=odd.path,
-        rank=odd.rank,
-        expected=f"{name} {common}, as in {len(by_value[common])} of {len(said)} files",
-        found="; ".join(listed(value) for value in by_value),
-    )
-
-
-def _numbers(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in states.items():
-        if isinstance(value, StoredTensor):
-            if not value.extent.shape:
-                yield name, read_scalar(value.extent)
-        elif isinstance(value, int | float | bool):
-            yield name, value
-
-
-def _hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
-    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups or []]
-
-
-def _check_steps(models: list[_RankFile], inners: list[_RankFile]) -> None:
+def _check_steps(models: list[RankFile], inners: list[RankFile]) -> None:
     """Files of different steps: told from the step in model files, and from hyperparameters that a schedule moves."""
-    _check_same("step", [(file, file.content.get("global_steps")) for file in models])
-    options = [_numeric_options(inner) for inner in inners]
+    check_same("step", [(file, file.content.get("global_steps")) for file in models])
+    options = [numeric_options(inner) for inner in inners]
     for name in options[0]:
-        _check_same(name, [(inner, found.get(name)) for inner, found in zip(inners, options, strict=True)])
+        check_same(name, [(inner, found.get(name)) for inner, found in zip(inners, options, strict=True)])
 
 
 def _step_note(model: _Model) -> tuple[str, ...]:
@@ -762,18 +577,7 @@ def _check_ties(reading: _Reading, model: _Model) -> None:
             )
 
 
-def _numeric_options(inner: _RankFile) -> dict[str, Any]:
-    """Hyperparameters that are plain values (a tensor `lr` is an extent, which says nothing about its value)."""
-    optimizer = inner.content.get("base_optimizer_state") or inner.content.get("optimizer_state_dict")
-    return {
-        f"{name} of group {number}": value
-        for number, group in enumerate(_hyperparameters(optimizer))
-        for name, value in group.items()
-        if isinstance(value, int | float | str | tuple)
-    }
-
-
-def _items(model: _RankFile, inner: _RankFile) -> dict[str, Any]:
+def _items(model: RankFile, inner: RankFile) -> dict[str, Any]:
     """Training state by name: what DeepSpeed records, and the user's client state as one item."""
     content = model.content
     names = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples", "ds_config")
@@ -784,7 +588,7 @@ def _items(model: _RankFile, inner: _RankFile) -> dict[str, Any]:
     return items | ({"extra_state": extra} if extra else {}) | ({"client_state": client} if client else {})
 
 
-def _checkpoint(reading: _Reading, model: _Model, inners: list[_RankFile], stage: int, world_size: int) -> Checkpoint:
+def _checkpoint(reading: _Reading, model: _Model, inners: list[RankFile], stage: int, world_size: int) -> Checkpoint:
     _check_steps(model.all_files, inners)
     _check_ties(reading, model)
     step = model.file.content.get("global_steps")
