@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -254,10 +255,12 @@ class Conversion:
         overwrite: bool = False,
         progress: Progress | None = None,
         manifest: bool = False,
+        describe: Callable[[Path], Sequence[TargetFile]] = lambda _: (),
     ) -> None:
         """Write it to `destination`, which must not overlap the source; see `ckpt.run.execute`.
 
-        `manifest` adds `ckpt-manifest.json`, the digests of what was written.
+        `manifest` adds `ckpt-manifest.json`, the digests of what was written; `describe` makes further files of the
+        filled folder.
         """
         from ckpt.run import execute
 
@@ -277,18 +280,24 @@ class Conversion:
                 overwrite=overwrite,
                 resources=self.resources,
                 progress=progress,
-                describe=self._manifest if manifest else None,
+                describe=partial(self._described, describe, manifest),
             )
         except (CorruptError, NotFoundError):
             for file in self.plan.checkpoint.files:
                 file.check_unchanged()  # a file that was replaced meanwhile explains whatever else went wrong
             raise
 
-    def _manifest(self, folder: Path) -> TargetFile:
-        from ckpt.manifest import MANIFEST, make_manifest
+    def _described(
+        self, describe: Callable[[Path], Sequence[TargetFile]], manifest: bool, folder: Path
+    ) -> list[TargetFile]:
+        files = list(describe(folder))
+        if manifest:
+            from ckpt.manifest import MANIFEST, make_manifest
 
-        names = [file.name for file in self.plan.target.files]
-        return TargetFile.of_bytes(MANIFEST, make_manifest(folder, registry.get(self.format), names))
+            names = [file.name for file in self.plan.target.files]
+            content = make_manifest(folder, registry.get(self.format), names)
+            files.append(TargetFile.of_bytes(MANIFEST, content))
+        return files
 
 
 def plan(

@@ -25,7 +25,8 @@ from ckpt.sizes import parse_size, show_size
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion
-    from ckpt.checkpoint import Checkpoint
+    from ckpt.checkpoint import Checkpoint, TargetFile
+    from ckpt.hub import Push, Pushed
     from ckpt.run import Progress
 
 INTERRUPTED = 130
@@ -110,6 +111,13 @@ ManifestOption = Annotated[
     bool,
     typer.Option("--manifest", help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`."),
 ]
+RepoOption = Annotated[str | None, typer.Option("--repo-id", metavar="ORG/NAME", help="The repository on the Hub.")]
+PrivateOption = Annotated[bool, typer.Option("--private", help="Make a new repository private.")]
+RevisionOption = Annotated[
+    str | None, typer.Option(metavar="BRANCH", help="The branch to push to, made where it is missing.")
+]
+PullRequestOption = Annotated[bool, typer.Option("--create-pr", help="Push as a pull request against main.")]
+MessageOption = Annotated[str | None, typer.Option("--commit-message", metavar="TEXT", help="Of the Hub's commit.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors only.")]
 VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Print every tensor or file.")]
@@ -253,6 +261,12 @@ def merge_lora(
     ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Threads that move data. 0: by the processors.")] = 0,
     manifest: ManifestOption = False,
+    push: Annotated[bool, typer.Option("--push", help="Push the result to the Hub, and verify what arrived.")] = False,
+    repo_id: RepoOption = None,
+    private: PrivateOption = False,
+    revision: RevisionOption = None,
+    create_pr: PullRequestOption = False,
+    commit_message: MessageOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     as_json: JsonOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output folder.")] = False,
@@ -268,6 +282,15 @@ def merge_lora(
     wanted = sources or ["."]
     destination = output or default_output(Path(wanted[0]), "merged")
     found = [adapters.open_adapter(where, config=config, tag=tag) for where in wanted]
+    if not push and (repo_id or private or revision or create_pr or commit_message):
+        raise UsageError("--repo-id, --private, --revision, --create-pr and --commit-message go with --push")
+    to = None
+    if push:
+        from ckpt import hub
+
+        repo_id = repo_id or hub.recorded_repo([found[0].folder, Path(wanted[0])])
+        to = hub.Push(repo_id, private, revision, create_pr, commit_message)
+    made_of = [one.path for one in found]
     model = adapters.open_base(found[0], base, accept=accept_base)
     if weights is not None:
         from ckpt.lora_combine import combine
@@ -284,12 +307,69 @@ def merge_lora(
         report = plan_report(conversion, destination)
         print(json.dumps(report, indent=2) if as_json else "\n".join(plan_lines(report, verbose)))
         return
+    facts = {"base": base or found[0].config.base or model.path, "adapters": ", ".join(made_of)}
+    describe = functools.partial(_merge_card, to, facts, found[0].config.base)
     with progress_bar(conversion.plan.moved_bytes, quiet) as progress:
-        conversion.run(destination, overwrite=overwrite, progress=progress, manifest=manifest)
+        conversion.run(destination, overwrite=overwrite, progress=progress, manifest=manifest, describe=describe)
     if not quiet:
         for line in _outcome(conversion, destination):
             print(line, file=sys.stderr)
-    print(json.dumps(plan_report(conversion, destination), indent=2) if as_json else printable(str(destination)))
+    report = plan_report(conversion, destination)
+    if to is not None:
+        report["pushed"] = _push(destination, to, None, quiet).to_json()
+    print(json.dumps(report, indent=2) if as_json else printable(str(destination)))
+    if to is not None and not as_json:
+        print(printable(report["pushed"]["url"]))
+
+
+def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder: Path) -> list[TargetFile]:
+    """The model card of what was merged into `folder`, if it is going to be pushed."""
+    from ckpt import api, hub
+    from ckpt.checkpoint import TargetFile
+
+    if to is None:
+        return []
+    digests = api.digests(api.open(folder, "hf")).whole
+    card = hub.model_card(to.repo_id.rpartition("/")[2], facts, digests, ["ckpt", *sys.argv[1:]], base)
+    return [TargetFile.of_bytes(hub.CARD, card.encode())]
+
+
+def _push(folder: Path, to: Push, card: str | None, quiet: bool) -> Pushed:
+    from ckpt import hub
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(printable(text), file=sys.stderr)
+
+    pushed = hub.push(folder, to, card=card, say=say, progress=not quiet and sys.stderr.isatty())
+    say(f"verified: {_files(pushed.num_files)}, {show_size(pushed.num_bytes)}, on the Hub as they are here")
+    return pushed
+
+
+@app.command()
+@_guarded
+def push(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder to push, all of it.")],
+    repo_id: RepoOption = None,
+    private: PrivateOption = False,
+    revision: RevisionOption = None,
+    create_pr: PullRequestOption = False,
+    commit_message: MessageOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Push a folder to the Hugging Face Hub, and verify the checksums of what arrived. Run it again to go on."""
+    from ckpt import api, hub
+
+    to = hub.Push(repo_id or hub.recorded_repo([path]), private, revision, create_pr, commit_message)
+    card = None
+    if path.is_dir() and not (path / hub.CARD).exists():
+        checkpoint = api.open(path)
+        facts = {"format": checkpoint.format}
+        digests = api.digests(checkpoint).whole
+        card = hub.model_card(to.repo_id.rpartition("/")[2], facts, digests, ["ckpt", *sys.argv[1:]])
+    pushed = _push(path, to, card, quiet)
+    print(json.dumps(pushed.to_json(), indent=2) if as_json else printable(pushed.url))
 
 
 @app.command()

@@ -1460,7 +1460,16 @@ _RECORDS: tuple[_Row, ...] = (
     # transformers and accelerate, in client states and training arguments of other trainers
     ("transformers.trainer_utils", "IntervalStrategy SaveStrategy HubStrategy SchedulerType FSDPOption"),
     ("transformers.trainer_utils", "EvaluationStrategy HPSearchBackend"),
-    ("transformers.training_args", "OptimizerNames ParallelMode"),
+    ("transformers.training_args", "OptimizerNames ParallelMode TrainingArguments"),
+    ("transformers.training_args_seq2seq", "Seq2SeqTrainingArguments"),
+    ("transformers.trainer_pt_utils", "AcceleratorConfig"),
+    ("transformers.integrations.deepspeed", "HfDeepSpeedConfig HfTrainerDeepSpeedConfig"),
+    ("trl.trainer.sft_config", "SFTConfig"),
+    ("trl.trainer.dpo_config", "DPOConfig"),
+    ("trl.trainer.grpo_config", "GRPOConfig"),
+    ("axolotl.core.training_args", "AxolotlTrainingArguments"),
+    ("accelerate.state", "PartialState AcceleratorState"),
+    ("accelerate.utils.dataclasses", "DeepSpeedPlugin FullyShardedDataParallelPlugin"),
     ("accelerate.utils.dataclasses", "DistributedType PrecisionType DynamoBackend RNGType"),
 )
 

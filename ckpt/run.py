@@ -12,7 +12,7 @@ import errno
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
 from math import prod
@@ -85,12 +85,12 @@ def execute(
     overwrite: bool = False,
     resources: Resources | None = None,
     progress: Progress | None = None,
-    describe: Callable[[Path], TargetFile] | None = None,
+    describe: Callable[[Path], Sequence[TargetFile]] = lambda _: (),
 ) -> None:
     """Write the plan's files and move them to `destination` when all of them are complete and durable.
 
     `progress` is called with numbers of bytes written, from several threads, one at a time.  `describe` is given the
-    folder when it is filled, while it is still being synced, and returns one more file of literals.  Raises
+    folder when it is filled, while it is still being synced, and returns more files, of literals.  Raises
     StorageError for the disk's errors and CorruptError for a source that changed meanwhile; the destination is then as
     it was.
     """
@@ -108,7 +108,7 @@ def execute(
                 for name, copies in plan.computed_copies(file).items():
                     workers.compute(output, copies, plan.checkpoint.computed[name])
                 workers.finish(output)
-            workers.join(lambda: describe and _create(describe(staging.path), staging, workers))
+            workers.join(lambda: [_create(file, staging, workers) for file in describe(staging.path)])
         for source in plan.checkpoint.files:
             with translate_os_errors(source.path):
                 source.check_unchanged()
@@ -276,13 +276,12 @@ class _Workers:
         """Say that everything for `output` has been submitted."""
         self._put((output, [], None))
 
-    def join(self, last: Callable[[], _Output | None]) -> None:
-        """Wait until everything submitted is done; `last` is called when all files are filled, and may add one."""
+    def join(self, last: Callable[[], list[_Output]]) -> None:
+        """Wait until everything submitted is done; `last` is called when all files are filled, and may add some."""
         for _ in self._fillers:
             self._put(None)
         self._wait_for_all_but(len(self._syncers))
-        output = last()
-        if output is not None:
+        for output in last():
             self._filled.put(output)
         for _ in self._syncers:
             self._filled.put(None)
