@@ -137,7 +137,8 @@ def _add(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 
 def _rows(weight: torch.Tensor) -> int:
     """Rows that stay in the processor's cache while they are widened, added and rounded."""
-    return max(1, (1 << 17) // max(1, weight.shape[1]))
+    columns: int = weight.shape[1]
+    return max(1, (1 << 17) // max(1, columns))
 
 
 def _wide(factor: torch.Tensor) -> torch.Tensor:

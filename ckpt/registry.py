@@ -15,6 +15,7 @@ from ckpt.errors import UsageError
 
 #: In the order in which a folder is asked what it is: what holds most comes first.
 FORMATS = {
+    "megatron-deepspeed": "converters.megatron_deepspeed:MEGATRON_DEEPSPEED",
     "zero1": "converters.zero:ZERO1",
     "zero2": "converters.zero:ZERO2",
     "zero3": "converters.zero:ZERO3",

@@ -140,7 +140,11 @@ def list_step_folder(path: Path) -> StepFolder:
         if _EXPERT.fullmatch(name):
             raise _unsupported(full, "experts that DeepSpeed-MoE spread over ranks")
         if _PIPELINE_LAYER.fullmatch(name):
-            raise _unsupported(full, "the layers of a DeepSpeed pipeline")
+            raise NotFoundError(
+                "this checkpoint holds the layers of a DeepSpeed pipeline, which is another format",
+                path=full,
+                hint="Megatron-DeepSpeed's and GPT-NeoX's: the format is megatron-deepspeed",
+            )
         for pattern, files in ((_OPTIMIZER, optimizer), (_MODEL_PER_RANK, per_rank)):
             if match := pattern.fullmatch(name):
                 _refuse_model_parallel(full, int(match[2]))

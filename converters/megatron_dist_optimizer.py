@@ -29,9 +29,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ckpt.casts import cast_bits, storage_dtype
 from ckpt.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, TrainingState
 from ckpt.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.errors import CorruptError, LossError, NotFoundError
@@ -393,9 +390,16 @@ def _is_rounded(reading: Reading, fqn: str) -> bool:
     weight, master = ((fqn, role) in reading.placed and _first(reading.placed[fqn, role]) for role in (WEIGHT, MASTER))
     if not weight or not master or weight.dtype not in (BFLOAT16, FLOAT16) or master.dtype != FLOAT32:
         return True
+    import numpy as np  # only here, where there is data to look at: a folder that is inspected needs none of it
+
+    from ckpt.casts import cast_bits, storage_dtype
+
+    def bits(extent: Extent) -> Any:
+        return np.frombuffer(_read(extent, count), storage_dtype(extent.dtype))
+
     count = min(weight.shape[-1], master.shape[-1], _COMPARED) if weight.shape and master.shape else 1
-    rounded = cast_bits(_bits(master, count), master.dtype, weight.dtype)
-    return bool(np.array_equal(rounded, _bits(weight, count)))
+    rounded = cast_bits(bits(master), master.dtype, weight.dtype)
+    return bool(np.array_equal(rounded, bits(weight)))
 
 
 def _first(placed: Placed) -> Extent | None:
@@ -403,8 +407,6 @@ def _first(placed: Placed) -> Extent | None:
     return next((extent for box, extent in placed if not any(box.offsets)), None)
 
 
-def _bits(extent: Extent, count: int) -> Any:
-    size = extent.dtype.itemsize * count
+def _read(extent: Extent, count: int) -> bytes:
     with translate_os_errors(extent.path), open(extent.path, "rb") as file:
-        data = os.pread(file.fileno(), size, extent.offset)
-    return np.frombuffer(data, storage_dtype(extent.dtype))
+        return os.pread(file.fileno(), extent.dtype.itemsize * count, extent.offset)

@@ -224,7 +224,7 @@ def test_an_existing_destination_is_kept(run: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
-    "no such format": (("convert", "zero9", "hf", "outputs"), 2, "one of zero1, zero2, zero3"),
+    "no such format": (("convert", "zero9", "hf", "outputs"), 2, "zero1, zero2, zero3"),
     "no such target": (("convert", "zero3", "gguf", "outputs"), 2, "there is no format called 'gguf'"),
     "another stage": (("convert", "zero2", "hf", "outputs"), 3, "what is here looks like zero3"),
     "not a checkpoint": (("convert", "auto", "hf", "empty"), 3, "no checkpoint of a known format here"),

@@ -151,6 +151,11 @@ DECLARATIONS = [
     ),
     Declaration("universal", converted_by_deepspeed, ("*/*_model_states.pt", "*/zero/*/exp_avg.pt")),
     Declaration("megatron", saved_by_megatron, ("*/*/model_optim_rng.pt", "*/*/distrib_optim.pt")),
+    Declaration(
+        "megatron-dist",
+        from_fixture("megatron-dist-flattened"),
+        ("iter_0000002/.metadata", "iter_0000002/common.pt", "iter_0000002/__*_*.distcp"),
+    ),
     Declaration("dcp", from_fixture("dcp-fsdp2"), ("step-2/__*_0.distcp", "step-2/.metadata")),
     Declaration("full", gathered_by_torch, ("pytorch_model_fsdp.bin",)),
     Declaration("fsdp-ranks", saved_by_ranks, ("model_world_size_2_rank_*.pt", "optim_world_size_2_rank_*.pt")),

@@ -464,8 +464,6 @@ UNSUPPORTED = {
     "tensor-parallel": (add_file("mp_rank_01_model_states.pt"), "tensor- or pipeline-parallel"),
     "tensor-parallel-zero3": (add_file("zero_pp_rank_0_mp_rank_01_model_states.pt"), "tensor- or pipeline-parallel"),
     "tensor-parallel-optimizer": (add_file(OPTIMIZER_NAME.format(0).replace("_00", "_01")), "tensor- or pipeline"),
-    "pipeline": (add_file("layer_00-model_states.pt"), "pipeline"),
-    "pipeline-3d": (add_file("layer_01-model_00-model_states.pt"), "pipeline"),
     "moe": (add_file("layer_0_expert_3_mp_rank_00_model_states.pt"), "experts"),
     "moe-old": (add_file("expert_3_mp_rank_00_model_states.pt"), "experts"),
     "megatron": (change_model(nested), "Megatron-DeepSpeed"),
@@ -483,6 +481,17 @@ def test_layouts_that_are_not_supported_are_named(tmp_path: Path, case: str) -> 
         with pytest.raises(NotFoundError, match="not supported") as caught:
             api.open(run, format)
         assert words in caught.value.what
+
+
+@pytest.mark.parametrize("name", ["layer_00-model_states.pt", "layer_01-model_00-model_states.pt"])
+def test_a_pipeline_is_of_another_format(tmp_path: Path, name: str) -> None:
+    run = write_stage2(tmp_path / "run", GROUPS, 2)
+    add_file(name)(run / "global_step2")
+    with pytest.raises(NotFoundError, match="layers of a DeepSpeed pipeline") as caught:
+        api.open(run, "zero2")
+    assert "megatron-deepspeed" in str(caught.value.hint)
+    with pytest.raises(CorruptError, match="do not make a model"):
+        api.open(run)
 
 
 def test_partitions_over_different_ranks_are_refused(tmp_path: Path) -> None:

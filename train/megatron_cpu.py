@@ -39,12 +39,11 @@ def on_this_machine() -> Iterator[None]:
             mock.patch.object(DotProductAttention, "__init__", _attend_by(DotProductAttention.__init__))
         )
         put = DistributedOptimizer._set_main_param_and_optimizer_states
-        stack.enter_context(mock.patch.object(DistributedOptimizer, put.__name__, _put_by(put)))
-        for reduce in (
-            layers.reduce_from_tensor_model_parallel_region,
-            layers.reduce_scatter_to_sequence_parallel_region,
-        ):
-            stack.enter_context(mock.patch.object(layers, reduce.__name__, _reduce_by(reduce)))
+        stack.enter_context(
+            mock.patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", _put_by(put))
+        )
+        for name in ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"):
+            stack.enter_context(mock.patch.object(layers, name, _reduce_by(getattr(layers, name))))
         if not torch.cuda.is_available():
             for name, stand_in in _CUDA.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
@@ -121,7 +120,7 @@ class _CudaIsCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.")
+            return f"torch.cuda.{func(*args).rpartition('.')[2]}"
         if kwargs.get("device") is not None:
             kwargs = kwargs | {"device": _cpu_for(kwargs["device"])}
         if func is torch.Tensor.to:
