@@ -59,7 +59,7 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path, tables
     from transformers import AutoModelForCausalLM
 
     done = commands.ckpt("convert", "megatron-deepspeed", "hf", str(sample(name)), "-o", str(tmp_path / "hf"))
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     live = load_file(sample(name) / "truth" / f"{TAG}-logits.safetensors")
     dtype = live["logits"].dtype
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=dtype, attn_implementation="eager")
@@ -82,8 +82,8 @@ def test_ranks_that_hold_the_same_are_compared(tmp_path: Path) -> None:
     fqn = "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
     assert len(checkpoint.tensors[fqn, WEIGHT].replicas) == 1
     done = commands.ckpt("verify", str(run), str(run))
-    assert done.returncode == 1, done.stdout
-    assert fqn in done.stdout
+    assert done.code == 1, done.out
+    assert fqn in done.out
     tied = ckpt.open(sample("qwen2-tp")).tensors
     assert len(tied["embedding.word_embeddings.weight", MASTER].replicas) == 1
     assert not tied["embedding.word_embeddings.weight", WEIGHT].replicas
