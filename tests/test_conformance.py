@@ -23,7 +23,7 @@ from ckpt import registry
 from ckpt.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, Layout
 from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError
 from ckpt.planner import check_source
-from tests import megatron_runs
+from tests import megatron_runs, pipeline_runs
 from tests.describing import content
 from tests.engines import Truth, raw
 from tests.fsdp_runs import run_ranks
@@ -144,6 +144,13 @@ def saved_by_megatron(folder: Path) -> tuple[Path, Tensors]:
     return run, megatron_runs.truth(megatron_runs.sample("llama")).tensors
 
 
+def saved_by_pipeline(folder: Path) -> tuple[Path, Tensors]:
+    """Two stages of DeepSpeed's pipeline on two data-parallel ranks each; the embedding is also the output layer."""
+    run = folder / "run"
+    shutil.copytree(pipeline_runs.sample("qwen2"), run, ignore=shutil.ignore_patterns("truth"))
+    return run, pipeline_runs.truth("qwen2").tensors
+
+
 DECLARATIONS = [
     *(
         Declaration(f"zero{stage}", from_fixture(f"toy-zero{stage}"), ("*/*_optim_states.pt", "*/*_model_states.pt"))
@@ -156,6 +163,11 @@ DECLARATIONS = [
         from_fixture("megatron-dist-flattened"),
         ("iter_0000002/.metadata", "iter_0000002/common.pt", "iter_0000002/__*_*.distcp"),
     ),
+    Declaration(
+        "megatron-deepspeed",
+        saved_by_pipeline,
+        ("*/layer_*-model_states.pt", "*/mp_rank_*_model_states.pt", "*/*_optim_states.pt"),
+    ),
     Declaration("dcp", from_fixture("dcp-fsdp2"), ("step-2/__*_0.distcp", "step-2/.metadata")),
     Declaration("full", gathered_by_torch, ("pytorch_model_fsdp.bin",)),
     Declaration("fsdp-ranks", saved_by_ranks, ("model_world_size_2_rank_*.pt", "optim_world_size_2_rank_*.pt")),
@@ -163,7 +175,7 @@ DECLARATIONS = [
     Declaration("peft", saved_by_peft, ("adapter_model.safetensors",)),
 ]
 #: Samples that take several processes to make.
-ENGINES = ("fsdp-ranks", "megatron")
+ENGINES = ("fsdp-ranks", "megatron", "megatron-deepspeed")
 
 DEEPSPEED = ("zero1", "zero2", "zero3", "universal")
 SHARDED = ("zero1", "zero2", "zero3", "dcp")
