@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd, lcm, prod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ckpt.dtypes import DType
 
@@ -209,6 +209,20 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
         yield from partial(last, 0, tail)
 
 
+def flat_regions(box: Box, shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, int]]:
+    """Elements `start:stop` of `box`, in row-major order, as regions of a tensor of `shape`.
+
+    With each comes the number of the element of the box that it begins with.
+    """
+    flat = flat_range(box, shape)
+    if flat is not None:
+        yield FlatRange(flat.start + start, flat.start + stop), start
+        return
+    for inner in flat_boxes(box.sizes, start, stop):
+        yield box.inside(inner), start
+        start += inner.numel
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """A strided array in a file: `offset` in bytes from the file's start, `strides` in elements."""
@@ -284,6 +298,15 @@ class Source(Protocol):
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
         """Fragments that tile the tensor; flat ones in rising order."""
+        ...
+
+
+@runtime_checkable
+class Padded(Protocol):
+    """A source that knows of padding which its format stores behind the tensor's elements."""
+
+    def padding(self, shape: Shape) -> Iterator[Fragment]:
+        """Flat ranges behind the last element, as if the tensor went on there; what they hold means nothing."""
         ...
 
 
@@ -469,26 +492,39 @@ def check_tiling(regions: Sequence[Region], shape: Shape, *, overlaps: bool = Fa
 
     With `overlaps`, at least once will do.
     """
+    return next(tiling_faults(regions, shape, overlaps=overlaps), None)
+
+
+def tiling_faults(regions: Sequence[Region], shape: Shape, *, overlaps: bool = False) -> Iterator[TilingFault]:
+    """Every fault that `check_tiling` looks for; a region that lies outside covers nothing.
+
+    One hole or overlap may come in several parts.
+    """
     total = prod(shape)
+    inside = []
     for region in regions:
-        if not _is_inside(region, shape, total):
-            return TilingFault("outside", region)
+        if _is_inside(region, shape, total):
+            inside.append(region)
+        else:
+            yield TilingFault("outside", region)
     flat: list[FlatRange] = []
-    for region in regions:
+    for region in inside:
         as_flat = region if isinstance(region, FlatRange) else flat_range(region, shape)
         if as_flat is None:
-            return _check_boxes(regions, shape, overlaps)
+            yield from _box_faults(inside, shape, overlaps)
+            return
         if as_flat.numel:
             flat.append(as_flat)
     flat.sort(key=lambda r: r.start)
     reached = 0
     for r in flat:
         if r.start > reached:
-            return TilingFault("hole", FlatRange(reached, r.start))
+            yield TilingFault("hole", FlatRange(reached, r.start))
         if r.start < reached and not overlaps:
-            return TilingFault("overlap", FlatRange(r.start, min(reached, r.stop)))
+            yield TilingFault("overlap", FlatRange(r.start, min(reached, r.stop)))
         reached = max(reached, r.stop)
-    return TilingFault("hole", FlatRange(reached, total)) if reached < total else None
+    if reached < total:
+        yield TilingFault("hole", FlatRange(reached, total))
 
 
 def _is_inside(region: Region, shape: Shape, total: int) -> bool:
@@ -500,7 +536,7 @@ def _is_inside(region: Region, shape: Shape, total: int) -> bool:
     return all(start >= 0 and size >= 0 and end <= full for start, size, end, full in dims)
 
 
-def _check_boxes(regions: Sequence[Region], shape: Shape, overlaps: bool) -> TilingFault | None:
+def _box_faults(regions: Sequence[Region], shape: Shape, overlaps: bool) -> Iterator[TilingFault]:
     boxes: list[Box] = []
     for region in regions:
         parts = [region] if isinstance(region, Box) else flat_boxes(shape, region.start, region.stop)
@@ -508,22 +544,26 @@ def _check_boxes(regions: Sequence[Region], shape: Shape, overlaps: bool) -> Til
     return _sweep(boxes, (), (), shape, overlaps)
 
 
-def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool) -> TilingFault | None:
+def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool) -> Iterator[TilingFault]:
     """Cut space into slabs at every edge of the next dim and check each slab in the dims that are left.
 
     `offsets` and `sizes` are the slab so far.
     """
     dim = len(offsets)
     if not boxes:
-        return TilingFault("hole", Box(offsets + (0,) * (len(shape) - dim), sizes + shape[dim:]))
+        yield TilingFault("hole", Box(offsets + (0,) * (len(shape) - dim), sizes + shape[dim:]))
+        return
     if dim == len(shape):
-        return TilingFault("overlap", Box(offsets, sizes)) if len(boxes) > 1 and not overlaps else None
+        if len(boxes) > 1 and not overlaps:
+            yield TilingFault("overlap", Box(offsets, sizes))
+        return
     if any(box.steps and box.steps[dim] != 1 for box in boxes):
-        return _sweep_residues(boxes, offsets, sizes, shape, overlaps)
+        yield from _sweep_residues(boxes, offsets, sizes, shape, overlaps)
+        return
     edges = sorted({0, shape[dim]} | {e for b in boxes for e in (b.offsets[dim], b.offsets[dim] + b.sizes[dim])})
     is_rest = boxes[0].offsets[dim:] == (0,) * (len(shape) - dim) and boxes[0].sizes[dim:] == shape[dim:]
     if len(boxes) == 1 and is_rest:
-        return None
+        return
     by_start = sorted(boxes, key=lambda b: b.offsets[dim])
     active: list[Box] = []
     upcoming = 0
@@ -532,13 +572,12 @@ def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlap
         while upcoming < len(by_start) and by_start[upcoming].offsets[dim] <= start:
             active.append(by_start[upcoming])
             upcoming += 1
-        fault = _sweep(active, (*offsets, start), (*sizes, stop - start), shape, overlaps)
-        if fault is not None:
-            return fault
-    return None
+        yield from _sweep(active, (*offsets, start), (*sizes, stop - start), shape, overlaps)
 
 
-def _sweep_residues(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool) -> TilingFault | None:
+def _sweep_residues(
+    boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool
+) -> Iterator[TilingFault]:
     """Check a dim with steps as several dims without: one of every residue."""
     dim = len(offsets)
     step = lcm(*(box.all_steps[dim] for box in boxes))
@@ -550,12 +589,10 @@ def _sweep_residues(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape
             if common is not None:
                 part = common.relative_to(comb)
                 inside.append(_with_dim(box, dim, part.offsets[0], part.sizes[0]))
-        fault = _sweep(inside, offsets, sizes, (*shape[:dim], *comb.sizes, *shape[dim + 1 :]), overlaps)
-        if fault is not None:
+        for fault in _sweep(inside, offsets, sizes, (*shape[:dim], *comb.sizes, *shape[dim + 1 :]), overlaps):
             assert isinstance(fault.region, Box)
             within = fault.region.offsets[dim] * step + residue, fault.region.sizes[dim], step
-            return replace(fault, region=_with_dim(fault.region, dim, *within))
-    return None
+            yield replace(fault, region=_with_dim(fault.region, dim, *within))
 
 
 def _with_dim(box: Box, dim: int, offset: int, size: int, step: int = 1) -> Box:

@@ -331,12 +331,13 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
         orders.append(tuple(undealt(list(shapes), len(inners)) if _is_dealt(file, inners[0]) else shapes))
         partition = partition_size(inners, number)
         starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
+        nexts = dict(zip(shapes, [*starts.values(), partition * len(inners)][1:], strict=True))
         buffers_of = flat_buffers(inners, number)
         for role, extents in buffers_of.items():
             group = FlatGroup(extents, partition)
             for fqn, shape in shapes.items():
                 native = module[fqn].extent.dtype if fqn in module else None
-                source = InFlatGroup(group, starts[fqn])
+                source = InFlatGroup(group, starts[fqn], nexts[fqn] - starts[fqn] - prod(shape))
                 reading.add(Tensor(fqn, role, extents[0].dtype, shape, source, native))
         for name, value in number_states(inners, partial(base_state, group=number)).items():
             scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))

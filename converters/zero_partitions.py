@@ -25,7 +25,7 @@ class FlatGroup:
 
 @dataclass(frozen=True, slots=True)
 class InFlatGroup:
-    """Stages 1 and 2: a parameter begins at element `start` of a flat group.
+    """Stages 1 and 2: a parameter begins at element `start` of a flat group; `behind` elements of padding follow it.
 
     deepspeed/runtime/zero/stage_1_and_2.py: parameters are laid end to end (with `parameter_alignment`, padded in
     between), and the whole is padded to a multiple of twice the world size and cut evenly.
@@ -33,15 +33,22 @@ class InFlatGroup:
 
     group: FlatGroup
     start: int
+    behind: int = 0
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
-        size, partition = prod(shape), self.group.partition
-        if not size:
+        return self._between(0, prod(shape))
+
+    def padding(self, shape: Shape) -> Iterator[Fragment]:
+        return self._between(prod(shape), prod(shape) + self.behind)
+
+    def _between(self, begin: int, end: int) -> Iterator[Fragment]:
+        """What is stored of elements `begin` to `end`, counted from the parameter's first."""
+        if begin == end:
             return
-        stop = self.start + size
-        for rank in range(self.start // partition, min((stop - 1) // partition + 1, len(self.group.extents))):
+        start, stop, partition = self.start + begin, self.start + end, self.group.partition
+        for rank in range(start // partition, min((stop - 1) // partition + 1, len(self.group.extents))):
             extent = self.group.extents[rank]
-            first = max(self.start, rank * partition)
+            first = max(start, rank * partition)
             last = min(stop, rank * partition + min(partition, extent.numel))
             if first < last:
                 part = extent.flat(first - rank * partition, last - rank * partition)
@@ -67,6 +74,15 @@ class InSlots:
             if first >= last:
                 return
             yield Fragment(FlatRange(first, last), extent.flat(self.offset, self.offset + last - first), rank)
+
+    def padding(self, shape: Shape) -> Iterator[Fragment]:
+        size = prod(shape)
+        slot = slot_size(size, len(self.extents))
+        for rank, extent in enumerate(self.extents):
+            first, last = max(rank * slot, size), rank * slot + min(slot, extent.numel - self.offset)
+            if first < last:
+                at = self.offset + first - rank * slot
+                yield Fragment(FlatRange(first, last), extent.flat(at, at + last - first), rank)
 
 
 def slot_size(numel: int, num_ranks: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
@@ -28,6 +29,7 @@ from ckpt.tensors import (
     is_contiguous,
     overlay,
     stepped,
+    tiling_faults,
     whole,
 )
 from converters.zero_partitions import FlatGroup, InFlatGroup, InSlots, slot_size
@@ -206,6 +208,20 @@ class TestTiling:
             assert (found == 0).all() if fault.kind == "hole" else (found > 1).any()
 
     @given(shapes(min_size=1), st.data())
+    def test_all_faults_are_all_that_is_wrong(self, shape: Shape, data: st.DataObject) -> None:
+        """Some pieces missing and some there twice: together the faults are what counting finds."""
+        pieces = data.draw(tilings(shape))
+        regions = [piece for piece in pieces for _ in range(data.draw(st.sampled_from([1, 1, 0, 2])))]
+        count = np.zeros(prod(shape), int)
+        for region in regions:
+            np.add.at(count, indices(region, shape).reshape(-1), 1)
+        found: dict[str, set[int]] = {"hole": set(), "overlap": set()}
+        for fault in tiling_faults([*regions, FlatRange(prod(shape), prod(shape) + 1)], shape):
+            if fault.kind != "outside":
+                found[fault.kind] |= set(indices(fault.region, shape).flat)
+        assert found == {"hole": {*np.flatnonzero(count == 0)}, "overlap": {*np.flatnonzero(count > 1)}}
+
+    @given(shapes(min_size=1), st.data())
     def test_a_missing_piece_is_a_hole(self, shape: Shape, data: st.DataObject) -> None:
         regions = data.draw(tilings(shape))
         missing = regions.pop(data.draw(st.integers(0, len(regions) - 1)))
@@ -303,6 +319,21 @@ class TestZeroRules:
         assert ranks == sorted(set(ranks)) and set(ranks) <= set(range(world_size))
         assert all(fragment.region.numel for fragment in fragments)
 
+    @staticmethod
+    def assert_all_told(sources: Sequence[InFlatGroup | InSlots], values: list[np.ndarray], store: Store) -> None:
+        """What no tensor holds of the files is said to be padding, and nothing else is."""
+        told = {path: np.zeros(len(part), int) for path, part in store.items()}
+        for source, value in zip(sources, values, strict=True):
+            for fragment in source.fragments(value.shape):
+                told[fragment.extent.path][positions(fragment.extent)] += 1
+            behind = [fragment.region for fragment in source.padding(value.shape)]
+            if behind:
+                assert isinstance(behind[0], FlatRange) and behind[0].start >= value.size
+            for fragment in source.padding(value.shape):
+                told[fragment.extent.path][positions(fragment.extent)] += 1
+                assert (store[fragment.extent.path][positions(fragment.extent)] == -1).all()
+        assert all((count == 1).all() for count in told.values())
+
     @given(WORLD_SIZES, st.lists(shapes(3), min_size=1, max_size=5), st.sampled_from([1, 1, 4]), st.booleans())
     def test_stages_1_and_2(self, world_size: int, params: list[Shape], alignment: int, stripped: bool) -> None:
         """Parameters end to end, aligned, padded to a multiple of twice the world size, cut evenly."""
@@ -323,8 +354,11 @@ class TestZeroRules:
         store = {f"rank{rank}": part for rank, part in enumerate(parts)}
         extents = [Extent.contiguous(path, 0, FLOAT32, part.shape) for path, part in store.items()]
         group = FlatGroup(extents, partition)
-        for start, value in zip(starts, values, strict=True):
-            self.assert_holds(InFlatGroup(group, start), value, store, world_size)
+        ends = [*starts, partition * world_size][1:]
+        sources = [InFlatGroup(group, a, b - a - v.size) for a, b, v in zip(starts, ends, values, strict=True)]
+        for source, value in zip(sources, values, strict=True):
+            self.assert_holds(source, value, store, world_size)
+        self.assert_all_told(sources, values, store)
 
     @given(WORLD_SIZES, st.lists(shapes(3), min_size=1, max_size=5))
     def test_stage_3(self, world_size: int, params: list[Shape]) -> None:
@@ -340,8 +374,10 @@ class TestZeroRules:
                 rank += part.tolist()
         store = {f"rank{rank}": np.array(part, np.int64) for rank, part in enumerate(ranks)}
         extents = [Extent.contiguous(path, 0, FLOAT32, part.shape) for path, part in store.items()]
-        for offset, value in zip(offsets, values, strict=True):
-            self.assert_holds(InSlots(extents, offset), value, store, world_size)
+        sources = [InSlots(extents, offset) for offset in offsets]
+        for source, value in zip(sources, values, strict=True):
+            self.assert_holds(source, value, store, world_size)
+        self.assert_all_told(sources, values, store)
 
     @given(st.integers(0, 200), WORLD_SIZES)
     def test_slots_are_as_small_as_they_can_be(self, numel: int, world_size: int) -> None:

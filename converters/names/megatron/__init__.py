@@ -156,6 +156,22 @@ def with_same_padding(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpo
     return first, second
 
 
+def padding(checkpoint: Checkpoint) -> dict[str, Box]:
+    """The rows behind the vocabulary of the tensors of `checkpoint` that have some, by fqn.
+
+    `checkpoint` has Megatron's names; empty where nothing tells the vocabulary's size.
+    """
+    vocabulary = _vocabulary(checkpoint, _recorded(checkpoint))
+    if vocabulary is None:
+        return {}
+    shapes = {name: shape for name, shape in _shapes(checkpoint).items() if name in _VOCABULARY}
+    return {name: _rows_behind(vocabulary, shape) for name, shape in shapes.items() if shape[0] > vocabulary}
+
+
+def _rows_behind(vocabulary: int, shape: Shape) -> Box:
+    return Box((vocabulary, *(0,) * (len(shape) - 1)), (shape[0] - vocabulary, *shape[1:]))
+
+
 def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Relation:
     """Every tensor as it is, but those of the vocabulary with `padded` rows, of which the first are kept."""
     links, after = [], dict(shapes)
@@ -168,9 +184,9 @@ def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Rel
         kept, tail = Box((0,) * len(shape), (vocabulary, *shape[1:])), shape[1:]
         links.append(Link(name, kept, name, kept, tuple(range(len(shape)))))
         after[name] = (padded, *tail)
-        for padding, rows in ((before_padding, shape[0]), (after_padding, padded)):
+        for boxes, rows in ((before_padding, shape[0]), (after_padding, padded)):
             if rows > vocabulary:
-                padding[name] = (Box((vocabulary, *(0,) * len(tail)), (rows - vocabulary, *tail)),)
+                boxes[name] = (_rows_behind(vocabulary, (rows, *tail)),)
     return Relation(tuple(links), dict(shapes), after, before_padding, after_padding)
 
 
