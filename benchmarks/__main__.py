@@ -13,11 +13,19 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks import dcp, lora, reshard, universal, zero
+from benchmarks import dcp, hashing, lora, megatron, reshard, universal, zero
 from benchmarks.measure import CKPT, Case, rounds
 from benchmarks.runner import Bench
 
-SECTIONS = {"zero": zero, "reshard": reshard, "universal": universal, "dcp": dcp, "lora": lora}
+SECTIONS = {
+    "zero": zero,
+    "reshard": reshard,
+    "universal": universal,
+    "dcp": dcp,
+    "lora": lora,
+    "megatron": megatron,
+    "hash": hashing,
+}
 
 
 def main() -> None:

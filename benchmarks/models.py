@@ -38,7 +38,7 @@ def num_params(num_layers: int) -> int:
     return sum(prod(shape) for shape in shapes(num_layers).values())
 
 
-def write_config(folder: Path, num_layers: int) -> None:
+def write_config(folder: Path, num_layers: int, dtype: str = "float32") -> None:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -48,7 +48,8 @@ def write_config(folder: Path, num_layers: int) -> None:
         "num_attention_heads": HIDDEN // 64,
         "num_key_value_heads": HIDDEN // 256,
         "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
-        "dtype": "float32",
+        "dtype": dtype,
     }
     (folder / "config.json").write_text(json.dumps(config))

@@ -12,7 +12,12 @@ from pathlib import Path
 from benchmarks.measure import Case, Measured, call, remove, rounds, warm
 
 #: What can be converted: a name, and the module that writes it: `python -m MODULE FOLDER NUM_LAYERS`.
-SOURCES = {"zero3": "benchmarks.zero_source", "dcp": "benchmarks.dcp_source", "lora": "benchmarks.lora_source"}
+SOURCES = {
+    "zero3": "benchmarks.zero_source",
+    "dcp": "benchmarks.dcp_source",
+    "lora": "benchmarks.lora_source",
+    "hf": "benchmarks.hf_source",
+}
 
 PEAK_MB = 500
 
@@ -30,13 +35,14 @@ class Goal:
         case, other = measured[self.case], measured[self.other]
         if self.at_least is not None:
             factor = other.times(case)
-            return f"{factor:.1f} x faster than {self.other} {_verdict(factor >= self.at_least, f'>= {self.at_least}')}"
+            return f"{factor:.1f} x faster than {self.other} {verdict(factor >= self.at_least, f'>= {self.at_least}')}"
         factor = case.times(other)
-        verdict = "" if self.at_most is None else _verdict(factor <= self.at_most, f"<= {self.at_most}")
-        return f"{factor:.2f} x {self.other} {verdict}"
+        reached = "" if self.at_most is None else verdict(factor <= self.at_most, f"<= {self.at_most}")
+        return f"{factor:.2f} x {self.other} {reached}"
 
 
-def _verdict(reached: bool, goal: str) -> str:
+def verdict(reached: bool, goal: str) -> str:
+    """How a figure that is to reach a goal is followed by it."""
     return f"({goal})" if reached else f"(MISSED {goal})"
 
 

@@ -1,0 +1,30 @@
+"""`ckpt hash` against `xxhsum` and `b3sum` over the same files."""
+
+from __future__ import annotations
+
+from benchmarks.hash_peer import ALGORITHMS, is_installed
+from benchmarks.measure import CKPT, PYTHON, Case, run
+from benchmarks.models import num_params
+from benchmarks.runner import Bench, Goal, Table
+
+SOURCES = ("zero3", "hf")
+
+
+def measure(bench: Bench) -> Table:
+    cases, goals = [], []
+    for kind in SOURCES:
+        source = bench.source(kind)
+        hashing = Case(f"ckpt hash, {kind}", [*CKPT, "hash", source, "-q"])
+        peers = [Case(f"{name}, {kind}", [PYTHON, "-m", "benchmarks.hash_peer", name, source]) for name in ALGORITHMS]
+        run(hashing)
+        cases += [hashing, *peers]
+        goals += [Goal(hashing.name, peer.name, at_most=2) for peer in peers]
+    missing = [name for name in ALGORITHMS if not is_installed(name)]
+    notes = [f"{name} is not installed: its algorithm from the library, in one Python process" for name in missing]
+    return Table(
+        f"Digests of ZeRO-3's masters and states and of a model in bf16, {num_params(bench.num_layers) / 1e6:.0f} M"
+        " parameters",
+        bench.rounds(cases),
+        goals,
+        notes,
+    )
