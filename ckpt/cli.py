@@ -42,6 +42,24 @@ class DTypeOption(str, Enum):
     fp16 = "fp16"
 
 
+class TrainDType(str, Enum):
+    """What a model may compute in."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+class Optimizer(str, Enum):
+    """What `estimate --optimizer` takes."""
+
+    adam = "adam"
+    adamw = "adamw"
+    lion = "lion"
+    momentum = "momentum"
+    sgd = "sgd"
+
+
 class TransformerImpl(str, Enum):
     """What `--transformer-impl` takes, as Megatron-LM's own option."""
 
@@ -500,6 +518,73 @@ def inspect(
         print(json.dumps(inspection.describe(checkpoint, tensors=tensors), indent=2))
     else:
         print("\n".join(inspection.lines(checkpoint, tensors=tensors)))
+
+
+@app.command("estimate")
+@_guarded
+def estimate_(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A config.json or its folder, a Hub id, or a checkpoint.")
+    ],
+    strategy: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this; may be given again. [default: all in a table]")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many there are.")] = 1,
+    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Of each.")] = "80GB",
+    dtype: Annotated[TrainDType, typer.Option(help="What the model computes in.")] = TrainDType.bf16,
+    pure: Annotated[
+        bool, typer.Option("--pure", help="ddp, fsdp: all in --dtype, instead of float32 parameters and autocast.")
+    ] = False,
+    optimizer: Annotated[Optimizer, typer.Option(help="Two states for each parameter, one, or none.")] = Optimizer.adam,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a micro batch of one GPU.")] = 1,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
+    tp: Annotated[int | None, typer.Option(min=1, help="megatron: tensor parallel size.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="megatron: pipeline parallel size.")] = None,
+    ep: Annotated[int, typer.Option(min=1, help="megatron: expert parallel size.")] = 1,
+    lora_r: Annotated[int, typer.Option("--lora-r", min=0, help="Train LoRA adapters of this rank. 0: the model.")] = 0,
+    lora_target_modules: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Modules with adapters. [default: all linear layers]")
+    ] = None,
+    qlora: Annotated[bool, typer.Option("--qlora", help="The frozen model's linear layers in 4 bits.")] = False,
+    ds_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="zero: sizes of buffers, from a DeepSpeed config.")
+    ] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Estimate what each GPU will hold in training, by strategy, and suggest one that fits."""
+    from ckpt import sizing
+    from ckpt.estimate import STRATEGIES, Setup, Zero
+
+    for name in strategy or ():
+        if name not in STRATEGIES:
+            raise UsageError(f"there is no strategy called {name!r}", expected="one of " + ", ".join(STRATEGIES))
+    if (lora_target_modules or qlora) and not lora_r:
+        raise UsageError("--lora-target-modules and --qlora go with --lora-r")
+    if (tp or pp or ep > 1) and strategy and "megatron" not in strategy:
+        raise UsageError("--tp, --pp and --ep are of the strategy megatron", found=", ".join(strategy))
+    setup = Setup(
+        gpus,
+        dtype.value,
+        not pure,
+        optimizer.value,
+        batch_size,
+        seq_len,
+        lora_r,
+        tuple(lora_target_modules.split(",")) if lora_target_modules else None,
+        qlora,
+        sizing.read_zero(ds_config) if ds_config else Zero(),
+    )
+    subject = sizing.find(model)
+    if not quiet:
+        for note in subject.notes:
+            print(f"note: {printable(note)}", file=sys.stderr)
+    found = sizing.size(subject, setup, parse_size(gpu_memory), strategy or (), tp=tp, pp=pp, ep=ep)
+    if as_json:
+        print(json.dumps(sizing.to_json(found), indent=2))
+        return
+    for line in sizing.lines(found):
+        print(printable(line))
 
 
 @app.command()

@@ -41,6 +41,9 @@ TRANSFORMERS_MODULES = "converters.names.modules"
 #: The module with `kept_names(checkpoint)`: which of its names a tied tensor has on the Hub.
 TIED_NAMES = "converters.names.ties"
 
+#: The module with `in_memory` and `megatron_stages`: the shapes of a model's parameters, from its config.
+PARAMETERS = "converters.names.parameters"
+
 #: The module with `to_hub`, `to_megatron`, `repadded` and `with_same_padding`: the Hub's names against megatron-core's.
 MEGATRON_NAMES = "converters.names.megatron"
 

@@ -1,0 +1,264 @@
+"""The parameters of a model that a config.json describes, with their shapes, and those that a rank of Megatron's holds.
+
+`in_memory` gives them as transformers 5 builds the model, with all experts of a layer in one tensor; `megatron_stages`
+as megatron-core does.  Both follow from the tables of `converters.names.megatron`; a model type without a table is
+built by the installed transformers on the meta device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, cast
+
+from ckpt.errors import UsageError
+from ckpt.parameters import EMBEDDING, EXPERT, HEAD, LINEAR, OTHER, ROUTER, Block, Model, Parameter, Stage
+from converters.megatron_model import EMBEDDING as MEGATRON_EMBEDDING
+from converters.megatron_model import OUTPUT, Grid, Stages, padded_vocab_size, rank_shape, split_of
+from converters.names import installed, megatron
+from converters.names.megatron._rows import SPARSE, Row
+from converters.names.megatron._sizes import Config, Sizes
+from converters.names.megatron._table import Table
+
+#: Megatron-LM's `--make-vocab-size-divisible-by`.
+VOCAB_MULTIPLE = 128
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?)\.(\d+)\.")
+
+
+def in_memory(config: Mapping[str, Any]) -> Model:
+    """The model as transformers holds it.
+
+    UsageError for a model type that has neither a table nor a class in the installed transformers, CorruptError for a
+    config that lacks a size.
+    """
+    model_type = config.get("model_type")
+    if model_type not in megatron.architectures():
+        return _from_transformers(config)
+    table, sizes = _table(config)
+    return Model(
+        str(model_type),
+        tuple(_hub_parameters(table, sizes)),
+        tuple(_blocks(config, table, replace(sizes, num_mtp=0))),
+        sizes.dims["h"],
+        sizes.dims["v"],
+    )
+
+
+def megatron_stages(
+    config: Mapping[str, Any], *, tp: int, pp: int, ep: int = 1, vocab_multiple: int = VOCAB_MULTIPLE
+) -> tuple[Stage, ...]:
+    """What a tensor-parallel rank of each pipeline stage holds; experts are divided among `ep` ranks, each whole.
+
+    UsageError where heads, layers or experts do not divide, or where there is no table.
+    """
+    table, sizes = _table(config)
+    sizes = replace(sizes, num_mtp=0)
+    grid = Grid(tp=tp, pp=pp, ep=ep, etp=tp if ep == 1 else 1)
+    grid.check()
+    if sizes.heads % tp or sizes.groups % tp:
+        raise UsageError(
+            "attention heads do not divide among tensor parallel ranks",
+            expected=f"--tp that divides {sizes.heads} heads in {sizes.groups} groups",
+            found=f"--tp {tp}",
+        )
+    if sizes.num_experts % ep:
+        raise UsageError(f"{sizes.num_experts} experts do not divide among {ep} expert parallel ranks")
+    stages = Stages(sizes.num_layers, pp)
+    stages.check()
+    padded = padded_vocab_size(sizes.dims["v"], vocab_multiple, tp)
+    whole = list(_megatron_parameters(table, sizes, padded))
+    return tuple(_stage(whole, stages.layers(number), number, sizes, grid) for number in range(pp))
+
+
+def _stage(whole: list[Parameter], layers: range, number: int, sizes: Sizes, grid: Grid) -> Stage:
+    first, last = number == 0, number == grid.pp - 1
+    held = []
+    for parameter in whole:
+        if parameter.layer is not None:
+            here = parameter.layer in layers
+        elif parameter.name == MEGATRON_EMBEDDING:
+            here = first or (last and sizes.tied)  # the last stage has a copy of a tied embedding
+        else:
+            here = first if parameter.name.startswith("embedding.") else last
+        if here:
+            held.append(_on_rank(parameter, grid))
+    return Stage(tuple(held), layers, last)
+
+
+def _on_rank(parameter: Parameter, grid: Grid) -> Parameter:
+    split = split_of(parameter.name, gated=False)  # halves or not, a rank's part has the same size
+    assert split is not None, parameter.name
+    is_expert = parameter.kind == EXPERT
+    shape = rank_shape(split, parameter.shape, grid.etp if is_expert else grid.tp)
+    count = parameter.count // grid.ep if is_expert else parameter.count
+    return replace(parameter, shape=shape, count=count)
+
+
+def _table(config: Mapping[str, Any]) -> tuple[Table, Sizes]:
+    model_type = config.get("model_type")
+    if model_type not in megatron.architectures():
+        raise UsageError(
+            "Megatron's layout of this architecture is not known",
+            expected="one of " + ", ".join(megatron.architectures()),
+            found=f"model_type {model_type!r}",
+        )
+    table = cast(Table, import_module(f"{megatron.__name__}.{model_type}").TABLE)
+    return table, table.sizes(Config(config))
+
+
+def _hub_parameters(table: Table, sizes: Sizes) -> Iterator[Parameter]:
+    vocabulary = (sizes.dims["v"], sizes.dims["h"])
+    has_split_experts = any("{e}" in hub for row in table.rows for hub in row.hubs)
+    yield Parameter(table.embedding, vocabulary, EMBEDDING)
+    for row in _parameter_rows(table):
+        for layer in _layers(row, sizes):
+            yield from _hub_row(row, sizes, layer, has_split_experts)
+    if not sizes.tied:
+        yield Parameter(table.output, vocabulary, HEAD)
+
+
+def _hub_row(row: Row, sizes: Sizes, layer: int | None, has_split_experts: bool) -> Iterator[Parameter]:
+    pattern = row.kind(sizes, sizes.shape(row.dims))
+    kind = _kind(row.megatron, len(pattern.shape))
+    if kind != EXPERT:
+        for hub, shape in zip(row.hubs, pattern.hub_shapes, strict=True):
+            yield Parameter(hub.format(n=layer), shape, kind, layer, adapter=_adapter(kind, hub, has_split_experts))
+        return
+    hub, first = row.hubs[0], pattern.hub_shapes[0]
+    rows = sum(shape[0] for shape in pattern.hub_shapes)  # gate and up are one matrix
+    adapter = 0
+    if "{e}" in hub:
+        hub = hub.partition("{e}")[0] + ("gate_up_proj" if len(row.hubs) > 1 else "down_proj")
+        adapter = len(row.hubs) * sizes.num_experts
+    yield Parameter(hub.format(n=layer), (sizes.num_experts, rows, *first[1:]), kind, layer, adapter=adapter)
+
+
+def _adapter(kind: str, hub: str, has_split_experts: bool) -> int:
+    """How many ranks PEFT's `target_modules="all-linear"` gives a matrix.
+
+    PEFT 0.21 under transformers 5: for models whose files hold every expert apart it adapts attention, routers and
+    experts (with twice the rank where gate and up are one matrix), and no dense MLP beside them.
+    """
+    if has_split_experts:
+        return int(kind == ROUTER or (kind == LINEAR and ".self_attn." in hub))
+    return int(kind == LINEAR)
+
+
+def _megatron_parameters(table: Table, sizes: Sizes, padded: int) -> Iterator[Parameter]:
+    vocabulary = (padded, sizes.dims["h"])
+    yield Parameter(MEGATRON_EMBEDDING, vocabulary, EMBEDDING)
+    for row in _parameter_rows(table):
+        shape = row.kind(sizes, sizes.shape(row.dims)).shape
+        kind = _kind(row.megatron, len(shape))
+        count = sizes.num_experts if kind == EXPERT else 1
+        for layer in _layers(row, sizes):
+            yield Parameter(row.megatron.format(n=layer, e=0), shape, kind, layer, count)
+    if not sizes.tied:
+        yield Parameter(OUTPUT, vocabulary, HEAD)
+
+
+def _parameter_rows(table: Table) -> Iterator[Row]:
+    return (row for row in table.rows if not row.megatron.endswith(table.buffers or ("\0",)))
+
+
+def _kind(name: str, ndim: int) -> str:
+    """Of a parameter of a table's row, by Megatron's name for it."""
+    if ".local_experts." in name:
+        return EXPERT
+    if name.startswith("embedding."):
+        return EMBEDDING
+    if ndim != 2:
+        return OTHER
+    return ROUTER if ".router." in name else LINEAR
+
+
+def _layers(row: Row, sizes: Sizes) -> Iterator[int | None]:
+    """The layers that have the row's tensors; None, once, for a row outside all layers."""
+    if row.only not in ("", "dense", SPARSE) and row.only not in sizes.holds:
+        return
+    if "{n}" not in row.megatron:
+        yield None
+        return
+    for layer in range(sizes.num_layers):
+        if row.only not in ("dense", SPARSE) or (layer in sizes.sparse) == (row.only == SPARSE):
+            yield layer
+
+
+#: How often models with one matrix for queries, keys and values save them, or what they attend to, once more.
+_COPIES = {"gpt2": 2, "gpt_neox": 1}
+
+
+def _blocks(config: Mapping[str, Any], table: Table, sizes: Sizes) -> Iterator[Block]:
+    """What activations depend on, by layer."""
+    dims, names = sizes.dims, {row.megatron for row in table.rows}
+    fc1 = next((row for row in table.rows if row.megatron.endswith("}.mlp.linear_fc1.weight")), None)
+    gated = fc1 is None or len(fc1.hubs) == 2
+    activation = config.get("hidden_act") or config.get("activation_function") or "gelu_new"
+    is_latent = "kd" in dims
+    dense = Block(
+        hidden=dims["h"],
+        queries=dims["q"] if is_latent else dims["a"],
+        keys=dims["q"] if is_latent else dims["k"],
+        values=dims["a"] if is_latent else dims["k"],
+        attended=dims["a"] * (1 + _COPIES.get(str(config.get("model_type")), 0)),
+        heads=sizes.heads,
+        latent=dims["qr"] + dims["kr"] if is_latent else 0,
+        qk_norms=sizes.heads + sizes.groups if "qk norm" in sizes.holds else 0,
+        layer_norm="decoder.final_layernorm.bias" in names,
+        ffn=dims["f"],
+        # gate, its activation, up, their product; otherwise the activation's input and output, and where that is
+        # written in Python its parts
+        ffn_saved=4 if gated else 2 if activation == "gelu" else 5,
+        gated=gated,
+    )
+    top = Config(config).size("num_experts_per_tok", "num_experts_per_token", default=1) if sizes.num_experts else 0
+    is_split = any("{e}" in hub for row in table.rows for hub in row.hubs)
+    sparse = replace(
+        dense,
+        ffn=dims.get("s", 0),
+        expert_ffn=dims.get("m", 0),
+        expert_saved=4 if is_split else 7,  # gpt-oss clamps, scales and shifts between
+        num_experts=sizes.num_experts,
+        top=top,
+    )
+    yield from (sparse if layer in sizes.sparse else dense for layer in range(sizes.num_layers))
+
+
+def _from_transformers(config: Mapping[str, Any]) -> Model:
+    """The parameters of transformers' own model; nothing is known of its activations."""
+    model_type = config.get("model_type")
+    if installed.package() is None:
+        raise UsageError(
+            "the parameters of this architecture are not known without transformers",
+            expected="one of " + ", ".join(megatron.architectures()) + ", or transformers installed",
+            found=f"model_type {model_type!r}",
+            hint="pip install 'ckpt-toolkit[transformers]'",
+        )
+    from converters.names.transformers_names import build_model
+
+    model = build_model(config, {})
+    if model is None:
+        raise UsageError("transformers has no model of this config", found=f"model_type {model_type!r}")
+    kinds = {}
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if type(module).__name__ in ("Linear", "Conv1D"):
+            kinds[f"{name}.weight"] = HEAD if module is head else LINEAR
+        elif type(module).__name__ == "Embedding":
+            kinds[f"{name}.weight"] = EMBEDDING
+    parameters = []
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        kind = kinds.get(name, EXPERT if len(shape) == 3 and "expert" in name else OTHER)
+        parameters.append(Parameter(name, shape, kind, layer_of(name), adapter=int(kind == LINEAR)))
+    own = model.config.get_text_config()
+    return Model(str(model_type), tuple(parameters), (), own.hidden_size, own.vocab_size)
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a parameter's name tells of."""
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
