@@ -218,6 +218,7 @@ def _read_buffers(reading: Reading) -> None:
             expected="args in the common state",
             hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
         )
+    Grid.recorded(reading.args, reading.folder)
     model = _model(reading)
     known = _buckets(reading) | dict(_gathered(reading))
     held: dict[Key, dict[Box, list[Placed]]] = {}

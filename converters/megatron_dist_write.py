@@ -216,15 +216,14 @@ def _optimizer(model: Model, optimizer: Optimizer) -> dict[Any, Any]:
     scaler = model.checkpoint.state.items.get("grad_scaler")
     contents: list[dict[str, Any]] = []
     for expert in (False, True) if optimizer.apart else (False,):
-        inner: dict[str, Any] = {
-            "param_groups": [dict(group.options) for group in optimizer.groups if group.expert == expert]
-        }
+        groups = [dict(group.options) for group in optimizer.groups if group.expert == expert]
+        inner: dict[str, Any] = {"param_groups": groups}
         has_half = any(choice.dtype in (BFLOAT16, FLOAT16) for choice in model.chosen.values())
         if optimizer.distributed:
             content: dict[str, Any] = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
         else:
             step = next(iter(model.checkpoint.state.scalars.get("step", {}).values()), None)
-            inner["state"] = {} if step is None else {"common_step": number(step)}
+            inner = {"state": {} if step is None else {"common_step": number(step)}, "param_groups": groups}
             content = {"optimizer": inner} if has_half else inner
         contents.append(content if scaler is None else {**content, "grad_scaler": scaler})
     return contents[0] if len(contents) == 1 else dict(enumerate(contents))

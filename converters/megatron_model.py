@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from ckpt.errors import CorruptError, UsageError
@@ -70,6 +71,16 @@ class Grid:
             vpp=_size(args, "virtual_pipeline_model_parallel_size", 1),
             etp=_size(args, "expert_tensor_parallel_size", tp),
         )
+
+    @classmethod
+    def recorded(cls, args: Mapping[str, Any], path: Path) -> Grid:
+        """The grid of a checkpoint at `path`; CorruptError for one that Megatron has no ranks for."""
+        grid = cls.of_args(args)
+        try:
+            grid.check()
+        except UsageError as error:
+            raise CorruptError(f"the recorded arguments: {error.what}", path=path, found=error.found) from None
+        return grid
 
     @property
     def args(self) -> dict[str, Any]:
@@ -189,6 +200,18 @@ class Stages:
                 f"the recorded arguments: {error.what}", expected=error.expected, found=error.found
             ) from None
         return stages
+
+    def with_args(self, args: Mapping[str, Any]) -> Stages:
+        """The same number of stages, dealt as those of `STAGE_ARGS` that are there say."""
+        layout = args.get("pipeline_model_parallel_layout")
+        return replace(
+            self,
+            first=args.get("decoder_first_pipeline_num_layers"),
+            last=args.get("decoder_last_pipeline_num_layers"),
+            embedding=bool(args.get("account_for_embedding_in_pipeline_split")),
+            loss=bool(args.get("account_for_loss_in_pipeline_split")),
+            layout=parse_layout(layout) if layout else None,
+        )
 
     def check(self) -> None:
         """UsageError where layers and stages do not fit each other."""

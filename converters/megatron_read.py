@@ -246,11 +246,7 @@ def _grid(reading: Reading, names: Sequence[str]) -> Grid:
                 expected="args",
             )
         return Grid(tp=len(names))
-    grid = Grid.of_args(reading.args)
-    try:
-        grid.check()
-    except UsageError as error:
-        raise CorruptError(f"the recorded arguments: {error.what}", path=reading.folder, found=error.found) from None
+    grid = Grid.recorded(reading.args, reading.folder)
     expected = 1 + (grid.pp > 1) + (grid.ep > 1)
     if parts != {expected}:
         raise CorruptError(

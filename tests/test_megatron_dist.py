@@ -23,7 +23,7 @@ import torch
 import ckpt
 from ckpt.checkpoint import BUFFER, WEIGHT, Checkpoint, Layout
 from ckpt.dtypes import FLOAT32
-from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError
+from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.planner import check_source
 from ckpt.tensors import Box, Extent
 from converters.megatron_dist_keys import KeyWriter, ObjectKey, TensorKey, canonical_names, state_key
@@ -100,7 +100,7 @@ def test_reads_what_the_engine_held(name: str, tables: Any) -> None:
 
 
 def test_reads_flattened_ranges() -> None:
-    """What megatron-core 0.14 wrote of a distributed optimizer on two ranks."""
+    """What megatron-core 0.14 wrote of a distributed optimizer on three ranks, two of which begin within a row."""
     checkpoint = ckpt.open(FIXTURE)
     _check(checkpoint, Truth.load(FIXTURE / "truth" / f"{FOLDER}.safetensors"))
     states = list(checkpoint.with_role("exp_avg"))
@@ -418,5 +418,9 @@ def test_buckets_without_arguments_are_refused(tmp_path: Path) -> None:
         ckpt.open(tmp_path / "run")
     args.tensor_model_parallel_size = 1
     torch.save({**common, "args": args}, path)
-    with pytest.raises(CkptError, match="not those of this model"):
+    with pytest.raises(CorruptError, match="recorded arguments: expert and tensor parallel ranks do not fit"):
+        ckpt.open(tmp_path / "run")
+    args.expert_tensor_parallel_size = 1
+    torch.save({**common, "args": args}, path)
+    with pytest.raises(CorruptError, match="not those of this model"):
         ckpt.open(tmp_path / "run")
