@@ -14,7 +14,7 @@ from typing import Any
 from ckpt import torchfile
 from ckpt.checkpoint import BUFFER, WEIGHT, Key, SourceFile
 from ckpt.dtypes import DType
-from ckpt.errors import CorruptError, LossError, NotFoundError, UsageError
+from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.files import confined, translate_os_errors
 from ckpt.pickles import Record, StoredTensor
 from ckpt.tensors import Box, Extent, Fragment, Pieces, Shape, Source, Tensor, contiguous_strides
