@@ -45,14 +45,14 @@ class Factor:
 
     @classmethod
     def stored(cls, fqn: str, choice: Choice, of: Checkpoint) -> Factor:
-        return cls(fqn, choice.tensor.shape, lambda: load(choice), of)
+        return cls(fqn, choice.tensor.shape, lambda: load(choice, of), of)
 
 
-def load(choice: Choice) -> torch.Tensor:
-    """The tensor of a choice, in the choice's dtype."""
+def load(choice: Choice, of: Checkpoint) -> torch.Tensor:
+    """The tensor of a choice of the checkpoint `of`, in the choice's dtype."""
     import torch
 
-    tensor = LazyTensor(choice.tensor)[...]
+    tensor = LazyTensor(choice.tensor, of)[...]
     return tensor.to(getattr(torch, choice.dtype.name)) if choice.is_cast else tensor
 
 

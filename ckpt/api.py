@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -26,10 +26,12 @@ from ckpt.checkpoint import (
     TargetFile,
 )
 from ckpt.companions import read_config
+from ckpt.dtypes import DType
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
 from ckpt.files import check_destination, translate_os_errors
 from ckpt.mapping import Relation, translate
 from ckpt.planner import Plan, choose_replica, make_plan
+from ckpt.precision import CAST_SOURCES
 from ckpt.runs import enclosing_folders, trainer_steps
 from ckpt.tensors import Shape
 
@@ -235,6 +237,41 @@ def _by_transformers(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
     return translate(checkpoint, relation, namespace)
 
 
+class _Quantized(Protocol):
+    def parts(self, names: Iterable[str]) -> frozenset[str]: ...
+
+
+class _Dequantize(Protocol):
+    def dequantized(self, checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint: ...
+
+
+def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoint:
+    """`checkpoint` with plain weights in place of those that are stored quantized (MXFP4, bitsandbytes, FP8).
+
+    They have the bits that transformers and bitsandbytes compute, and are computed where they are written.  What does
+    not record a dtype of its own becomes `dtype`; None is the dtype of the model's config.  Raises UsageError for a
+    method of quantization that is not known, CorruptError where a weight lacks a part or contradicts itself.
+    """
+    return cast(_Dequantize, import_module(registry.DEQUANTIZE)).dequantized(checkpoint, dtype)
+
+
+def _check_dtype(checkpoint: Checkpoint, dtype: DType | None) -> None:
+    """Raise UsageError where a cast would be one of a quantized weight's parts."""
+    if dtype is None:
+        return
+    tensors = {tensor.fqn: tensor for tensor in checkpoint.tensors.values() if tensor.role in (WEIGHT, BUFFER)}
+    quantized = cast(_Quantized, import_module(registry.QUANTIZED))
+    for fqn in sorted(quantized.parts(tensors)):
+        if tensors[fqn].dtype in CAST_SOURCES and tensors[fqn].dtype != dtype:
+            raise UsageError(
+                "a quantized weight has no dtype to choose: a cast of its scales would make it another weight",
+                path=checkpoint.path,
+                fqn=fqn,
+                found=f"--dtype with {tensors[fqn].dtype} {list(tensors[fqn].shape)}",
+                hint="leave --dtype out, or add --dequantize",
+            )
+
+
 @dataclass(frozen=True)
 class Conversion:
     """A plan that has been proved and can be run."""
@@ -316,6 +353,7 @@ def plan(
     if target.namespace != MEGATRON and layout.megatron_options:
         asked = " ".join(f"--{name.replace('_', '-')}" for name in layout.megatron_options)
         raise UsageError(f"the format {to!r} has none of Megatron's parallel axes", found=asked)
+    _check_dtype(checkpoint, layout.dtype)
     named = to_namespace(checkpoint, target.namespace, layout)
     laid_out = target.lay_out(named, layout)
     new = [note for note in named.notes if note not in checkpoint.notes]  # said by the way from names to names

@@ -129,6 +129,10 @@ ManifestOption = Annotated[
     bool,
     typer.Option("--manifest", help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`."),
 ]
+DequantizeOption = Annotated[
+    bool,
+    typer.Option("--dequantize", help="Write plain weights for quantized ones (MXFP4, bitsandbytes, FP8)."),
+]
 RepoOption = Annotated[str | None, typer.Option("--repo-id", metavar="ORG/NAME", help="The repository on the Hub.")]
 PrivateOption = Annotated[bool, typer.Option("--private", help="Make a new repository private.")]
 RevisionOption = Annotated[
@@ -156,6 +160,7 @@ def convert(
         DTypeOption,
         typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
     ] = DTypeOption.keep,
+    dequantize: DequantizeOption = False,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")] = "5GB",
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Ranks of a sharded target. [default: as many as the source has]")
@@ -225,6 +230,8 @@ def convert(
         transformer_impl=transformer_impl.value if transformer_impl else None,
     )
     checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
+    if dequantize:
+        checkpoint = api.dequantized(checkpoint, layout.dtype)
     conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
     if not quiet:
         _say_source(checkpoint)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from types import EllipsisType
 from typing import TYPE_CHECKING
 
 from ckpt.checkpoint import Checkpoint
 from ckpt.errors import UsageError
-from ckpt.tensors import Box, Extent, Fragment, Shape, Tensor, overlay
+from ckpt.tensors import Box, Shape, Tensor
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +18,9 @@ Index = int | slice | EllipsisType
 class LazyTensor:
     """A tensor that is read where it is indexed: `tensor[0:8]` reads the bytes of these rows and no others."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, of: Checkpoint) -> None:
         self._tensor = tensor
+        self._computed = of.computed
 
     @property
     def shape(self) -> Shape:
@@ -39,28 +39,10 @@ class LazyTensor:
         import numpy as np
         import torch
 
-        from ckpt.casts import storage_dtype
-        from ckpt.run import read_bits
+        from ckpt.reading import read_box
 
         box, dropped = _box(index if isinstance(index, tuple) else (index,), self.shape)
-        dtype = storage_dtype(self._tensor.dtype)
-        wanted = Fragment(box, Extent.contiguous("", 0, self._tensor.dtype, box.sizes))
-        flat = np.empty(0, dtype)
-        strided = np.lib.stride_tricks.as_strided
-        for common in overlay(self._tensor.fragments(), [wanted], self.shape):
-            descriptor = os.open(common.a.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                read = read_bits(descriptor, common.a)
-            finally:
-                os.close(descriptor)
-            if read.size == box.numel:  # all of it: there is nothing to put together
-                flat = read.reshape(-1)
-                break
-            if not flat.size:
-                flat = np.empty(box.numel, dtype)
-            start = common.b.offset // dtype.itemsize
-            strides = tuple(stride * dtype.itemsize for stride in common.b.strides)
-            strided(flat[start:], common.b.shape, strides)[...] = read
+        flat = read_box(self._tensor, box, self._computed).reshape(-1)
         result = torch.from_numpy(flat.view(np.uint8)).view(getattr(torch, self.dtype)).reshape(box.sizes)
         return result.squeeze(dropped) if dropped else result
 
@@ -74,7 +56,7 @@ def lazy(checkpoint: Checkpoint, key: str | tuple[str, str]) -> LazyTensor:
         tensor = checkpoint.parameters.get(fqn) or checkpoint.get(fqn, "buffer")
     if tensor is None:
         raise KeyError(key)
-    return LazyTensor(tensor)
+    return LazyTensor(tensor, checkpoint)
 
 
 def _box(index: tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int, ...]]:

@@ -47,6 +47,12 @@ PARAMETERS = "converters.names.parameters"
 #: The module with `to_hub`, `to_megatron`, `repadded` and `with_same_padding`: the Hub's names against megatron-core's.
 MEGATRON_NAMES = "converters.names.megatron"
 
+#: The module with `parts(names)`: which tensors are parts of weights that are stored quantized.
+QUANTIZED = "converters.quantized"
+
+#: The module with `dequantized(checkpoint, dtype)`: plain weights in place of these.
+DEQUANTIZE = "converters.quantized.dequantize"
+
 
 @cache
 def _known() -> dict[str, str]:

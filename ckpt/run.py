@@ -383,7 +383,7 @@ class _Room:
 def put(copy: Copy, content: memoryview, target: int) -> None:
     """Carry out a copy from `content` to an open file."""
     with translate_os_errors(copy.target.path):
-        bits = _in_shape(np.frombuffer(content, np.uint8)[copy.source.offset : copy.source.end], copy.source)
+        bits = in_shape(np.frombuffer(content, np.uint8)[copy.source.offset : copy.source.end], copy.source)
         if copy.source.dtype != copy.target.dtype:
             bits = cast_bits(bits.reshape(-1), copy.source.dtype, copy.target.dtype).reshape(bits.shape)
         _write_bits(target, copy.target, bits)
@@ -471,10 +471,10 @@ def read_bits(descriptor: int, extent: Extent) -> NDArray:
     """The elements of `extent` as a contiguous array of raw bits, in the extent's shape."""
     raw = np.empty(extent.end - extent.offset, np.uint8)
     read_into(descriptor, raw.data, extent)
-    return _in_shape(raw, extent)
+    return in_shape(raw, extent)
 
 
-def _in_shape(raw: NDArray, extent: Extent) -> NDArray:
+def in_shape(raw: NDArray, extent: Extent) -> NDArray:
     """The elements of `extent`, whose bytes are `raw`, as a contiguous array of raw bits in the extent's shape."""
     elements = raw.view(storage_dtype(extent.dtype))
     if extent.is_contiguous:

@@ -48,6 +48,7 @@ from ckpt.precision import CAST_SOURCES, Choice, choices, describe
 from ckpt.sizes import show_size
 from ckpt.tensors import Extent, Tensor, Whole, whole
 from converters.names.ties import kept_names, tied_names
+from converters.quantized import parts
 from converters.safetensors_file import Header, Planned, build_header, read_header
 
 SINGLE = "model.safetensors"
@@ -366,7 +367,8 @@ def _side_files(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> tuple[l
             TargetFile.of_bytes(CONFIG, content),
             *files,
         ], []  # not a transformers config: none of our business
-    corrected, notes = true_config(config, _written_dtypes(chosen), plain=_is_plain(chosen))
+    no_longer = checkpoint.config is not None and not checkpoint.config.get("quantization_config")
+    corrected, notes = true_config(config, _written_dtypes(chosen), plain=no_longer or _is_plain(chosen))
     if corrected != config:
         content = dump_config(corrected)
     return [TargetFile.of_bytes(CONFIG, content), *files], notes
@@ -375,8 +377,9 @@ def _side_files(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> tuple[l
 def _written_dtypes(chosen: Mapping[str, Choice]) -> dict[DType, int]:
     """Elements of plain floating parameters by the dtype that they are written in."""
     counts: dict[DType, int] = {}
-    for choice in chosen.values():
-        if choice.tensor.role != BUFFER and choice.dtype in CAST_SOURCES:
+    quantized = parts(chosen)
+    for name, choice in chosen.items():
+        if name not in quantized and choice.tensor.role != BUFFER and choice.dtype in CAST_SOURCES:
             counts[choice.dtype] = counts.get(choice.dtype, 0) + choice.tensor.numel
     return counts
 

@@ -34,9 +34,12 @@ def has_conv1d(config: Mapping[str, Any] | None) -> bool | None:
 
 
 def describe(
-    config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], names: Iterable[str]
+    config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], names: Iterable[str] | None
 ) -> dict[str, Module] | None:
-    """The modules called `names` of the model that has tensors of these names; None where its class is not known."""
+    """The modules called `names`, or all, of the model that has tensors of these names.
+
+    None where its class is not known.
+    """
     if config is None or has_conv1d(config) is None:
         return None
     model = build_model(config, shapes)
@@ -49,6 +52,6 @@ def describe(
             bool(getattr(module, "is_transposed", False)),
             tuple(parameter for parameter, _ in module.named_parameters(recurse=False)),
         )
-        for name in names
+        for name in (modules if names is None else names)
         if (module := modules.get(name)) is not None
     }

@@ -1,0 +1,34 @@
+"""Weights that are stored quantized, in several tensors each.
+
+They are carried like any other tensors, bit for bit; `converters.quantized.dequantize` puts plain weights in their
+place, with the bits that the library computes that reads them.  A module for each method says how it stores them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+#: Weights of 4 bits: the rest of the name says which 16 values they have.
+BITSANDBYTES_STATE = re.compile(r"(?P<owner>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
+
+#: Endings of the parts of one weight, the first of them what is packed ("" where it has the weight's own name).
+_PARTS = (
+    ("_blocks", "_scales"),
+    ("", "_scale_inv"),
+    ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"),
+    ("weight", "SCB", "weight_format"),
+)
+
+
+def parts(names: Iterable[str]) -> frozenset[str]:
+    """Those of `names` that are tensors of quantized weights, the packed ones too: none is a plain parameter."""
+    every = frozenset(names)
+    found: set[str] = set()
+    for name in every:
+        if match := BITSANDBYTES_STATE.fullmatch(name):
+            found |= {name, match["owner"]}
+        for packed, *others in _PARTS:
+            if name.endswith(others[0]) and (owner := name.removesuffix(others[0])) + packed in every:
+                found |= {owner + ending for ending in (packed, *others)}
+    return frozenset(found & every)

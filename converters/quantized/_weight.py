@@ -1,0 +1,135 @@
+"""What a quantized weight is to the rest: the tensors that it is stored in, and how its plain values are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.casts import cast_bits
+from ckpt.checkpoint import Checkpoint
+from ckpt.dtypes import BFLOAT16, CASTABLE, FLOAT32, DType
+from ckpt.errors import CorruptError, UsageError
+from ckpt.reading import read_box
+from ckpt.tensors import Box, Region, Shape, Tensor, whole
+from converters.names.modules import describe, has_conv1d
+
+#: Elements that are computed at a time: with what it takes to compute them they stay within the default of
+#: `--max-memory` on every thread.
+BLOCK = 1 << 23
+
+
+#: Models whose linear layers are transformers' Conv1D, should transformers not be there to be asked.
+_CONV1D_MODELS = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A region of a plain tensor, and what computes its elements in row-major order.
+
+    `transposed` says that the elements are in the order of the region's box turned over, which is of a matrix then.
+    """
+
+    region: Region
+    content: Callable[[], memoryview]
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A quantized weight: its plain name, dtype and shape, the names of its `parts`, and blocks that tile it.
+
+    `unused` are parts that have no say in the weight, as scales of activations.
+    """
+
+    fqn: str
+    method: str
+    dtype: DType
+    shape: Shape
+    parts: tuple[str, ...]
+    blocks: tuple[Block, ...]
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The tensors among which quantized weights are looked for.
+
+    `quantization` is the config's `quantization_config`; `dtype` is what weights become whose own parts do not tell.
+    """
+
+    checkpoint: Checkpoint
+    tensors: Mapping[str, Tensor]
+    quantization: Mapping[str, Any]
+    dtype: DType
+
+    def read(self, fqn: str, box: Box | None = None) -> NDArray:
+        """The raw bits of a tensor, or of a box of it."""
+        tensor = self.tensors[fqn]
+        return read_box(tensor, whole(tensor.shape) if box is None else box, self.checkpoint.computed)
+
+    def part(self, fqn: str, of: str) -> Tensor:
+        """A tensor without which the quantized weight `of` is not complete."""
+        tensor = self.tensors.get(fqn)
+        if tensor is None:
+            raise CorruptError(
+                "a quantized weight lacks one of its parts", path=self.checkpoint.path, fqn=of, expected=fqn
+            )
+        return tensor
+
+    @cached_property
+    def conv1d(self) -> frozenset[str]:
+        """Names of the model's modules that are transformers' Conv1D, whose weight is [in, out]."""
+        config = self.checkpoint.config
+        known = has_conv1d(config)
+        if known is None and (config or {}).get("model_type") not in _CONV1D_MODELS:
+            known = False
+        if known is False:
+            return frozenset()
+        shapes = {fqn: tensor.shape for fqn, tensor in self.tensors.items()}
+        modules = describe(config, shapes, None)
+        if modules is None:
+            raise UsageError(
+                "the model has layers whose weights lie the other way round, and only its class tells which",
+                path=self.checkpoint.path,
+                hint="pip install 'transformers>=5' torch",
+            )
+        return frozenset(name for name, module in modules.items() if module.is_conv1d)
+
+    def corrupt(self, fqn: str, expected: object, found: object) -> CorruptError:
+        return CorruptError(
+            "a part of a quantized weight is not as it should be",
+            path=self.checkpoint.path,
+            fqn=fqn,
+            expected=expected,
+            found=found,
+        )
+
+
+def model_dtype(config: Mapping[str, Any] | None) -> DType:
+    """The dtype that the model's config names, or bfloat16, which is what quantized models are loaded in."""
+    config = config or {}
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        name = str(part.get("dtype") or part.get("torch_dtype")).removeprefix("torch.")
+        for dtype in CASTABLE.values():
+            if dtype.name == name:
+                return dtype
+    return BFLOAT16
+
+
+def rounded(values: NDArray, dtype: DType) -> memoryview:
+    """fp32 `values` in `dtype`, as bytes."""
+    bits = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32)
+    if dtype != FLOAT32:
+        bits = cast_bits(bits, FLOAT32, dtype)
+    return bits.view(np.uint8).data
+
+
+def spans(size: int, step: int) -> list[tuple[int, int]]:
+    """`size` cut into ranges of `step` and a rest."""
+    return [(start, min(start + step, size)) for start in range(0, size, max(1, step))]

@@ -1,0 +1,282 @@
+"""bitsandbytes as transformers saves it: 4 bits (nf4, fp4) with block scales, and LLM.int8's rows of int8.
+
+Sources: bitsandbytes 0.50.2 `functional.py` (`QuantState.as_dict`, `dequantize_4bit`, `get_4bit_type`),
+`nn/modules.py` (`_save_to_state_dict`), `backends/default/ops.py`; transformers 5.23 `integrations/bitsandbytes.py`.
+
+4 bits: `NAME`, in whatever dtype `bnb_4bit_quant_storage` was, has two values in a byte, the first in its upper half,
+of the weight flattened; `NAME.absmax` is the factor of every `blocksize` of them, fp32, or with double quantization
+uint8: numbers of entries of `NAME.nested_quant_map`, which are multiplied with `NAME.nested_absmax` and moved by the
+`nested_offset`.  `NAME.quant_map` are the 16 values, and `NAME.quant_state.bitsandbytes__nf4` is JSON as bytes: shape,
+dtype, block sizes.  Everything is fp32 until the product is rounded to the recorded dtype.
+
+8 bits: `NAME`, int8, and `SCB` [out] beside it: value times SCB times 1/127, in fp32, in this order.
+
+bitsandbytes takes the 16 values from its own tables, which here must be those of the file.  Its AVX-512 code (0.50.2)
+takes wrong factors where rows are no multiple of the block size; what is computed here is what all its other code does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.dtypes import BY_NAME, CASTABLE, FLOAT32, DType
+from ckpt.errors import UsageError
+from ckpt.tensors import Box, FlatRange, Shape, whole
+from converters.quantized import BITSANDBYTES_STATE
+from converters.quantized._weight import BLOCK, Block, Stored, Weight, rounded, spans
+
+METHOD = "bitsandbytes"
+ABSMAX, MAP, NESTED_ABSMAX, NESTED_MAP = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
+SCB, FORMAT = "SCB", "weight_format"
+
+_UINT8, _INT8 = BY_NAME["uint8"], BY_NAME["int8"]
+_MAX_STATE = 1 << 16  # bytes of a state's JSON
+_ROW_MAJOR = 0
+_PER_127 = np.float32(7.874015718698502e-3)
+_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_NESTED_VALUES = 256
+_DTYPES = {dtype.name: dtype for dtype in CASTABLE.values()}
+_THIRDS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+_VALUES = {
+    # the quantiles of a normal distribution
+    "nf4": np.array(
+        [
+            *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+            *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+            *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+            *(0.7229568362236023, 1.0),
+        ],
+        np.float32,
+    ),
+    "fp4": np.array([*_THIRDS, *(-v for v in _THIRDS)], np.float32) / np.float32(12) + np.float32(0),  # -0.0 is 0.0
+}
+
+
+def find(stored: Stored) -> Iterator[Weight]:
+    """Every weight of 4 or 8 bits.  Raises CorruptError where one is not complete or contradicts itself."""
+    for name in stored.tensors:
+        if match := BITSANDBYTES_STATE.fullmatch(name):
+            yield _four_bits(stored, match["owner"], match["kind"], name)
+        elif name == SCB or name.endswith("." + SCB):
+            yield _eight_bits(stored, name.removesuffix(SCB))
+
+
+# -- 4 bits --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Nested:
+    """How factors are quantized themselves."""
+
+    block_size: int
+    offset: np.float32
+    values: NDArray
+    factors: NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    kind: str
+    block_size: int
+    dtype: DType
+    shape: Shape
+    nested: _Nested | None
+
+
+def _four_bits(stored: Stored, owner: str, kind: str, name: str) -> Weight:
+    state = _read_state(stored, owner, kind, name)
+    packed = stored.part(owner, owner)
+    numel = prod(state.shape)
+    if packed.nbytes != -(-numel // 2) or packed.shape[:1] != (packed.numel,):
+        raise stored.corrupt(
+            owner,
+            f"one column of {-(-numel // 2)} bytes, for shape {list(state.shape)}",
+            f"{packed.dtype} {list(packed.shape)}",
+        )
+    absmax = stored.part(owner + ABSMAX, owner)
+    dtype, num_factors = _UINT8 if state.nested else FLOAT32, -(-numel // state.block_size)
+    if absmax.dtype != dtype or absmax.shape != (num_factors,):
+        raise stored.corrupt(owner + ABSMAX, f"{dtype} [{num_factors}]", f"{absmax.dtype} {list(absmax.shape)}")
+    parts = [owner, owner + ABSMAX, owner + MAP, name]
+    if state.nested:
+        parts += [owner + NESTED_ABSMAX, owner + NESTED_MAP]
+    transposed = _is_conv1d(stored, owner)
+    step = BLOCK if not transposed else max(1, numel)  # block sizes divide it
+    blocks = tuple(
+        Block(FlatRange(start, stop), _Codes(stored, owner, state, start, stop)) for start, stop in spans(numel, step)
+    )
+    return _oriented(Weight(owner, METHOD, state.dtype, state.shape, tuple(parts), blocks), transposed)
+
+
+def _read_state(stored: Stored, owner: str, kind: str, name: str) -> _State:
+    tensor = stored.tensors[name]
+    if tensor.dtype != _UINT8 or tensor.numel > _MAX_STATE:
+        raise stored.corrupt(name, f"at most {_MAX_STATE} bytes of JSON", f"{tensor.numel} of {tensor.dtype}")
+    try:
+        content: Any = json.loads(stored.read(name).tobytes())
+    except (ValueError, RecursionError) as error:
+        raise stored.corrupt(name, "JSON", error) from None
+    if not isinstance(content, dict) or content.get("quant_type") != kind:
+        raise stored.corrupt(name, f"an object with quant_type {kind}", content)
+    dtype, shape = _DTYPES.get(str(content.get("dtype"))), content.get("shape")
+    if dtype is None or not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise stored.corrupt(name, "a shape and a dtype, " + ", ".join(_DTYPES), content)
+    if content.get("blocksize") not in _BLOCK_SIZES:
+        raise stored.corrupt(name, f"a blocksize, one of {_BLOCK_SIZES}", content.get("blocksize"))
+    _check_values(stored, owner, kind)
+    nested = None
+    if owner + NESTED_ABSMAX in stored.tensors or "nested_blocksize" in content:
+        nested = _read_nested(stored, owner, name, content, -(-prod(shape) // content["blocksize"]))
+    return _State(kind, content["blocksize"], dtype, tuple(shape), nested)
+
+
+def _check_values(stored: Stored, owner: str, kind: str) -> None:
+    tensor = stored.part(owner + MAP, owner)
+    if tensor.dtype == FLOAT32 and tensor.numel == 16:
+        values = stored.read(owner + MAP).view(np.float32).reshape(-1)
+        if np.array_equal(values, _VALUES[kind]):
+            return
+    raise UsageError(
+        f"the weight's 16 values are not those that bitsandbytes has for {kind}",
+        path=stored.checkpoint.path,
+        fqn=owner + MAP,
+        hint="load it with the bitsandbytes that wrote it, dequantize it there and save it",
+    )
+
+
+def _read_nested(stored: Stored, owner: str, name: str, content: dict[str, Any], num_factors: int) -> _Nested:
+    factors, values = stored.part(owner + NESTED_ABSMAX, owner), stored.part(owner + NESTED_MAP, owner)
+    size, offset = content.get("nested_blocksize"), content.get("nested_offset")
+    if type(size) is not int or size <= 0 or not isinstance(offset, int | float):
+        raise stored.corrupt(name, "nested_blocksize and nested_offset", content)
+    if content.get("nested_dtype") != FLOAT32.name:
+        raise stored.corrupt(name, f"nested_dtype {FLOAT32}", content.get("nested_dtype"))
+    for part, tensor, count in (
+        (owner + NESTED_ABSMAX, factors, -(-num_factors // size)),
+        (owner + NESTED_MAP, values, _NESTED_VALUES),
+    ):
+        if tensor.dtype != FLOAT32 or tensor.numel != count:
+            raise stored.corrupt(part, f"{count} elements of {FLOAT32}", f"{tensor.numel} elements of {tensor.dtype}")
+    read = [stored.read(part).view(np.float32).reshape(-1) for part in (owner + NESTED_MAP, owner + NESTED_ABSMAX)]
+    return _Nested(size, np.float32(offset), *read)
+
+
+class _Codes:
+    """Elements `start` to `stop` of a flattened weight, from the start of a block on."""
+
+    __slots__ = ("owner", "start", "state", "stop", "stored")
+
+    def __init__(self, stored: Stored, owner: str, state: _State, start: int, stop: int) -> None:
+        self.stored, self.owner, self.state, self.start, self.stop = stored, owner, state, start, stop
+
+    def __call__(self) -> memoryview:
+        numel, size = self.stop - self.start, self.state.block_size
+        values = _pairs(self.state.kind)[self._bytes()].reshape(-1)[:numel]
+        factors = self._factors()
+        full = numel // size * size
+        values[:full].reshape(-1, size)[...] *= factors[: full // size, None]
+        values[full:] *= factors[-1]
+        return rounded(values, self.state.dtype)
+
+    def _bytes(self) -> NDArray:
+        """The packed bytes, whatever the dtype that they are stored as."""
+        item = self.stored.tensors[self.owner].dtype.itemsize
+        first, last = self.start // 2, -(-self.stop // 2)
+        raw = self._elements(self.owner, first // item, -(-last // item)).view(np.uint8)
+        return raw[first % item :][: last - first]
+
+    def _factors(self) -> NDArray:
+        size, nested = self.state.block_size, self.state.nested
+        first, last = self.start // size, -(-self.stop // size)
+        stored = self._elements(self.owner + ABSMAX, first, last)
+        if nested is None:
+            return stored.view(np.float32)
+        blocks = np.arange(first, last) // nested.block_size
+        factors: NDArray = nested.values[stored] * nested.factors[blocks] + nested.offset
+        return factors
+
+    def _elements(self, fqn: str, start: int, stop: int) -> NDArray:
+        """Elements of a vector, or of a matrix with one column."""
+        column = self.stored.tensors[fqn].shape[1:]
+        return self.stored.read(fqn, Box((start, *(0,) * len(column)), (stop - start, *column))).reshape(-1)
+
+
+def _pairs(kind: str) -> NDArray:
+    """The two values of every byte, [256, 2]."""
+    byte = np.arange(256)
+    return np.stack([_VALUES[kind][byte >> 4], _VALUES[kind][byte & 15]], axis=1)
+
+
+# -- 8 bits --------------------------------------------------------------------------------------------------
+
+
+def _eight_bits(stored: Stored, module: str) -> Weight:
+    owner = f"{module}weight"
+    tensor, scales = stored.part(owner, owner), stored.tensors[module + SCB]
+    if tensor.dtype != _INT8 or len(tensor.shape) != 2:
+        raise stored.corrupt(owner, "an int8 matrix", f"{tensor.dtype} {list(tensor.shape)}")
+    num_out, num_in = tensor.shape
+    if scales.dtype != FLOAT32 or scales.numel != num_out:
+        raise stored.corrupt(module + SCB, f"{num_out} elements of {FLOAT32}", f"{scales.dtype} {list(scales.shape)}")
+    parts = [owner, module + SCB]
+    if module + FORMAT in stored.tensors:
+        layout = stored.read(module + FORMAT).reshape(-1).tolist()
+        if layout != [_ROW_MAJOR]:
+            raise UsageError(
+                "the weight is stored in a layout of a GPU's, which only that GPU turns back",
+                path=stored.checkpoint.path,
+                fqn=module + FORMAT,
+                expected=f"{_ROW_MAJOR}, row-major",
+                found=layout,
+            )
+        parts.append(module + FORMAT)
+    transposed = _is_conv1d(stored, owner)
+    rows = BLOCK // max(1, num_in) if not transposed else num_out
+    blocks = tuple(
+        Block(Box((start, 0), (stop - start, num_in)), _Rows(stored, owner, module + SCB, start, stop))
+        for start, stop in spans(num_out, rows)
+    )
+    return _oriented(Weight(owner, METHOD, stored.dtype, tensor.shape, tuple(parts), blocks), transposed)
+
+
+class _Rows:
+    """Rows `start` to `stop` of an int8 matrix."""
+
+    __slots__ = ("owner", "scales", "start", "stop", "stored")
+
+    def __init__(self, stored: Stored, owner: str, scales: str, start: int, stop: int) -> None:
+        self.stored, self.owner, self.scales, self.start, self.stop = stored, owner, scales, start, stop
+
+    def __call__(self) -> memoryview:
+        num_in = self.stored.tensors[self.owner].shape[1]
+        bits = self.stored.read(self.owner, Box((self.start, 0), (self.stop - self.start, num_in)))
+        scales = self.stored.read(self.scales).view(np.float32).reshape(-1)[self.start : self.stop]
+        values = bits.view(np.int8).astype(np.float32)
+        values *= scales[:, None]
+        values *= _PER_127
+        return rounded(values, self.stored.dtype)
+
+
+# -- transformers' Conv1D ------------------------------------------------------------------------------------
+
+
+def _is_conv1d(stored: Stored, owner: str) -> bool:
+    """Whether the plain weight is [in, out]: transformers turns a Conv1D's over before it is quantized."""
+    module = "." + owner.rpartition(".")[0]
+    return any(f".{name}".endswith(module) for name in stored.conv1d)
+
+
+def _oriented(weight: Weight, transposed: bool) -> Weight:
+    """The weight, which is one block, turned over where it is a Conv1D's."""
+    if not transposed:
+        return weight
+    shape = weight.shape[::-1]
+    blocks = tuple(Block(whole(shape), block.content, transposed=True) for block in weight.blocks)
+    return Weight(weight.fqn, weight.method, weight.dtype, shape, weight.parts, blocks)

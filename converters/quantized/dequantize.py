@@ -1,0 +1,121 @@
+"""Plain weights in place of quantized ones, computed block by block while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
+from ckpt.dtypes import BY_NAME, DType
+from ckpt.errors import LossError, UsageError
+from ckpt.tensors import Box, Extent, Fragment, Pieces, Tensor
+from converters.quantized import bitsandbytes, fp8, mxfp4
+from converters.quantized._weight import Block, Stored, Weight, model_dtype
+
+#: By the config's `quant_method`.
+_METHODS: Mapping[str, Callable[[Stored], Iterator[Weight]]] = {
+    mxfp4.METHOD: mxfp4.find,
+    bitsandbytes.METHOD: bitsandbytes.find,
+    fp8.METHOD: fp8.find,
+}
+#: Elements of these are parts of something else.
+_PACKED = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2", "float8_e8m0fnu")
+_PACKED_DTYPES = frozenset(BY_NAME[name] for name in _PACKED)
+
+
+def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
+    """`checkpoint` with plain weights in place of quantized ones, and no `quantization_config`.
+
+    `dtype` is what weights become that do not record their own; None for the dtype of the model's config.  Raises
+    UsageError for methods that are not known, CorruptError where a weight is not complete.
+    """
+    config = checkpoint.config or {}
+    quantization = config.get("quantization_config")
+    quantization = quantization if isinstance(quantization, Mapping) else {}
+    tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
+    stored = Stored(checkpoint, tensors, quantization, dtype or model_dtype(config))
+    weights = [weight for find in _finders(checkpoint, quantization) for weight in find(stored)]
+    gone = {part for weight in weights for part in (*weight.parts, *weight.unused)}
+    kept = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in gone}
+    _check_plain(checkpoint, kept)
+    computed = dict(checkpoint.computed)
+    plain: dict[Key, Tensor] = {}
+    for weight in weights:
+        plain[weight.fqn, WEIGHT] = _tensor(weight)
+        computed |= {_path(weight, number): block.content for number, block in enumerate(weight.blocks)}
+    return replace(
+        checkpoint,
+        tensors={**kept, **plain},
+        computed=computed,
+        config=_without_quantization(checkpoint.config),
+        notes=(*checkpoint.notes, *_notes(weights)),
+    )
+
+
+def _finders(checkpoint: Checkpoint, quantization: Mapping[str, Any]) -> Iterable[Callable[[Stored], Iterator[Weight]]]:
+    method = quantization.get("quant_method")
+    if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
+        method = bitsandbytes.METHOD
+    if method is None:
+        return _METHODS.values()
+    if method not in _METHODS:
+        raise UsageError(
+            "weights of this method of quantization are not dequantized",
+            path=checkpoint.path,
+            expected=" or ".join(_METHODS),
+            found=f"quant_method {method!r}",
+            hint="take the full-precision model that it was made from",
+        )
+    return [_METHODS[method]]
+
+
+def _check_plain(checkpoint: Checkpoint, tensors: Mapping[Key, Tensor]) -> None:
+    for (fqn, role), tensor in tensors.items():
+        if role == WEIGHT and tensor.dtype in _PACKED_DTYPES:
+            raise LossError(
+                "this tensor would stay quantized: what it is part of is not known",
+                path=checkpoint.path,
+                fqn=fqn,
+                expected="the parts of weights in " + ", ".join(_METHODS),
+                found=f"{tensor.dtype} {list(tensor.shape)}",
+            )
+
+
+def _tensor(weight: Weight) -> Tensor:
+    pieces = tuple(_fragment(weight, number, block) for number, block in enumerate(weight.blocks))
+    return Tensor(weight.fqn, WEIGHT, weight.dtype, weight.shape, Pieces(pieces))
+
+
+def _fragment(weight: Weight, number: int, block: Block) -> Fragment:
+    path = _path(weight, number)
+    if isinstance(block.region, Box):
+        sizes = block.region.sizes
+        extent = Extent.contiguous(path, 0, weight.dtype, sizes)
+        if block.transposed:
+            extent = replace(extent, strides=(1, sizes[0]))
+        return Fragment(block.region, extent)
+    return Fragment(block.region, Extent.contiguous(path, 0, weight.dtype, (block.region.numel,)))
+
+
+def _path(weight: Weight, number: int) -> str:
+    return f"dequantized:{weight.fqn}:{number}"
+
+
+def _without_quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    return config and {name: value for name, value in config.items() if name != "quantization_config"}
+
+
+def _notes(weights: list[Weight]) -> list[str]:
+    counts: dict[tuple[str, str], int] = {}
+    for weight in weights:
+        kind = weight.method, weight.dtype.name
+        counts[kind] = counts.get(kind, 0) + 1
+    notes = [
+        f"{count} weight{'s' if count > 1 else ''} dequantized from {method} to {dtype}"
+        for (method, dtype), count in counts.items()
+    ]
+    unused = sorted(fqn for weight in weights for fqn in weight.unused)
+    if unused:
+        notes.append(f"left out: {len(unused)} scales of activations, {unused[0]} for one")
+    return notes or ["nothing is quantized here, so nothing is dequantized"]

@@ -1,0 +1,125 @@
+"""FP8 with a scale for every block, as DeepSeek-V3 and transformers' fine-grained FP8 store linear layers.
+
+Sources: DeepSeek-V3 `inference/kernel.py` (`weight_dequant`, which its `fp8_cast_bf16.py` calls), transformers 5.23
+`integrations/finegrained_fp8.py` (`Fp8Dequantize`).  `NAME`, float8_e4m3fn [..., out, in], goes with `NAME_scale_inv`
+[..., out blocks, in blocks], a factor (in spite of its name) for every block of `weight_block_size` elements, of which
+the last of a row or column may be cut short; or with one factor for all.  Both are widened to fp32 and multiplied, and
+the product is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.casts import cast_bits
+from ckpt.dtypes import BY_NAME, FLOAT32
+from ckpt.errors import UsageError
+from ckpt.precision import CAST_SOURCES
+from ckpt.tensors import Box, whole
+from converters.quantized._weight import BLOCK, Block, Stored, Weight, rounded, spans
+
+METHOD = "fp8"
+SCALE = "_scale_inv"
+
+_E4M3 = BY_NAME["float8_e4m3fn"]
+#: What scales activations and not the weight: with plain weights it has no use.
+_ACTIVATIONS = ("activation_scale", "input_scale")
+
+
+def find(stored: Stored) -> Iterator[Weight]:
+    """Every weight that is stored with block scales.  Raises CorruptError where one is not complete."""
+    for name, scales in stored.tensors.items():
+        owner = name.removesuffix(SCALE)
+        if owner == name:
+            continue
+        tensor = stored.part(owner, owner)
+        if tensor.dtype != _E4M3 or len(tensor.shape) < 2:
+            raise stored.corrupt(owner, f"a {_E4M3} matrix", f"{tensor.dtype} {list(tensor.shape)}")
+        if scales.dtype not in CAST_SOURCES:
+            raise UsageError(
+                "scales of this dtype are not dequantized",
+                path=stored.checkpoint.path,
+                fqn=name,
+                expected=" or ".join(sorted(d.name for d in CAST_SOURCES)),
+                found=scales.dtype,
+            )
+        size = _block_size(stored, name, tensor.shape, scales.shape)
+        module = owner.rpartition(".")[0]
+        unused = tuple(n for n in (f"{module}.{end}" for end in _ACTIVATIONS) if n in stored.tensors)
+        yield _weight(stored, owner, size, unused)
+
+
+def _block_size(stored: Stored, name: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
+    if prod(scales) == 1:
+        return shape[-2], shape[-1]
+    given = stored.quantization.get("weight_block_size")
+    sizes = given if isinstance(given, list) and len(given) == 2 else [0]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise UsageError(
+            "the config does not tell for how many elements a scale is",
+            path=stored.checkpoint.path,
+            fqn=name,
+            expected="weight_block_size, two sizes, in quantization_config",
+            found=repr(given),
+        )
+    rows, columns = sizes
+    expected = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+    if scales != expected:
+        raise stored.corrupt(name, f"shape {list(expected)}, blocks of {rows} by {columns}", f"shape {list(scales)}")
+    return rows, columns
+
+
+def _weight(stored: Stored, owner: str, size: tuple[int, int], unused: tuple[str, ...]) -> Weight:
+    shape = stored.tensors[owner].shape
+    rows = max(size[0], BLOCK // max(1, shape[-1]) // size[0] * size[0])
+    blocks = []
+    for lead in np.ndindex(*shape[:-2]):
+        for start, stop in spans(shape[-2], rows):
+            box = Box((*lead, start, 0), (*(1,) * len(lead), stop - start, shape[-1]))
+            blocks.append(Block(box, _Rows(stored, owner, size, box)))
+    return Weight(owner, METHOD, stored.dtype, shape, (owner, owner + SCALE), tuple(blocks), unused)
+
+
+class _Rows:
+    """Some rows of one matrix, from the start of a block on."""
+
+    __slots__ = ("box", "owner", "size", "stored")
+
+    def __init__(self, stored: Stored, owner: str, size: tuple[int, int], box: Box) -> None:
+        self.stored, self.owner, self.size, self.box = stored, owner, size, box
+
+    def __call__(self) -> memoryview:
+        num_rows, num_columns = self.box.sizes[-2:]
+        rows, columns = self.size
+        values = _values()[self.stored.read(self.owner, self.box).reshape(num_rows, num_columns)]
+        scales = self._scales()
+        for number, (start, stop) in enumerate(spans(num_rows, rows)):
+            values[start:stop] *= np.repeat(scales[number], columns)[:num_columns]
+        return rounded(values, self.stored.dtype)
+
+    def _scales(self) -> NDArray:
+        """The scales of these rows in fp32, [blocks of rows, blocks of columns]."""
+        name = self.owner + SCALE
+        tensor = self.stored.tensors[name]
+        box = whole(tensor.shape)
+        if tensor.numel != 1:
+            *lead, first, _ = self.box.offsets
+            start, stop = first // self.size[0], -(-(first + self.box.sizes[-2]) // self.size[0])
+            box = Box((*lead, start, 0), (*(1,) * len(lead), stop - start, tensor.shape[-1]))
+        bits = cast_bits(self.stored.read(name, box).reshape(-1), tensor.dtype, FLOAT32)
+        return bits.view(np.float32).reshape(-1, 1 if tensor.numel == 1 else tensor.shape[-1])
+
+
+@cache
+def _values() -> NDArray:
+    """The 256 values of e4m3fn: four bits of exponent with a bias of 7, no infinities, NaN where all bits are set."""
+    byte = np.arange(256)
+    exponent, fraction = (byte >> 3) & 15, (byte & 7).astype(np.float64)
+    value = np.where(exponent == 0, np.ldexp(fraction, -9), np.ldexp(1 + fraction / 8, exponent - 7))
+    value[(byte & 0x7F) == 0x7F] = np.nan
+    return np.where(byte >> 7, -value, value).astype(np.float32)

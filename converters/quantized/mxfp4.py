@@ -1,0 +1,100 @@
+"""MXFP4, as gpt-oss stores its experts: 4-bit floats (e2m1) in groups of 32 that share a power of two.
+
+Source: transformers 5.23 `integrations/mxfp4.py` (`_convert_moe_packed_tensors`).  `NAME_blocks`, uint8 [experts, out,
+groups, 16], has two values in a byte, the first in its lower half; `NAME_scales`, uint8 [experts, out, groups], the
+exponents with a bias of 127.  The plain `NAME` is [experts, in, out] with `in = 32 * groups`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.casts import cast_bits, storage_dtype
+from ckpt.dtypes import BY_NAME, FLOAT32, DType
+from ckpt.tensors import Box
+from converters.quantized._weight import BLOCK, Block, Stored, Weight, spans
+
+METHOD = "mxfp4"
+BLOCKS, SCALES = "_blocks", "_scales"
+
+_UINT8 = BY_NAME["uint8"]
+_BYTES = 16  # of a group
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS = 127
+
+
+def find(stored: Stored) -> Iterator[Weight]:
+    """Every weight of the checkpoint that is stored in MXFP4.  Raises CorruptError where one is not complete."""
+    for name, tensor in stored.tensors.items():
+        owner = name.removesuffix(SCALES if name.endswith(SCALES) else BLOCKS)
+        if owner == name:
+            continue
+        if name.endswith(SCALES):
+            if tensor.dtype == _UINT8:
+                stored.part(owner + BLOCKS, owner)
+            continue
+        scales = stored.part(owner + SCALES, owner)
+        if tensor.dtype != _UINT8 or len(tensor.shape) != 4 or tensor.shape[-1] != _BYTES:
+            raise stored.corrupt(
+                name, f"uint8 [experts, out, groups, {_BYTES}]", f"{tensor.dtype} {list(tensor.shape)}"
+            )
+        if scales.dtype != _UINT8 or scales.shape != tensor.shape[:-1]:
+            raise stored.corrupt(
+                owner + SCALES, f"uint8 {list(tensor.shape[:-1])}", f"{scales.dtype} {list(scales.shape)}"
+            )
+        yield _weight(stored, owner)
+
+
+def _weight(stored: Stored, owner: str) -> Weight:
+    num_experts, num_out, num_groups, _ = stored.tensors[owner + BLOCKS].shape
+    group = 2 * _BYTES
+    blocks = []
+    for expert in range(num_experts):
+        for start, stop in spans(num_groups, BLOCK // max(1, group * num_out)):
+            region = Box((expert, start * group, 0), (1, (stop - start) * group, num_out))
+            blocks.append(Block(region, _Groups(stored, owner, expert, start, stop)))
+    shape = (num_experts, num_groups * group, num_out)
+    return Weight(owner, METHOD, stored.dtype, shape, (owner + BLOCKS, owner + SCALES), tuple(blocks))
+
+
+class _Groups:
+    """Groups `start` to `stop` of all outputs of one expert, computed as [in, out]."""
+
+    __slots__ = ("expert", "owner", "start", "stop", "stored")
+
+    def __init__(self, stored: Stored, owner: str, expert: int, start: int, stop: int) -> None:
+        self.stored, self.owner = stored, owner
+        self.expert, self.start, self.stop = expert, start, stop
+
+    def __call__(self) -> memoryview:
+        num_out, num_groups = self.stored.tensors[self.owner + BLOCKS].shape[1], self.stop - self.start
+        box = Box((self.expert, 0, self.start), (1, num_out, num_groups))
+        packed = self.stored.read(self.owner + BLOCKS, Box((*box.offsets, 0), (*box.sizes, _BYTES)))
+        scales = self.stored.read(self.owner + SCALES, box)
+        low, high = _tables(self.stored.dtype)
+        # What is turned over are the packed bytes: a fourth of what they become.
+        pairs = np.ascontiguousarray(packed.reshape(num_out, -1).T).reshape(num_groups, _BYTES, num_out)
+        exponents = np.ascontiguousarray(scales.reshape(num_out, -1).T)
+        result = np.empty((num_groups, _BYTES, 2, num_out), low.dtype)
+        for group in range(num_groups):
+            index = (exponents[group].astype(np.uint16) << np.uint16(8)) | pairs[group]
+            result[group, :, 0], result[group, :, 1] = low[index], high[index]
+        return result.reshape(-1).view(np.uint8).data
+
+
+@cache
+def _tables(dtype: DType) -> tuple[NDArray, NDArray]:
+    """The values of a byte's lower and of its upper half, as bits of `dtype`, by `exponent << 8 | byte`."""
+    values = np.array((*_E2M1, *(-v for v in _E2M1)))
+    with np.errstate(over="ignore"):  # 1.5 * 2 ** 128 is infinite; the specification's NaN, exponent 255, is none here
+        table = np.ldexp(values[None, :], (np.arange(256) - _BIAS)[:, None]).astype(np.float32)
+    bits = table.reshape(-1).view(np.uint32)
+    if dtype != FLOAT32:
+        bits = cast_bits(bits, FLOAT32, dtype)
+    half = bits.view(storage_dtype(dtype)).reshape(256, 16)
+    byte = np.arange(256)
+    return half[:, byte & 15].reshape(-1), half[:, byte >> 4].reshape(-1)
