@@ -15,33 +15,36 @@ runtime/pipe/engine.py, runtime/bf16_optimizer.py, runtime/zero/stage_1_and_2.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ckpt.checkpoint import MEGATRON as NAMESPACE
 from ckpt.checkpoint import Checkpoint, Layout, ReadRequest, Target, TrainingState
 from ckpt.companions import read_config
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import CorruptError
 from ckpt.files import confined, translate_os_errors
+from converters.megatron_deepspeed_args import attributes, current
 from converters.megatron_deepspeed_read import (
     Reading,
-    args_of,
     is_pipeline,
     list_folder,
     read_layers,
     read_partitions,
     read_slices,
+    stage_sizes,
 )
+from converters.megatron_deepspeed_write import OF_SLICES, lay_out
 from converters.megatron_model import EMBEDDING, OUTPUT
 from converters.zero_files import RankFile
+from converters.zero_model import MODEL_ITEMS, PIPELINE
 
 # fmt: off
 #: Entries of a model file that describe tensors or the run's shape, or that are described otherwise.
 _KNOWN = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", "sparse_tensor_module_names", "global_steps", "dp_world_size", "mp_world_size",
-    "checkpoint_parallel_dimensions", "num_experts", "ds_version", "universal_checkpoint_info", "args",
+    "checkpoint_parallel_dimensions", "num_experts", "ds_version", "ds_config", *MODEL_ITEMS, *OF_SLICES,
 })
 #: The same of an optimizer's file.
 _KNOWN_OF_OPTIMIZER = frozenset({
@@ -59,7 +62,7 @@ class MegatronDeepSpeed:
     name = "megatron-deepspeed"
     title = "Megatron-DeepSpeed, pipeline"
     reads = True
-    writes = False
+    writes = True
     carries_optimizer = True
     namespace: str | None = NAMESPACE
 
@@ -127,7 +130,7 @@ class MegatronDeepSpeed:
                 step if isinstance(step, int) else None,
                 reading.param_groups(),
                 reading.scalars,
-                _items(reading, first, optimizer),
+                _items(reading, slices, optimizer),
             ),
             config=read_config(folders),
             folders=tuple(str(p) for p in folders if p.is_dir()),
@@ -135,37 +138,39 @@ class MegatronDeepSpeed:
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        raise NotFoundError(f"{self.name} cannot be written")
+        """The files of a run folder; see `converters.megatron_deepspeed_write`."""
+        return lay_out(checkpoint, layout)
 
 
 MEGATRON_DEEPSPEED = MegatronDeepSpeed()
 
 
-def _items(reading: Reading, first: RankFile, optimizer: RankFile | None) -> dict[str, Any]:
-    """What describes the run, by the names in the files; arguments also under the names that Megatron-LM has now."""
-    items = {str(name): value for name, value in first.content.items() if name not in _KNOWN and value is not None}
+def _items(reading: Reading, slices: Sequence[RankFile], optimizer: RankFile | None) -> dict[str, Any]:
+    """What describes the run, by the names in the files.
+
+    The client's entries are one item, as of other files of DeepSpeed's; `args` has the run's arguments also under the
+    names that Megatron-LM has now, and `pipeline` what the same layout is written again from.
+    """
+    first = slices[0].content
+    items = {name: first[name] for name in (*MODEL_ITEMS, "ds_config") if first.get(name) is not None}
     if optimizer is not None:
         items |= {k: v for k, v in optimizer.content.items() if k not in _KNOWN_OF_OPTIMIZER and v is not None}
-    recorded = args_of(first)
-    if recorded:
-        items["args"] = _current(recorded) | {
-            "tensor_model_parallel_size": reading.folder.tp,
-            "pipeline_model_parallel_size": reading.folder.pp,
-            "untie_embeddings_and_output_weights": not reading.layers.tied,
-        }
+    client = {str(name): value for name, value in first.items() if name not in _KNOWN and value is not None}
+    items |= {"client_state": client} if client else {}
+    items["args"] = current(attributes(first.get("args"))) | {
+        "tensor_model_parallel_size": reading.folder.tp,
+        "pipeline_model_parallel_size": reading.folder.pp,
+        "untie_embeddings_and_output_weights": not reading.layers.tied,
+    }
+    of_slices = {
+        name: {file.rank: file.content[name] for file in slices if file.content.get(name) is not None}
+        for name in OF_SLICES
+    }
+    items[PIPELINE] = {
+        "kinds": {number: kind.value for number, kind in reading.layers.kinds.items()},
+        "neox": reading.layers.neox,
+        "stages": stage_sizes(reading, slices),
+        "recomputed": reading.recomputed,
+        "of_slices": {name: found for name, found in of_slices.items() if found},
+    }
     return items
-
-
-def _current(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of Megatron-DeepSpeed, whose sources branched off in 2021, with those that have new names since."""
-    found = dict(args)
-    groups, heads = args.get("num_key_value_heads"), args.get("num_attention_heads")
-    if isinstance(groups, int):
-        found.setdefault("num_query_groups", groups)
-        found.setdefault("group_query_attention", groups != heads)
-    if "layernorm_epsilon" in args:
-        found.setdefault("norm_epsilon", args["layernorm_epsilon"])
-    norm = str(args.get("normalization", "")).lower()
-    if norm in ("rmsnorm", "layernorm"):
-        found["normalization"] = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[norm]
-    return found

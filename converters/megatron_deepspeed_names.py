@@ -47,6 +47,15 @@ _TRANSFORMER = {
 _ATTENTION = re.compile(r"(?:self_)?attention\.")
 #: The frequencies of rotary positions, which every model computes anew.
 _RECOMPUTED = re.compile(r"(?:self_)?attention\.rotary_emb\.inv_freq")
+#: What an entry of a transformer layer is called, in the order of its modules, by the rest of its name in the model.
+_ENTRIES = {
+    canonical + parameter: f"{module}.{parameter}"
+    for module, canonical in _TRANSFORMER.items()
+    for parameter in ("weight", "bias")
+}
+_LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+#: The key under which both libraries tie the embedding and the output layer.
+_TIE = "embed"
 _TIED = re.compile(r"tied_modules\.(?P<key>[^.]+)\.(?P<rest>.+)")
 _NUMBERED = re.compile(r"(?P<layer>\d+)\.(?P<rest>.+)")
 
@@ -74,9 +83,19 @@ def kind_of(names: Collection[str]) -> Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The layers of a pipeline that have parameters: kinds by their number in the pipeline, rising."""
+    """The layers of a pipeline that have parameters: kinds by their number in the pipeline, rising.
+
+    `neox` says that names are GPT-NeoX's.
+    """
 
     kinds: Mapping[int, Kind]
+    neox: bool = False
+
+    @classmethod
+    def of_model(cls, num_layers: int, *, tied: bool) -> Layers:
+        """As Megatron-DeepSpeed numbers them, in which layer 0 is a function."""
+        order = [Kind.EMBEDDING, *[Kind.TRANSFORMER] * num_layers, Kind.NORM, *([] if tied else [Kind.OUTPUT])]
+        return cls(dict(enumerate(order, 1)))
 
     @classmethod
     def of_names(cls, names: Mapping[int, Iterable[str]], path: str) -> Layers:
@@ -112,7 +131,7 @@ class Layers:
                 expected="an embedding, transformer layers, a final norm and perhaps an output layer",
                 found=", ".join(f"{layer} {kind.value}" for layer, kind in kinds.items()),
             )
-        return cls(kinds)
+        return cls(kinds, any(is_neox(list(names[layer])) for layer in transformers))
 
     @property
     def transformers(self) -> list[int]:
@@ -144,6 +163,46 @@ class Layers:
             return _EMBEDDING.get(match["rest"])
         match = _NUMBERED.fullmatch(name)
         return self.canonical(int(match["layer"]), match["rest"]) if match else None
+
+    def place(self, fqn: str) -> tuple[int, str] | None:
+        """The inverse of `canonical`: the layer's number in the pipeline, and the entry's name in it."""
+        if match := _LAYER.fullmatch(fqn):
+            transformers, layer = self.transformers, int(match["layer"])
+            name = _ENTRIES.get(match["rest"])
+            if name is None or layer >= len(transformers):
+                return None
+            return transformers[layer], name.removeprefix("self_") if self.neox else name
+        for kind, names in ((Kind.EMBEDDING, _EMBEDDING), (Kind.NORM, _NORM), (Kind.OUTPUT, _OUTPUT)):
+            spelled = [name for name, known in names.items() if known == fqn]
+            if spelled and kind in self.kinds.values():
+                number = next(number for number, one in self.kinds.items() if one is kind)
+                return number, spelled[-1 if self.neox else 0]
+        return None
+
+    def parameter(self, fqn: str) -> str:
+        """What the pipeline's module calls a tensor that has a place: the inverse of `of_parameter`."""
+        number, name = self._placed(fqn)
+        return f"tied_modules.{_TIE}.{name}" if self._is_tied(number) else f"{number}.{name}"
+
+    def order(self, fqn: str) -> tuple[int, int, int]:
+        """A sort key that puts the tensors of a stage in the order in which its module lists them.
+
+        Tied modules come first (deepspeed, runtime/pipe/module.py, `__init__`).
+        """
+        number, name = self._placed(fqn)
+        entries = list(_ENTRIES if self.kinds[number] is Kind.TRANSFORMER else _EMBEDDING | _NORM | _OUTPUT)
+        match = _LAYER.fullmatch(fqn)
+        position = entries.index(match["rest"] if match else name)
+        return (0 if self._is_tied(number) else 1, number, position)
+
+    def _placed(self, fqn: str) -> tuple[int, str]:
+        place = self.place(fqn)
+        if place is None:
+            raise LossError("a pipeline of Megatron-DeepSpeed has no place for this tensor", fqn=fqn)
+        return place
+
+    def _is_tied(self, number: int) -> bool:
+        return self.tied and self.kinds[number] is Kind.EMBEDDING
 
 
 def is_tied(name: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -18,7 +18,7 @@ from ckpt import torchfile
 from ckpt.checkpoint import WEIGHT, Key, ParamGroup, SourceFile
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.files import translate_os_errors
-from ckpt.pickles import Record, StoredTensor
+from ckpt.pickles import StoredTensor
 from ckpt.tensors import (
     Box,
     FlatRange,
@@ -27,9 +27,9 @@ from ckpt.tensors import (
     Source,
     Tensor,
     Whole,
-    flat_boxes,
-    flat_range,
+    flat_regions,
 )
+from converters.megatron_deepspeed_args import attributes
 from converters.megatron_deepspeed_names import Layers, is_neox, is_recomputed, is_tied
 from converters.megatron_model import (
     Split,
@@ -48,12 +48,14 @@ from converters.zero_files import (
     flat_buffers,
     hyperparameters,
     inner_file,
+    is_dealt,
     number_states,
     numeric_options,
     param_shapes,
     parameter_starts,
     partition_size,
 )
+from converters.zero_layout import undealt
 from converters.zero_partitions import FlatGroup, InFlatGroup
 
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
@@ -61,6 +63,8 @@ _SLICE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_states\.pt")
 _OLDEST_ORDER = 2.0
+#: A note of the reader that the writer looks for.
+OTHER_ORDER = "the pipeline's parameters are in another order than those of Megatron-DeepSpeed and GPT-NeoX"
 
 
 @dataclass(frozen=True)
@@ -181,17 +185,10 @@ class Part:
 def _placed(fragment: Fragment, box: Box, shape: Shape, begin: int, start: int, stop: int) -> Iterator[Fragment]:
     """Elements `start:stop` of a rank's tensor, in which `box` begins at element `begin`, in the whole tensor."""
     assert isinstance(fragment.region, FlatRange)
-    first = fragment.region.start
-    flat = flat_range(box, shape)
-    if flat is not None:
-        region = FlatRange(flat.start + start - begin, flat.start + stop - begin)
-        yield Fragment(region, fragment.extent.flat(start - first, stop - first), fragment.rank)
-        return
-    at = start - first
-    for inner in flat_boxes(box.sizes, start - begin, stop - begin):
-        extent = fragment.extent.flat(at, at + inner.numel).reshape(inner.sizes)
-        yield Fragment(box.inside(inner), extent, fragment.rank)
-        at += inner.numel
+    for region, offset in flat_regions(box, shape, start - begin, stop - begin):
+        at = begin + offset - fragment.region.start
+        extent = fragment.extent.flat(at, at + region.numel)
+        yield Fragment(region, extent.reshape(region.sizes) if isinstance(region, Box) else extent, fragment.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +216,10 @@ class _Held:
     source: Source
 
 
+#: A param group over all slices: its options, and its number among those of a slice that have the same.
+_GroupKey = tuple[str, int]
+
+
 @dataclass
 class Reading:
     """What has been read so far of one step folder."""
@@ -229,9 +230,11 @@ class Reading:
     held: dict[Key, list[_Held]] = field(default_factory=dict)
     natives: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: dict[str, tuple[dict[str, None], Mapping[str, Any]]] = field(default_factory=dict)
+    groups: dict[_GroupKey, tuple[dict[str, None], Mapping[str, Any]]] = field(default_factory=dict)
+    group_order: list[_GroupKey] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     gated: dict[str, bool] = field(default_factory=dict)
+    recomputed: dict[int, dict[str, StoredTensor]] = field(default_factory=dict)
 
     def load(self, path: str, rank: int) -> RankFile:
         with translate_os_errors(Path(path)):
@@ -253,7 +256,8 @@ class Reading:
 
     def param_groups(self) -> tuple[ParamGroup, ...]:
         """The groups, each with its parameters in the order of the model."""
-        return tuple(ParamGroup(tuple(sorted(fqns, key=registered)), options) for fqns, options in self.groups.values())
+        groups = [self.groups[key] for key in self.group_order]
+        return tuple(ParamGroup(tuple(sorted(fqns, key=registered)), options) for fqns, options in groups)
 
     def _tensor(self, fqn: str, role: str) -> Tensor:
         tp = self.folder.tp
@@ -310,6 +314,9 @@ def read_layers(reading: Reading) -> None:
         entries = {name: value for name, value in file.content.items() if not is_recomputed(name)}
         if len(entries) < len(file.content) and rank == 0 and layer == reading.layers.transformers[0]:
             reading.notes.append("rotary frequencies (rotary_emb.inv_freq) are left out: every model computes them")
+        if rank == 0:
+            left = {name: value for name, value in file.content.items() if name not in entries}
+            reading.recomputed |= {layer: left} if left else {}
         if is_neox(entries):
             _check_neox(entries, file, folder.tp)
         _note_gated(reading, layer, entries)
@@ -399,14 +406,6 @@ def read_slices(reading: Reading) -> list[RankFile]:
     return files
 
 
-def args_of(file: RankFile) -> Mapping[str, Any]:
-    """The run's arguments: Megatron-DeepSpeed saves a Namespace, GPT-NeoX a dict."""
-    args = file.content.get("args")
-    if isinstance(args, Record):
-        return args.attributes
-    return args if isinstance(args, Mapping) else {}
-
-
 def _check_order(file: RankFile) -> None:
     """The rows of query_key_value have been interleaved by head since checkpoint version 2.0."""
     version = file.content.get("checkpoint_version", _OLDEST_ORDER)
@@ -422,7 +421,7 @@ def _check_order(file: RankFile) -> None:
 
 def _check_layers(reading: Reading, files: Sequence[RankFile]) -> None:
     """Every layer that a slice has parameters of must have its files, and none may be left over."""
-    recorded = args_of(files[0]).get("num_layers")
+    recorded = attributes(files[0].content.get("args")).get("num_layers")
     found = len(reading.layers.transformers)
     if isinstance(recorded, int) and recorded != found:
         raise CorruptError(
@@ -476,11 +475,23 @@ def read_partitions(reading: Reading, slices: Sequence[RankFile]) -> RankFile | 
     return first
 
 
+def stage_sizes(reading: Reading, slices: Sequence[RankFile]) -> list[int] | None:
+    """Numbers of transformer layers of the pipeline's stages; None where the files do not tell of all layers."""
+    transformers = set(reading.layers.transformers)
+    sizes = []
+    for file in slices[:: reading.folder.tp]:
+        groups = param_shapes(file) if file.content.get("param_shapes") is not None else []
+        numbers = {name.partition(".")[0] for shapes in groups for name in shapes}
+        sizes.append(len(transformers & {int(number) for number in numbers if number.isdigit()}))
+    return sizes if sum(sizes) == len(transformers) else None
+
+
 def _read_slice(reading: Reading, file: RankFile, inners: list[RankFile]) -> None:
     groups = param_shapes(file)
     expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
     _check_partitions(inners)
     options = hyperparameters(inners[0].content.get("base_optimizer_state"))
+    keys: list[_GroupKey] = []
     for number, shapes in enumerate(groups):
         partition = partition_size(inners, number)
         starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
@@ -504,10 +515,30 @@ def _read_slice(reading: Reading, file: RankFile, inners: list[RankFile]) -> Non
                 reading.held.setdefault((fqn, role), []).append(held)
             for state, value in numbers.items():
                 _note_number(reading, file, fqn, state, value)
+        _check_parameter_order(reading, undealt(list(shapes), len(inners)) if is_dealt(file, inners[0]) else shapes)
         if fqns:
             chosen = options[number] if number < len(options) else {}
-            known, _ = reading.groups.setdefault(repr(sorted(chosen.items())), ({}, chosen))
+            same = repr(sorted(chosen.items()))
+            keys.append((same, sum(key[0] == same for key in keys)))
+            known, _ = reading.groups.setdefault(keys[-1], ({}, chosen))
             known |= fqns
+    _merge_order(reading.group_order, keys)
+
+
+def _merge_order(order: list[_GroupKey], keys: Sequence[_GroupKey]) -> None:
+    """Put the groups of a slice into the order of all: a stage may lack some that others have between these."""
+    place = 0
+    for key in keys:
+        if key not in order:
+            order.insert(place, key)
+        place = order.index(key) + 1
+
+
+def _check_parameter_order(reading: Reading, names: Iterable[str]) -> None:
+    """Note where the optimizer of a slice has its parameters in another order than that of the modules we know."""
+    fqns = [fqn for name in names if (fqn := reading.layers.of_parameter(name)) is not None]
+    if fqns != sorted(fqns, key=reading.layers.order) and OTHER_ORDER not in reading.notes:
+        reading.notes.append(OTHER_ORDER)
 
 
 def _check_partitions(inners: Sequence[RankFile]) -> None:

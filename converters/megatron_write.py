@@ -35,7 +35,6 @@ from converters.megatron_model import (
     is_expert,
     is_gated,
     layer_kinds,
-    parse_layout,
     rank_shape,
     registered,
     second_linear,
@@ -319,12 +318,12 @@ def _stages(args: Mapping[str, Any], grid: Grid, layout: Layout, num_layers: int
     even = Stages(num_layers, grid.pp, grid.vpp, num_mtp=num_mtp)
     asked = {name: value for name in STAGE_ARGS if (value := getattr(layout, name, None))}
     if asked:
-        wanted = _dealt(even, asked)
+        wanted = even.with_args(asked)
         wanted.check()
         return wanted
     recorded = {name: value for name in STAGE_ARGS if (value := args.get(name))}
     if recorded and grid.pp > 1:
-        kept = _dealt(even, recorded)
+        kept = even.with_args(recorded)
         try:
             kept.check()
         except UsageError:
@@ -337,18 +336,6 @@ def _stages(args: Mapping[str, Any], grid: Grid, layout: Layout, num_layers: int
         error.hint = "--pp and --vpp that divide the layers, or --decoder-first-pipeline-num-layers and its like"
         raise
     return even
-
-
-def _dealt(even: Stages, options: Mapping[str, Any]) -> Stages:
-    layout = options.get("pipeline_model_parallel_layout")
-    return replace(
-        even,
-        first=options.get("decoder_first_pipeline_num_layers"),
-        last=options.get("decoder_last_pipeline_num_layers"),
-        embedding=bool(options.get("account_for_embedding_in_pipeline_split")),
-        loss=bool(options.get("account_for_loss_in_pipeline_split")),
-        layout=parse_layout(layout) if layout else None,
-    )
 
 
 def _args(

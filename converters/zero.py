@@ -49,6 +49,7 @@ from converters.zero_files import (
     flat_extent,
     hyperparameters,
     inner_file,
+    is_dealt,
     number_states,
     numeric_options,
     param_shapes,
@@ -328,7 +329,7 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
     orders: list[tuple[str, ...]] = []
     scalars: dict[str, dict[str, Any]] = {}
     for number, shapes in enumerate(groups):
-        orders.append(tuple(undealt(list(shapes), len(inners)) if _is_dealt(file, inners[0]) else shapes))
+        orders.append(tuple(undealt(list(shapes), len(inners)) if is_dealt(file, inners[0]) else shapes))
         partition = partition_size(inners, number)
         starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
         nexts = dict(zip(shapes, [*starts.values(), partition * len(inners)][1:], strict=True))
@@ -344,16 +345,6 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
     options = hyperparameters(inners[0].content.get("base_optimizer_state"))
     param_groups = [ParamGroup(order, options[i] if i < len(options) else {}) for i, order in enumerate(orders)]
     return _Model(file, ties, tuple(param_groups), scalars, [file])
-
-
-def _is_dealt(model: RankFile, inner: RankFile) -> bool:
-    """Whether parameters lie in the order in which `round_robin_gradients` deals them to ranks, not the optimizer's.
-
-    BF16_Optimizer, which records no stage, deals none.
-    """
-    config = model.content.get("ds_config")
-    options = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    return bool(isinstance(options, Mapping) and options.get("round_robin_gradients")) and "zero_stage" in inner.content
 
 
 # -- stage 3 -----------------------------------------------------------------------------------------------------------

@@ -67,6 +67,16 @@ def param_shapes(model: RankFile) -> list[dict[str, Shape]]:
     return [shape_dict(group, model, "param_shapes") for group in groups]
 
 
+def is_dealt(model: RankFile, inner: RankFile) -> bool:
+    """Whether parameters lie in the order in which `round_robin_gradients` deals them to ranks, not the optimizer's.
+
+    BF16_Optimizer, which records no stage, deals none.
+    """
+    config = model.content.get("ds_config")
+    options = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return bool(isinstance(options, Mapping) and options.get("round_robin_gradients")) and "zero_stage" in inner.content
+
+
 def expect_groups(inners: list[RankFile], key: str, count: int) -> None:
     for inner in inners:
         found = inner.need(key)

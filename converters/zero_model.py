@@ -26,6 +26,10 @@ VERSION = "0.19.8"
 MODEL_ITEMS = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples")
 #: Training state with a place of its own in an optimizer file (`state_dict` of the stages).
 OPTIMIZER_ITEMS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+#: What a pipeline of Megatron-DeepSpeed was read from, so that it can be written again.
+PIPELINE = "pipeline"
+#: Items of Megatron-DeepSpeed that are made of others.
+_DERIVED = ("args", PIPELINE)
 #: Items that are taken apart: neither copied through nor part of an optimizer file.
 _TAKEN_APART = frozenset({"ds_config", "client_state", "extra_state", "base_optimizer_state_step"})
 #: Entries of a model file that a client state must not overwrite.
@@ -439,7 +443,7 @@ def loss_scaler(model: Model, config: Mapping[str, Any]) -> Record:
 def optimizer_items(model: Model) -> dict[str, Any]:
     """What an optimizer file holds beside tensors, as the source recorded it."""
     if _is_deepspeed(model.checkpoint):
-        others = (*MODEL_ITEMS, *_TAKEN_APART)
+        others = (*MODEL_ITEMS, *_TAKEN_APART, *_DERIVED)
         return {name: value for name, value in model.items.items() if name not in others}
     return {name: model.items[name] for name in OPTIMIZER_ITEMS if name in model.items}
 
@@ -455,6 +459,9 @@ def client_state(model: Model) -> tuple[dict[str, Any], list[str]]:
     if not _is_deepspeed(model.checkpoint):
         known = (*MODEL_ITEMS, *OPTIMIZER_ITEMS, *_TAKEN_APART)
         client |= {name: value for name, value in model.items.items() if name not in known}
+    pipeline = model.items.get(PIPELINE)
+    if isinstance(pipeline, Mapping) and pipeline.get("of_slices"):
+        dropped.append(f"training state of the pipeline's ranks: {', '.join(pipeline['of_slices'])}")
     for name in [name for name in client if name in RESERVED]:
         del client[name]
         dropped.append(f"training state {name!r}: DeepSpeed's files have an entry of their own under this name")

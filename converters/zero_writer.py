@@ -12,16 +12,17 @@ hyperparameters nor, with torch's optimizers, what its own loader asks for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt.checkpoint import BUFFER, MASTER, Checkpoint, Layout, Target, TargetFile
+from ckpt.checkpoint import BUFFER, MASTER, Checkpoint, Layout, ParamGroup, Target, TargetFile
 from ckpt.dtypes import DType
 from ckpt.errors import UsageError
 from ckpt.pickles import Record, StoredDict
 from ckpt.picklewriter import Size
-from ckpt.tensors import FlatRange, Tensor
+from ckpt.tensors import Box, FlatRange, Shape, Tensor, flat_regions
 from ckpt.torchwriter import FromSource, NewTensor, Part, Zeros, copy_of, number, torch_file
 from converters import adam, zero_model
 from converters.run_companions import run_companions
@@ -67,7 +68,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
 
 def step_folder(checkpoint: Checkpoint) -> str:
     """The source's own name for its step, or DeepSpeed's default.  HF Trainer looks for `global_step*`."""
-    if checkpoint.format in ("zero1", "zero2", "zero3"):
+    if checkpoint.format in ("zero1", "zero2", "zero3", "megatron-deepspeed"):
         return Path(checkpoint.path).name
     if checkpoint.format == "universal":
         return Path(checkpoint.path).name.removesuffix("_universal")
@@ -78,9 +79,7 @@ def _notes(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) 
     checkpoint = model.checkpoint
     before = checkpoint.world_size
     yield f"ZeRO-{stage} for {num_ranks} ranks" + (f", from {before}" if before not in (None, num_ranks) else "")
-    upcast = [fqn for fqn, master in model.masters.items() if master.role != MASTER]
-    if upcast:
-        yield f"{len(upcast)} parameters have no master in the source: their weights are the masters"
+    yield from master_notes(model)
     left = [fqn for fqn in model.masters if (fqn, "weight") in model.left_out]
     if stage == 3 and left:
         yield f"weights of {len(left)} parameters are not stored: ZeRO-3 rounds the masters"
@@ -89,6 +88,18 @@ def _notes(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) 
             f"{len(model.frozen)} tensors that the optimizer does not own are taken for frozen parameters: the source "
             "does not tell them from buffers, and ZeRO-3 loads neither as the other"
         )
+    yield from batch_notes(config, num_ranks)
+
+
+def master_notes(model: Model) -> Iterator[str]:
+    """Which masters are made of weights."""
+    upcast = [fqn for fqn, master in model.masters.items() if master.role != MASTER]
+    if upcast:
+        yield f"{len(upcast)} parameters have no master in the source: their weights are the masters"
+
+
+def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
+    """Whether the recorded batch fits the number of data parallel ranks."""
     batch = config.get("train_batch_size")
     if isinstance(batch, int) and batch % num_ranks:
         yield f"ds_config: train_batch_size {batch} does not divide by {num_ranks} ranks; resume with one that does"
@@ -100,29 +111,54 @@ def _notes(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) 
 File = tuple[str, dict[str, Any]]
 
 
-def _optimizer_name(rank: int, config: Mapping[str, Any]) -> str:
+def optimizer_name(rank: int, config: Mapping[str, Any], mp_rank: int = 0) -> str:
     """engine.py, `_get_zero_ckpt_prefix`: the prefix says that bf16 is enabled, and nothing else."""
     prefix = "bf16_" if zero_model.is_enabled(config, "bf16") else ""
-    return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 
 
 def model_root(
     model: Model, config: Mapping[str, Any], num_ranks: int, param_shapes: list[Any], rank: int, stage: int
 ) -> dict[str, Any]:
-    """What a model file holds: engine.py, `_common_checkpoint_state`."""
-    items = model.items
-    client, _ = zero_model.client_state(model)
+    """What a model file holds that has the module of one rank without model parallelism."""
     whole = stage < 3
     module = _module(model) if whole else _placeholders(model)
     shapes, fragments = (None, None) if stage == 1 else _frozen(model, module, None if whole else (rank, num_ranks))
-    root: dict[str, Any] = {
+    own = {
         "module": module,
         "buffer_names": list(model.buffers),
-        "optimizer": None,
-        "param_shapes": param_shapes,
         "frozen_param_shapes": shapes,
         "shared_params": dict(model.ties) if whole or rank == 0 else {},
         "frozen_param_fragments": fragments,
+    }
+    client, _ = zero_model.client_state(model)
+    return common_root(model, config, num_ranks, param_shapes, own) | client
+
+
+def common_root(
+    model: Model,
+    config: Mapping[str, Any],
+    num_ranks: int,
+    param_shapes: list[Any],
+    own: Mapping[str, Any],
+    *,
+    tp: int = 1,
+    pp: int = 1,
+) -> dict[str, Any]:
+    """engine.py, `_common_checkpoint_state`, without the client's.
+
+    `num_ranks` are the data parallel ones of each of `tp` x `pp` parts of the model; `own` is what the file has of the
+    module.
+    """
+    items = model.items
+    root: dict[str, Any] = {
+        "module": own["module"],
+        "buffer_names": own["buffer_names"],
+        "optimizer": None,
+        "param_shapes": param_shapes,
+        "frozen_param_shapes": own["frozen_param_shapes"],
+        "shared_params": own["shared_params"],
+        "frozen_param_fragments": own["frozen_param_fragments"],
         "lr_scheduler": items.get("lr_scheduler"),
         "data_sampler": items.get("data_sampler"),
         "random_ltd": items.get("random_ltd"),
@@ -133,11 +169,10 @@ def model_root(
         root["global_samples"] = model.samples
     return root | {
         "dp_world_size": num_ranks,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "mp_world_size": tp * pp,
+        "checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": tp},
         "ds_config": config,
         "ds_version": model.version,
-        **client,
     }
 
 
@@ -189,10 +224,45 @@ def _slot(tensor: Tensor, dtype: DType, rank: int, num_ranks: int) -> NewTensor:
     return _flat(dtype, layout.length, [tensor], layout.parts(rank))
 
 
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a tensor parallel rank's module has of a parameter.
+
+    `name` is the module's own for it, `shape` that of its part, which is made of `boxes` of the whole tensor, one
+    behind the other.
+    """
+
+    name: str
+    shape: Shape
+    boxes: tuple[Box, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def parts(self, tensor: Tensor, start: int, stop: int, at: int) -> Iterator[FromSource]:
+        """Elements `start:stop` of the part, to lie from `at` on."""
+        begin = 0
+        for box in self.boxes:
+            first, last = max(start, begin), min(stop, begin + box.numel)
+            if first < last:
+                for region, offset in flat_regions(box, tensor.shape, first - begin, last - begin):
+                    yield FromSource((tensor.fqn, tensor.role), region, at + begin + offset - start)
+            begin += box.numel
+
+
 def _flat(
-    dtype: DType, length: int, tensors: Sequence[Tensor | None], places: Iterator[Place], **options: Any
+    dtype: DType,
+    length: int,
+    tensors: Sequence[Tensor | None],
+    places: Iterator[Place],
+    local: Sequence[Local | None] = (),
+    **options: Any,
 ) -> NewTensor:
-    """A 1-d tensor of a rank: parts of source tensors, and zeros between and where there is no tensor."""
+    """A 1-d tensor of a rank: parts of source tensors, and zeros between and where there is no tensor.
+
+    `local` says what the module at hand has of each of them, where that is not the whole.
+    """
     fill: list[Part] = []
     reached = 0
     for place in places:
@@ -201,8 +271,12 @@ def _flat(
             continue
         if place.at > reached:
             fill.append(Zeros(place.at - reached, reached))
-        region = FlatRange(place.start, place.stop)
-        fill.append(FromSource((tensor.fqn, tensor.role), region, place.at))
+        own = local[place.index] if local else None
+        if own is not None:
+            fill.extend(own.parts(tensor, place.start, place.stop, place.at))
+        else:
+            region = FlatRange(place.start, place.stop)
+            fill.append(FromSource((tensor.fqn, tensor.role), region, place.at))
         reached = place.at + place.numel
     if reached < length:
         fill.append(Zeros(length - reached, reached))
@@ -210,7 +284,12 @@ def _flat(
 
 
 def _state(
-    model: Model, fqns: Sequence[str], length: int, layout: FlatLayout | SlotLayout, rank: int
+    model: Model,
+    fqns: Sequence[str],
+    length: int,
+    layout: FlatLayout | SlotLayout,
+    rank: int,
+    local: Sequence[Local | None] = (),
 ) -> dict[str, Any]:
     """The optimizer's states of a flat buffer, by name; none before the first step."""
     numbers, roles = model.numbers(fqns), model.roles(fqns)
@@ -219,7 +298,7 @@ def _state(
     state: dict[str, Any] = {name: scalar(value) for name, value in numbers.items()}
     for role in roles:
         tensors = [model.states.get(fqn, {}).get(role) for fqn in fqns]
-        state[role] = _flat(model.state_dtype(fqns, role), length, tensors, layout.parts(rank))
+        state[role] = _flat(model.state_dtype(fqns, role), length, tensors, layout.parts(rank), local)
     return state
 
 
@@ -248,31 +327,53 @@ def stage_record(stage: int) -> Record:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """A flat group: its parameters in flattening order, their order in the optimizer, and where each lies."""
+class Group:
+    """A flat group: its parameters in flattening order, their order in the optimizer, and where each lies.
+
+    `local` has what a tensor parallel rank's module has of each of them; it is empty where that is the whole.
+    """
 
     fqns: tuple[str, ...]
     optimizer_order: tuple[str, ...]
+    options: Mapping[str, Any]
     layout: FlatLayout
+    local: Mapping[str, Local] = field(default_factory=dict)
+
+    @property
+    def in_order(self) -> list[Local | None]:
+        return [self.local.get(fqn) for fqn in self.fqns]
+
+    def name(self, fqn: str) -> str:
+        """What the module calls it."""
+        return self.local[fqn].name if fqn in self.local else fqn
+
+    def shapes(self, model: Model) -> StoredDict:
+        """The group's entry of `param_shapes`."""
+        shapes = StoredDict("OrderedDict")
+        for fqn in self.fqns:
+            shapes[self.name(fqn)] = Size(self.local[fqn].shape if fqn in self.local else model.masters[fqn].shape)
+        return shapes
 
 
-def flat_groups(model: Model, num_ranks: int) -> list[_Group]:
-    """The groups as an engine with the recorded config flattens them on `num_ranks` ranks."""
-    options = zero_model.zero_options(model.checkpoint)
-    found = []
-    for group in model.groups:
-        fqns = dealt(group.fqns, num_ranks) if options.get("round_robin_gradients") else list(group.fqns)
-        alignment = 1
-        if options.get("parameter_alignment"):
-            alignment = parameter_alignment(model.weights[fqns[0]].dtype.itemsize)
-        layout = flat_layout([model.masters[fqn].numel for fqn in fqns], num_ranks, alignment)
-        found.append(_Group(tuple(fqns), group.fqns, layout))
-    return found
+def flat_group(model: Model, group: ParamGroup, num_ranks: int, local: Mapping[str, Local] | None = None) -> Group:
+    """A group as an engine with the recorded config flattens it on `num_ranks` ranks."""
+    options, own = zero_model.zero_options(model.checkpoint), local or {}
+    fqns = dealt(group.fqns, num_ranks) if options.get("round_robin_gradients") else list(group.fqns)
+    alignment = 1
+    if options.get("parameter_alignment"):
+        alignment = parameter_alignment(model.weights[fqns[0]].dtype.itemsize)
+    numels = [own[fqn].numel if fqn in own else model.masters[fqn].numel for fqn in fqns]
+    return Group(tuple(fqns), group.fqns, group.options, flat_layout(numels, num_ranks, alignment), own)
+
+
+def flat_groups(model: Model, num_ranks: int) -> list[Group]:
+    """All groups, of which every rank has a partition."""
+    return [flat_group(model, group, num_ranks) for group in model.groups]
 
 
 def flat_param_shapes(model: Model, num_ranks: int) -> list[StoredDict]:
     """`param_shapes` of stages 1 and 2: a dict per group, in flattening order."""
-    return [_named_shapes(model, group.fqns) for group in flat_groups(model, num_ranks)]
+    return [group.shapes(model) for group in flat_groups(model, num_ranks)]
 
 
 def _stage12_files(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) -> Iterator[File]:
@@ -280,12 +381,14 @@ def _stage12_files(model: Model, config: Mapping[str, Any], num_ranks: int, stag
     yield "mp_rank_00_model_states.pt", model_root(model, config, num_ranks, shapes, 0, stage)
     groups = flat_groups(model, num_ranks)
     for rank in range(num_ranks):
-        inner = stage12_items(model, config, num_ranks, stage) | _partitions(model, groups, rank)
+        inner = stage12_items(model, config, num_ranks, stage) | partitions(model, groups, rank)
         root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
-        yield _optimizer_name(rank, config), root
+        yield optimizer_name(rank, config), root
 
 
-def stage12_items(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) -> dict[str, Any]:
+def stage12_items(
+    model: Model, config: Mapping[str, Any], num_ranks: int, stage: int, num_groups: int | None = None
+) -> dict[str, Any]:
     """What an optimizer file of stages 1 and 2 says beside its partitions.
 
     What the source did not record is left to the engine (`_load_global_state`), which has its config for it.
@@ -296,7 +399,7 @@ def stage12_items(model: Model, config: Mapping[str, Any], num_ranks: int, stage
     return {
         **items,
         "zero_stage": stage_record(stage),
-        "partition_count": [num_ranks] * len(model.groups),
+        "partition_count": [num_ranks] * (len(model.groups) if num_groups is None else num_groups),
         "ds_version": model.version,
     }
 
@@ -306,7 +409,7 @@ def _scaler_items(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"loss_scaler": scaler, "dynamic_loss_scale": bool(scaler.get("dynamic")), "overflow": False}
 
 
-def _partitions(model: Model, groups: list[_Group], rank: int) -> dict[str, Any]:
+def partitions(model: Model, groups: list[Group], rank: int) -> dict[str, Any]:
     """A rank's flat buffers: masters without padding, states with it."""
     masters, states, mappings = [], {}, []
     for index, group in enumerate(groups):
@@ -314,15 +417,15 @@ def _partitions(model: Model, groups: list[_Group], rank: int) -> dict[str, Any]
         kept = layout.partition - layout.padding(rank)
         tensors = [model.masters[fqn] for fqn in group.fqns]
         dtype = model.master_dtype(group.fqns)
-        masters.append(_flat(dtype, kept, tensors, layout.parts(rank), requires_grad=True))
-        state = _state(model, group.fqns, layout.partition, layout, rank)
+        masters.append(_flat(dtype, kept, tensors, layout.parts(rank), group.in_order, requires_grad=True))
+        state = _state(model, group.fqns, layout.partition, layout, rank, group.in_order)
         if state:
             states[index] = state
         mappings.append(_slice_mapping(group, rank))
     return {
         "base_optimizer_state": {
             "state": states,
-            "param_groups": param_groups(model, [[index] for index in range(len(groups))]),
+            "param_groups": [{**group.options, "params": [index]} for index, group in enumerate(groups)],
         },
         "single_partition_of_fp32_groups": masters,
         "group_paddings": [group.layout.padding(rank) for group in groups],
@@ -331,7 +434,7 @@ def _partitions(model: Model, groups: list[_Group], rank: int) -> dict[str, Any]
     }
 
 
-def _slice_mapping(group: _Group, rank: int) -> StoredDict:
+def _slice_mapping(group: Group, rank: int) -> StoredDict:
     """Which elements of the rank's partition are of which parameter.
 
     True also with `round_robin_gradients`, where DeepSpeed's own are those of the order before dealing.
@@ -341,7 +444,7 @@ def _slice_mapping(group: _Group, rank: int) -> StoredDict:
     for fqn in group.optimizer_order:
         if fqn in places:
             address = {"numel": places[fqn].numel, "start": places[fqn].at}
-            mapping[fqn] = Record("deepspeed.utils.tensor_fragment", "fragment_address", state=address)
+            mapping[group.name(fqn)] = Record("deepspeed.utils.tensor_fragment", "fragment_address", state=address)
     return mapping
 
 
@@ -387,7 +490,7 @@ def _stage3_files(model: Model, config: Mapping[str, Any], num_ranks: int) -> It
         yield name, model_root(model, config, num_ranks, shapes, rank, 3)
         inner = items | _slots(model, groups, rank)
         root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
-        yield _optimizer_name(rank, config), root
+        yield optimizer_name(rank, config), root
 
 
 def stage3_items(model: Model, config: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:

@@ -6,8 +6,9 @@ import atexit
 import functools
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,28 @@ RANKS, TAG = 4, "global_step2"
 
 @dataclass(frozen=True)
 class Run:
-    """A model and a layout on four ranks; `options` are the trainer's own."""
+    """A model and a layout, of four ranks where nothing else is said; `options` are the trainer's own."""
 
     name: str
     model: str
     tp: int = 1
     pp: int = 1
+    dp: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(TP, PP, DP)."""
+        return self.tp, self.pp, self.dp or RANKS // self.tp // self.pp
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.sizes)
 
     @property
     def layout(self) -> str:
         """(TP, PP, DP) and what is special, for tables."""
-        return " ".join([f"{self.tp},{self.pp},{RANKS // self.tp // self.pp}", str(self.options.get("dtype", "bf16"))])
+        return " ".join([",".join(map(str, self.sizes)), str(self.options.get("dtype", "bf16"))])
 
     def job(self, output: Path, **more: Any) -> dict[str, Any]:
         return {
@@ -57,14 +68,19 @@ RUNS = [
     Run("qwen2-tp", "qwen2_wide", tp=2, pp=2),
     Run("gpt_neox", "gpt_neox_wide", tp=2),
 ]
-BY_NAME = {run.name: run for run in RUNS}
+#: A tied model of five layers, whose padded vocabulary is the same for one tensor parallel rank and for two.
+BASE = Run("base", "qwen2_wide", tp=2, pp=2, options={"layers": 5, "vocab_multiple": 130})
+#: A run that goes on to step 8, with a checkpoint at step 4.
+LONG = Run("long", "llama_wide", tp=2, pp=2, options={"dtype": "fp32", "vocab_multiple": 130})
+BY_NAME = {run.name: run for run in [*RUNS, BASE, LONG]}
 
 
 @functools.cache
 def _folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="pipeline-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    launch([run.job(folder / run.name) for run in RUNS], RANKS, folder)
+    jobs = [run.job(folder / run.name) for run in [*RUNS, BASE]]
+    launch([*jobs, LONG.job(folder / LONG.name, steps=8, save_every=4)], RANKS, folder)
     return folder
 
 
@@ -76,3 +92,23 @@ def sample(name: str) -> Path:
 def truth(name: str) -> Truth:
     """What the live engine's ranks held when it wrote the checkpoint."""
     return Truth.load(sample(name) / "truth" / f"{TAG}.safetensors")
+
+
+def load_all(loads: Sequence[tuple[Run, Path, int]], folder: Path) -> list[Path]:
+    """Resume each run from a checkpoint, in one launch per number of ranks; returns the run folders.
+
+    The number is of steps to take: with 0, the engine saves what it has loaded, beside the truth of it.
+    """
+    jobs: dict[int, list[dict[str, Any]]] = {}
+    outputs = [folder / f"loaded-{number}" for number in range(len(loads))]
+    for (run, path, steps), output in zip(loads, outputs, strict=True):
+        job = run.job(output, resume=str(path), steps=steps, save_every=1)
+        jobs.setdefault(run.ranks, []).append(job | ({"save_every": 0} if steps else {}))
+    for ranks, its in jobs.items():
+        launch(its, ranks, folder, module="tests.pipeline_worker")
+    return outputs
+
+
+def loaded_truth(output: Path) -> Truth:
+    """What the engine's ranks held when one of `load_all`'s checkpoints was loaded."""
+    return Truth.load(output / "truth" / "truth.safetensors")
