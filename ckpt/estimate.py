@@ -6,7 +6,8 @@ allocate, with their padding, of the rank that holds most:
 * ddp: torch.nn.parallel.DistributedDataParallel.  Its buckets are a second copy of the gradients (torch docs,
   `gradient_as_bucket_view`), and autocast keeps 16-bit copies of matrices until the backward pass is done.
 * zero1, zero2: DeepSpeed 0.19 runtime/zero/stage_1_and_2.py.  16-bit parameters whole, flat, padded to twice the number
-  of ranks; float32 masters and states of one part; at the step, float32 gradients of that part.
+  of ranks; float32 masters and states of one part; at the step, float32 gradients of that part.  Gradients are all
+  there under zero1 until they are reduced; zero2 keeps those of each parameter that reaches into a rank's part, whole.
 * zero3: runtime/zero/stage3.py and partition_parameters.py.  Every parameter in as many parts as there are ranks, each
   padded alone; whole copies of those in use (`stage3_max_live_parameters`) and of the smallest
   (`stage3_param_persistence_threshold`).
@@ -245,10 +246,9 @@ def _zero12(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strat
     item, count = setup.itemsize, num_elements(trained)
     padded = _multiple(count, 2 * setup.gpus)
     part = padded // setup.gpus
-    # zero2 keeps its own part of the gradients, zero1 all of them until they are reduced
     made = Memory(
         parameters=item * padded + sum(_frozen_bytes(p, setup, item) for p in frozen),
-        gradients=item * (count if strategy == ZERO1 else part),
+        gradients=item * (count if strategy == ZERO1 else _touching(trained, part)),
         optimizer=_FP32 * setup.states * part,
         masters=_FP32 * part,
         buffers=item * setup.zero.reduce_bucket_size * (2 if setup.zero.overlap_comm else 1),
@@ -261,6 +261,17 @@ def _zero12(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strat
     host = made.optimizer + made.masters + _FP32 * part + item * part
     largest = item * max(p.numel for p in trained)
     return replace(made, gradients=0, optimizer=0, masters=0, step=0, buffers=made.buffers + largest, host=host)
+
+
+def _touching(parameters: Sequence[Parameter], part: int) -> int:
+    """Elements of all parameters that reach into one part of `part` elements of them all, of the part with most."""
+    found: dict[int, int] = {}
+    start = 0
+    for parameter in parameters:
+        for rank in range(start // part, (start + parameter.numel - 1) // part + 1):
+            found[rank] = found.get(rank, 0) + parameter.numel
+        start += parameter.numel
+    return max(found.values())
 
 
 def _zero3(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strategy: str, setup: Setup) -> Memory:

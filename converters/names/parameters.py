@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
+from math import inf
 from typing import Any, cast
 
 from ckpt.errors import UsageError
@@ -113,11 +114,24 @@ def _hub_parameters(table: Table, sizes: Sizes) -> Iterator[Parameter]:
     vocabulary = (sizes.dims["v"], sizes.dims["h"])
     has_split_experts = any("{e}" in hub for row in table.rows for hub in row.hubs)
     yield Parameter(table.embedding, vocabulary, EMBEDDING)
-    for row in _parameter_rows(table):
-        for layer in _layers(row, sizes):
-            yield from _hub_row(row, sizes, layer, has_split_experts)
+    parameters = [
+        parameter
+        for row in _parameter_rows(table)
+        for layer in _layers(row, sizes)
+        for parameter in _hub_row(row, sizes, layer, has_split_experts)
+    ]
+    # About as the modules register them, on which it depends where a flat partition ends.
+    yield from sorted(parameters, key=_registered)
     if not sizes.tied:
         yield Parameter(table.output, vocabulary, HEAD)
+
+
+def _registered(parameter: Parameter) -> tuple[float, bool]:
+    """A sort key: layers in turn with their norms last, then what is in no layer; positions first of all."""
+    if parameter.kind == EMBEDDING:
+        return -1, False
+    layer = inf if parameter.layer is None else parameter.layer
+    return layer, parameter.name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight"))
 
 
 def _hub_row(row: Row, sizes: Sizes, layer: int | None, has_split_experts: bool) -> Iterator[Parameter]:
