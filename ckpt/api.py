@@ -33,10 +33,11 @@ from ckpt.mapping import Relation, translate
 from ckpt.planner import Plan, choose_replica, make_plan
 from ckpt.precision import CAST_SOURCES
 from ckpt.runs import enclosing_folders, trainer_steps
-from ckpt.tensors import Shape
+from ckpt.tensors import Box, Shape
 
 if TYPE_CHECKING:
     from ckpt.digest import Digests
+    from ckpt.picture import Only, Picture
     from ckpt.run import Progress, Resources
     from ckpt.verifier import Report
 
@@ -178,6 +179,7 @@ class _TiedNames(Protocol):
 
 
 class _MegatronNames(Protocol):
+    def padding(self, checkpoint: Checkpoint) -> dict[str, Box]: ...
     def to_hub(self, checkpoint: Checkpoint) -> Checkpoint: ...
     def to_megatron(self, checkpoint: Checkpoint, layout: Layout) -> Checkpoint: ...
     def repadded(self, checkpoint: Checkpoint, layout: Layout) -> Checkpoint: ...
@@ -248,9 +250,9 @@ class _Dequantize(Protocol):
 def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoint:
     """`checkpoint` with plain weights in place of those that are stored quantized (MXFP4, bitsandbytes, FP8).
 
-    They have the bits that transformers and bitsandbytes compute, and are computed where they are written.  What does
-    not record a dtype of its own becomes `dtype`; None is the dtype of the model's config.  Raises UsageError for a
-    method of quantization that is not known, CorruptError where a weight lacks a part or contradicts itself.
+    They have the bits that transformers and bitsandbytes compute, in `dtype` (None: the model config's), and are
+    computed where they are written.  Raises UsageError for a method of quantization that is not known, CorruptError
+    where a weight lacks a part or contradicts itself.
     """
     return cast(_Dequantize, import_module(registry.DEQUANTIZE)).dequantized(checkpoint, dtype)
 
@@ -359,6 +361,14 @@ def plan(
     new = [note for note in named.notes if note not in checkpoint.notes]  # said by the way from names to names
     laid_out = replace(laid_out, notes=(*new, *laid_out.notes))
     return Conversion(make_plan(named, laid_out), resources or Resources(), to)
+
+
+def picture(checkpoint: Checkpoint, only: Only = "all") -> Picture:
+    """Who holds what, to be drawn by `ckpt.picture_svg.draw`; what is damaged about the description is in it."""
+    from ckpt.picture import picture as picture_of
+
+    padding = _megatron_names().padding(checkpoint) if checkpoint.namespace == MEGATRON else {}
+    return picture_of(checkpoint, padding, only)
 
 
 def digests(checkpoint: Checkpoint, **options: Any) -> Digests:

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt import api
-from ckpt.dtypes import CASTABLE
-from ckpt.errors import CorruptError, LossError
+from ckpt.dtypes import BY_NAME, CASTABLE
+from ckpt.errors import CorruptError, LossError, UsageError
 from tests.commands import ckpt
 from tests.test_lora import same, weights
 
@@ -176,3 +176,190 @@ def test_broken_mxfp4(change: Any, expected: str, gpt_oss: Path, tmp_path: Path)
     assert result.code == CorruptError.exit_code, result.err
     assert expected in result.err
     assert not (tmp_path / "out").exists()
+
+
+# -- bitsandbytes --------------------------------------------------------------------------------------------
+
+FOUR_BITS = {
+    "nf4": {"bnb_4bit_quant_type": "nf4"},
+    "nf4 double": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4": {"bnb_4bit_quant_type": "fp4"},
+    "nf4 in bf16": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "bfloat16"},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    **{name: {"load_in_4bit": True, **options} for name, options in FOUR_BITS.items()},
+    "int8": {"load_in_8bit": True},
+}
+
+
+def bitsandbytes() -> Any:
+    return pytest.importorskip("bitsandbytes", reason="the oracle for its weights; pip install bitsandbytes")
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """A folder that transformers saved of a model that bitsandbytes quantized, by model and kind."""
+    bitsandbytes()
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, LlamaConfig
+
+    root = tmp_path_factory.mktemp("bitsandbytes")
+    sizes = {"num_hidden_layers": 2, "vocab_size": 131, "hidden_size": 64, "intermediate_size": 128}
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    configs = {
+        "llama": LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, dtype=BF16),
+        "gpt2": GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=131, n_positions=64, dtype=torch.float16, **ends),
+    }
+
+    def save(model: str, kind: str) -> Path:
+        plain, folder = root / model, root / f"{model} {kind}"
+        if not plain.exists():
+            torch.manual_seed(2)
+            config = configs[model]
+            AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(plain)
+        if not folder.exists():
+            options = {"quantization_config": BitsAndBytesConfig(**KINDS[kind]), "device_map": "cpu"}
+            load(plain, **options).save_pretrained(folder)
+        return folder
+
+    return save
+
+
+def dequantized_by_transformers(folder: Path, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The state dict of the dequantized model, in which a Conv1D has become a linear layer.
+
+    Without fp4's negative zeros, which some of bitsandbytes' code for CPUs makes.
+    """
+    model = load(folder, device_map="cpu").dequantize(dtype)
+    found = {name: tensor + 0 for name, tensor in model.state_dict().items()}
+    if model.config.model_type == "gpt2":
+        for name, tensor in found.items():
+            if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+                found[name] = tensor.T
+    if model.config.tie_word_embeddings:
+        del found["lm_head.weight"]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bitsandbytes_is_carried(kind: str, quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
+    assert_carried(quantized("llama", kind), tmp_path)
+    refused = ckpt("convert", "hf", "hf", quantized("llama", kind), "-o", tmp_path / "no", "--dtype", "fp16")
+    assert refused.code == UsageError.exit_code
+    assert "add --dequantize" in refused.err
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bitsandbytes_is_dequantized_as_it_does(
+    kind: str, model: str, quantized: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    source = quantized(model, kind)
+    out = dequantize(source, tmp_path / "plain")
+    assert_same(weights(out), dequantized_by_transformers(source))
+    assert "quantization_config" not in config_of(out)
+    assert config_of(out)["dtype"] == config_of(source)["dtype"]
+    assert ckpt("verify", "--loads", out).code == 0
+    wide = dequantize(source, tmp_path / "wide", "--dtype", "fp32")
+    assert_same(weights(wide), {n: t.float() for n, t in dequantized_by_transformers(source, torch.float32).items()})
+
+
+def four_bits(folder: Path, weight: torch.Tensor, **options: Any) -> Any:
+    """A folder with one weight as bitsandbytes serializes it, and its state."""
+    packed, state = bitsandbytes().functional.quantize_4bit(weight, **options)
+    parts = {f"x.weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
+    save_file({"x.weight": packed} | parts, folder / "model.safetensors")
+    return packed, state
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_block_sizes_and_shapes_of_4_bits(
+    kind: str, nested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks of any size and over their edges.
+
+    bitsandbytes' AVX-512 code goes wrong where rows are no multiple of the block size: it is asked where they are, and
+    otherwise its code for all devices.
+    """
+    from bitsandbytes.backends.default import ops
+    from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise
+
+    from converters.quantized import bitsandbytes as ours
+
+    monkeypatch.setattr(ours, "BLOCK", 8192)
+    general = ops._dequantize_4bit_compute.__wrapped__  # not compiled
+    generator = torch.Generator().manual_seed(4)
+    cases = [
+        (shape, size, dtype)
+        for shape in ((64, 96), (7, 13), (1, 1), (3, 4096), (150, 64))
+        for size in (32, 64, 4096)
+        for dtype in (BF16, torch.float16, torch.float32)
+    ]
+    for number, (shape, size, dtype) in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        weight = (0.02 * torch.randn(shape, generator=generator)).to(dtype)
+        packed, state = four_bits(folder, weight, blocksize=size, quant_type=kind, compress_statistics=nested)
+        absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset if nested else state.absmax
+        expected = general(packed.view(torch.uint8).reshape(-1), absmax, state.code, size, shape, dtype)
+        found = api.dequantized(api.open(folder), BY_NAME[str(dtype).removeprefix("torch.")])["x.weight"][...]
+        assert same(found, expected), (shape, size, dtype)
+        if shape[1] % size == 0:
+            assert same(found, dequantize_4bit(packed, state) + 0), (shape, size, dtype)
+        other = api.dequantized(api.open(folder))["x.weight"][...]
+        assert same(other, expected.bfloat16()), (shape, size, dtype)
+
+
+def test_int8_by_row_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    functional = bitsandbytes().functional
+    from converters.quantized import bitsandbytes as ours
+
+    monkeypatch.setattr(ours, "BLOCK", 1000)
+    weight, scales, _ = functional.int8_vectorwise_quant(torch.randn(77, 51).half())
+    save_file({"x.weight": weight, "x.SCB": scales}, tmp_path / "model.safetensors")
+    plain = api.dequantized(api.open(tmp_path), CASTABLE["fp32"])
+    assert same(plain["x.weight"][...], functional.int8_vectorwise_dequant(weight, scales))
+
+
+@pytest.mark.parametrize(
+    "change, error, expected",
+    [
+        (lambda t: t.pop("x.weight.absmax"), CorruptError, "lacks one of its parts"),
+        (lambda t: t.pop("x.weight.nested_absmax"), CorruptError, "lacks one of its parts"),
+        (lambda t: t.update({"x.weight": t["x.weight"][:-1]}), CorruptError, "one column of 1024 bytes"),
+        (lambda t: t.update({"x.weight": t["x.weight"].T}), CorruptError, "one column of 1024 bytes"),
+        (lambda t: t["x.weight.quant_map"].mul_(2), UsageError, "16 values are not those"),
+        (lambda t: t.update({STATE: t[STATE][:-1]}), CorruptError, "JSON"),
+        (lambda t: t.update({STATE: coded({"quant_type": "nf4"})}), CorruptError, "a shape and a dtype"),
+        (lambda t: t.update({STATE: coded(read_state(t) | {"blocksize": 48})}), CorruptError, "a blocksize"),
+        (lambda t: t.update({STATE: coded(read_state(t) | {"shape": [32, -64]})}), CorruptError, "a shape and"),
+        (lambda t: t.update({STATE: coded(read_state(t) | {"nested_offset": "1"})}), CorruptError, "nested_offset"),
+        (lambda t: t.pop(STATE), LossError, "would stay quantized"),
+    ],
+)
+def test_broken_4_bits(change: Any, error: Any, expected: str, tmp_path: Path) -> None:
+    four_bits(tmp_path, torch.randn(32, 64), compress_statistics=True, quant_type="nf4")
+    tensors = weights(tmp_path)
+    change(tensors)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(error, match=expected) as caught:
+        api.dequantized(api.open(tmp_path))
+    assert caught.value.fqn
+
+
+STATE = "x.weight.quant_state.bitsandbytes__nf4"
+
+
+def coded(content: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
+
+
+def read_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return dict(json.loads(bytes(tensors[STATE].tolist())))
+
+
+def test_int8_in_a_layout_of_a_gpus_is_refused(tmp_path: Path) -> None:
+    tensors = {"x.weight": torch.ones(4, 4, dtype=torch.int8), "x.SCB": torch.ones(4)}
+    save_file(tensors | {"x.weight_format": torch.tensor(2, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="layout of a GPU"):
+        api.dequantized(api.open(tmp_path))

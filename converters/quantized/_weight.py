@@ -59,7 +59,7 @@ class Weight:
 class Stored:
     """The tensors among which quantized weights are looked for.
 
-    `quantization` is the config's `quantization_config`; `dtype` is what weights become whose own parts do not tell.
+    `quantization` is the config's `quantization_config`; `dtype` is what weights become.
     """
 
     checkpoint: Checkpoint
@@ -122,11 +122,12 @@ def model_dtype(config: Mapping[str, Any] | None) -> DType:
     return BFLOAT16
 
 
-def rounded(values: NDArray, dtype: DType) -> memoryview:
-    """fp32 `values` in `dtype`, as bytes."""
-    bits = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32)
-    if dtype != FLOAT32:
-        bits = cast_bits(bits, FLOAT32, dtype)
+def rounded(values: NDArray, *dtypes: DType) -> memoryview:
+    """fp32 `values` rounded to one dtype after the other, as bytes of the last."""
+    bits, now = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32), FLOAT32
+    for dtype in dtypes:
+        if dtype != now:
+            bits, now = cast_bits(bits, now, dtype), dtype
     return bits.view(np.uint8).data
 
 

@@ -7,12 +7,14 @@ Sources: bitsandbytes 0.50.2 `functional.py` (`QuantState.as_dict`, `dequantize_
 of the weight flattened; `NAME.absmax` is the factor of every `blocksize` of them, fp32, or with double quantization
 uint8: numbers of entries of `NAME.nested_quant_map`, which are multiplied with `NAME.nested_absmax` and moved by the
 `nested_offset`.  `NAME.quant_map` are the 16 values, and `NAME.quant_state.bitsandbytes__nf4` is JSON as bytes: shape,
-dtype, block sizes.  Everything is fp32 until the product is rounded to the recorded dtype.
+dtype, block sizes.  Everything is fp32 until the product is rounded to the recorded dtype, and
+then to that of the model.
 
 8 bits: `NAME`, int8, and `SCB` [out] beside it: value times SCB times 1/127, in fp32, in this order.
 
 bitsandbytes takes the 16 values from its own tables, which here must be those of the file.  Its AVX-512 code (0.50.2)
 takes wrong factors where rows are no multiple of the block size; what is computed here is what all its other code does.
+Only of fp4's zero with a sign its own code has two opinions; here it is 0.0, as in the table.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def _four_bits(stored: Stored, owner: str, kind: str, name: str) -> Weight:
     blocks = tuple(
         Block(FlatRange(start, stop), _Codes(stored, owner, state, start, stop)) for start, stop in spans(numel, step)
     )
-    return _oriented(Weight(owner, METHOD, state.dtype, state.shape, tuple(parts), blocks), transposed)
+    return _oriented(Weight(owner, METHOD, stored.dtype, state.shape, tuple(parts), blocks), transposed)
 
 
 def _read_state(stored: Stored, owner: str, kind: str, name: str) -> _State:
@@ -183,7 +185,7 @@ class _Codes:
         full = numel // size * size
         values[:full].reshape(-1, size)[...] *= factors[: full // size, None]
         values[full:] *= factors[-1]
-        return rounded(values, self.state.dtype)
+        return rounded(values, self.state.dtype, self.stored.dtype)
 
     def _bytes(self) -> NDArray:
         """The packed bytes, whatever the dtype that they are stored as."""

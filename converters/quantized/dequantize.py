@@ -27,7 +27,7 @@ _PACKED_DTYPES = frozenset(BY_NAME[name] for name in _PACKED)
 def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
     """`checkpoint` with plain weights in place of quantized ones, and no `quantization_config`.
 
-    `dtype` is what weights become that do not record their own; None for the dtype of the model's config.  Raises
+    `dtype` is what they become; None for the dtype of the model's config.  Raises
     UsageError for methods that are not known, CorruptError where a weight is not complete.
     """
     config = checkpoint.config or {}
