@@ -77,6 +77,7 @@ class Config:
     )
     save_every: int = _option(0, "also save every N steps (0: only at the end)", metavar="N")
     truth: bool = _option(False, "write the gathered truth beside every checkpoint")
+    memory: bool = _option(False, "write what every rank holds in the last step into memory.json")
     resume: str | None = _option(None, "continue from this run folder or checkpoint", metavar="PATH")
     reshard: bool = _option(False, "let DCP itself redistribute what another number of ranks saved")
 
@@ -131,6 +132,8 @@ class Config:
             raise UserError("--lora needs a transformer, not --model toy")
         if min(self.steps + 1, self.batch, self.accumulate, self.length) < 1:
             raise UserError("--batch, --accumulate and --length are at least 1, --steps is not negative")
+        if self.memory and (self.strategy == "megatron-deepspeed" or self.through == "trainer" or self.steps < 2):
+            raise UserError("--memory looks at the second step or a later one, in our own loop and in no pipeline")
 
     @property
     def saving(self) -> str:

@@ -4,6 +4,7 @@ import gc
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
-from train import data, folders, launch, models, truth
+from train import data, folders, launch, memory, models, truth
 from train.config import STRATEGIES, ZERO, Config, UserError
 
 # Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
@@ -43,6 +44,12 @@ class Engine(Protocol):
 
     def load(self, folder: Path, tag: str) -> None:
         """Continues from a checkpoint of this strategy."""
+
+    def held(self) -> dict[str, list[Any]]:
+        """What this rank holds, by kind (see memory.py); engines that are watched have it."""
+
+    def observe(self, watch: Callable[..., None]) -> None:
+        """Has `watch` called during and after every backward pass from now on."""
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The tensors and facts of the truth file (see truth.py), complete at least on rank 0."""
@@ -85,9 +92,13 @@ def _train(engine: Engine, model: nn.Module, config: Config) -> list[Path]:
     losses: dict[int, float] = {}
     if config.steps == 0 and config.truth:
         _write_truth(engine, config, f"step-{engine.step}")
+    watch = None
     for number in tqdm(range(1, config.steps + 1), desc=str(output), disable=None if rank == 0 else True):
         sequences = data.batch(engine.sequences, config.batch, config.length, config.seed)
         mine = sequences.chunk(num_shards)[shard].to(launch.device())
+        if config.memory and number == config.steps:
+            watch = memory.Watch(engine)
+            engine.observe(watch)
         loss = engine.train(list(mine.chunk(config.accumulate)))
         dist.all_reduce(loss)
         losses[engine.step] = loss.item() / world_size
@@ -97,6 +108,8 @@ def _train(engine: Engine, model: nn.Module, config: Config) -> list[Path]:
                 file.write(json.dumps({"step": engine.step, "loss": losses[engine.step]}) + "\n")
         if number == config.steps or (config.save_every and number % config.save_every == 0):
             saved.append(_save(engine, model, config, losses))
+    if watch:
+        watch.write(output / "memory.json")
     return saved
 
 

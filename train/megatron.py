@@ -3,6 +3,7 @@
 import gc
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from train import launch, megatron_args, megatron_files, megatron_truth, truth
+from train import launch, megatron_args, megatron_files, megatron_truth, memory, truth
 from train.config import Config, UserError
 from train.megatron_cpu import on_this_machine
 
@@ -34,6 +35,7 @@ class MegatronEngine:
 
     def __init__(self, sizes: Any, config: Config) -> None:
         self.config, self.step, self.sequences = config, 0, 0
+        self.watch: Callable[..., None] = lambda: None
         self.args = megatron_args.arguments(sizes, config)
         with on_this_machine():
             self._initialize()
@@ -98,6 +100,7 @@ class MegatronEngine:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             losses = self._run(micro_batches, _train_step, forward_only=False)
+            self.watch()
             stepped, _, _ = self.optimizer.step()
             if stepped:
                 self.scheduler.step(increment=self.config.batch)
@@ -153,6 +156,27 @@ class MegatronEngine:
                     f"--resume {folder / tag}: megatron-core cannot load it into this run. Was it written with the "
                     f"same --model, --dtype and --optimizer? {type(error).__name__}: {error}"
                 ) from error
+
+    def held(self) -> dict[str, list[Any]]:
+        """What this rank holds, by kind."""
+        buffers = [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        masters: list[Any] = []
+        for one in self.optimizer.chained_optimizers:
+            # The first with the distributed optimizer, the second without; neither in float32.
+            for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
+                masters += [master for group in getattr(one, name, ()) for master in group]
+        return {
+            "parameters": [parameter for chunk in self.chunks for parameter in chunk.parameters()],
+            "gradients": [buffer.grad_data for buffer in buffers],
+            "masters": masters,
+            "optimizer": [
+                state for one in self.optimizer.chained_optimizers for state in memory.states_of(one.optimizer)
+            ],
+        }
+
+    def observe(self, watch: Callable[..., None]) -> None:
+        """Has `watch` called after every step's backward passes."""
+        self.watch = watch
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Every tensor in full, on every rank."""

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from train import launch, models, native_files, truth
+from train import launch, memory, models, native_files, truth
 from train.config import Config, UserError
 from train.optimizers import WarmupDecay, build_optimizer, build_scheduler, param_groups
 
@@ -52,6 +53,7 @@ class NativeEngine:
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         self.config, self.step, self.sequences = config, 0, 0
+        self.watch: Callable[..., None] = lambda: None
         self.bare = model
         self.buffers = truth.persistent_buffers(model).keys()
         self.facts = {
@@ -94,6 +96,7 @@ class NativeEngine:
             with self._autocast():
                 loss = self.model(input_ids=input_ids, labels=input_ids)["loss"]
             (loss / len(micro_batches)).backward()
+            self.watch()
             losses.append(loss.detach().float())
         self._clip()
         self.optimizer.step()
@@ -128,6 +131,19 @@ class NativeEngine:
                 f"--resume {folder / tag}: torch cannot load it into this run. Was it written with the same "
                 f"--model, --optimizer and --scheduler? {type(error).__name__}: {error}"
             ) from error
+
+    def held(self) -> dict[str, list[Any]]:
+        """What this rank holds, by kind. DDP's buckets are not to be seen from Python."""
+        parameters = list(self.model.parameters())
+        return {
+            "parameters": parameters,
+            "gradients": [parameter.grad for parameter in parameters],
+            "optimizer": memory.states_of(self.optimizer),
+        }
+
+    def observe(self, watch: Callable[..., None]) -> None:
+        """Has `watch` called after every backward pass."""
+        self.watch = watch
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Every tensor in full, on every rank."""

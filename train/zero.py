@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from train import models, truth
+from train import memory, models, truth
 from train.config import Config, UserError, read_ds_config
 from train.optimizers import build_optimizer, build_scheduler, param_groups
 
@@ -107,6 +108,8 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
 class ZeroEngine:
     """The loop's Engine, on top of a DeepSpeed engine."""
 
+    watch: Callable[..., None] = staticmethod(lambda: None)
+
     def __init__(self, model: nn.Module, config: Config) -> None:
         groups = param_groups(model, config)
         self.names = {parameter: name for name, parameter in model.named_parameters()}
@@ -161,6 +164,7 @@ class ZeroEngine:
         for input_ids in micro_batches:
             loss = self.engine(input_ids=input_ids, labels=input_ids)["loss"]
             self.engine.backward(loss)
+            self.watch()
             self.engine.step()
             losses.append(loss.detach().float())
         return torch.stack(losses).mean()
@@ -186,6 +190,36 @@ class ZeroEngine:
                 f"--resume {folder / tag}: DeepSpeed cannot load it into this run. Was it written with the same "
                 f"--strategy, --model, --dtype and --optimizer? {type(error).__name__}: {error}"
             ) from error
+
+    def held(self) -> dict[str, list[Any]]:
+        """What this rank holds, by kind; whole copies of ZeRO-3's parameters while they are in use count as nothing."""
+        optimizer, parameters = self.optimizer, list(self.engine.module.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        if self.stage == 3:
+            masters = optimizer.fp32_partitioned_groups_flat
+            parameters = [parameter.ds_tensor for parameter in parameters]
+            gradients = [optimizer.grad_partitions_flat_buffer]
+            buffers = [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
+        else:
+            masters = optimizer.single_partition_of_fp32_groups
+            gradients += [getattr(parameter, "grad_accum", None) for parameter in parameters]
+            for parts in (*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()):
+                gradients += list(parts or ())
+            buffers = [buffer for bucket in optimizer.ipg_buckets.values() for buffer in bucket.buffer]
+        return {
+            "parameters": parameters,
+            "gradients": gradients,
+            "masters": [*masters, *(master.grad for master in masters)],
+            "optimizer": memory.states_of(self.engine.basic_optimizer),
+            "buffers": buffers,
+        }
+
+    def observe(self, watch: Callable[..., None]) -> None:
+        """Has `watch` called after every gradient and every backward pass."""
+        self.watch = watch
+        for parameter in self.engine.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(watch)
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Every tensor of the engine in full, on every rank."""
