@@ -363,3 +363,132 @@ def test_int8_in_a_layout_of_a_gpus_is_refused(tmp_path: Path) -> None:
     save_file(tensors | {"x.weight_format": torch.tensor(2, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match="layout of a GPU"):
         api.dequantized(api.open(tmp_path))
+
+
+# -- FP8 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of MLA and experts with transformers' own FP8 quantization of its linear layers, in small blocks."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    sizes = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 16}
+    heads |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "bos_token_id": 1, "eos_token_id": 2}
+    folder = tmp_path_factory.mktemp("fp8") / "deepseek"
+    torch.manual_seed(5)
+    config = DeepseekV3Config(**sizes, **heads, **experts, **layers, dtype=BF16)
+    AutoModelForCausalLM.from_config(config, dtype=BF16).save_pretrained(folder)
+    method = FineGrainedFP8Config(weight_block_size=(16, 32))
+
+    class Quantizer:
+        quantization_config = method
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("proj.weight", "proj_with_mqa.weight"))]:
+            tensors |= Fp8Quantize(Quantizer()).convert({name: tensors[name]})
+
+    return edit(folder, quantize, quantization_config=method.to_dict())
+
+
+def test_fp8_is_carried(fp8: Path, tmp_path: Path) -> None:
+    assert_carried(fp8, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_fp8_is_dequantized_as_transformers_does(dtype: str, fp8: Path, tmp_path: Path) -> None:
+    out = dequantize(fp8, tmp_path / "plain", "--dtype", dtype)
+    assert sum(name.endswith("_scale_inv") for name in weights(fp8)) == 26
+    wanted = getattr(torch, CASTABLE[dtype].name)
+    theirs = load(fp8, dtype=wanted).state_dict()  # on a CPU it dequantizes; what is not quantized it leaves in bf16
+    assert_same(load(out).state_dict(), {name: tensor.to(wanted) for name, tensor in theirs.items()})
+    assert not any(name.endswith("_scale_inv") for name in weights(out))
+    assert ckpt("verify", "--loads", out).code == 0
+
+
+@pytest.mark.parametrize("shape", [(576, 256), (130, 129), (3, 300), (2, 200, 300)])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, BF16])
+def test_fp8_blocks_that_are_cut_short(
+    shape: tuple[int, ...], scale_dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepSeek-V3 has them (`kv_a_proj_with_mqa`, 576 rows): every value that is one, times the factor, rounded."""
+    from converters.quantized import fp8
+
+    monkeypatch.setattr(fp8, "BLOCK", 30_000)
+    generator = torch.Generator().manual_seed(6)
+    values = torch.randint(0, 254, shape, generator=generator, dtype=torch.uint8)
+    values[values == 0x7F] = 0xFE
+    weight = values.view(torch.float8_e4m3fn)
+    blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    scales = torch.rand(blocks, generator=generator).to(scale_dtype)
+    save_file({"x.weight": weight, "x.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    factors = scales.float().repeat_interleave(128, -2)[..., : shape[-2], :]
+    factors = factors.repeat_interleave(128, -1)[..., : shape[-1]]
+    found = api.dequantized(api.open(tmp_path))["x.weight"]
+    assert same(found[...], (weight.float() * factors).to(BF16))
+
+
+def test_fp8_with_one_factor_for_all(tmp_path: Path) -> None:
+    weight = torch.randn(5, 7).to(torch.float8_e4m3fn)
+    tensors = {"x.weight": weight, "x.weight_scale_inv": torch.tensor(0.3), "x.activation_scale": torch.tensor(2.0)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    plain = api.dequantized(api.open(tmp_path))
+    assert set(plain.tensors) == {("x.weight", "weight")}
+    assert same(plain["x.weight"][...], (weight.float() * 0.3).to(BF16))
+    assert any("activations" in note for note in plain.notes)
+
+
+# -- what is refused, and what is plain ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tensors, method, error, expected",
+    [
+        ({"x.qweight": torch.int32}, {"quant_method": "gptq"}, UsageError, "weights of this method"),
+        ({"x.weight": torch.float8_e4m3fn, "x.weight_scale": torch.float32}, {}, LossError, "would stay quantized"),
+        ({"x.weight_scale_inv": torch.float32}, {"quant_method": "fp8"}, CorruptError, "lacks one of its parts"),
+        (
+            {"x.weight": torch.float8_e4m3fn, "x.weight_scale_inv": torch.float32},
+            {"quant_method": "fp8"},
+            UsageError,
+            "for how many elements",
+        ),
+        (
+            {"x.weight": torch.float8_e4m3fn, "x.weight_scale_inv": torch.uint8},
+            {"quant_method": "fp8", "weight_block_size": [8, 8]},
+            UsageError,
+            "scales of this dtype",
+        ),
+        (
+            {"x.weight": torch.float8_e4m3fn, "x.weight_scale_inv": torch.float32},
+            {"quant_method": "fp8", "weight_block_size": [4, 8]},
+            CorruptError,
+            "blocks of 4 by 8",
+        ),
+    ],
+)
+def test_what_is_not_dequantized(
+    tensors: dict[str, torch.dtype], method: dict[str, Any], error: Any, expected: str, tmp_path: Path
+) -> None:
+    save_file({n: torch.ones(8, 8).to(dtype) for n, dtype in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": method}))
+    result = ckpt("convert", "hf", "hf", tmp_path, "-o", tmp_path.parent / "out", "--dequantize")
+    assert result.code == error.exit_code
+    assert expected in result.err
+
+
+def test_a_plain_model_stays_as_it_is(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    save_file({"layer_scales": torch.ones(3), "a.weight": torch.ones(2, 2)}, source / "model.safetensors")
+    result = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "out", "--dequantize")
+    assert result.code == 0
+    assert "nothing is quantized here" in result.err
+    assert_same(weights(tmp_path / "out"), weights(source))
