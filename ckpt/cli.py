@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from ckpt import __version__, registry
-from ckpt.errors import CkptError, UsageError, printable
+from ckpt.errors import CkptError, CorruptError, UsageError, printable
 from ckpt.sizes import parse_size, show_size
 
 if TYPE_CHECKING:
@@ -514,17 +514,50 @@ def inspect(
     tag: TagOption = None,
     config: ConfigOption = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="OUT.svg", help="Draw who holds what; exit code 4 if something is damaged.")
+    ] = None,
+    only: Annotated[Only, typer.Option(help="Draw only these tensors.")] = Only.all,
     as_json: JsonOption = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing picture.")] = False,
 ) -> None:
-    """Show what a checkpoint holds."""
+    """Show what a checkpoint holds, and with --picture which ranks hold which parts of it."""
     from ckpt import api
     from ckpt import inspect as inspection
 
+    if picture is None and (only is not Only.all or overwrite):
+        raise UsageError("--only and --overwrite go with --picture")
     checkpoint = api.open(path, format, tag=tag, config=config)
+    damaged = _draw(checkpoint, picture, only, overwrite) if picture is not None else None
     if as_json:
         print(json.dumps(inspection.describe(checkpoint, tensors=tensors), indent=2))
     else:
         print("\n".join(inspection.lines(checkpoint, tensors=tensors)))
+    if damaged is not None:
+        sys.stdout.flush()
+        raise damaged
+
+
+def _draw(checkpoint: Checkpoint, picture: Path, only: Only, overwrite: bool) -> CorruptError | None:
+    """Write the picture; the error is about what is damaged."""
+    from ckpt import api, files
+    from ckpt.picture_svg import draw
+
+    files.check_destination(picture, Path(checkpoint.path))
+    drawn = api.picture(checkpoint, only.value)
+    files.write_file(picture, draw(drawn, checkpoint).encode(), overwrite=overwrite)
+    if not drawn.damaged:
+        return None
+    first, count = drawn.damaged[0], len(drawn.damaged)
+    what = "what is stored of a tensor" if count == 1 else f"what is stored of each of {count} tensors"
+    return CorruptError(
+        f"{what} does not make it up exactly once",
+        path=checkpoint.path,
+        fqn=first.fqn,
+        expected="fragments that tile every tensor",
+        found=f"{first.role}: {'; '.join(first.faults[:4])}",
+        hint=f"{picture} shows in red where",
+    )
 
 
 @app.command("estimate")

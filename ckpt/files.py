@@ -273,6 +273,27 @@ class Staging:
             os.close(lock)
 
 
+def write_file(path: Path, content: bytes, *, overwrite: bool) -> None:
+    """Write one file, which is there as a whole or not at all; UsageError where it exists, unless `overwrite`."""
+    if path.is_dir():
+        raise UsageError("this is a folder", path=path, expected="the name of a file")
+    if not overwrite and os.path.lexists(path):
+        raise UsageError("the file exists", path=path, hint="give another name, or --overwrite to replace it")
+    staged = path.with_name(f".{path.name}.{os.getpid()}.ckpt-staging")
+    with translate_os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(staged, "xb") as file:
+                file.write(content)
+                file.flush()
+                sync(file.fileno())
+            os.replace(staged, path)
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
 def sync(descriptor: int) -> None:
     """Make a file or folder durable, where the filesystem can."""
     try:

@@ -129,7 +129,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
                 _check_cast(tensor, slot.extent.dtype)
                 per_key = casts.setdefault((tensor.dtype, slot.extent.dtype), {})
                 per_key[slot.key] = per_key.get(slot.key, 0) + slot.extent.nbytes
-            assert _fits(slot.extent, slot.region), f"{file.name}: a slot of {slot.key} has another shape"
+            assert fits(slot.extent, slot.region), f"{file.name}: a slot of {slot.key} has another shape"
             filled = 0
             fragments = few.get(slot.key) or tensor.fragments()
             for copy in _slot_copies(fragments, tensor.shape, slot):
@@ -156,7 +156,7 @@ def check_source(tensor: Tensor) -> None:
     """Raise CorruptError unless the tensor's fragments tile it and fit their extents."""
     regions = []
     for fragment in tensor.fragments():
-        if not _fits(fragment.extent, fragment.region) or fragment.extent.dtype != tensor.dtype:
+        if not fits(fragment.extent, fragment.region) or fragment.extent.dtype != tensor.dtype:
             raise CorruptError(
                 "a fragment does not fit the part of the tensor that it should hold",
                 path=fragment.extent.path,
@@ -182,7 +182,8 @@ def check_source(tensor: Tensor) -> None:
         )
 
 
-def _fits(extent: Extent, region: Region) -> bool:
+def fits(extent: Extent, region: Region) -> bool:
+    """Whether an extent has the shape of what `region` says it holds."""
     if isinstance(region, Box):
         return extent.shape == region.sizes
     return extent.shape == (region.numel,) and extent.is_contiguous

@@ -503,7 +503,7 @@ def tiling_faults(regions: Sequence[Region], shape: Shape, *, overlaps: bool = F
     total = prod(shape)
     inside = []
     for region in regions:
-        if _is_inside(region, shape, total):
+        if is_inside(region, shape):
             inside.append(region)
         else:
             yield TilingFault("outside", region)
@@ -527,9 +527,10 @@ def tiling_faults(regions: Sequence[Region], shape: Shape, *, overlaps: bool = F
         yield TilingFault("hole", FlatRange(reached, total))
 
 
-def _is_inside(region: Region, shape: Shape, total: int) -> bool:
+def is_inside(region: Region, shape: Shape) -> bool:
+    """Whether `region` is one of a tensor of `shape`."""
     if isinstance(region, FlatRange):
-        return 0 <= region.start <= region.stop <= total
+        return 0 <= region.start <= region.stop <= prod(shape)
     if not len(region.offsets) == len(region.sizes) == len(shape):
         return False
     dims = zip(region.offsets, region.sizes, region.ends, shape, strict=True)
