@@ -346,7 +346,7 @@ def _groups(pipeline: _Pipeline, local: Mapping[str, Local]) -> Iterator[Group]:
         members = set(group.fqns)
         fqns = tuple(fqn for fqn in local if fqn in members)
         if fqns:
-            yield flat_group(pipeline.model, ParamGroup(fqns, group.options), pipeline.dp, local)
+            yield flat_group(pipeline.model, pipeline.config, ParamGroup(fqns, group.options), pipeline.dp, local)
 
 
 def _all_shapes(local: Mapping[str, Local]) -> StoredDict:

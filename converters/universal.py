@@ -351,7 +351,11 @@ def _param_groups(
             for ids, some in zip(members, options, strict=True)
         )
     config = model.get("ds_config")
-    is_dealt = isinstance(config, Mapping) and (config.get("zero_optimization") or {}).get("round_robin_gradients")
+    is_dealt = (
+        isinstance(config, Mapping)
+        and not zero_model.is_bf16_optimizer(config)
+        and (config.get("zero_optimization") or {}).get("round_robin_gradients")
+    )
     orders = [undealt(list(group), model["dp_world_size"]) if is_dealt else list(group) for group in shapes]
     return tuple(ParamGroup(tuple(order), some) for order, some in zip(orders, options, strict=True))
 
@@ -404,7 +408,7 @@ def _files(
         yield from _parameter_files(model, fqn, roles, bare=stage == 3)
     yield f"zero/{_OPTIMIZER_STATE}", _optimizer_state(model, config, num_ranks, stage)
     if stage != 3:
-        shapes = zero_writer.flat_param_shapes(model, num_ranks)
+        shapes = zero_writer.flat_param_shapes(model, config, num_ranks)
         # Where no stage is known, the frozen parameters are recorded as stage 2 does.
         yield "mp_rank_00_model_states.pt", zero_writer.model_root(model, config, num_ranks, shapes, 0, stage or 2)
     if stage not in (1, 2):
@@ -440,7 +444,7 @@ def _parameter_files(model: Model, fqn: str, roles: Sequence[str], *, bare: bool
 def _optimizer_state(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int | None) -> dict[str, Any]:
     """What rank 0's optimizer file says beside tensors.  Stages 1 and 2 look for groups at the top, stage 3 within."""
     if stage in (1, 2):
-        groups = zero_writer.flat_groups(model, num_ranks)
+        groups = zero_writer.flat_groups(model, config, num_ranks)
         paddings = {
             "group_paddings": [group.layout.padding(0) for group in groups],
             "param_alignment_paddings": [list(group.layout.paddings) for group in groups],

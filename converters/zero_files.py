@@ -17,6 +17,7 @@ from ckpt.errors import CorruptError
 from ckpt.pickles import StoredTensor
 from ckpt.scalars import read_scalar
 from ckpt.tensors import Extent, Shape
+from converters.zero_model import is_bf16_optimizer
 
 #: Files that a message lists at most.
 _SHOWN = 16
@@ -73,8 +74,10 @@ def is_dealt(model: RankFile, inner: RankFile) -> bool:
     BF16_Optimizer, which records no stage, deals none.
     """
     config = model.content.get("ds_config")
-    options = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    return bool(isinstance(options, Mapping) and options.get("round_robin_gradients")) and "zero_stage" in inner.content
+    if not isinstance(config, Mapping) or "zero_stage" not in inner.content or is_bf16_optimizer(config):
+        return False
+    options = config.get("zero_optimization")
+    return bool(isinstance(options, Mapping) and options.get("round_robin_gradients"))
 
 
 def expect_groups(inners: list[RankFile], key: str, count: int) -> None:

@@ -411,6 +411,18 @@ def is_enabled(config: Mapping[str, Any], name: str) -> bool:
     return any(_section(config, one).get("enabled") for one in names)
 
 
+def is_bf16_optimizer(config: Mapping[str, Any]) -> bool:
+    """Whether the engine of a DeepSpeed config has BF16_Optimizer, which deals no parameters and aligns none.
+
+    engine.py, `_do_optimizer_sanity_check`: bf16 with gradients in float32 under stage 1 without offload, or no ZeRO.
+    """
+    types, options = _section(config, "data_types"), _section(config, "zero_optimization")
+    stage = options.get("stage", 0)
+    is_offloaded = _section(options, "offload_optimizer").get("device") not in (None, "none")
+    in_fp32 = str(types.get("grad_accum_dtype")) in ("torch.float32", "fp32", "float32", "float")
+    return is_enabled(config, "bf16") and (stage == 0 or (stage == 1 and in_fp32 and not is_offloaded))
+
+
 def loss_scaler(model: Model, config: Mapping[str, Any]) -> Record:
     """The loss scaler of the source, or the one that DeepSpeed starts with: runtime/fp16/loss_scaler.py."""
     recorded = model.items.get("loss_scaler")

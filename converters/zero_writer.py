@@ -355,9 +355,16 @@ class Group:
         return shapes
 
 
-def flat_group(model: Model, group: ParamGroup, num_ranks: int, local: Mapping[str, Local] | None = None) -> Group:
-    """A group as an engine with the recorded config flattens it on `num_ranks` ranks."""
-    options, own = zero_model.zero_options(model.checkpoint), local or {}
+def flat_group(
+    model: Model,
+    config: Mapping[str, Any],
+    group: ParamGroup,
+    num_ranks: int,
+    local: Mapping[str, Local] | None = None,
+) -> Group:
+    """A group as an engine with this config flattens it on `num_ranks` ranks."""
+    options = {} if zero_model.is_bf16_optimizer(config) else config.get("zero_optimization", {})
+    own = local or {}
     fqns = dealt(group.fqns, num_ranks) if options.get("round_robin_gradients") else list(group.fqns)
     alignment = 1
     if options.get("parameter_alignment"):
@@ -366,20 +373,20 @@ def flat_group(model: Model, group: ParamGroup, num_ranks: int, local: Mapping[s
     return Group(tuple(fqns), group.fqns, group.options, flat_layout(numels, num_ranks, alignment), own)
 
 
-def flat_groups(model: Model, num_ranks: int) -> list[Group]:
+def flat_groups(model: Model, config: Mapping[str, Any], num_ranks: int) -> list[Group]:
     """All groups, of which every rank has a partition."""
-    return [flat_group(model, group, num_ranks) for group in model.groups]
+    return [flat_group(model, config, group, num_ranks) for group in model.groups]
 
 
-def flat_param_shapes(model: Model, num_ranks: int) -> list[StoredDict]:
+def flat_param_shapes(model: Model, config: Mapping[str, Any], num_ranks: int) -> list[StoredDict]:
     """`param_shapes` of stages 1 and 2: a dict per group, in flattening order."""
-    return [group.shapes(model) for group in flat_groups(model, num_ranks)]
+    return [group.shapes(model) for group in flat_groups(model, config, num_ranks)]
 
 
 def _stage12_files(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) -> Iterator[File]:
-    shapes = flat_param_shapes(model, num_ranks)
+    shapes = flat_param_shapes(model, config, num_ranks)
     yield "mp_rank_00_model_states.pt", model_root(model, config, num_ranks, shapes, 0, stage)
-    groups = flat_groups(model, num_ranks)
+    groups = flat_groups(model, config, num_ranks)
     for rank in range(num_ranks):
         inner = stage12_items(model, config, num_ranks, stage) | partitions(model, groups, rank)
         root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
