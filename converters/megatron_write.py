@@ -518,10 +518,12 @@ class Optimizer:
                 "wd_mult": 1.0 if decayed else 0.0,
                 "lr_mult": 1.0,
                 "is_decoupled_lr": decoupled,
-                "max_lr": self.args.get("lr", options.get("lr")),
-                "min_lr": self.args.get("min_lr", 0.0),
                 "default_config": not decoupled,
             }
+            # The peak of the group's schedule.  Without it Megatron takes that of the run's options, and the rate
+            # that the group has now is not it.
+            if "initial_lr" in options:
+                options["max_lr"] = options["initial_lr"]
             step = next(iter(self.model.checkpoint.state.scalars.get("step", {}).values()), None)
             if step is not None and self.distributed:
                 options["step"] = step

@@ -12,11 +12,10 @@ from typing import Any
 from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, ParamGroup
 from ckpt.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ckpt.errors import LossError
-from ckpt.pickles import Record, StoredTensor
+from ckpt.pickles import Record
 from ckpt.precision import CAST_SOURCES, Choice, choices
-from ckpt.scalars import read_scalar
 from ckpt.tensors import Tensor
-from converters import adam
+from converters import adam, positions
 
 #: The version whose files these are, for sources that DeepSpeed did not write.
 VERSION = "0.19.8"
@@ -84,14 +83,16 @@ class Model:
 
     @property
     def samples(self) -> int | None:
-        """Sequences consumed so far: DeepSpeed's own count, or that of another trainer's `train_state`."""
-        recorded = self.items.get("global_samples")
-        others = self.items.get("train_state")
-        if recorded is None and isinstance(others, Mapping):
-            recorded = others.get("sequences")
-        if isinstance(recorded, StoredTensor):
-            recorded = read_scalar(recorded.extent)
-        return recorded if isinstance(recorded, int) else None
+        """Sequences consumed so far: DeepSpeed's own count, that of another trainer's `train_state`, or Megatron's."""
+        return positions.sequences_seen(self.items)
+
+    @property
+    def schedule(self) -> Any:
+        """The LR schedule's state: what the source recorded, or else the position that its steps tell."""
+        recorded, steps = self.items.get("lr_scheduler"), self.checkpoint.state.step
+        if recorded is not None or self.is_deepspeed or steps is None or not self.states:
+            return recorded
+        return positions.deepspeed_schedule(steps)
 
     @property
     def ties(self) -> Mapping[str, str]:
@@ -312,8 +313,12 @@ def _unknown_group_notes(resumable: bool) -> Iterator[str]:
 def _schedule_notes(checkpoint: Checkpoint) -> Iterator[str]:
     if not _is_deepspeed(checkpoint) and "lr_scheduler" not in checkpoint.state.items:
         yield (
-            "the source records no LR schedule: where DeepSpeed has the scheduler, load this with "
-            "load_checkpoint(..., load_lr_scheduler_states=False)"
+            "the source records no LR schedule of DeepSpeed's or torch's: where DeepSpeed has the scheduler, "
+            + (
+                "load this with load_checkpoint(..., load_lr_scheduler_states=False)"
+                if checkpoint.state.step is None or not checkpoint.optimizer_states
+                else f"it goes on as the config has it after {checkpoint.state.step} steps"
+            )
         )
 
 

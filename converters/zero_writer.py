@@ -159,7 +159,7 @@ def common_root(
         "frozen_param_shapes": own["frozen_param_shapes"],
         "shared_params": own["shared_params"],
         "frozen_param_fragments": own["frozen_param_fragments"],
-        "lr_scheduler": items.get("lr_scheduler"),
+        "lr_scheduler": model.schedule,
         "data_sampler": items.get("data_sampler"),
         "random_ltd": items.get("random_ltd"),
         "skipped_steps": items.get("skipped_steps", 0),

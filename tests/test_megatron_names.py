@@ -175,6 +175,43 @@ class TestTables:
         assert api.verify(source, back).equal
 
 
+class TestTrainingState:
+    """What a run of transformers' model, and one of Megatron's, make of the other's."""
+
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_param_groups_are_in_the_order_of_transformers_modules(self, architecture: str) -> None:
+        """Which parameter lies where in a ZeRO partition, an engine knows by that order alone."""
+        model = random_model(architecture, {})
+        registered = [name for name, _ in model.named_parameters()]
+        hub = hub_of(config_of(architecture))
+        there = api.to_namespace(api.to_namespace(hub, TRANSFORMERS), MEGATRON, Layout())
+        names = tuple(fqn for fqn, role in there.tensors if role == WEIGHT)
+        groups = (ParamGroup(names[::2], {"lr": 1.0}), ParamGroup(names[1::2], {"lr": 2.0}))
+        back = api.to_namespace(replace(there, state=TrainingState(param_groups=groups)), TRANSFORMERS)
+        assert {fqn for group in back.state.param_groups for fqn in group.fqns} == set(registered)
+        for group in back.state.param_groups:
+            assert list(group.fqns) == [name for name in registered if name in set(group.fqns)]
+
+    @pytest.mark.parametrize("count", [{"global_samples": 96}, {"train_state": {"step": 4, "sequences": 96}}])
+    def test_schedule_and_data_go_on_where_they_were(self, count: dict[str, Any]) -> None:
+        config = config_of("llama")
+        hub = replace(hub_of(config), state=TrainingState(step=4, items=count, scalars={"step": {OUTPUT: 4.0}}))
+        items = api.to_namespace(hub, MEGATRON, Layout()).state.items
+        assert items["args"]["consumed_train_samples"] == 96
+        assert items["opt_param_scheduler"]["num_steps"] == 96
+        # Which schedule it is, the next run's options say: megatron-core compares these, or takes its own instead.
+        assert {value for name, value in items["opt_param_scheduler"].items() if name != "num_steps"} == {None}
+
+    def test_sequences_seen_and_the_peak_of_the_rate_come_back(self) -> None:
+        config = config_of("llama")
+        there = api.to_namespace(hub_of(config), MEGATRON, Layout())
+        items = {**there.state.items, "args": {**there.state.items["args"], "consumed_train_samples": 96}}
+        groups = (ParamGroup(("decoder.final_layernorm.weight",), {"lr": 0.5, "max_lr": 1.0}),)
+        state = api.to_namespace(replace(there, state=TrainingState(items=items, param_groups=groups)), HUB).state
+        assert state.items["global_samples"] == 96
+        assert state.param_groups[0].options == {"lr": 0.5, "max_lr": 1.0, "initial_lr": 1.0}
+
+
 class TestArrangement:
     """Which row goes where, by lists written by hand."""
 

@@ -13,16 +13,18 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, cast
 
-from ckpt.checkpoint import BUFFER, HUB, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout
+from ckpt.checkpoint import BUFFER, HUB, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, ParamGroup
 from ckpt.errors import CorruptError, LossError, UsageError
 from ckpt.mapping import Link, Relation, translate
 from ckpt.tensors import Box, Shape, Tensor
 from converters.megatron_model import EMBEDDING, OUTPUT, padded_vocab_size
+from converters.names.megatron import _order
 from converters.names.megatron._sizes import Config, Sizes
 from converters.names.megatron._table import Table
+from converters.positions import megatron_schedule, sequences_seen
 
 #: Endings of the names in which the Hub's files keep quantized weights, and how to be rid of them.
-_QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.g_idx)")
+_QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.g_idx|\.absmax|\.SCB)")
 _VOCABULARY = (EMBEDDING, OUTPUT)
 
 
@@ -51,11 +53,12 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     _check_complete(relation, shapes)
     named = translate(checkpoint, relation, MEGATRON)
     args |= {"padded_vocab_size": padded, "mtp_num_layers": sizes.num_mtp or None}
+    position, seen = _position(named)
     return replace(
         named,
         tensors=_with_buffers(named.tensors, table.buffers),
         ties={OUTPUT: EMBEDDING} if sizes.tied else {},
-        state=replace(named.state, items={**named.state.items, "args": args}),
+        state=replace(named.state, items={**named.state.items, **position, "args": {**args, **seen}}),
         notes=(*checkpoint.notes, *notes, *more, *_padding_notes(sizes.dims["v"], padded)),
     )
 
@@ -100,7 +103,36 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
             f"the vocabulary's padding is left out: {padded - sizes.dims['v']} of {padded} rows, which no token has"
         )
     ties = {table.output: table.embedding} if sizes.tied else {}
-    return replace(named, ties=ties, notes=(*checkpoint.notes, *notes))
+    items, groups = dict(named.state.items), tuple(map(_with_peak, named.state.param_groups))
+    if (sequences := sequences_seen(items)) is not None:
+        items["global_samples"] = sequences
+    state = replace(named.state, items=items, param_groups=groups)
+    return replace(named, ties=ties, state=state, notes=(*checkpoint.notes, *notes))
+
+
+def _with_peak(group: ParamGroup) -> ParamGroup:
+    """A param group with the peak of its learning rate under the name that torch's schedules have for it."""
+    if "max_lr" not in group.options or "initial_lr" in group.options:
+        return group
+    return replace(group, options={**group.options, "initial_lr": group.options["max_lr"]})
+
+
+def as_registered(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint`, which has the names of transformers' modules, with param groups in the order of these modules."""
+    _, config = _table(checkpoint)
+    model_type, state = str(config.get("model_type")), checkpoint.state
+    groups = tuple(
+        replace(group, fqns=tuple(_order.as_registered(model_type, group.fqns))) for group in state.param_groups
+    )
+    return replace(checkpoint, state=replace(state, param_groups=groups))
+
+
+def _position(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where Megatron's schedule is, as an item of the training state, and where its data, as an argument."""
+    sequences = sequences_seen(checkpoint.state.items)
+    if sequences is None or not checkpoint.optimizer_states:
+        return {}, {}
+    return {"opt_param_scheduler": megatron_schedule(sequences)}, {"consumed_train_samples": sequences}
 
 
 def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
@@ -165,7 +197,7 @@ def padding(checkpoint: Checkpoint) -> dict[str, Box]:
     if vocabulary is None:
         return {}
     shapes = {name: shape for name, shape in _shapes(checkpoint).items() if name in _VOCABULARY}
-    return {name: _rows_behind(vocabulary, shape) for name, shape in shapes.items() if shape[0] > vocabulary}
+    return {name: _rows_behind(vocabulary, shape) for name, shape in shapes.items() if shape and shape[0] > vocabulary}
 
 
 def _rows_behind(vocabulary: int, shape: Shape) -> Box:
@@ -257,7 +289,7 @@ def _refuse_quantized(shapes: Mapping[str, Shape]) -> None:
             "Megatron has no place for quantized weights",
             fqn=quantized,
             expected="weights in bf16, fp16 or fp32",
-            hint="convert the dequantized model: load it with dequantize=True in transformers and save it",
+            hint="--dequantize turns weights in MXFP4, FP8 or of bitsandbytes into plain ones",
         )
 
 
