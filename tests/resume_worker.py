@@ -4,8 +4,11 @@
 
 A line has options of the trainer.  Besides,
 
+    stopped   a run and where to put what it would be, had it ended at its first checkpoint, after 4 steps
+    commands  command lines of `ckpt` to run first
     refused   true where the trainer is to refuse `resume`: the command of its hint is then run as it stands, which
               goes to `refused.json`, and the run goes on from what the command wrote
+    forget    true where Megatron's optimizer states are then set to zero in what is resumed from
 
 `output/options.json` gets, for each step, the options of every param group before it.
 """
@@ -13,11 +16,11 @@ A line has options of the trainer.  Besides,
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
-import os
 import re
 import shlex
-import subprocess
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,10 +29,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.commands import Result, ckpt
 from train import launch, loop, truth
 from train.config import ZERO, Config, UserError
-from train.native import NativeEngine
-from train.zero import ZeroEngine
+
+#: The class of each strategy's engine, where it is not torch's own.
+ENGINES = dict.fromkeys(ZERO, "ZeroEngine") | {"megatron": "MegatronEngine"}
 
 
 def main() -> None:
@@ -37,8 +42,15 @@ def main() -> None:
     launch.start()
     for line in Path(sys.argv[1]).read_text().splitlines():
         job = json.loads(line)
+        if "stopped" in job:
+            stop(*map(Path, job.pop("stopped")))
+        for command in job.pop("commands", ()):
+            run_command(command)
+        forgets = job.pop("forget", False)
         if job.pop("refused", False):
             job["resume"] = follow_the_hint(job)
+        if forgets:
+            forget(Path(job["resume"]))
         with recorded(Config(**job)) as config:
             loop.run(config)
         dist.barrier()
@@ -48,7 +60,8 @@ def main() -> None:
 @contextlib.contextmanager
 def recorded(config: Config) -> Iterator[Config]:
     """While this is open, the engines of a run note the options of their param groups before every step."""
-    kind: Any = ZeroEngine if config.strategy in ZERO else NativeEngine
+    module = importlib.import_module(loop.ENGINES[config.strategy])
+    kind: Any = getattr(module, ENGINES.get(config.strategy, "NativeEngine"))
     original, used = kind.train, []
 
     def train(engine: Any, micro_batches: list[torch.Tensor]) -> torch.Tensor:
@@ -75,19 +88,53 @@ def follow_the_hint(job: dict[str, Any]) -> str:
         raise AssertionError(f"--resume {job['resume']} is not refused")
     hint = re.search(r"^hint: (ckpt convert .*)$", said, re.MULTILINE)
     assert hint, said
-    written = [""]
+    done = run_command(hint[1])
     if dist.get_rank() == 0:
         output = Path(job["output"])
         output.mkdir(parents=True, exist_ok=True)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-        command = [sys.executable, "-m", *shlex.split(hint[1])]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{hint[1]}\n{done.stderr}"
-        written = [done.stdout.strip()]
-        record = {"refusal": said, "command": hint[1], "stderr": done.stderr, "written": written[0]}
+        record = {"refusal": said, "command": hint[1], "stderr": done.err, "written": done.out.strip()}
         (output / "refused.json").write_text(json.dumps(record))
-    dist.broadcast_object_list(written)
-    return written[0]
+    return done.out.strip()
+
+
+def stop(run: Path, stopped: Path) -> None:
+    """A copy of a run without what came after step 4."""
+    if dist.get_rank() == 0:
+        shutil.copytree(run, stopped, ignore=shutil.ignore_patterns("iter_0000008", "global_step8", "step-8"))
+        for name, tag in {"latest_checkpointed_iteration.txt": "4", "latest": "global_step4"}.items():
+            if (stopped / name).is_file():
+                (stopped / name).write_text(tag)
+    dist.barrier()
+
+
+def run_command(line: str) -> Result:
+    """What a command line of `ckpt`, as a shell would split it, printed: rank 0 runs it, and all ranks wait for it."""
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        name, *words = shlex.split(line)
+        outcome = [ckpt(*words) if name == "ckpt" else Result(127, "", f"{name}: not found")]
+    dist.broadcast_object_list(outcome)
+    assert outcome[0].code == 0, f"{line}\n{outcome[0].err}"
+    result: Result = outcome[0]
+    return result
+
+
+def forget(run: Path) -> None:
+    """Zeros for all that Adam knows, and no step: what a conversion of the weights and masters alone would be."""
+    if dist.get_rank() == 0:
+        for file in run.glob("iter_*/mp_rank_*/distrib_optim.pt"):
+            content = torch.load(file, weights_only=False)
+            for buffer in (buffer for key, buffer in content.items() if key != "buckets_coalesced"):
+                for states in buffer.values():
+                    states["exp_avg"].zero_()
+                    states["exp_avg_sq"].zero_()
+            torch.save(content, file)
+            beside = file.with_name("model_optim_rng.pt")
+            model = torch.load(beside, weights_only=False)
+            for group in model["optimizer"]["optimizer"]["param_groups"]:
+                group["step"] = 0.0
+            torch.save(model, beside)
+    dist.barrier()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,69 +35,9 @@ from ckpt import api
 from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Layout
 from tests.commands import ckpt
 from tests.engines import launch
+from tests.resuming import BOUNDS, Row, Run, apart, format_of, losses, options, shown, side_by_side, title
 
 pytestmark = pytest.mark.slow
-
-BOUNDS = {"bf16": 5e-4, "fp32": 1e-6}
-#: What --save native is to `ckpt`.
-FORMATS = {"ddp": "full", "fsdp1": "dcp", "fsdp2": "dcp"}
-HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
-
-
-def format_of(strategy: str) -> str:
-    return FORMATS.get(strategy, strategy)
-
-
-@dataclass(frozen=True)
-class Run:
-    """An engine on a number of ranks."""
-
-    strategy: str
-    ranks: int
-    dtype: str = "bf16"
-    options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def name(self) -> str:
-        options = "".join(f" {value}" for _, value in self.options)
-        return f"{self.strategy}{options} on {self.ranks}"
-
-    @property
-    def folder(self) -> str:
-        return f"{self.name} in {self.dtype}".replace(" ", "_")
-
-    def job(self, output: Path, steps: int, **more: Any) -> dict[str, Any]:
-        options = {"strategy": self.strategy, "dtype": self.dtype, "steps": steps, "output": str(output)}
-        return options | dict(self.options) | more
-
-
-@dataclass(frozen=True)
-class Row:
-    """From one run to another.
-
-    `through` are the formats that the checkpoint is converted to in turn; without, the trainer refuses it and its hint
-    is followed.  `load` is DeepSpeed's config for that, `own` the trainer's options for going on without a conversion,
-    by what the target's framework does itself.
-    """
-
-    source: Run
-    target: Run
-    through: tuple[str, ...] = ()
-    equal: bool = False
-    load: dict[str, Any] = field(default_factory=dict, compare=False)
-    own: dict[str, Any] | None = field(default=None, compare=False)
-
-    @property
-    def name(self) -> str:
-        through = "".join(f"{format} -> " for format in (self.through if self.load else self.through[:-1]))
-        return f"{self.source.name} -> {through}{self.target.name}"
-
-    @property
-    def folder(self) -> str:
-        """With all that tells rows apart: several may go from one run to the same other one."""
-        through = "".join(f" by {format}" for format in self.through)
-        return f"{self.source.name} to {self.target.name}{through} in {self.source.dtype}".replace(" ", "_")
-
 
 def row(source: tuple[str, int], target: tuple[str, int], *through: str, **more: Any) -> Row:
     return Row(Run(*source), Run(*target), through, **more)
@@ -206,28 +146,6 @@ def forget(run: Path, output: Path) -> None:
     api.plan(bare, "zero3", Layout(world_size=FORGETFUL.target.ranks)).run(output)
 
 
-def losses(run: Path) -> dict[int, float]:
-    lines = (json.loads(line) for line in (run / "losses.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines}
-
-
-def options(run: Path) -> list[list[dict[str, Any]]]:
-    """For each step the hyperparameters of every param group, as the live optimizer had them."""
-    return [
-        [{name: group[name] for name in HYPERPARAMETERS} for group in groups]
-        for groups in json.loads((run / "options.json").read_text())
-    ]
-
-
-def apart(one: dict[int, float], other: dict[int, float]) -> float:
-    """The largest relative difference over steps 5 to 8."""
-    return max(abs(one[step] - other[step]) / other[step] for step in range(5, 9))
-
-
-def shown(difference: float) -> str:
-    return f"{difference:.1e}" if difference else "equal"
-
-
 @cache
 def unbroken(folder: Path, run: Run) -> dict[int, float]:
     return losses(folder / "unbroken" / run.folder)
@@ -243,12 +161,8 @@ def test_training_goes_on(one: Row, resumed: Path, tables: Any) -> None:
     assert before == {step: whole[step] for step in range(1, 5)}, "the engine is not deterministic"
     assert sorted(rest) == [5, 6, 7, 8]
     difference = apart(rest, whole)
-    cells = tables[
-        f"4 steps, conversion, 4 steps ({one.source.dtype}): loss of each, and of the unbroken run of the source"
-    ][one.name]
-    for step, loss in rest.items():
-        cells[f"step {step}"] = f"{loss:.6f} {whole[step]:.6f}"
-    cells["relative"] = shown(difference)
+    cells = tables[title(one.source.dtype)][one.name]
+    cells |= side_by_side(rest, whole)
     cells["apart"] = shown(apart(unbroken(resumed, one.target), whole))
     if one.equal:
         assert difference == 0
@@ -285,9 +199,5 @@ def test_forgetting_the_optimizer_shows(resumed: Path, tables: Any) -> None:
     """The bounds would not let a lost state pass."""
     whole, rest = unbroken(resumed, FORGETFUL.source), losses(resumed / FORGETFUL.folder / "goes-on")
     difference = apart(rest, whole)
-    title = "4 steps, conversion, 4 steps (fp32): loss of each, and of the unbroken run of the source"
-    cells = tables[title][f"{FORGETFUL.name}, without the optimizer's states"]
-    for step, loss in rest.items():
-        cells[f"step {step}"] = f"{loss:.6f} {whole[step]:.6f}"
-    cells["relative"] = shown(difference)
+    tables[title("fp32")][f"{FORGETFUL.name}, without the optimizer's states"] |= side_by_side(rest, whole)
     assert difference > 5 * max(BOUNDS.values())

@@ -96,6 +96,7 @@ class Config:
     initial_scale_power: int = _option(8, "fp16: first loss scale is 2**N; 40 overflows in every step", metavar="N")
     ds_config: str | None = _option(None, "JSON merged over the generated DeepSpeed config", metavar="FILE")
 
+    vocab: int = _option(0, "rows of the embedding (0: one for each token of the tokenizer)", metavar="N")
     layers: int = _option(0, "megatron: layers of the model (0: as many as the model has)", metavar="N")
     first_stage_layers: int = _option(0, "megatron: layers of the first stage (0: an even share)", metavar="N")
     last_stage_layers: int = _option(0, "megatron: layers of the last stage (0: an even share)", metavar="N")
@@ -128,8 +129,8 @@ class Config:
                 raise UserError(f"--save {self.save}: DeepSpeed saves ZeRO files, --save native")
         else:
             self._check_torch_options()
-        if self.lora and self.model == "toy":
-            raise UserError("--lora needs a transformer, not --model toy")
+        if (self.lora or self.vocab) and self.model == "toy":
+            raise UserError("--lora and --vocab need a transformer, not --model toy")
         if min(self.steps + 1, self.batch, self.accumulate, self.length) < 1:
             raise UserError("--batch, --accumulate and --length are at least 1, --steps is not negative")
         if self.memory and (self.strategy == "megatron-deepspeed" or self.through == "trainer" or self.steps < 2):
@@ -164,10 +165,10 @@ class Config:
     def _check_pipeline_options(self) -> None:
         if self.save != "native" or self.through == "trainer" or self.layout == "trainer":
             raise UserError("--strategy megatron-deepspeed trains in our own loop and saves as DeepSpeed does")
-        if self.optimizer != "adamw" or self.model == "toy" or self.lora or self.freeze:
+        if self.optimizer != "adamw" or self.model == "toy" or self.lora or self.freeze or self.vocab:
             raise UserError(
                 "--strategy megatron-deepspeed builds its own model: "
-                "without --model toy, --lora and --freeze, and with adamw"
+                "without --model toy, --lora, --freeze and --vocab, and with adamw"
             )
         if min(self.tp, self.pp, self.vocab_multiple) < 1:
             raise UserError("--tp, --pp and --vocab-multiple are at least 1")

@@ -90,11 +90,12 @@ def _require_fit(config: Config, folder: Path) -> None:
     format, written_by = _identify(folder)
     zero, trainer = config.strategy in ZERO, config.through == "trainer"
     to = config.strategy if zero else "full" if config.saving == "full" else "dcp"
+    stages_differ = zero and format != to and "zero3" in (format, to)
     if format == "universal" and _loads_universal(config):
         return
     if format == "universal":
         problem = "a universal checkpoint, which DeepSpeed reads only if --ds-config asks for it"
-    elif zero != (format in ZERO) or (zero and format != to and "zero3" in (format, to)):
+    elif format.startswith("megatron") or zero != (format in ZERO) or stages_differ:
         problem = f"a {format} checkpoint, which --strategy {config.strategy} does not read"
     elif trainer and not zero and format != to:
         problem = f"a {format} checkpoint, which Trainer does not read under --save {config.saving}"
@@ -116,17 +117,18 @@ def _require_fit(config: Config, folder: Path) -> None:
 
 def _require_megatron(config: Config, folder: Path) -> None:
     """The same for Megatron: format torch must have been written at this layout, torch_dist at any."""
-    convert = f"ckpt convert {{}} megatron {shlex.quote(str(config.resume))} --tp {config.tp} --pp {config.pp}"
-    convert += "".join(f" --{name} {value}" for name in ("ep", "vpp", "etp") if (value := getattr(config, name)) > 1)
-    if (folder / ".metadata").is_file() and (folder / "metadata.json").is_file():
+    format, _ = _identify(folder)
+    if format == "megatron-dist":
+        _require_same_optimizer(config, torch.load(folder / "common.pt", map_location="cpu", weights_only=False))
         return
-    files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
-    if not files:
-        format, _ = _identify(folder)
-        hint = convert.format(format)
-        raise UserError(f"--resume {config.resume}: a {format} checkpoint, which Megatron does not read\nhint: {hint}")
-    state = torch.load(files[0], map_location="cpu", weights_only=False, mmap=True)
-    args, optimizer = state["args"], "optimizer" in state
+    if format != "megatron":
+        raise UserError(
+            f"--resume {config.resume}: a {format} checkpoint, which Megatron does not read\n"
+            f"hint: {_to_megatron(config, format)} --transformer-impl local"
+        )
+    file = next(folder.glob("mp_rank_*/model_optim_rng.pt"))
+    state = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    args = state["args"]
     wanted = {
         "tensor_model_parallel_size": config.tp,
         "pipeline_model_parallel_size": config.pp,
@@ -135,15 +137,52 @@ def _require_megatron(config: Config, folder: Path) -> None:
         "expert_tensor_parallel_size": config.etp or config.tp,
         "decoder_first_pipeline_num_layers": config.first_stage_layers or None,
         "decoder_last_pipeline_num_layers": config.last_stage_layers or None,
-        "use_distributed_optimizer": not config.no_distributed_optimizer if optimizer else None,
+        "account_for_embedding_in_pipeline_split": config.count_embedding,
+        "account_for_loss_in_pipeline_split": config.count_loss,
     }
     for name, value in wanted.items():
         found = getattr(args, name, value)
-        if found != value and not (name == "use_distributed_optimizer" and not optimizer):
+        if found != value:
             raise UserError(
                 f"--resume {config.resume}: written with {name} {found}, and this run has {value}\n"
-                f"hint: {convert.format('megatron')}"
+                f"hint: {_to_megatron(config, format)}"
             )
+    multiple = config.vocab_multiple * config.tp
+    padded = -(-args.vocab_size // multiple) * multiple
+    if args.padded_vocab_size != padded:
+        raise UserError(
+            f"--resume {config.resume}: written with a vocabulary of {args.padded_vocab_size} rows, padding included, "
+            f"and this run has {padded}\nhint: --vocab-multiple {args.make_vocab_size_divisible_by}"
+        )
+    _require_same_optimizer(config, state)
+
+
+def _to_megatron(config: Config, format: str) -> str:
+    """The conversion to this run's layout; what a checkpoint of Megatron's may have otherwise is always named."""
+    others = {
+        "ep": config.ep if config.ep > 1 or format == "megatron" else 0,
+        "vpp": config.vpp if config.vpp > 1 or (format == "megatron" and config.pp > 1) else 0,
+        "etp": config.etp if config.etp and config.etp != config.tp else 0,
+        "decoder-first-pipeline-num-layers": config.first_stage_layers,
+        "decoder-last-pipeline-num-layers": config.last_stage_layers,
+    }
+    command = f"ckpt convert {format} megatron {shlex.quote(str(config.resume))} --tp {config.tp} --pp {config.pp}"
+    command += "".join(f" --{name} {value}" for name, value in others.items() if value)
+    command += " --account-for-embedding-in-pipeline-split" if config.count_embedding else ""
+    command += " --account-for-loss-in-pipeline-split" if config.count_loss else ""
+    # FSDP's weights are fp32 whatever the model computes in.
+    return command + (f" --dtype {config.dtype}" if format in ("dcp", "full", "fsdp-ranks") else "")
+
+
+def _require_same_optimizer(config: Config, state: dict[str, Any]) -> None:
+    """UserError where the optimizer is not of this run's kind, which no conversion changes."""
+    distributed = not config.no_distributed_optimizer
+    found = getattr(state.get("args"), "use_distributed_optimizer", distributed)
+    if "optimizer" in state and found != distributed:
+        raise UserError(
+            f"--resume {config.resume}: written with use_distributed_optimizer {found}, and this run has {distributed}"
+            f"\nhint: go on {'without' if found else 'with'} --no-distributed-optimizer"
+        )
 
 
 def _require_pipeline(config: Config, folder: Path) -> None:
@@ -164,6 +203,10 @@ def _require_pipeline(config: Config, folder: Path) -> None:
 
 def _identify(folder: Path) -> tuple[str, int | None]:
     """Name of a checkpoint's format, as `ckpt` knows it, and the number of ranks that wrote it if that matters."""
+    if (folder / ".metadata").is_file() and (folder / "metadata.json").is_file():
+        return "megatron-dist", None
+    if any(folder.glob("mp_rank_*/model_optim_rng.pt")):
+        return "megatron", None
     for dcp in (folder, folder / "pytorch_model_fsdp_0"):
         if (dcp / ".metadata").is_file():
             return "dcp", len({match[1] for file in dcp.iterdir() if (match := re.match(r"__(\d+)_", file.name))})

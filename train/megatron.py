@@ -296,14 +296,24 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
 
 
 def build_optimizer(args: Any, config: Config, chunks: list[Any]) -> Any:
-    """Megatron's optimizer: one for everything, and one more for experts that other ranks do not hold."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    """Megatron's optimizer: one for everything, and one more for experts that other ranks do not hold.
 
+    Its two param groups are those of `optimizers.param_groups`; biases of two dims, which only experts have, are in
+    the other one here.
+    """
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+    floor = 0.0 if config.scheduler == "torch" else config.lr / 10
+    vectors: dict[str, float] = {"wd_mult": 0.0}
+    if config.weight_decay:
+        vectors |= {"max_lr": config.lr / 2, "min_lr": floor / 2}
+    is_vector = ParamPredicate("vector", lambda parameter: parameter.ndim == 1)
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer=args.optimizer,
             lr=config.lr,
-            min_lr=0.0 if config.scheduler == "torch" else config.lr / 10,
+            min_lr=floor,
             weight_decay=config.weight_decay,
             sgd_momentum=0.9 if config.optimizer == "momentum" else 0.0,
             bf16=args.bf16,
@@ -316,13 +326,16 @@ def build_optimizer(args: Any, config: Config, chunks: list[Any]) -> Any:
             clip_grad=args.clip_grad,
         ),
         chunks,
+        {ParamKey(name="*.bias", predicate=is_vector): vectors},
     )
 
 
 def build_scheduler(optimizer: Any, config: Config) -> Any:
-    """Megatron's schedule, counted in sequences: warmup and linear decay as DeepSpeed's here, cosine, or none.
+    """Megatron's schedule, counted in sequences: cosine and none as elsewhere, and warmup and linear decay.
 
-    Its warmup is linear in the step where DeepSpeed's is logarithmic; peak, floor and lengths are the same.
+    The last is not quite DeepSpeed's, which is a step behind, and whose warmup is logarithmic in the step and begins
+    for every param group at a tenth of its peak; peak, floor and lengths are the same. Of a checkpoint it takes the
+    position alone (Megatron-LM's --override-opt-param-scheduler): the schedule is that of this run's options.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -339,6 +352,8 @@ def build_scheduler(optimizer: Any, config: Config) -> Any:
         end_wd=config.weight_decay,
         wd_incr_steps=config.schedule_steps * config.batch,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
 
 

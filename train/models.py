@@ -175,8 +175,11 @@ def _transformer(config: Config) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     architecture = config.model.removesuffix("_even").removesuffix("_wide")
-    layers = {"n_layer" if architecture == "gpt2" else "num_hidden_layers": config.layers} if config.layers else {}
-    sizes = AutoConfig.for_model(architecture, **sizes_of(config.model) | layers)
+    if 0 < config.vocab < VOCABULARY:
+        raise UserError(f"--vocab {config.vocab}: the tokenizer has {VOCABULARY} tokens")
+    asked = {"n_layer" if architecture == "gpt2" else "num_hidden_layers": config.layers, "vocab_size": config.vocab}
+    asked = {name: size for name, size in asked.items() if size}
+    sizes = AutoConfig.for_model(architecture, **sizes_of(config.model) | asked)
     # The plain implementations: every architecture has them, and they take odd sizes (grouped_mm does not).
     model = AutoModelForCausalLM.from_config(
         sizes, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"

@@ -33,6 +33,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictCon
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from train import optimizers
+
 _BESIDE_MODEL = ("optimizer", "lr_scheduler", "train_state", "rng_state", "dataloader")
 
 
@@ -131,9 +133,11 @@ def _set_state(engine: Any, state: dict[str, Any], keys: str, full: bool) -> Non
         engine.optimizer.load_state_dict(optimizer)
     else:
         set_optimizer_state_dict(engine.model, engine.optimizer, optimizer, options=_options(keys, full))
+    engine.step = int(state["train_state"]["step"])
     if engine.scheduler and "lr_scheduler" in state:
         engine.scheduler.load_state_dict(state["lr_scheduler"])
-    engine.step = int(state["train_state"]["step"])
+    elif engine.scheduler:  # of another framework's schedule, a conversion keeps the position alone
+        engine.scheduler.load_state_dict(optimizers.after(engine.step, engine.scheduler.state_dict()))
     # A conversion may know the step only.
     engine.sequences = int(state["train_state"].get("sequences", engine.step * engine.config.batch))
     if (random := state.get("rng_state", {}).get(str(dist.get_rank()))) is not None:

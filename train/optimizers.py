@@ -83,6 +83,12 @@ def build_scheduler(
     return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.schedule_steps)
 
 
+def after(steps: int, state: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of a fresh schedule, of either kind, set to where it is after so many steps."""
+    positions = {"last_epoch": steps, "_step_count": steps + 1, "last_batch_iteration": steps - 1}
+    return state | {name: value for name, value in positions.items() if name in state}
+
+
 class Lion(torch.optim.Optimizer):
     """Lion (Chen et al. 2023): the sign of an interpolated momentum, hence a single state `exp_avg`."""
 

@@ -1,0 +1,105 @@
+"""Runs that stop, are converted, and go on: what the tables of them share."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BOUNDS = {"bf16": 5e-4, "fp32": 1e-6}
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+#: What --save native is to `ckpt`.
+FORMATS = {"ddp": "full", "fsdp1": "dcp", "fsdp2": "dcp"}
+
+
+def format_of(strategy: str) -> str:
+    return FORMATS.get(strategy, strategy)
+
+
+@dataclass(frozen=True)
+class Run:
+    """An engine on a number of ranks."""
+
+    strategy: str
+    ranks: int
+    dtype: str = "bf16"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        options = "".join(f" {value}" for _, value in self.options)
+        return f"{self.strategy}{options} on {self.ranks}"
+
+    @property
+    def folder(self) -> str:
+        return f"{self.name} in {self.dtype}".replace(" ", "_")
+
+    @property
+    def format(self) -> str:
+        """What its checkpoints are to `ckpt`."""
+        return format_of(self.strategy)
+
+    def job(self, output: Path, steps: int, **more: Any) -> dict[str, Any]:
+        options = {"strategy": self.strategy, "dtype": self.dtype, "steps": steps, "output": str(output)}
+        return options | dict(self.options) | more
+
+
+@dataclass(frozen=True)
+class Row:
+    """From one run to another.
+
+    `through` are the formats that the checkpoint is converted to in turn; without, the trainer refuses it and its hint
+    is followed.  `load` is DeepSpeed's config for that, `own` the trainer's options for going on without a conversion,
+    by what the target's framework does itself.
+    """
+
+    source: Run
+    target: Run
+    through: tuple[str, ...] = ()
+    equal: bool = False
+    load: dict[str, Any] = field(default_factory=dict, compare=False)
+    own: dict[str, Any] | None = field(default=None, compare=False)
+
+    @property
+    def name(self) -> str:
+        through = "".join(f"{format} -> " for format in (self.through if self.load else self.through[:-1]))
+        return f"{self.source.name} -> {through}{self.target.name}"
+
+    @property
+    def folder(self) -> str:
+        """With all that tells rows apart: several may go from one run to the same other one."""
+        through = "".join(f" by {format}" for format in self.through)
+        return f"{self.source.name} to {self.target.name}{through} in {self.source.dtype}".replace(" ", "_")
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = (json.loads(line) for line in (run / "losses.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def options(run: Path) -> list[list[dict[str, Any]]]:
+    """For each step the hyperparameters of every param group, as the live optimizer had them."""
+    return [
+        [{name: group[name] for name in HYPERPARAMETERS} for group in groups]
+        for groups in json.loads((run / "options.json").read_text())
+    ]
+
+
+def apart(one: dict[int, float], other: dict[int, float]) -> float:
+    """The largest relative difference over steps 5 to 8."""
+    return max(abs(one[step] - other[step]) / other[step] for step in range(5, 9))
+
+
+def shown(difference: float) -> str:
+    return f"{difference:.1e}" if difference else "equal"
+
+
+def title(dtype: str) -> str:
+    return f"4 steps, conversion, 4 steps ({dtype}): loss of each, and of the unbroken run of the source"
+
+
+def side_by_side(rest: dict[int, float], whole: dict[int, float]) -> dict[str, str]:
+    """The cells of a row: each loss and the unbroken run's, and the largest difference."""
+    cells = {f"step {step}": f"{loss:.6f} {whole[step]:.6f}" for step, loss in rest.items()}
+    return cells | {"relative": shown(apart(rest, whole))}
