@@ -27,7 +27,9 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 #: What names of quantized copies of a model end with.
-_QUANTIZED = re.compile(r"(?i)[-_](unsloth[-_])?(bnb[-_])?(4bit|8bit|int4|int8|nf4|mxfp4|gptq|awq)([-_].*)?$")
+_QUANTIZED = re.compile(r"(?i)[-_](unsloth[-_])?(bnb[-_])?(4bit|8bit|int4|int8|nf4|mxfp4|fp8|gptq|awq)([-_].*)?$")
+#: And of copies in another floating dtype.
+_FLOATING = re.compile(r"(?i)[-_](bf16|fp16|fp32)$")
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,15 @@ def open_base(adapter: Adapter, where: str | None, *, config: str | None = None,
                 found=None if where else f"base_model_name_or_path of {adapter.config.path}",
                 hint="give the folder of the base with --base",
             )
-        path = cached_snapshot(given, adapter.config.revision if given == recorded else None)
+        try:
+            path = cached_snapshot(given, adapter.config.revision if given == recorded else None)
+        except NotFoundError as error:
+            if where is None and _is_quantized(given):
+                error.hint = (
+                    f"it is a quantized copy: give the full-precision {_QUANTIZED.sub('', given)}, or what that was "
+                    f"made from, with --base; or fetch it, hf download {given}, and add --dequantize"
+                )
+            raise
     note = None if accept or recorded is None else _check_identity(adapter.config, path, given)
     base = api.open(path, config=config)
     return replace(base, notes=(*base.notes, note)) if note else base
@@ -235,13 +245,23 @@ def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None
         raise refusal
     if is_same or found == config.base:
         return None
+    if found and _is_quantized(config.base) and not _is_quantized(found):
+        return (
+            f"the adapter was trained on {config.base}, which is quantized, and {found} is taken as the same model in "
+            f"full precision; --base {config.base} --dequantize merges onto the very values that it was trained over"
+        )
     if found:
         return f"the adapter was trained on {config.base}, and {found} is taken as the same model in another precision"
     return f"the adapter was trained on {config.base}; that {given} is the same model is taken on trust"
 
 
 def _model_name(repo_id: str) -> str:
-    return _QUANTIZED.sub("", repo_id.rpartition("/")[2]).lower()
+    """The name without what tells a copy's precision."""
+    return _FLOATING.sub("", _QUANTIZED.sub("", repo_id.rpartition("/")[2])).lower()
+
+
+def _is_quantized(repo_id: str) -> bool:
+    return _QUANTIZED.search(repo_id.rpartition("/")[2]) is not None
 
 
 def _hub_id(path: Path) -> str | None:

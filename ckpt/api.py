@@ -23,6 +23,7 @@ from ckpt.checkpoint import (
     Format,
     Layout,
     ReadRequest,
+    Target,
     TargetFile,
 )
 from ckpt.companions import read_config
@@ -31,7 +32,6 @@ from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
 from ckpt.files import check_destination, translate_os_errors
 from ckpt.mapping import Relation, translate
 from ckpt.planner import Plan, choose_replica, make_plan
-from ckpt.precision import CAST_SOURCES
 from ckpt.runs import enclosing_folders, trainer_steps
 from ckpt.tensors import Box, Shape
 
@@ -259,20 +259,25 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoin
     return cast(_Dequantize, import_module(registry.DEQUANTIZE)).dequantized(checkpoint, dtype)
 
 
-def _check_dtype(checkpoint: Checkpoint, dtype: DType | None) -> None:
-    """Raise UsageError where a cast would be one of a quantized weight's parts."""
-    if dtype is None:
-        return
-    tensors = {tensor.fqn: tensor for tensor in checkpoint.tensors.values() if tensor.role in (WEIGHT, BUFFER)}
-    quantized = cast(_Quantized, import_module(registry.QUANTIZED))
-    for fqn in sorted(quantized.parts(tensors)):
-        if tensors[fqn].dtype in CAST_SOURCES and tensors[fqn].dtype != dtype:
+def quantized_parts(checkpoint: Checkpoint) -> frozenset[str]:
+    """Names of the tensors that are parts of weights stored quantized, packed values, scales and the like."""
+    names = (fqn for fqn, role in checkpoint.tensors if role in (WEIGHT, BUFFER))
+    return cast(_Quantized, import_module(registry.QUANTIZED)).parts(names)
+
+
+def check_casts(checkpoint: Checkpoint, target: Target, layout: Layout) -> None:
+    """Raise UsageError where `target` would have a part of a quantized weight in another dtype."""
+    parts = quantized_parts(checkpoint)
+    for slot in (slot for file in target.files for slot in file.slots) if parts else ():
+        tensor = checkpoint.tensors.get(slot.key)
+        if tensor is not None and tensor.fqn in parts and slot.extent.dtype != tensor.dtype:
             raise UsageError(
-                "a quantized weight has no dtype to choose: a cast of its scales would make it another weight",
+                "a part of a quantized weight would be cast, and the weight be another one",
                 path=checkpoint.path,
-                fqn=fqn,
-                found=f"--dtype with {tensors[fqn].dtype} {list(tensors[fqn].shape)}",
-                hint="leave --dtype out, or add --dequantize",
+                fqn=tensor.fqn,
+                expected=tensor.dtype,
+                found=slot.extent.dtype,
+                hint="--dequantize makes plain weights of them" + ("; or leave --dtype out" if layout.dtype else ""),
             )
 
 
@@ -357,9 +362,9 @@ def plan(
     if target.namespace != MEGATRON and layout.megatron_options:
         asked = " ".join(f"--{name.replace('_', '-')}" for name in layout.megatron_options)
         raise UsageError(f"the format {to!r} has none of Megatron's parallel axes", found=asked)
-    _check_dtype(checkpoint, layout.dtype)
     named = to_namespace(checkpoint, target.namespace, layout)
     laid_out = target.lay_out(named, layout)
+    check_casts(named, laid_out, layout)
     new = [note for note in named.notes if note not in checkpoint.notes]  # said by the way from names to names
     laid_out = replace(laid_out, notes=(*new, *laid_out.notes))
     return Conversion(make_plan(named, laid_out), resources or Resources(), to)

@@ -131,7 +131,7 @@ ManifestOption = Annotated[
 ]
 DequantizeOption = Annotated[
     bool,
-    typer.Option("--dequantize", help="Write plain weights for quantized ones (MXFP4, bitsandbytes, FP8)."),
+    typer.Option("--dequantize", help="Take the plain values of quantized weights (MXFP4, bitsandbytes, FP8)."),
 ]
 RepoOption = Annotated[str | None, typer.Option("--repo-id", metavar="ORG/NAME", help="The repository on the Hub.")]
 PrivateOption = Annotated[bool, typer.Option("--private", help="Make a new repository private.")]
@@ -280,6 +280,7 @@ def merge_lora(
     ] = None,
     tag: TagOption = None,
     dtype: Annotated[DTypeOption, typer.Option(help="Precision of the base that is merged into.")] = DTypeOption.keep,
+    dequantize: DequantizeOption = False,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")] = "5GB",
     accept_base: Annotated[
         bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
@@ -299,7 +300,7 @@ def merge_lora(
     verbose: VerboseOption = False,
 ) -> None:
     """Merge a LoRA adapter into its base model, as PEFT does, without loading the model."""
-    from ckpt import adapters, lora
+    from ckpt import adapters, api, lora
     from ckpt.checkpoint import Layout
     from ckpt.dtypes import CASTABLE
     from ckpt.run import Resources
@@ -317,6 +318,8 @@ def merge_lora(
         to = hub.Push(repo_id, private, revision, create_pr, commit_message)
     made_of = [one.path for one in found]
     model = adapters.open_base(found[0], base, accept=accept_base)
+    if dequantize:
+        model = api.dequantized(model, CASTABLE.get(dtype.value))
     if weights is not None:
         from ckpt.lora_combine import combine
 

@@ -86,6 +86,7 @@ def plan(
         notes = (*notes, *one.notes[len(before.notes) :])
     merged = api.to_namespace(merge.checkpoint(), HUB)
     target = registry.get("hf").lay_out(merged, layout)
+    api.check_casts(merged, target, layout)
     target = _with_config(target, merge.untied)
     for one in adapters:
         target = _with_tokenizer(target, one)
@@ -115,6 +116,7 @@ class _Merge:
     def __post_init__(self) -> None:
         self.chosen = choices(self.base, self.layout.dtype)
         self.shapes = {fqn: choice.tensor.shape for fqn, choice in self.chosen.items()}
+        self.quantized = api.quantized_parts(self.base)
 
     # -- what an adapter changes -----------------------------------------------------------------------------
 
@@ -309,7 +311,7 @@ class _Merge:
             raise self._quantized(packed)
         if owner not in self.shapes:
             raise _misfit(adapter, module, f"a layer of the base with {fqn}", "none of this name")
-        if self.chosen[owner].dtype not in CAST_SOURCES:
+        if owner in self.quantized or self.chosen[owner].dtype not in CAST_SOURCES:
             raise self._quantized(owner)
         if len(self.shapes[owner]) < 2:
             raise _misfit(adapter, module, "a matrix", f"shape {list(self.shapes[owner])}")
@@ -365,7 +367,8 @@ class _Merge:
             fqn=fqn,
             expected=" or ".join(sorted(d.name for d in CAST_SOURCES)),
             found=self.chosen[fqn].dtype.name + (f", {method}" if method else ""),
-            hint="give the full-precision model with --base",
+            hint="give the full-precision model with --base; or --dequantize, which merges onto the plain values of "
+            "weights in MXFP4, FP8 or of bitsandbytes",
         )
 
     def checkpoint(self) -> Checkpoint:
@@ -375,7 +378,7 @@ class _Merge:
         for alias in self.untied - changed:
             owner = self.chosen[self.base.ties[alias]].tensor
             tensors[alias, owner.role] = owner.renamed(alias)
-        computed = {}
+        computed = dict(self.base.computed)
         for fqn in changed:
             choice = self.chosen[fqn]
             source = self.replaced.get(fqn) or Factor.stored(fqn, choice, self.base)

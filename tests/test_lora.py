@@ -558,7 +558,15 @@ def test_another_base_is_refused(linear: Path, bases: dict[str, Path], tmp_path:
     quantized = edited(linear, tmp_path / "q", base_model_name_or_path="unsloth/Model-7B-unsloth-bnb-4bit")
     found = ckpt("merge-lora", quantized, "--base", cache, "-o", tmp_path / "quantized")
     assert found.code == 0, found.err
-    assert "the same model in another precision" in found.err
+    assert "the same model in full precision" in found.err
+    assert "--base unsloth/Model-7B-unsloth-bnb-4bit --dequantize" in found.err
+    missing = ckpt("merge-lora", quantized, "-o", tmp_path / "none")
+    assert missing.code == NotFoundError.exit_code
+    assert "give the full-precision unsloth/Model-7B, or what that was made from, with --base" in missing.err
+    other = edited(linear, tmp_path / "o", base_model_name_or_path="unsloth/Model-8B-bnb-4bit")
+    assert ckpt("merge-lora", other, "--base", cache, "-o", tmp_path / "p").code == UsageError.exit_code
+    same_model = edited(linear, tmp_path / "s", base_model_name_or_path="org/Model-7B-BF16")
+    assert "in another precision" in ckpt("merge-lora", same_model, "--base", cache, "-o", tmp_path / "f").err
     other_commit = edited(linear, tmp_path / "r", base_model_name_or_path="org/Model-7B", revision="1" * 40)
     assert ckpt("merge-lora", other_commit, "--base", cache, "-o", tmp_path / "c").code == UsageError.exit_code
 
@@ -589,6 +597,7 @@ def test_a_quantized_base_is_refused(method: str, bases: dict[str, Path], tmp_pa
     assert "this weight of the base is quantized" in result.err
     assert method in result.err
     assert "full-precision" in result.err
+    assert "--dequantize" in result.err
     assert not (tmp_path / "out").exists()
 
 

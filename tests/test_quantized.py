@@ -17,7 +17,7 @@ from ckpt import api
 from ckpt.dtypes import BY_NAME, CASTABLE
 from ckpt.errors import CorruptError, LossError, UsageError
 from tests.commands import ckpt
-from tests.test_lora import same, weights
+from tests.test_lora import same, save_adapter, weights
 
 BF16 = torch.bfloat16
 #: Sizes of gpt_oss in groups of 32, unequal ones.
@@ -245,7 +245,15 @@ def test_bitsandbytes_is_carried(kind: str, quantized: Callable[[str, str], Path
     assert_carried(quantized("llama", kind), tmp_path)
     refused = ckpt("convert", "hf", "hf", quantized("llama", kind), "-o", tmp_path / "no", "--dtype", "fp16")
     assert refused.code == UsageError.exit_code
-    assert "add --dequantize" in refused.err
+    assert "--dequantize makes plain weights of them; or leave --dtype out" in refused.err
+
+
+def test_packed_weights_are_no_masters(quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """Bytes that are stored as bf16 would be other ones after a cast to fp32: a signalling NaN becomes a quiet one."""
+    source = quantized("llama", "nf4 in bf16")
+    refused = ckpt("convert", "hf", "zero3", source, "-o", tmp_path / "no", "--world-size", "2")
+    assert refused.code == UsageError.exit_code
+    assert refused.err.endswith("hint: --dequantize makes plain weights of them\n")
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
@@ -496,3 +504,55 @@ def test_a_plain_model_stays_as_it_is(tmp_path: Path) -> None:
     assert result.code == 0
     assert "nothing is quantized here" in result.err
     assert_same(weights(tmp_path / "out"), weights(source))
+
+
+# -- merging an adapter --------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_merged_onto_dequantized_weights(quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """As peft merges it into the model that transformers has dequantized."""
+    from peft import PeftModel
+
+    for kind in ("nf4 double", "nf4 in bf16", "int8"):
+        base = quantized("llama", kind)
+        folder = tmp_path / kind
+        saved = save_adapter(base.parent / "llama", folder / "adapter", {"target_modules": ["q_proj", "down_proj"]})
+        refused = ckpt("merge-lora", saved, "--base", base, "-o", folder / "merged")
+        assert refused.code == UsageError.exit_code
+        assert "--dequantize" in refused.err
+        assert "full-precision model with --base" in refused.err
+        result = ckpt("merge-lora", saved, "--base", base, "-o", folder / "merged", "--dequantize")
+        assert result.code == 0, result.err
+        plain = load(base, device_map="cpu").dequantize()
+        merged = PeftModel.from_pretrained(plain, saved).merge_and_unload()
+        assert_same(weights(folder / "merged"), dict(merged.state_dict()))
+        assert "quantization_config" not in config_of(folder / "merged")
+
+
+def test_an_adapter_of_experts_is_merged_onto_dequantized_mxfp4(gpt_oss: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    plain = dequantize(gpt_oss, tmp_path / "plain")
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    saved = save_adapter(plain, tmp_path / "adapter", targets)
+    options = ("--base", gpt_oss, "-o", tmp_path / "merged")
+    assert ckpt("merge-lora", saved, *options).code == UsageError.exit_code
+    result = ckpt("merge-lora", saved, *options, "--dequantize")
+    assert result.code == 0, result.err
+    model = load(gpt_oss, experts_implementation="eager", attn_implementation="eager")  # on a CPU it dequantizes
+    merged = PeftModel.from_pretrained(model, saved).merge_and_unload()
+    assert_same(weights(tmp_path / "merged"), dict(merged.state_dict()))
+    assert "quantization_config" not in config_of(tmp_path / "merged")
+
+
+def test_quantized_experts_stay_where_only_attention_is_adapted(gpt_oss: Path, tmp_path: Path) -> None:
+    plain = dequantize(gpt_oss, tmp_path / "plain")
+    saved = save_adapter(plain, tmp_path / "adapter", {"target_modules": ["q_proj"]})
+    for base, out in ((plain, "onto-plain"), (gpt_oss, "onto-mxfp4")):
+        assert ckpt("merge-lora", saved, "--base", base, "-o", tmp_path / out).code == 0
+    expected, found = weights(tmp_path / "onto-plain"), weights(tmp_path / "onto-mxfp4")
+    before = weights(gpt_oss)
+    for name, tensor in found.items():
+        assert same(tensor, before[name] if ".experts." in name else expected[name]), name
+    assert found.keys() == before.keys()
+    assert config_of(tmp_path / "onto-mxfp4") == config_of(gpt_oss)
