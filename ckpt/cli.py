@@ -110,8 +110,8 @@ def _guarded(function: Function) -> Function:
             else:
                 print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
-        except KeyboardInterrupt:
-            print("interrupted; the destination is as it was", file=sys.stderr)
+        except KeyboardInterrupt as interrupt:
+            print(*(interrupt.args or ["interrupted; the destination is as it was"]), file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
 
     return run  # type: ignore[return-value]

@@ -12,19 +12,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickletools
 import re
 import shlex
+import struct
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt import torchfile
+from ckpt.adapter import CONFIG as ADAPTER_CONFIG
 from ckpt.digest import ALGORITHM, in_threads
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
 from ckpt.files import OpenFiles, translate_os_errors
-from ckpt.pickles import Record
 from ckpt.runs import enclosing_folders, trainer_steps
 
 if TYPE_CHECKING:
@@ -33,11 +35,20 @@ if TYPE_CHECKING:
 CARD = "README.md"
 TRAINING_ARGS = "training_args.bin"
 
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
 _REPO_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _MAIN = "main"
 _CHUNK = 1 << 20
-#: What huggingface_hub itself never uploads from a folder.
-_NOT_UPLOADED = (".git", ".cache")
+_MAX_ARGUMENTS = 16 << 20  # bytes of training arguments, which take a few kB
+_MAX_CARD = 4 << 20
+_MAX_TITLE = 200  # characters of a pull request's title on the Hub
+#: `hub_model_id` in the config that Axolotl puts into the model card (axolotl, train.py).
+_IN_CARD = re.compile(rb"^hub_model_id:[ \t]*[\"']?([\w./-]+)", re.MULTILINE)
+#: Opcodes of pickles that put a string on the stack, take something from the memo and put it there.
+_STRINGS = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"}
+_GETS = {"GET", "BINGET", "LONG_BINGET"}
+_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,14 @@ class Push:
             raise UsageError("this is no repository of the Hub", expected="ORG/NAME", found=self.repo_id)
         if self.create_pr and self.revision is not None:
             raise UsageError("a pull request is made against the main branch", found=f"--revision {self.revision}")
+
+    def command(self, folder: Path) -> str:
+        """What pushes `folder` to the same place."""
+        options = {"--repo-id": self.repo_id, "--revision": self.revision, "--commit-message": self.message}
+        words = ["ckpt", "push", str(folder)]
+        words += [word for name, value in options.items() if value is not None for word in (name, value)]
+        words += ["--private"] * self.private + ["--create-pr"] * self.create_pr
+        return shlex.join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +100,9 @@ def push(
     """Upload every file of `folder`, and verify that the Hub holds them bit for bit.
 
     `card` becomes README.md where neither the folder nor the repository has one; `progress` shows the library's own
-    bars.  Raises StorageError where the Hub
-    cannot be reached or refuses, CorruptError where what it holds differs from the folder; the folder is only read, and
-    pushing it again goes on.
+    bars.  Raises StorageError where the Hub cannot be reached or refuses, UsageError where other weights in the
+    repository would be loaded in place of these, and CorruptError where what the Hub holds differs from the folder; the
+    folder is only read, and pushing it again goes on.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
@@ -92,21 +111,20 @@ def push(
         disable_progress_bars()
     files = _local_files(folder)
     api = HfApi()
+    message = to.message or f"Upload {folder.resolve().name} with ckpt"
     with _translated(folder, to):
         api.create_repo(to.repo_id, private=to.private or None, exist_ok=True)
         if to.revision not in (None, _MAIN) and not str(to.revision).startswith("refs/"):
             api.create_branch(to.repo_id, branch=to.revision, exist_ok=True)
+        _check_what_is_there(files, _remote_files(api, to.repo_id, to.revision or _MAIN), to)
+        pull_request = None
+        if to.create_pr:  # first, so that a push which is cut off goes on in the same one
+            pull_request = api.create_pull_request(to.repo_id, title=message[:_MAX_TITLE])
+            to = replace(to, create_pr=False, revision=pull_request.git_reference)
+    with _translated(folder, to):
         say(f"pushing {len(files)} files to {api.endpoint}/{to.repo_id}")
-        message = to.message or f"Upload {folder.resolve().name} with ckpt"
-        commit = api.upload_folder(
-            repo_id=to.repo_id,
-            folder_path=folder,
-            commit_message=message,
-            revision=to.revision,
-            create_pr=to.create_pr,
-        )
-        revision = commit.pr_revision or to.revision or _MAIN
-        remote = _remote_files(api, to.repo_id, revision)
+        commit = api.upload_folder(repo_id=to.repo_id, folder_path=folder, commit_message=message, revision=to.revision)
+        remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
         extra: dict[str, bytes] = {}
         if card is not None and CARD not in files and CARD not in remote:
             extra[CARD] = card.encode()
@@ -114,24 +132,40 @@ def push(
                 path_or_fileobj=extra[CARD],
                 path_in_repo=CARD,
                 repo_id=to.repo_id,
-                revision=revision,
+                revision=to.revision,
                 commit_message=f"{message}: model card",
             )
-            remote = _remote_files(api, to.repo_id, revision)
-    say("verifying the checksums of what the Hub holds")
-    _verify(files, extra, remote, to)
+            remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
+        say("verifying the checksums of what the Hub holds")
+        _verify(files, extra, remote, to)
+    if "config.json" in files and ADAPTER_CONFIG in remote and ADAPTER_CONFIG not in files:
+        say(f"note: {to.repo_id} holds an adapter too, and where PEFT is installed transformers loads that on its base")
     num_bytes = sum(path.stat().st_size for path in files.values()) + sum(map(len, extra.values()))
-    return Pushed(to.repo_id, str(commit.pr_url or commit.commit_url), len(files) + len(extra), num_bytes)
+    url = pull_request.url if pull_request else commit.commit_url
+    return Pushed(to.repo_id, str(url), len(files) + len(extra), num_bytes)
+
+
+def _check_what_is_there(files: Mapping[str, Path], remote: Mapping[str, _Remote], to: Push) -> None:
+    """UsageError where weights on the Hub go before those of `files`.
+
+    transformers takes `model.safetensors` before it looks for an index (modeling_utils.py,
+    `_get_resolved_checkpoint_files`).
+    """
+    if _INDEX in files and _WEIGHTS in remote and _WEIGHTS not in files:
+        raise UsageError(
+            f"the repository holds {_WEIGHTS}, which is loaded in place of the shards that would be pushed",
+            path=to.repo_id,
+            hint=f"push to another branch with --revision, or `hf repos delete-files {to.repo_id} {_WEIGHTS}` first",
+        )
 
 
 def _local_files(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise NotFoundError("there is no folder to push", path=folder)
-    files = {
-        path.relative_to(folder).as_posix(): path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not set(path.relative_to(folder).parts).intersection(_NOT_UPLOADED)
-    }
+    from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
+
+    names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    files = {name: folder / name for name in filter_repo_objects(names, ignore_patterns=DEFAULT_IGNORE_PATTERNS)}
     if not files:
         raise NotFoundError("the folder is empty", path=folder)
     return files
@@ -173,12 +207,18 @@ def _verify(files: Mapping[str, Path], extra: Mapping[str, bytes], remote: Mappi
             found[name] = hasher.hexdigest()
     for name in sorted({*files, *extra}):
         there = remote.get(name)
-        if there is None or found[name] != there.checksum:
+        if there is None:
             raise CorruptError(
-                "a file on the Hub is not the one that was pushed" if there else "a file did not arrive on the Hub",
+                "a file did not arrive on the Hub",
                 path=files.get(name, name),
-                expected=None if there is None else f"{there.kind} {found[name]}",
-                found=None if there is None else f"{there.kind} {there.checksum}",
+                hint=f"push again; if it stays so, a .gitignore in {to.repo_id} may leave it out",
+            )
+        if found[name] != there.checksum:
+            raise CorruptError(
+                "a file on the Hub is not the one that was pushed",
+                path=files.get(name, name),
+                expected=f"{there.kind} {found[name]}",
+                found=f"{there.kind} {there.checksum}",
                 hint=f"push again; if it stays so, remove the file from {to.repo_id} first",
             )
 
@@ -203,23 +243,38 @@ def _checksum(opened: OpenFiles, path: Path, kind: str) -> str:
 
 @contextmanager
 def _translated(folder: Path, to: Push) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one of our errors that says how to go on."""
-    again = f"what is here stays; `ckpt push {shlex.quote(str(folder))} --repo-id {to.repo_id}` goes on"
+    """Turn what huggingface_hub raises into one of our errors that says how to go on; Ctrl-C says it too."""
+    again = f"what is here stays; `{to.command(folder)}` goes on"
     try:
         yield
     except CkptError:
         raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; {again}") from None
     except (ValueError, TypeError) as error:
-        raise UsageError("the Hub's library refused this", found=_text(error)) from error
+        raise UsageError("the Hub's library refused this", path=to.repo_id, found=_text(error), hint=again) from error
     except Exception as error:  # its own errors, the HTTP library's (which has changed) and OS errors
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        denied = status in (401, 403)
+        causes = [error, *([error.__cause__] if isinstance(error.__cause__, Exception) else [])]
+        statuses = [getattr(getattr(one, "response", None), "status_code", None) for one in causes]
+        status = next(filter(None, statuses), None)
+        what, hint = _REFUSALS.get(status, ("the push did not come to its end", ""))
         raise StorageError(
-            "the Hub did not let us in" if denied else "the push did not come to its end",
+            what,
             path=to.repo_id,
-            found=_text(error),
-            hint="set HF_TOKEN to a token with write access, or `hf auth login`" if denied else again,
+            found=" ".join(map(_text, causes)),
+            hint="; ".join(filter(None, (hint, again))),
         ) from error
+
+
+_TOKEN_HINT = "set HF_TOKEN to a token with write access, or `hf auth login`"
+#: What to say of a status with which the Hub answers, and what to do about it.
+_REFUSALS: Mapping[Any, tuple[str, str]] = {
+    401: ("the Hub does not know who is pushing", _TOKEN_HINT),
+    403: ("the Hub does not let this token push there", _TOKEN_HINT),
+    404: ("the Hub has no such repository or branch, or does not show it to this token", _TOKEN_HINT),
+    409: ("somebody else is changing the repository", ""),
+    412: ("somebody else is changing the repository", ""),
+}
 
 
 def _text(error: Exception) -> str:
@@ -257,34 +312,73 @@ def _inline(text: str) -> str:
 
 
 def recorded_repo(folders: Sequence[Path]) -> str:
-    """The `hub_model_id` in the training arguments of the run that `folders` belong to.
+    """The `hub_model_id` that the run which `folders` belong to records: in its training arguments or model card.
 
     UsageError where none is recorded, which asks for it.
     """
     places: list[Path] = []
     for folder in folders:
         places += [*enclosing_folders(folder.resolve()), *trainer_steps(folder)]
-    looked_at = []
+    looked_at, without_owner = [], None
     for place in dict.fromkeys(places):
-        path = place / TRAINING_ARGS
-        if path.is_file():
-            looked_at.append(str(path))
-            found = _hub_model_id(path)
-            if found is not None and _REPO_ID.fullmatch(found):
-                return found
+        for path, read in ((place / TRAINING_ARGS, _in_arguments), (place / CARD, _in_card)):
+            if path.is_file():
+                looked_at.append(str(path))
+                found = read(path)
+                if found is not None and _REPO_ID.fullmatch(found):
+                    return found
+                without_owner = without_owner or found
+    if without_owner is not None:
+        raise UsageError(
+            "to which repository? the run records one without its owner",
+            expected="ORG/NAME",
+            found=without_owner,
+            hint=f"give it with --repo-id ORG/{without_owner}",
+        )
     raise UsageError(
         "to which repository? the run does not record one",
-        expected="hub_model_id in its training arguments",
+        expected=f"hub_model_id in its training arguments ({TRAINING_ARGS}) or Axolotl's config in its {CARD}",
         found=f"none in {', '.join(looked_at)}" if looked_at else f"no {TRAINING_ARGS}",
         hint="give it with --repo-id ORG/NAME",
     )
 
 
-def _hub_model_id(path: Path) -> str | None:
-    """`hub_model_id` of a file that HF Trainer wrote (transformers, trainer.py, `_save`), without running anything."""
+def _in_card(path: Path) -> str | None:
+    with translate_os_errors(path), path.open("rb") as file:
+        found = _IN_CARD.search(file.read(_MAX_CARD))
+    return found[1].decode("ascii", "replace") if found and found[1] not in (b"null", b"~") else None
+
+
+def _in_arguments(path: Path) -> str | None:
+    """`hub_model_id` of a file that HF Trainer wrote (transformers, trainer.py, `_save`).
+
+    The arguments may be of a class of anybody's, so this reads the opcodes of the pickle and builds nothing: the
+    state of such an object is a dict, in which the value comes behind its key.
+    """
+    memo: dict[Any, object] = {}
+    last: object = None
+    is_value = False
     try:
-        root = torchfile.read(path).root
-    except CkptError:  # of a class that we do not know
+        for opcode, argument, _ in pickletools.genops(_pickle_of(path)):
+            if opcode.name in _PUTS or opcode.name == "MEMOIZE":
+                memo[len(memo) if opcode.name == "MEMOIZE" else argument] = last
+                continue
+            last = memo.get(argument) if opcode.name in _GETS else argument if opcode.name in _STRINGS else None
+            if is_value:
+                return last if isinstance(last, str) and last else None
+            is_value = last == "hub_model_id"
+    except (ValueError, LookupError, struct.error):  # no pickle, or one that is cut off
         return None
-    found = root.get("hub_model_id") if isinstance(root, Record) else None
-    return found if isinstance(found, str) else None
+    return None
+
+
+def _pickle_of(path: Path) -> bytes:
+    """The pickle in a file of torch.save.  ValueError where there is none."""
+    try:
+        with translate_os_errors(path), zipfile.ZipFile(path) as archive:
+            found = next((one for one in archive.infolist() if one.filename.endswith("/data.pkl")), None)
+            if found is None or found.file_size > _MAX_ARGUMENTS or found.compress_type != zipfile.ZIP_STORED:
+                raise ValueError
+            return archive.read(found)
+    except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
+        raise ValueError from error

@@ -39,6 +39,7 @@ from typing import Any
 from ckpt.checkpoint import (
     BUFFER,
     MASTER,
+    TRANSFORMERS,
     WEIGHT,
     Checkpoint,
     Layout,
@@ -120,7 +121,7 @@ class Full:
     reads = True
     writes = True
     carries_optimizer = True
-    namespace: str | None = None
+    namespace: str | None = TRANSFORMERS
 
     # -- find ------------------------------------------------------------------------------------------------
 

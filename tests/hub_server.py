@@ -1,8 +1,9 @@
 """The part of the Hugging Face Hub that huggingface_hub talks to when it uploads, as an HTTP server on the loopback.
 
-Written from the library's client (huggingface_hub 2.4: `_commit_api.py`, `lfs.py`, `hf_api.py`): repositories,
-branches, upload modes, the LFS batch interface with single and multipart uploads, commits, pull requests and trees.
-Contents are kept in memory.  Faults are asked for by its attributes.
+Written from the library's client (huggingface_hub 2.4: `_commit_api.py`, `lfs.py`, `hf_api.py`, `_upload_pipeline.py`)
+and, for Xet, from what hf_xet 1.8 sends: repositories, branches, upload modes, the LFS batch interface with single and
+multipart uploads, Xet's store (tests/xet.py), commits, pull requests and trees.  Contents are kept in memory.  Faults
+are asked for by its attributes.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-TOKEN = "hf_loopback"
+from tests import xet
+
+TOKEN, XET_TOKEN = "hf_loopback", "xet_loopback"
 LARGE = 1000  # bytes from which a file is a large one
 PART = 4096  # bytes of a part of a multipart upload
 
@@ -45,13 +49,16 @@ class Repo:
     private: bool
     branches: dict[str, dict[str, File]] = field(default_factory=lambda: {"main": {}})
     messages: list[str] = field(default_factory=list)
+    pull_requests: list[str] = field(default_factory=list)
 
 
 class HubServer:
     """Use as a context manager; `endpoint` is its address.
 
     `drop` counts uploads whose connection is closed in the middle, `refuse` names the upload (from 0) from which on all
-    are refused, `hold` makes uploads behind the first wait, `corrupt` is a file whose content changes on arrival.
+    are refused, `hold` makes uploads behind the first wait (for Xet: all), `corrupt` is a file whose content
+    changes on arrival, `ignored` one that a .gitignore names, `status` says what is answered to requests whose method
+    and path match.
     """
 
     def __init__(self) -> None:
@@ -63,6 +70,9 @@ class HubServer:
         self.refuse: int | None = None
         self.hold: threading.Event | None = None
         self.corrupt: str | None = None
+        self.ignored: str | None = None
+        self.status: dict[str, int] = {}
+        self.xorbs: dict[str, list[bytes]] = {}
         self.lock = threading.Lock()
         server = self
 
@@ -107,7 +117,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self, method: str) -> None:
         url = urlsplit(self.path)
         self.query = parse_qs(url.query)
+        if re.fullmatch("POST /cas/v1/xorbs/.*", f"{method} {url.path}"):
+            return self._upload_xorb(url.path.rpartition("/")[2])
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        for pattern, status in self.hub.status.items():
+            if re.fullmatch(pattern, f"{method} {url.path}"):
+                return self._answer({"error": f"you get {status}"}, status)
+        if url.path.startswith("/cas/"):
+            return self._cas(method, url.path, body)
         if url.path.startswith("/lfs/"):
             return self._finish_upload(url.path, json.loads(body))
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
@@ -115,6 +132,8 @@ class _Handler(BaseHTTPRequestHandler):
         for pattern, answer in _ROUTES.items():
             match = re.fullmatch(pattern, f"{method} {url.path}")
             if match:
+                if "/api/models/" in pattern and match[1] not in self.hub.repos:
+                    return self._answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
                 return answer(self, body, *map(unquote, match.groups()))
         return self._answer({"error": f"no such place: {method} {self.path}"}, 404)
 
@@ -156,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
             {
                 "path": file["path"],
                 "uploadMode": "lfs" if file["size"] >= LARGE else "regular",
-                "shouldIgnore": False,
+                "shouldIgnore": file["path"] == self.hub.ignored,
                 "oid": there[file["path"]].oid if file["path"] in there else None,
             }
             for file in json.loads(body)["files"]
@@ -178,13 +197,12 @@ class _Handler(BaseHTTPRequestHandler):
             objects.append(one)
         self._answer({"transfer": "basic", "objects": objects})
 
-    def _upload(self) -> None:
-        hub, url = self.hub, urlsplit(self.path)
-        oid, query = url.path.removeprefix("/lfs/"), parse_qs(url.query)
-        length = int(self.headers["Content-Length"])
+    def _received(self, name: str, *, may_be_first: bool = True) -> bytes | None:
+        """The body of an upload; None where one of the faults struck, and an answer was given or none is due."""
+        hub, length = self.hub, int(self.headers["Content-Length"])
         with hub.lock:
             number = hub.uploads.total()
-            hub.uploads[oid] += 1
+            hub.uploads[name] += 1
             dropped = hub.drop > 0
             hub.drop -= dropped
         if dropped:
@@ -193,15 +211,68 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return None
         body = self.rfile.read(length)
-        if hub.hold is not None and number > 0:
+        if len(body) < length:  # who sent it is gone
+            self.close_connection = True
+            return None
+        if hub.hold is not None and not (number == 0 and may_be_first):
             hub.hold.wait()
         if hub.refuse is not None and number >= hub.refuse:
-            return self._answer({"error": "over the quota"}, 413)
+            self._answer({"error": "over the quota"}, 413)
+            return None
+        return body
+
+    def _upload(self) -> None:
+        url = urlsplit(self.path)
+        oid, query = url.path.removeprefix("/lfs/"), parse_qs(url.query)
+        body = self._received(oid)
+        if body is None:
+            return
         if "part" in query:
-            hub.parts[oid, int(query["part"][0])] = body
+            self.hub.parts[oid, int(query["part"][0])] = body
         else:
-            hub.blobs[oid] = body
-        return self._answer({}, headers={"ETag": f'"{len(body)}"'})
+            self.hub.blobs[oid] = body
+        self._answer({}, headers={"ETag": f'"{len(body)}"'})
+
+    def _upload_xorb(self, xorb: str) -> None:
+        body = self._received(xorb, may_be_first=False)
+        if body is not None:
+            self.hub.xorbs[xorb] = xet.chunks(body)
+            self._answer({"was_inserted": True})
+
+    def _cas(self, method: str, path: str, body: bytes) -> None:
+        """Xet's store: the way through `v1`, which the client takes where there is nothing newer."""
+        if self.headers.get("Authorization") != f"Bearer {XET_TOKEN}":
+            return self._answer({"error": "Invalid credentials"}, 401)
+        if (method, path) != ("POST", "/cas/v1/shards"):
+            return self._answer({"error": "Not found"}, 404)  # among others: is this chunk known?
+        for content in xet.files(body, self.hub.xorbs):
+            self.hub.blobs[hashlib.sha256(content).hexdigest()] = content
+        return self._answer({"result": 1})
+
+    def _xet_token(self, body: bytes, repo_id: str, revision: str) -> None:
+        self._answer({"accessToken": XET_TOKEN, "exp": int(time.time()) + 3600, "casUrl": f"{self.hub.endpoint}/cas"})
+
+    def _open_pull_request(self, body: bytes, repo_id: str) -> None:
+        repo = self.hub.repos[repo_id]
+        repo.pull_requests.append(json.loads(body)["title"])
+        number = len(repo.pull_requests)
+        repo.branches[f"refs/pr/{number}"] = dict(repo.branches["main"])
+        self._answer({"num": number})
+
+    def _pull_request(self, body: bytes, repo_id: str, number: str) -> None:
+        details = {
+            "title": self.hub.repos[repo_id].pull_requests[int(number) - 1],
+            "num": int(number),
+            "author": {"name": "me"},
+            "createdAt": "2026-01-01T00:00:00.000Z",
+            "status": "draft",
+            "repo": {"name": repo_id, "type": "model"},
+            "isPullRequest": True,
+            "events": [],
+            "filesWithConflicts": [],
+            "changes": {"base": "refs/heads/main"},
+        }
+        self._answer(details)
 
     def _finish_upload(self, path: str, asked: dict[str, Any]) -> None:
         oid = path.removeprefix("/lfs/").removesuffix("/verify")
@@ -213,10 +284,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _commit(self, body: bytes, repo_id: str, revision: str) -> None:
         repo = self.hub.repos[repo_id]
         lines = [json.loads(line) for line in body.splitlines()]
-        number = len(repo.messages) + 1
-        if "create_pr" in self.query:
-            repo.branches[f"refs/pr/{number}"] = dict(repo.branches[revision])
-            revision = f"refs/pr/{number}"
         tree = repo.branches[revision]
         for line in lines:
             value = line["value"]
@@ -231,8 +298,7 @@ class _Handler(BaseHTTPRequestHandler):
                 tree[value["path"]] = File(bytes([file.content[0] ^ 1]) + file.content[1:], file.is_large)
         oid = hashlib.sha1(body).hexdigest()
         url = f"{self.hub.endpoint}/{repo_id}"
-        pr = f"{url}/discussions/{number}" if revision.startswith("refs/pr/") else None
-        self._answer({"success": True, "commitUrl": f"{url}/commit/{oid}", "commitOid": oid, "pullRequestUrl": pr})
+        self._answer({"success": True, "commitUrl": f"{url}/commit/{oid}", "commitOid": oid})
 
     def _tree(self, body: bytes, repo_id: str, revision: str) -> None:
         entries = []
@@ -261,5 +327,8 @@ _ROUTES = {
     rf"POST /api/models/{_REPO}/commit/([^/]+)": _Handler._commit,
     rf"GET /api/models/{_REPO}/tree/([^/]+)": _Handler._tree,
     rf"GET /api/models/{_REPO}(?:/revision/[^/]+)?": _Handler._info,
+    rf"GET /api/models/{_REPO}/xet-write-token/([^/]+)": _Handler._xet_token,
+    rf"POST /api/models/{_REPO}/discussions": _Handler._open_pull_request,
+    rf"GET /api/models/{_REPO}/discussions/(\d+)": _Handler._pull_request,
     rf"POST /{_REPO}\.git/info/lfs/objects/batch": _Handler._batch,
 }

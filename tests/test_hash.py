@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_hexdigest
 
 from ckpt import api, digest
-from ckpt.checkpoint import Layout
-from ckpt.digest import OPTIMIZER, WEIGHTS, row_major
+from ckpt.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, Layout
+from ckpt.digest import MASTERS, OPTIMIZER, WEIGHTS, row_major
 from ckpt.dtypes import BFLOAT16, FLOAT32
 from ckpt.errors import CorruptError
 from ckpt.manifest import MANIFEST
@@ -26,9 +26,12 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 TARGETS = ("zero1", "zero2", "zero3", "universal", "dcp", "full")
 
 
+def layout_of(target: str) -> Layout:
+    return Layout(world_size=2) if target not in ("full", "hf", "universal") else Layout()
+
+
 def convert(source: Path, target: str, output: Path) -> Path:
-    layout = Layout(world_size=2) if target not in ("full", "hf", "universal") else Layout()
-    api.plan(api.open(source), target, layout).run(output)
+    api.plan(api.open(source), target, layout_of(target)).run(output)
     return output
 
 
@@ -49,6 +52,38 @@ def test_equal_in_every_format(name: str, tmp_path: Path) -> None:
     written = api.open(convert(FIXTURES / name, "hf", tmp_path / "hf"))
     assert api.digests(written).whole == {WEIGHTS: api.digests(source).whole[WEIGHTS]}
     assert api.digests(written, dtype=BFLOAT16).whole[WEIGHTS] == weights
+
+
+def test_equal_in_megatrons_forms(tmp_path: Path) -> None:
+    """A run of Megatron's, in its own formats, DeepSpeed's, torch's and the Hub's: each has its digests, under the
+    Hub's names, and a bit that flips in any of them is found in the same tensor."""
+    run = FIXTURES / "megatron-dist-flattened"
+    source = api.open(run)
+    expected = api.digests(source)
+    assert set(expected.whole) == {WEIGHTS, MASTERS, OPTIMIZER}
+    megatron = {"megatron": Layout(pp=2), "megatron-dist": Layout(tp=3)}
+    layouts = megatron | {target: layout_of(target) for target in (*TARGETS, "hf")}
+    name = "model.layers.1.mlp.down_proj.weight"
+    for target, layout in layouts.items():
+        folder = tmp_path / target
+        api.plan(source, target, layout).run(folder)
+        written = api.digests(api.open(folder))
+        kinds = [WEIGHTS] if target == "hf" else [OPTIMIZER] if target in ("dcp", "full") else expected.whole
+        for kind in kinds:
+            assert written.whole[kind] == expected.whole[kind], (target, kind)
+        in_bf16 = api.digests(api.open(folder), dtype=BFLOAT16)
+        assert in_bf16.whole[WEIGHTS] == expected.whole[WEIGHTS], target
+        flip_in(api.to_namespace(api.open(folder), HUB), name)
+        changed = api.digests(api.open(folder))
+        assert changed.whole != written.whole
+        assert {a.fqn for a, b in zip(changed.tensors, written.tensors, strict=True) if a != b} == {name}, target
+
+
+def flip_in(checkpoint: Checkpoint, fqn: str) -> None:
+    """Flip a bit that weights in bf16 keep, of the first element of a tensor: its weight, or else its master."""
+    tensor = checkpoint.tensors.get((fqn, WEIGHT)) or checkpoint.tensors[fqn, MASTER]
+    extent = next(iter(tensor.fragments())).extent
+    flip(Path(extent.path), extent.offset + extent.dtype.itemsize - 1, 0)
 
 
 def test_as_documented() -> None:

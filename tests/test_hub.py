@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,19 +20,28 @@ from ckpt.checkpoint import Layout
 from ckpt.errors import UsageError
 from tests.commands import process
 from tests.engines import REPOSITORY
-from tests.hub_server import LARGE, TOKEN, HubServer
+from tests.hub_server import LARGE, TOKEN, File, HubServer, Repo
 
 FIXTURES = REPOSITORY / "fixtures"
 REPO = "me/merged"
 
 
+#: How the library sends large files: through Xet's store where hf_xet is installed, as it is with the library on
+#: most machines, otherwise through the LFS interface.
+both_ways = pytest.mark.parametrize("server", ["xet", "lfs"], indirect=True)
+
+
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     with HubServer() as running:
         monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
-        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")  # Xet's own storage protocol is not what this server speaks
+        if getattr(request, "param", "xet") == "xet":
+            pytest.importorskip("hf_xet")
+            monkeypatch.delenv("HF_HUB_DISABLE_XET", raising=False)
+        else:
+            monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         yield running
 
@@ -48,6 +59,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@both_ways
 def test_push_and_push_again(server: HubServer, folder: Path) -> None:
     before = contents(folder)
     server.drop = 1  # the library tries once more
@@ -66,6 +78,7 @@ def test_push_and_push_again(server: HubServer, folder: Path) -> None:
     assert not server.uploads and len(server.repos[REPO].messages) == 2
 
 
+@both_ways
 def test_a_branch_and_a_pull_request(server: HubServer, folder: Path) -> None:
     (folder / "README.md").write_text("---\ntags: [mine]\n---\nmy own card\n")
     branch = process("push", folder, "--repo-id", REPO, "--revision", "v1")
@@ -73,19 +86,37 @@ def test_a_branch_and_a_pull_request(server: HubServer, folder: Path) -> None:
     assert server.tree(REPO, "v1") == contents(folder) and server.tree(REPO) == {}
     request = process("push", folder, "--repo-id", REPO, "--create-pr")
     assert request.code == 0, request.err
-    assert "/discussions/2" in request.out
-    assert server.tree(REPO, "refs/pr/2") == contents(folder) and server.tree(REPO) == {}
+    assert "/discussions/1" in request.out
+    assert server.tree(REPO, "refs/pr/1") == contents(folder) and server.tree(REPO) == {}
 
 
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [(["--revision", "v1", "--private"], "--revision v1 --private"), (["--create-pr"], "--revision refs/pr/1")],
+)
+def test_going_on_at_the_same_place(server: HubServer, folder: Path, options: list[str], again: str) -> None:
+    """The command that an error names goes on with the same branch, or in the pull request that was opened."""
+    server.refuse = 0
+    failed = process("push", folder, "--repo-id", REPO, *options)
+    command = f"ckpt push {folder} --repo-id {REPO} {again}"
+    assert failed.code == 7 and f"`{command}` goes on" in failed.err
+    server.refuse = None
+    resumed = process(*command.split()[1:])
+    assert resumed.code == 0, resumed.err
+    branch = again.split()[1]
+    assert {name: server.tree(REPO, branch)[name] for name in contents(folder)} == contents(folder)
+    assert server.tree(REPO) == {} and len(server.repos[REPO].pull_requests) == ("--create-pr" in options)
+    assert server.repos[REPO].private == ("--private" in options)
+
+
+@pytest.mark.parametrize("server", ["lfs"], indirect=True)
 def test_refused_midway_and_resumed(server: HubServer, folder: Path) -> None:
     server.refuse = 3
     before = contents(folder)
     failed = process("push", folder, "--repo-id", REPO)
     assert failed.code == 7 and "Traceback" not in failed.err
-    assert (
-        "the push did not come to its end" in failed.err
-        and f"ckpt push {folder} --repo-id {REPO}` goes on" in failed.err
-    )
+    assert "the push did not come to its end" in failed.err and "413" in failed.err
+    assert f"ckpt push {folder} --repo-id {REPO}` goes on" in failed.err
     assert contents(folder) == before and server.tree(REPO) == {}
     server.refuse = None
     arrived = set(server.blobs)
@@ -97,17 +128,24 @@ def test_refused_midway_and_resumed(server: HubServer, folder: Path) -> None:
     assert {name: server.tree(REPO)[name] for name in before} == before
 
 
-def test_killed_midway_and_resumed(server: HubServer, folder: Path) -> None:
+@both_ways
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_midway_and_resumed(server: HubServer, folder: Path, how: signal.Signals) -> None:
     server.hold = threading.Event()
     command = [sys.executable, "-m", "ckpt", "push", str(folder), "--repo-id", REPO]
-    running = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    running = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not (server.uploads.total() > 1 and (server.blobs or server.parts)) and time.monotonic() < deadline:
+    while not server.uploads and time.monotonic() < deadline:
         time.sleep(0.05)
-    running.kill()
-    running.wait()
+    running.send_signal(how)
+    time.sleep(0.5)
     assert server.tree(REPO) == {}
-    server.hold.set()
+    server.hold.set()  # the library's threads end what they have begun
+    said = running.communicate(timeout=60)[1]
+    if how == signal.SIGINT:
+        assert running.returncode == 130 and "Traceback" not in said
+        assert f"interrupted; what is here stays; `ckpt push {folder} --repo-id {REPO}` goes on" in said
+    assert server.tree(REPO) == {}
     server.hold = None
     resumed = process("push", folder, "--repo-id", REPO)
     assert resumed.code == 0, resumed.err
@@ -124,10 +162,61 @@ def test_a_wrong_checksum_is_found(server: HubServer, folder: Path, name: str) -
     assert "a file on the Hub is not the one that was pushed" in report.err and path.name in report.err
 
 
-def test_not_let_in(server: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_other")
+@pytest.mark.parametrize("token", ["hf_other", None])
+def test_not_let_in(server: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
+    monkeypatch.setenv("HF_TOKEN", token) if token else monkeypatch.delenv("HF_TOKEN")
     report = process("push", folder, "--repo-id", REPO)
-    assert report.code == 7 and "HF_TOKEN" in report.err and "Traceback" not in report.err
+    assert report.code == 7 and "Traceback" not in report.err
+    assert "the Hub does not know who is pushing" in report.err and "set HF_TOKEN" in report.err
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "said"),
+    [
+        ("POST /api/repos/create", 403, "does not let this token push there"),
+        (r"POST /api/models/.*/commit/main", 403, "does not let this token push there"),
+        (r"POST /api/models/.*/preupload/main", 404, "has no such repository or branch"),
+        (r"POST /api/models/.*/commit/main", 409, "somebody else is changing the repository"),
+        (r"POST /api/models/.*/commit/main", 412, "somebody else is changing the repository"),
+    ],
+)
+def test_what_the_hub_refuses(server: HubServer, folder: Path, request_: str, status: int, said: str) -> None:
+    server.status[request_] = status
+    before = contents(folder)
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 7 and said in report.err and "Traceback" not in report.err
+    assert f"you get {status}" in report.err or str(status) in report.err
+    assert f"ckpt push {folder} --repo-id {REPO}` goes on" in report.err and contents(folder) == before
+
+
+def test_a_repository_of_others_that_takes_pull_requests(server: HubServer, folder: Path) -> None:
+    """Whoever may not make a repository there may still open a pull request in it."""
+    server.repos[REPO] = Repo(private=False)
+    server.status["POST /api/repos/create"] = 403
+    report = process("push", folder, "--repo-id", REPO, "--create-pr")
+    assert report.code == 0, report.err
+    assert set(contents(folder)) < set(server.tree(REPO, "refs/pr/1"))
+
+
+def test_weights_that_would_be_loaded_instead(server: HubServer, folder: Path) -> None:
+    """transformers takes model.safetensors before it looks for an index."""
+    server.repos[REPO] = Repo(private=False)
+    there = server.repos[REPO].branches["main"]
+    there["model.safetensors"] = File(b"older", True)
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 2 and "loaded in place of the shards" in report.err and "--revision" in report.err
+    assert list(there) == ["model.safetensors"] and not server.uploads
+    del there["model.safetensors"]
+    there["adapter_config.json"] = File(b"{}", False)
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 0 and "holds an adapter too" in report.err
+
+
+def test_a_file_that_the_hub_leaves_out(server: HubServer, folder: Path) -> None:
+    server.ignored = "generation_config.json"
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 4 and "did not arrive" in report.err and ".gitignore" in report.err
+    assert "generation_config.json" in report.err
 
 
 def test_nobody_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +250,62 @@ def test_the_repository_that_a_run_records(tmp_path: Path) -> None:
     torch.save(arguments, tmp_path / "training_args.bin")
     assert hub.recorded_repo([step]) == "me/my-run"
     assert hub.recorded_repo([tmp_path]) == "me/my-run"
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], hub_model_id="my-run")
+    torch.save(arguments, tmp_path / "training_args.bin")
+    with pytest.raises(UsageError, match="without its owner") as error:
+        hub.recorded_repo([step])
+    assert "--repo-id ORG/my-run" in str(error.value)
+
+
+def test_what_an_unknown_class_records(tmp_path: Path) -> None:
+    """Arguments of a trainer of anybody's, whose class cannot even be imported; and files that are none."""
+    import torch
+
+    class Arguments:
+        def __init__(self, **values: object) -> None:
+            self.__dict__.update(values)
+
+    Arguments.__module__, Arguments.__qualname__ = "not_installed_anywhere", "Arguments"
+    module = types.ModuleType("not_installed_anywhere")
+    module.Arguments = Arguments
+    path = tmp_path / "training_args.bin"
+    name = "me/its-run"
+    for values, found in [
+        ({"output_dir": "out", "hub_model_id": name, "hub_token": None}, name),
+        ({"run_name": name, "hub_model_id": name}, name),  # from the memo
+        ({"hub_model_id": None, "run_name": name}, None),
+        ({"other": 3, "hub_model_id": ["a", name]}, None),
+    ]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "not_installed_anywhere", module)
+            torch.save(Arguments(**values), path)
+        if found:
+            assert hub.recorded_repo([tmp_path]) == found
+        else:
+            with pytest.raises(UsageError, match="does not record one"):
+                hub.recorded_repo([tmp_path])
+    whole = path.read_bytes()
+    for content in (
+        b"",
+        b"PK",
+        whole[:200],
+        whole[:-30],
+        b"\x80\x02]q\x00.",
+        whole.replace(b"hub_model_id", b"\xff" * 12),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match="does not record one"):
+            hub.recorded_repo([tmp_path])
+
+
+def test_what_axolotls_card_records(tmp_path: Path) -> None:
+    card = "# out\n\n```yaml\nbase_model: org/base\nhub_model_id: {}\nlora_r: 16\n```\n"
+    (tmp_path / "README.md").write_text(card.format("me/my-axolotl  # mine"))
+    assert hub.recorded_repo([tmp_path]) == "me/my-axolotl"
+    for none in ("null", "", "~"):
+        (tmp_path / "README.md").write_text(card.format(none))
+        with pytest.raises(UsageError, match="does not record one"):
+            hub.recorded_repo([tmp_path])
 
 
 def test_merge_and_push_from_a_run_folder(server: HubServer, tmp_path: Path) -> None:
