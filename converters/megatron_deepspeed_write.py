@@ -404,8 +404,9 @@ def _sizes(pipeline: _Pipeline) -> dict[str, Any]:
 
 def _keeps_slices(pipeline: _Pipeline) -> bool:
     """Whether the target's slices are the source's."""
-    args = pipeline.checkpoint.state.items.get("args")
-    return isinstance(args, Mapping) and Grid.of_args(args) == pipeline.grid
+    args = pipeline.model.items.get("args")
+    source = Grid.of_args(args if isinstance(args, Mapping) else {})
+    return (source.tp, source.pp) == (pipeline.grid.tp, pipeline.grid.pp)
 
 
 def _of_slice(pipeline: _Pipeline, number: int) -> dict[str, Any]:

@@ -6,11 +6,13 @@ import atexit
 import functools
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.engines import Truth, launch
 
@@ -92,6 +94,52 @@ def sample(name: str) -> Path:
 def truth(name: str) -> Truth:
     """What the live engine's ranks held when it wrote the checkpoint."""
     return Truth.load(sample(name) / "truth" / f"{TAG}.safetensors")
+
+
+def copy_of(name: str, folder: Path) -> Path:
+    """A copy of a run without its truth, to be changed."""
+    run = folder / name
+    shutil.copytree(sample(name), run, ignore=shutil.ignore_patterns("truth"))
+    return run
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite a file: `change(content)` works in place."""
+    saved = torch.load(path, weights_only=False)
+    change(saved)
+    torch.save(saved, path)
+
+
+def as_neox(step: Path) -> None:
+    """A run's four layers under GPT-NeoX's names (gpt-neox, megatron/model/gpt2_model.py): numbers shifted behind the
+    last transformer layer, `attention`, `norm` and `final_linear`, and rotary frequencies in every layer.
+    """
+
+    def renamed(number: int, name: str) -> str:
+        new = name.replace("self_attention.", "attention.").replace("lm_head.", "final_linear.")
+        return f"norm.{new}" if number == 6 else new
+
+    def shifted(number: int) -> int:
+        return number - (number == 1) + (number > 5)
+
+    def parameter(name: str) -> str:
+        number, _, rest = name.partition(".")
+        return f"{shifted(int(number))}.{renamed(int(number), rest)}"
+
+    def slice_file(saved: dict[str, Any]) -> None:
+        saved["param_shapes"] = [{parameter(n): shape for n, shape in group.items()} for group in saved["param_shapes"]]
+        saved["args"] = {"num_layers": 4, "model_parallel_size": saved["checkpoint_parallel_dimensions"]["tp_degree"]}
+        del saved["checkpoint_version"]
+
+    for path in sorted(step.glob("layer_*"), reverse=True):
+        number, state = int(path.name[6:8]), torch.load(path)
+        state = {renamed(number, name): value for name, value in state.items()}
+        if 1 < number < 6:
+            state["attention.rotary_emb.inv_freq"] = torch.ones(2)
+        path.unlink()
+        torch.save(state, path.with_name(f"layer_{shifted(number):02d}" + path.name[8:]))
+    for path in step.glob("mp_rank_*"):
+        edit(path, slice_file)
 
 
 def load_all(loads: Sequence[tuple[Run, Path, int]], folder: Path) -> list[Path]:

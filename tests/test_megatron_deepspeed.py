@@ -23,7 +23,7 @@ from ckpt.planner import check_source
 from converters.megatron_deepspeed_names import Kind, Layers, kind_of
 from tests import commands
 from tests.describing import content
-from tests.pipeline_runs import BY_NAME, RANKS, RUNS, TAG, sample, truth
+from tests.pipeline_runs import BY_NAME, RANKS, RUNS, TAG, as_neox, copy_of, edit, sample, truth
 
 TABLE = "Megatron-DeepSpeed pipelines: bit for bit against DeepSpeed's engine (TP,PP,DP)"
 NAMES = [run.name for run in RUNS]
@@ -76,8 +76,8 @@ def test_ranks_that_hold_the_same_are_compared(tmp_path: Path) -> None:
     def change(layer: dict[str, Any]) -> None:
         layer["input_layernorm.weight"][3] += 1
 
-    run = _copy("llama", tmp_path)
-    _edit(run / TAG / "layer_03-model_01-model_states.pt", change)
+    run = copy_of("llama", tmp_path)
+    edit(run / TAG / "layer_03-model_01-model_states.pt", change)
     checkpoint = ckpt.open(run)
     fqn = "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
     assert len(checkpoint.tensors[fqn, WEIGHT].replicas) == 1
@@ -91,7 +91,7 @@ def test_ranks_that_hold_the_same_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_find_takes_what_latest_records(tmp_path: Path) -> None:
-    run = _copy("llama-odd", tmp_path)
+    run = copy_of("llama-odd", tmp_path)
     shutil.copytree(run / TAG, run / "global_step9")
     assert ckpt.open(run).path == str(run / TAG)
     assert ckpt.open(run, tag="global_step9").path == str(run / "global_step9")
@@ -105,25 +105,12 @@ def test_find_takes_what_latest_records(tmp_path: Path) -> None:
 # -- faults --------------------------------------------------------------------------------------------------
 
 
-def _copy(name: str, folder: Path) -> Path:
-    """A copy of a run without its truth, to be changed."""
-    run = folder / name
-    shutil.copytree(sample(name), run, ignore=shutil.ignore_patterns("truth"))
-    return run
-
-
-def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    saved = torch.load(path, weights_only=False)
-    change(saved)
-    torch.save(saved, path)
-
-
 def _remove(*names: str) -> Callable[[Path], None]:
     return lambda step: [(step / name).unlink() for name in names] and None
 
 
 def _changed(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    return lambda step: _edit(step / name, change)
+    return lambda step: edit(step / name, change)
 
 
 MODEL, PARTITION = "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_03_optim_states.pt"
@@ -177,7 +164,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], type[CkptError], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_named(fault: str, tmp_path: Path) -> None:
     damage, kind, words = FAULTS[fault]
-    run = _copy("llama", tmp_path)
+    run = copy_of("llama", tmp_path)
     damage(run / TAG)
     with pytest.raises(kind, match=words):
         ckpt.open(run)
@@ -185,7 +172,7 @@ def test_faults_are_named(fault: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_weights_alone_are_read(tmp_path: Path) -> None:
-    run = _copy("llama", tmp_path)
+    run = copy_of("llama", tmp_path)
     _remove(*[path.name for path in (run / TAG).glob("*_optim_states.pt")])(run / TAG)
     checkpoint = ckpt.open(run)
     assert {role for _, role in checkpoint.tensors} == {WEIGHT}
@@ -195,40 +182,21 @@ def test_weights_alone_are_read(tmp_path: Path) -> None:
 # -- GPT-NeoX, by hand ---------------------------------------------------------------------------------------
 
 
-def _as_neox(step: Path) -> None:
-    """A run's layers under GPT-NeoX's names (gpt-neox, megatron/model/gpt2_model.py): numbers shifted behind the last
-    transformer layer, `attention`, `norm` and `final_linear`, and rotary frequencies in every layer.
-    """
-    for path in sorted(step.glob("layer_*"), reverse=True):
-        number, state = int(path.name[6:8]), torch.load(path)
-        for name in list(state):
-            new = name.replace("self_attention.", "attention.").replace("lm_head.", "final_linear.")
-            state[f"norm.{new}" if number == 6 else new] = state.pop(name)
-        if 1 < number < 6:
-            state["attention.rotary_emb.inv_freq"] = torch.ones(2)
-        path.unlink()
-        shifted = number - (number == 1) + (number > 5)
-        torch.save(state, path.with_name(f"layer_{shifted:02d}" + path.name[8:]))
-    for path in step.glob("*_optim_states.pt"):
-        path.unlink()
-    for path in step.glob("mp_rank_*"):
-        _edit(path, lambda saved: saved.update(param_shapes=None, args={"num_layers": 4}))
-        _edit(path, lambda saved: saved.pop("checkpoint_version"))
-
-
 @pytest.mark.slow
 def test_names_of_gpt_neox(tmp_path: Path) -> None:
-    run = _copy("llama", tmp_path)
+    run = copy_of("llama", tmp_path)
     expected = {key: content(tensor) for key, tensor in ckpt.open(run).tensors.items() if key[1] == WEIGHT}
-    _as_neox(run / TAG)
+    as_neox(run / TAG)
     with pytest.raises(LossError, match="grouped queries"):
         ckpt.open(run)
-    run = _copy("gpt_neox", tmp_path)
-    _as_neox(run / TAG)
+    run = copy_of("gpt_neox", tmp_path)
+    as_neox(run / TAG)
     with pytest.raises(LossError, match="adds up the ranks' biases"):
         ckpt.open(run)
+    for path in (run / TAG).glob("*_optim_states.pt"):
+        path.unlink()
     for path in (run / TAG).glob("layer_*"):
-        _edit(path, lambda s: [s.pop(n, None) for n in ("attention.dense.bias", "mlp.dense_4h_to_h.bias")] and None)
+        edit(path, lambda s: [s.pop(n, None) for n in ("attention.dense.bias", "mlp.dense_4h_to_h.bias")] and None)
     found = {key: content(tensor) for key, tensor in ckpt.open(run).tensors.items()}
     plain = {key: content(tensor) for key, tensor in ckpt.open(sample("gpt_neox")).tensors.items() if key[1] == WEIGHT}
     missing = (".linear_proj.bias", ".linear_fc2.bias")
