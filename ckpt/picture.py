@@ -19,7 +19,8 @@ from ckpt.tensors import Box, Fragment, Shape, Tensor
 
 Only = Literal["all", "weights", "optimizer"]
 
-_MAX_ROWS = 100  # before all layers of a tensor are put into one row, whatever their ranks
+_FEW_ROWS, _FEW_PATCHES = 4, 150  # more rows of a tensor than this are put into one, if that has no more patches
+_MAX_ROWS = 100  # of all tensors, before this is done whatever it has
 _MOST_ROWS = 400
 _MAX_FILES = 64  # told apart, where no ranks are known
 _MAX_COLUMNS, _MAX_PATCHES = 300, 1200  # of one row
@@ -76,9 +77,7 @@ def picture(checkpoint: Checkpoint, padding: Mapping[str, Box], only: Only = "al
     sketcher = Sketcher(_naming(checkpoint, wanted))
     sketches = [(tensor, sketcher.sketch(tensor, padding.get(tensor.fqn))) for tensor in wanted]
     damaged = tuple(Damage(tensor.fqn, tensor.role, sketch.faults) for tensor, sketch in sketches if sketch.faults)
-    rows = _fold(sketches)
-    if len(rows) > _MAX_ROWS:
-        rows = _fold_layers(rows)
+    rows = _fold_layers(_fold(sketches))
     left_out = max(0, len(rows) - _MOST_ROWS)
     if left_out:
         rows = sorted(rows, key=lambda row: not row.sketch.faults)[:_MOST_ROWS]
@@ -152,7 +151,7 @@ def _row(tensors: Sequence[Tensor], sketch: Sketch) -> Row:
 def _pattern(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """A name's parts, `*` where they are numbers, and these numbers."""
     parts = fqn.split(".")
-    is_number = [part.isascii() and part.isdigit() and len(part) < 10 for part in parts]
+    is_number = [part.isascii() and part.isdigit() and len(part) < 10 and str(int(part)) == part for part in parts]
     pattern = tuple("*" if number else part for part, number in zip(parts, is_number, strict=True))
     return pattern, tuple(int(part) for part, number in zip(parts, is_number, strict=True) if number)
 
@@ -166,19 +165,32 @@ def _name(fqns: Sequence[str]) -> str:
 
 
 def _fold_layers(rows: list[Row]) -> list[Row]:
-    """Fewer rows: of a tensor that many rows have, all layers lie in one, each in a cell of its own."""
+    """Fewer rows: of a tensor that many rows have, all layers lie in one, each in a cell of its own.
+
+    What is damaged keeps its row, unless there are too many rows all the same.
+    """
     families: dict[object, list[Row]] = {}
     for row in rows:
         families.setdefault((_pattern(row.fqns[0])[0], row.shape, row.roles), []).append(row)
-    found: list[Row] = []
-    largest = sorted(map(len, families.values()))
-    excess, most = len(rows) - _MAX_ROWS, 1
-    while largest and excess > 0:  # the largest families first, until it is enough
-        most = largest.pop()
-        excess -= most - 1
-    for family in families.values():
-        found += [_grid(family)] if len(family) >= max(most, 2) else family
-    return found
+    folded = {key: _fold_sound(family) for key, family in families.items()}
+    excess = sum(map(len, folded.values())) - _MAX_ROWS
+    for key in sorted(folded, key=lambda key: len(folded[key]), reverse=True):
+        if excess <= 0 or len(folded[key]) == 1:
+            break
+        excess -= len(folded[key]) - 1
+        folded[key] = [_grid(families[key])]
+    return [row for family in folded.values() for row in family]
+
+
+def _fold_sound(family: list[Row]) -> list[Row]:
+    """A family with all that is not damaged in one row, if there are many and one row can show them."""
+    sound = [row for row in family if not row.sketch.faults]
+    if len(sound) <= _FEW_ROWS:
+        return family
+    grid = _grid(sound)
+    if len(grid.sketch.patches) > _FEW_PATCHES:
+        return family
+    return [grid, *(row for row in family if row.sketch.faults)]
 
 
 def _grid(family: Sequence[Row]) -> Row:
@@ -191,8 +203,9 @@ def _grid(family: Sequence[Row]) -> Row:
     tails = {fqn: tuple(numbers[fqn][place] for place in places[1:]) for fqn in looks}
     bands = {tail: i for i, tail in enumerate(sorted(set(tails.values())))}
     width, height = len(columns), len(bands)
+    inner = [next((f"in each {row.sketch.down}" for row in family if row.sketch.down), "")]
     if sum(len(sketch.patches) for sketch in looks.values()) > _MAX_PATCHES:
-        looks = {fqn: _as_one(sketch) for fqn, sketch in looks.items()}
+        looks, inner = {fqn: _as_one(sketch) for fqn, sketch in looks.items()}, [""]
     patches: list[Patch] = []
     for fqn, sketch in looks.items():
         x, y = columns[numbers[fqn][places[0]]], bands[tails[fqn]]
@@ -210,7 +223,7 @@ def _grid(family: Sequence[Row]) -> Row:
     sketch = Sketch(
         tuple(_joined(patches)),
         texts[0],
-        ", then ".join(texts[1:]),
+        ", ".join(filter(None, texts[1:] + inner)),
         min(len({patch.top for patch in patches}), _COARSE_BANDS),
         max(one.copies for one in every),
         sum(row.sketch.padding * len(row.fqns) for row in family),

@@ -33,10 +33,11 @@ COLOURS = (
 RED, INK, GREY, PAPER = "#d00000", "#1a1a1a", "#5f5f5f", "#ffffff"
 
 _MARGIN, _GAP = 20.0, 14.0
-_BAR, _NOTES = 580.0, 220.0  # widths of the columns; that of names goes by the longest
+_BAR, _LONG_BAR, _NOTES = 580.0, 740.0, 225.0  # widths of the columns; that of names goes by the longest
+_LONG_FROM = 32  # ranks
 _LETTER, _SANS = 6.65, 5.9  # widths of a letter of a name, and of one of other text at most
 _MAX_NAME = 66  # letters
-_ROW, _BAND, _MAX_HEIGHT = 30.0, 9.0, 160.0
+_ROW, _BAND, _MAX_HEIGHT = 30.0, 10.0, 448.0
 _BETWEEN = 9.0
 _THIN = 3.0  # what is wrong and what is padding is never drawn narrower
 _STRIPES = 6  # colours of one pattern
@@ -75,7 +76,8 @@ class _Drawing:
         names = [len(_shortened(row.name)) for row in self.picture.rows]
         lines = [len(_about(row)) * _SANS / _LETTER for row in self.picture.rows]
         self.bar = _MARGIN + min(max([30, *names, *lines]), _MAX_NAME) * _LETTER + _GAP
-        self.width = self.bar + _BAR + _GAP + _NOTES + _MARGIN
+        self.length = _LONG_BAR if len(self.picture.holders) > _LONG_FROM else _BAR
+        self.width = self.bar + self.length + _GAP + _NOTES + _MARGIN
         self.numbers = {holder: number for number, holder in enumerate(self.picture.holders)}
         self.has_tooltips = sum(len(row.sketch.patches) for row in self.picture.rows) <= _MAX_TOOLTIPS
         self._head(title, facts)
@@ -95,7 +97,7 @@ class _Drawing:
         yield (
             "<style>text{font:11px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,'DejaVu Sans',sans-serif}"
             ".n{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
-            ".h{font-size:17px;font-weight:600}.b{font-weight:600}.l{font-size:9px;text-anchor:middle}"
+            ".h{font-size:17px;font-weight:600}.b{font-weight:600}.l{font-size:9px;text-anchor:middle}.s{font-size:7px}"
             f"text{{fill:{INK}}}.g{{fill:{GREY}}}.r{{fill:{RED}}}.w{{fill:#fff}}"
             f".f rect{{stroke:{PAPER};stroke-width:.5}}</style>"
         )
@@ -125,7 +127,7 @@ class _Drawing:
         self._line(title, "h", 22)
         self._line(" · ".join(one_line(fact, 100) for fact in facts), "g", 17)
         if picture.damaged:
-            self._line(f"Damaged: {_count(len(picture.damaged), 'tensor')} with holes or overlaps", "b r", 16)
+            self._line(f"Damaged: {_count(len(picture.damaged), 'tensor')} not stored exactly once", "b r", 16)
             for damage in picture.damaged[:_LISTED]:
                 more = f" and {len(damage.faults) - 2} more" if len(damage.faults) > 2 else ""
                 what = (
@@ -175,7 +177,8 @@ class _Drawing:
         width = (self.width - 2 * _MARGIN) / _PER_LINE
         what = "ranks" if all(isinstance(holder, int) for holder in holders) else "ranks and files"
         sizes = [*self.picture.holders.values()]
-        text = f"{len(holders)} {what}, each with {show_size(min(sizes))} to {show_size(max(sizes))}"
+        least, most = show_size(min(sizes)), show_size(max(sizes))
+        text = f"{len(holders)} {what}, each with {least if least == most else f'{least} to {most}'}"
         if len(holders) > len(shown):
             text += f". Colours repeat after {len(shown)}: labels and tooltips tell which it is"
         self._say(_MARGIN, self.y + 9, text + ".", "g")
@@ -186,7 +189,7 @@ class _Drawing:
             x = _MARGIN + number % _PER_LINE * width
             named = f"{holder_text([holder])}: {show_size(self.picture.holders[holder])}"
             self._rect(x, self.y, width - 2, 15, self._fill((holder,)), named)
-            self._label_in(x + (width - 2) / 2, self.y + 11, self._label(holder), (holder,), width)
+            self._label_in(x + (width - 2) / 2, self.y + 7.5, self._label(holder), (holder,), width, 15)
         self.y += 24
 
     def _kinds(self) -> None:
@@ -214,14 +217,16 @@ class _Drawing:
         self.y += 26
 
     def _axis(self) -> None:
-        x, end = self.bar, self.bar + _BAR
+        x, end = self.bar, self.bar + self.length
         self._say(_MARGIN, self.y + 4, "tensor", "g")
         self._say(x, self.y + 4, "first element", "g")
         self._say(end, self.y + 4, "last element", "g", ' text-anchor="end"')
         middle = "each bar is a tensor, in row-major order: dim 0 runs to the right"
-        self._say(x + _BAR / 2, self.y + 4, middle, "g", ' text-anchor="middle"')
+        self._say(x + self.length / 2, self.y + 4, middle, "g", ' text-anchor="middle"')
         self.y += 8
-        self.parts.append(f'<path d="M{_n(x)} {_n(self.y)}h{_n(_BAR)}m-5 -3l5 3l-5 3" fill="none" stroke="{GREY}"/>')
+        self.parts.append(
+            f'<path d="M{_n(x)} {_n(self.y)}h{_n(self.length)}m-5 -3l5 3l-5 3" fill="none" stroke="{GREY}"/>'
+        )
         self.y += 10
 
     def _foot(self) -> None:
@@ -244,18 +249,18 @@ class _Drawing:
         height = max(_ROW, min(row.sketch.bands * _BAND, _MAX_HEIGHT), 13.0 * len(notes))
         tooltip = f"<title>{_text(row.name)}</title>"
         self.parts.append('<g class="row">')
+        if row.sketch.faults:
+            self._rect(_MARGIN - 10, self.y - 1, 4, height + 2, RED, "")
         name = _text(_shortened(row.name), 500)
         self.parts.append(f'<text class="n" x="{_n(_MARGIN)}" y="{_n(self.y + 11)}">{name}{tooltip}</text>')
         self._say(_MARGIN, self.y + 25, _shortened(_about(row), int((self.bar - _MARGIN - _GAP) / _SANS)), "g")
-        self.parts.append(
-            f'<rect x="{_n(self.bar)}" y="{_n(self.y)}" width="{_n(_BAR)}" height="{_n(height)}" fill="#f1f1f1"/>'
-        )
+        self._rect(self.bar, self.y, self.length, height, "#f1f1f1", "")
         self.parts.append('<g class="f">')
         for patch in row.sketch.patches:
-            left, right = patch.left * _BAR, patch.right * _BAR
+            left, right = patch.left * self.length, patch.right * self.length
             top, bottom = patch.top * height, patch.bottom * height
             if patch.kind in ("hole", "overlap", "padding"):
-                left, right = _widened(left, right, _BAR)
+                left, right = _widened(left, right, self.length)
                 top, bottom = _widened(top, bottom, height)
             said = _said(patch) if self.has_tooltips else ""
             self._patch(patch, self.bar + left, self.y + top, right - left, bottom - top, said)
@@ -263,7 +268,7 @@ class _Drawing:
         if not row.sketch.patches:
             self._say(self.bar + 6, self.y + 18, "no elements", "g")
         for number, (text, style) in enumerate(notes):
-            self._say(self.bar + _BAR + _GAP, self.y + 11 + 13 * number, _shortened(text, 40), style)
+            self._say(self.bar + self.length + _GAP, self.y + 11 + 13 * number, _shortened(text, 40), style)
         self.parts.append("</g>")
         self.y += height + _BETWEEN
 
@@ -284,25 +289,28 @@ class _Drawing:
             self._rect(x, y, width, height, "url(#padding)", said)
         else:
             self._rect(x, y, width, height, self._fill(patch.holders, patch.kind == "several"), said)
-            if has_label and height >= _BAND - 0.5:
+            if has_label:
                 ranks = [holder for holder in patch.holders if isinstance(holder, int)]
                 files = [self._label(holder) for holder in patch.holders if isinstance(holder, str)]
                 label = " ".join([*([ranks_text(ranks)] if ranks else []), *files])
-                self._label_in(x + width / 2, y + height / 2 + 3, label, patch.holders, width)
+                self._label_in(x + width / 2, y + height / 2, label, patch.holders, width, height)
 
     def _mark(self, x: float, y: float, width: float, height: float, text: str, style: str) -> None:
         if width >= len(text) * 5 and height >= 10:
             self._say(x + width / 2, y + height / 2 + 3, text, style)
 
-    def _label_in(self, x: float, y: float, text: str, holders: Sequence[Holder], room: float) -> None:
-        needed = len(text) * 5.2 + 1.5
-        if needed > room:
+    def _label_in(self, x: float, y: float, text: str, holders: Sequence[Holder], width: float, height: float) -> None:
+        """A label around the middle of a slice, where it has room."""
+        fitting = [size for size in (9.0, 7.0) if len(text) * size * 0.58 + 1 <= width and size <= height]
+        if not fitting:
             return
+        size = fitting[0]
+        needed, style = len(text) * size * 0.58 + 1, "l" if size > 7 else "l s"
         if len(holders) > 1:
-            self._rect(x - needed / 2 - 1, y - 8.5, needed + 2, 11, PAPER, "", ' rx="2"')
-            self._say(x, y, text, "l")
-        else:
-            self._say(x, y, text, "l" if _is_light(self._colour(holders[0])) else "l w")
+            self._rect(x - needed / 2 - 1, y - size * 0.6, needed + 2, size * 1.2, PAPER, "", ' rx="2"')
+        elif not _is_light(self._colour(holders[0])):
+            style += " w"
+        self._say(x, y + size * 0.35, text, style)
 
     # -- pieces ----------------------------------------------------------------------------------------------
 
@@ -346,14 +354,16 @@ def _notes(row: Row) -> Iterator[tuple[str, str]]:
     """What stands beside a bar, and its style."""
     sketch, count = row.sketch, len(row.fqns)
     if row.is_grid:
-        yield f"{count} tensors side by side", "b"
+        yield f"{count:,} tensors side by side", "b"
         yield f"→ {one_line(sketch.across, 60)}", "g"
     elif count > 1:
-        yield f"× {count} alike", "b"
+        yield f"× {count:,} alike", "b"
     if sketch.down:
         yield f"↓ {one_line(sketch.down, 60)}", "g"
     if sketch.faults:
-        yield f"{_count(len(sketch.faults), 'fault')}: {sketch.faults[0]}", "r"
+        yield sketch.faults[0], "r"
+    if len(sketch.faults) > 1:
+        yield f"and {_count(len(sketch.faults) - 1, 'fault')} more", "r"
     if sketch.copies > 1:
         yield f"{sketch.copies} copies", "g"
     if sketch.padding:
