@@ -377,7 +377,7 @@ def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
         client, dropped = {}, [f"training state {name}" for name in model.items if name not in known]
     if "args" in client:
         client["args"] = recorded(client["args"], sizes)
-    else:
+    elif not pipeline.record:
         args = model.items.get("args")
         client["args"] = namespace(args if isinstance(args, Mapping) else {}, sizes)
         client["checkpoint_version"] = 3.0  # the order of the rows of query_key_value, which the reader relies on
