@@ -78,24 +78,40 @@ def open(
 
 
 def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Checkpoint | None:
-    """The checkpoint that `path` is or records; otherwise, in a run folder, the newest complete `checkpoint-N`."""
-    checkpoint = _open_here(path, path, formats, request)
+    """The checkpoint that `path` is or records; otherwise, in a run folder, the newest complete `checkpoint-N`.
+
+    A tag names a step in `path`, a `checkpoint-N`, or a step inside one.
+    """
+    failure: CkptError | None = None
+    checkpoint = None
+    try:
+        checkpoint = _open_here(path, path, formats, request)
+    except NotFoundError as error:
+        if request.tag is None:
+            raise
+        failure = error  # the tag may be that of a `checkpoint-N`, or of a step in one
     if checkpoint is not None:
-        return checkpoint
+        step = checkpoint.state.step
+        later = [folder.name for folder in trainer_steps(path, after=step)] if request.tag is None and step else []
+        told = [f"later than what is taken: {', '.join(later[:8])} (--tag takes it)"] if later else []
+        return replace(checkpoint, notes=(*checkpoint.notes, *told))
     skipped: list[str] = []
-    failure: CorruptError | None = None
     for folder in trainer_steps(path):
-        if request.tag is not None and folder.name != request.tag:
-            continue
+        inner = None if folder.name == request.tag else request.tag
         try:
-            checkpoint = _open_here(folder, path, formats, replace(request, tag=None))
+            checkpoint = _open_here(folder, path, formats, replace(request, tag=inner))
         except CorruptError as error:
-            failure = failure or error
+            failure = failure if isinstance(failure, CorruptError) else error
             skipped.append(f"{folder.name} is skipped, it is not complete: {error.what}")
+            continue
+        except NotFoundError:
+            if inner is None:
+                raise
             continue
         if checkpoint is not None:
             return replace(checkpoint, notes=(checkpoint.notes[0], *skipped, *checkpoint.notes[1:]))
-        skipped.append(f"{folder.name} is skipped, it holds no checkpoint of the format wanted")
+        if request.tag is None:
+            skipped.append(f"{folder.name} is skipped, it holds no checkpoint of the format wanted")
     if failure is not None:
         raise failure
     return None
@@ -126,6 +142,8 @@ def _nothing_found(path: Path, format: str, tag: str | None) -> NotFoundError:
                 continue
             others += [one.name] if found else []
     hint = f"what is here looks like {' and '.join(others)}" if others else "see `ckpt formats`"
+    if tag is not None and not others and (steps := trainer_steps(path)):
+        hint = "there is " + ", ".join(folder.name for folder in steps[:8])
     return NotFoundError(f"no {wanted} here", path=path, hint=hint)
 
 

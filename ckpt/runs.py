@@ -16,12 +16,12 @@ _TRAINER_STEP = re.compile(r"checkpoint-(\d+)")
 _STEP = re.compile(r"(?:checkpoint|step|global_step|iter|epoch)[-_]?\d+")
 
 
-def trainer_steps(path: Path) -> list[Path]:
-    """The `checkpoint-N` folders in a run folder, newest first."""
+def trainer_steps(path: Path, *, after: int = -1) -> list[Path]:
+    """The `checkpoint-N` folders in a run folder whose N is greater than `after`, newest first."""
     if not path.is_dir():
         return []
     steps = [(int(m[1]), p) for p in path.iterdir() if (m := _TRAINER_STEP.fullmatch(p.name)) and p.is_dir()]
-    return [folder for _, folder in sorted(steps, reverse=True)]
+    return [folder for step, folder in sorted(steps, reverse=True) if step > after]
 
 
 def enclosing_folders(path: Path) -> list[Path]:

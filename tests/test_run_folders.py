@@ -72,3 +72,29 @@ def test_all_random_states_are_kept_where_no_number_of_ranks_is_given(run: Path)
     assert (run.with_name("one") / "rng_state.pth").read_bytes() == (
         run / "checkpoint-2" / "rng_state_0.pth"
     ).read_bytes()
+
+
+def test_a_tag_names_a_step_inside_of_a_checkpoint_folder(run: Path) -> None:
+    """Also where nothing records that it is the latest, and where the run folder has steps of its own."""
+    (run / "checkpoint-2" / "latest").unlink()
+    for own in (False, True):
+        if own:
+            shutil.copytree(run / "checkpoint-1" / "global_step1", run / "global_step0")
+        for tag in ("global_step2", "checkpoint-1", "checkpoint-1/global_step1"):
+            step = run / tag if "/" in tag else next(run.glob(f"*/{tag}"), run / tag / "global_step1")
+            assert Path(api.open(run, tag=tag).path) == step
+    missing = ckpt("inspect", run, "--tag", "global_step9")
+    assert missing.code == 3 and "there is global_step0" in missing.err
+
+
+def test_a_tag_that_nothing_has_is_answered_with_those_there_are(run: Path) -> None:
+    missing = ckpt("inspect", run, "--tag", "checkpoint-3")
+    assert missing.code == 3 and "there is checkpoint-2, checkpoint-1" in missing.err
+
+
+def test_later_steps_than_that_of_the_run_folder_are_named(run: Path) -> None:
+    """A conversion that training went on from, into the same folder, is what `latest` there still records."""
+    shutil.copytree(run / "checkpoint-1" / "global_step1", run / "global_step1")
+    (run / "latest").write_text("global_step1")
+    notes = api.open(run).notes
+    assert notes == ("taking global_step1", "later than what is taken: checkpoint-2 (--tag takes it)")
