@@ -67,7 +67,9 @@ def transformers(blocks: Sequence[Block], vocabulary: int, tokens: int, itemsize
     hidden = blocks[0].hidden
     loss = loss_per_token(hidden, vocabulary, itemsize)
     inputs = itemsize * hidden * len(blocks)
-    again = max(layers) + itemsize * vocabulary  # the logits live as long as the model's output does
+    widest = max(max(block.ffn, block.top * block.expert_ffn) for block in blocks)
+    # While a layer is computed again the model's logits are still there, and two gradients as wide as its MLP.
+    again = max(layers) + itemsize * (vocabulary + 2 * widest) + _FP32 * hidden
     return Activations(tokens * (sum(layers) + loss), tokens * (inputs + max(loss, again)))
 
 

@@ -210,9 +210,9 @@ def _adapters(parameter: Parameter, setup: Setup) -> Iterable[Parameter]:
         module = parameter.name.removesuffix(".weight")
         times = int(parameter.kind == LINEAR and module.rpartition(".")[2] in setup.lora_targets)
     if times:
-        rank = times * setup.lora_rank
-        for letter, size in zip("AB", parameter.shape[-2:], strict=True):
-            yield replace(parameter, name=f"{parameter.name}.lora_{letter}", shape=(rank, size))
+        rank, (rows, columns) = times * setup.lora_rank, parameter.shape[-2:]
+        yield replace(parameter, name=f"{parameter.name}.lora_A", shape=(rank, columns))
+        yield replace(parameter, name=f"{parameter.name}.lora_B", shape=(rows, rank))
 
 
 def _frozen_bytes(parameter: Parameter, setup: Setup, itemsize: int) -> int:
@@ -256,18 +256,18 @@ def _zero12(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strat
     )
     if strategy != ZERO2_OFFLOAD:
         return made
-    # In the host: masters, states, float32 gradients, and the updated parameters on their way back.  On the GPU a
-    # gradient of the largest parameter is on its way.
-    host = made.optimizer + made.masters + _FP32 * part + item * part
-    largest = item * max(p.numel for p in trained)
+    # In the host: masters, states, float32 gradients, and the updated parameters on their way back.  A gradient of the
+    # largest parameter is on its way, on either side.
+    largest = item * max(p.numel // p.count for p in trained)
+    host = made.optimizer + made.masters + _FP32 * part + item * part + largest
     return replace(made, gradients=0, optimizer=0, masters=0, step=0, buffers=made.buffers + largest, host=host)
 
 
 def _touching(parameters: Sequence[Parameter], part: int) -> int:
     """Elements of all parameters that reach into one part of `part` elements of them all, of the part with most."""
-    found: dict[int, int] = {}
+    found = {0: 0}
     start = 0
-    for parameter in parameters:
+    for parameter in (p for p in parameters if p.numel):
         for rank in range(start // part, (start + parameter.numel - 1) // part + 1):
             found[rank] = found.get(rank, 0) + parameter.numel
         start += parameter.numel
@@ -279,16 +279,15 @@ def _zero3(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strate
     part = sum(p.count * ceil(p.numel // p.count / ranks) for p in trained)
     every = (*frozen, *trained)
     whole = num_elements(every)
-    largest = max(p.numel for p in every)
+    largest = max(p.numel // p.count for p in every)
     kept = item * sum(p.numel for p in every if p.numel // p.count <= zero.param_persistence_threshold)
     live = item * min(whole, max(zero.max_live_parameters, largest))
-    shared = setup.dtype == "fp32"  # the parts of float32 parameters are their own masters
     made = Memory(
         parameters=item * part + sum(_frozen_part(p, setup) for p in frozen),
         gradients=item * part,
         optimizer=_FP32 * setup.states * part,
-        masters=0 if shared else _FP32 * part,
-        gathered=min(live + kept, item * whole) + item * max(p.numel for p in trained),
+        masters=_FP32 * part,
+        gathered=min(live + kept, item * whole) + item * max(p.numel // p.count for p in trained),
         buffers=item * zero.reduce_bucket_size,
         step=_FP32 * min(part, zero.sub_group_size),
     )
@@ -340,8 +339,8 @@ def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strateg
 
 
 def _chunks(parameters: Iterable[Parameter], ranks: int) -> int:
-    """Elements of the first rank's chunks of dim 0, which are the largest."""
-    return sum(p.count * ceil(p.shape[0] / ranks) * prod(p.shape[1:]) for p in parameters)
+    """Elements of the first rank's chunks of dim 0, which are the largest; what has no dim is whole everywhere."""
+    return sum(p.count * ceil((*p.shape, 1)[0] / ranks) * prod(p.shape[1:]) for p in parameters)
 
 
 def _flat_parts(parameters: Iterable[Parameter], setup: Setup) -> int:

@@ -212,7 +212,8 @@ def size(
     rows = []
     for strategy in strategies or _default(subject, setup):
         if strategy == MEGATRON:
-            axes = [(tp or 1, pp or 1)] if tp or pp or ep > 1 else list(_axes(subject, setup))
+            axes = [] if tp or pp or ep > 1 else list(_axes(subject, setup))
+            axes = axes or [(tp or 1, pp or 1)]
             rows += [megatron_row(subject, setup, one, other, ep) for one, other in axes]
         else:
             rows.append(_row(subject, strategy, setup))

@@ -206,6 +206,9 @@ class ZeroEngine:
             for parts in (*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()):
                 gradients += list(parts or ())
             buffers = [buffer for bucket in optimizer.ipg_buckets.values() for buffer in bucket.buffer]
+            if optimizer.cpu_offload:
+                buffers += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
+                buffers += [optimizer.temp_grad_buffer_for_cpu_offload, optimizer.temp_grad_buffer_for_gpu_offload]
         return {
             "parameters": parameters,
             "gradients": gradients,
