@@ -60,7 +60,11 @@ def describe(checkpoint: Checkpoint, tensors: bool = False) -> dict[str, Any]:
 def _model(config: Mapping[str, Any] | None) -> dict[str, JSON] | None:
     if not isinstance(config, Mapping):
         return None
-    return {name: summarise(config[name]) for name in ("model_type", "architectures") if name in config}
+    found = {name: summarise(config[name]) for name in ("model_type", "architectures") if name in config}
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, Mapping):
+        found["quantization"] = summarise(quantization.get("quant_method"))
+    return found
 
 
 def _parameters(checkpoint: Checkpoint) -> dict[str, int | None]:
@@ -251,8 +255,10 @@ def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "path", facts["path"]
     yield "format", facts["format"]
     yield "framework", facts["framework"] or ""
-    if facts["model"]:
-        yield "model", _text(next(iter(facts["model"].values())))
+    model = dict(facts["model"] or {})
+    quantization = model.pop("quantization", None)
+    yield "model", _text(next(iter(model.values()), ""))
+    yield "quantized", _text(quantization or "")
     if facts["step"] is not None:
         yield "step", str(facts["step"])
     if facts["world_size"] is not None:

@@ -115,7 +115,8 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_mxfp4_is_carried(gpt_oss: Path, tmp_path: Path) -> None:
     assert_carried(gpt_oss, tmp_path)
-    assert "uint8" in ckpt("inspect", gpt_oss).out
+    assert "quantized   mxfp4\n" in ckpt("inspect", gpt_oss).out
+    assert ckpt("verify", "--loads", gpt_oss).code == 0
 
 
 @pytest.mark.parametrize("dtype", ["keep", "bf16", "fp16", "fp32"])
