@@ -583,7 +583,7 @@ def estimate_(
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
     tp: Annotated[int | None, typer.Option(min=1, help="megatron: tensor parallel size.")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="megatron: pipeline parallel size.")] = None,
-    ep: Annotated[int, typer.Option(min=1, help="megatron: expert parallel size.")] = 1,
+    ep: Annotated[int | None, typer.Option(min=1, help="megatron: expert parallel size.")] = None,
     lora_r: Annotated[int, typer.Option("--lora-r", min=0, help="Train LoRA adapters of this rank. 0: the model.")] = 0,
     lora_target_modules: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Modules with adapters. [default: all linear layers]")
@@ -604,7 +604,7 @@ def estimate_(
             raise UsageError(f"there is no strategy called {name!r}", expected="one of " + ", ".join(STRATEGIES))
     if (lora_target_modules or qlora) and not lora_r:
         raise UsageError("--lora-target-modules and --qlora go with --lora-r")
-    if (tp or pp or ep > 1) and strategy and "megatron" not in strategy:
+    if (tp or pp or ep) and strategy and "megatron" not in strategy:
         raise UsageError("--tp, --pp and --ep are of the strategy megatron", found=", ".join(strategy))
     setup = Setup(
         gpus,

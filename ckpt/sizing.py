@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from math import gcd
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -37,8 +38,8 @@ from ckpt.sizes import show_size
 
 #: The part of a GPU's memory that an estimate may fill: the CUDA context, NCCL and fragments want the rest.
 USABLE = 0.9
-#: Tensor parallelism beyond the GPUs of one node is slow.
-_MAX_TP = 8
+#: Tensor parallelism beyond the GPUs of one node is slow; experts are rarely dealt to more ranks than this.
+_MAX_TP, _MAX_EP = 8, 64
 _MAX_GPUS = 4096
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -206,15 +207,14 @@ def size(
     *,
     tp: int | None = None,
     pp: int | None = None,
-    ep: int = 1,
+    ep: int | None = None,
 ) -> Sizing:
     """Every strategy, or those that are named; `tp`, `pp` and `ep` are Megatron's, tried in turn otherwise."""
     rows = []
     for strategy in strategies or _default(subject, setup):
         if strategy == MEGATRON:
-            axes = [] if tp or pp or ep > 1 else list(_axes(subject, setup))
-            axes = axes or [(tp or 1, pp or 1)]
-            rows += [megatron_row(subject, setup, one, other, ep) for one, other in axes]
+            tried = [] if tp or pp or ep else list(_megatron_rows(subject, setup))
+            rows += tried or [megatron_row(subject, setup, tp or 1, pp or 1, ep or 1)]
         else:
             rows.append(_row(subject, strategy, setup))
     if not strategies and not setup.lora_rank:
@@ -251,17 +251,21 @@ def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) 
     return Row(MEGATRON, memory, setup.gpus // (tp * pp), {"tp": tp, "pp": pp, "ep": ep if ep > 1 else 0})
 
 
-def _axes(subject: Subject, setup: Setup) -> Iterator[tuple[int, int]]:
-    """(tp, pp) for each number of ranks that share a model, as many of them tensor parallel as can be."""
+def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[Row]:
+    """A row for each number of ranks that share a model, as many of them tensor parallel as can be.
+
+    Experts are dealt to as many ranks as can be, which takes nothing from data parallelism.
+    """
+    num_experts = max((block.num_experts for block in subject.model.blocks), default=0)
     for ranks in (2**n for n in range(setup.gpus.bit_length())):
         if setup.gpus % ranks:
             continue
         for tp in (t for t in range(min(ranks, _MAX_TP), 0, -1) if ranks % t == 0):
+            ep = gcd(setup.gpus * tp // ranks, num_experts, _MAX_EP) if num_experts else 1
             try:
-                megatron_row(subject, setup, tp, ranks // tp)
+                yield megatron_row(subject, setup, tp, ranks // tp, ep)
             except UsageError:
                 continue
-            yield tp, ranks // tp
             break
 
 
@@ -319,7 +323,7 @@ def _more_gpus(subject: Subject, setup: Setup, gpu_memory: int, strategies: Sequ
         more = replace(setup, gpus=gpus)
         rows = [_row(subject, strategy, more) for strategy in (FSDP2, ZERO3) if strategy in strategies]
         if MEGATRON in strategies:
-            rows += [megatron_row(subject, more, tp, pp) for tp, pp in _axes(subject, more)]
+            rows += _megatron_rows(subject, more)
         if found := _first(rows, gpu_memory):
             return f"on {gpus} GPUs: {found}"
     return None
@@ -335,8 +339,9 @@ def lines(sizing: Sizing) -> Iterator[str]:
     model, setup = sizing.subject.model, sizing.setup
     yield f"{sizing.subject.path}: {model.name}, {num_elements(model.parameters):,} parameters"
     precision = "mixed precision" if setup.mixed and setup.dtype != "fp32" else "pure"
+    gpus = "1 GPU" if setup.gpus == 1 else f"{setup.gpus} GPUs"
     yield (
-        f"{setup.gpus} GPUs of {show_size(sizing.gpu_memory)}, {setup.dtype} ({precision}), {setup.optimizer}, "
+        f"{gpus} of {show_size(sizing.gpu_memory)}, {setup.dtype} ({precision}), {setup.optimizer}, "
         f"micro batch {setup.batch} x {setup.length} tokens"
     )
     yield ""
@@ -357,6 +362,13 @@ def lines(sizing: Sizing) -> Iterator[str]:
     yield "* with activation checkpointing. A total is the peak, in the backward pass or in the optimizer's step."
     yield f"fits: at most {USABLE:.0%} of the GPU's memory. host: CPU memory of each GPU's process."
     yield ""
+    if any(row.options.get("qlora") for row in sizing.rows):
+        rest = sum(parameter.numel for parameter in model.parameters if parameter.kind != LINEAR)
+        yield (
+            f"qlora: {rest:,} parameters are in no linear layer and stay in {setup.dtype}; "
+            "PEFT's prepare_model_for_kbit_training makes them float32"
+        )
+        yield ""
     for suggestion in sizing.suggestions:
         yield f"suggestion: {suggestion}"
 

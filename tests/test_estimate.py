@@ -179,8 +179,9 @@ def test_ranks_of_megatron_hold_the_whole_between_them() -> None:
     assert 8 * experts + others == count
     with pytest.raises(UsageError, match="heads do not divide"):
         megatron_stages(config, tp=8, pp=1)
-    with pytest.raises(UsageError, match="cannot be dealt"):
-        megatron_stages(config, tp=1, pp=5)
+    assert [len(stage.layers) for stage in megatron_stages(config, tp=1, pp=5)] == [10, 10, 10, 10, 8]
+    with pytest.raises(UsageError, match="too few for 30 pipeline stages"):
+        megatron_stages(config, tp=1, pp=30)
 
 
 def test_an_architecture_without_a_table_is_asked_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,7 +447,8 @@ def test_sharded_checkpoints_are_models_too(fixtures: Path) -> None:
         (["--tp", "2", "--strategy", "zero1"], 2, "of the strategy megatron"),
         (["--tp", "3", "--strategy", "megatron"], 2, "the GPUs do not divide"),
         (["--gpus", "3", "--tp", "3", "--strategy", "megatron"], 2, "heads do not divide"),
-        (["--gpus", "3", "--pp", "3", "--strategy", "megatron"], 2, "cannot be dealt"),
+        (["--gpus", "30", "--pp", "30", "--strategy", "megatron"], 2, "layers are too few"),
+        (["--gpus", "4", "--ep", "4", "--strategy", "megatron"], 2, "no experts"),
         (["--strategy", "megatron", "--lora-r", "4"], 2, "LoRA is not estimated for Megatron"),
         (["--gpu-memory", "much"], 2, "this is no size"),
     ],

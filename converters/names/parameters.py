@@ -53,12 +53,15 @@ def megatron_stages(
 ) -> tuple[Stage, ...]:
     """What a tensor-parallel rank of each pipeline stage holds; experts are divided among `ep` ranks, each whole.
 
+    The last stage has fewer layers where they do not divide (Megatron-LM's `--decoder-last-pipeline-num-layers`).
     UsageError where heads, layers or experts do not divide, or where there is no table.
     """
     table, sizes = _table(config)
     sizes = replace(sizes, num_mtp=0)
     grid = Grid(tp=tp, pp=pp, ep=ep, etp=tp if ep == 1 else 1)
     grid.check()
+    if ep > 1 and not sizes.num_experts:
+        raise UsageError("the model has no experts", found=f"--ep {ep}")
     if sizes.heads % tp or sizes.groups % tp:
         raise UsageError(
             "attention heads do not divide among tensor parallel ranks",
@@ -67,8 +70,10 @@ def megatron_stages(
         )
     if sizes.num_experts % ep:
         raise UsageError(f"{sizes.num_experts} experts do not divide among {ep} expert parallel ranks")
-    stages = Stages(sizes.num_layers, pp)
-    stages.check()
+    last = sizes.num_layers - (pp - 1) * -(-sizes.num_layers // pp)
+    if last < 1:
+        raise UsageError(f"{sizes.num_layers} layers are too few for {pp} pipeline stages of nearly the same number")
+    stages = Stages(sizes.num_layers, pp, last=last if sizes.num_layers % pp else None)
     padded = padded_vocab_size(sizes.dims["v"], vocab_multiple, tp)
     whole = list(_megatron_parameters(table, sizes, padded))
     return tuple(_stage(whole, stages.layers(number), number, sizes, grid) for number in range(pp))
