@@ -126,7 +126,9 @@ def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
         return replace(sharded, notes=(note, *sharded.notes))
     checkpoint = api.open(path, tag=tag, config=config)
     if not names.is_adapter(fqn for fqn, _ in checkpoint.tensors):
-        raise NotFoundError("there is no LoRA adapter here", path=path, found=f"a {checkpoint.format} checkpoint")
+        raise NotFoundError(
+            "there is no LoRA adapter here", path=path, found=f"a checkpoint of format {checkpoint.format}"
+        )
     return checkpoint
 
 
@@ -221,14 +223,31 @@ def open_base(adapter: Adapter, where: str | None, *, config: str | None = None,
                     f"made from, with --base; or fetch it, hf download {given}, and add --dequantize"
                 )
             raise
-    note = None if accept or recorded is None else _check_identity(adapter.config, path, given)
+    note = None if accept else _check_identity(adapter.config, path, given)
     base = api.open(path, config=config)
+    if not accept:
+        _check_architecture(adapter.checkpoint, base)
     return replace(base, notes=(*base.notes, note)) if note else base
+
+
+def _check_architecture(adapter: Checkpoint, base: Checkpoint) -> None:
+    """UsageError where the config beside the adapter is that of another model: names and shapes alone may still fit."""
+    for key in ("model_type", "num_hidden_layers"):
+        trained, given = ((of.config or {}).get(key) for of in (adapter, base))
+        if None not in (trained, given) and trained != given:
+            raise UsageError(
+                "this is not the base that the adapter was trained on",
+                path=base.path,
+                expected=f"{key} {trained}, as the config beside the adapter has it",
+                found=f"{key} {given}",
+                hint="--accept-base merges all the same",
+            )
 
 
 def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None:
     """A note where `path` may be another model than the recorded one; UsageError where it is."""
-    assert config.base is not None
+    if config.base is None:
+        return f"the adapter names no base; that {given} is the one it was trained on is taken on trust"
     is_same = given == config.base or (Path(config.base).exists() and Path(config.base).resolve() == path.resolve())
     found = _hub_id(path) or (given if _HUB_ID.fullmatch(given) and not Path(given).exists() else "")
     refusal = UsageError(

@@ -28,6 +28,7 @@ from ckpt.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, 
 from ckpt.companions import CONFIG, PATTERNS, TEMPLATES, companions, dump_config, parse_json
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, LossError, UsageError
+from ckpt.left_out import training_left_out
 from ckpt.lora_combine import loaded
 from ckpt.planner import make_plan
 from ckpt.precision import CAST_SOURCES, choices
@@ -91,7 +92,9 @@ def plan(
     for one in adapters:
         target = _with_tokenizer(target, one)
     notes = (*notes, *merge.notes(), *target.notes)
-    return api.Conversion(make_plan(merged, replace(target, notes=notes)), resources or Resources(), "hf")
+    left_out = dict.fromkeys(line for one in given for line in training_left_out(one.checkpoint))
+    target = replace(target, notes=notes, dropped=(*left_out, *target.dropped))
+    return api.Conversion(make_plan(merged, target), resources or Resources(), "hf")
 
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:

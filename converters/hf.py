@@ -18,7 +18,6 @@ from typing import Any
 from ckpt.checkpoint import (
     BUFFER,
     HUB,
-    MASTER,
     OWN,
     WEIGHT,
     Checkpoint,
@@ -44,8 +43,8 @@ from ckpt.companions import (
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, NotFoundError, UnsafeError, UsageError
 from ckpt.files import confined, translate_os_errors
+from ckpt.left_out import training_left_out
 from ckpt.precision import CAST_SOURCES, Choice, choices, describe
-from ckpt.sizes import show_size
 from ckpt.tensors import Extent, Tensor, Whole, whole
 from converters.names.ties import kept_names, tied_names
 from converters.quantized import parts
@@ -410,20 +409,7 @@ def _adapter_notes(chosen: Iterable[str]) -> list[str]:
 
 def _dropped(checkpoint: Checkpoint) -> list[str]:
     """What safetensors weights have no place for, a line per kind."""
-    lines = []
-    if names := checkpoint.optimizer_states:
-        tensors = list(checkpoint.with_role(*set(names) - {WEIGHT, MASTER, BUFFER}))
-        size = show_size(sum(t.nbytes for t in tensors))
-        lines.append(f"optimizer states {', '.join(names)} ({_count(len(tensors), 'tensor')}, {size})")
-    if groups := checkpoint.state.param_groups:
-        lines.append(f"hyperparameters of {_count(len(groups), 'param group')}")
-    step = [] if checkpoint.state.step is None else [f"step {checkpoint.state.step}"]
-    if state := step + sorted(checkpoint.state.items):
-        lines.append(f"training state {', '.join(state)}")
+    lines = training_left_out(checkpoint)
     if files := run_files(checkpoint.folders):
         lines.append(f"files of the run {', '.join(files)}")
     return lines
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -31,6 +31,7 @@ from ckpt.checkpoint import (
 from ckpt.companions import CONFIG, companions, read_json
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.files import confined, translate_os_errors
+from ckpt.left_out import training_left_out
 from ckpt.pickles import StoredTensor
 from ckpt.precision import describe
 from ckpt.sizes import show_size
@@ -172,16 +173,10 @@ def _config_bytes(checkpoint: Checkpoint) -> bytes:
 
 
 def _dropped(checkpoint: Checkpoint, left: frozenset[tuple[str, str]]) -> list[str]:
-    frozen = (
-        {fqn for fqn, role in left if role in (WEIGHT, MASTER, BUFFER)} if checkpoint.format != PEFT.name else set()
-    )
+    base = [key for key in left if key[1] in (WEIGHT, MASTER, BUFFER)] if checkpoint.format != PEFT.name else []
     lines = []
-    if frozen:
-        size = show_size(sum(t.nbytes for (fqn, role), t in checkpoint.tensors.items() if (fqn, role) in left))
-        lines.append(f"the base model's {len(frozen)} parameters and buffers ({size}), which were not trained")
-    if states := checkpoint.optimizer_states:
-        lines.append(f"optimizer states {', '.join(states)}")
-    step = [] if checkpoint.state.step is None else [f"step {checkpoint.state.step}"]
-    if items := step + sorted(checkpoint.state.items):
-        lines.append(f"training state {', '.join(items)}")
-    return lines
+    if base:
+        size = show_size(sum(checkpoint.tensors[key].nbytes for key in base))
+        count = len({fqn for fqn, _ in base})
+        lines.append(f"the base model's {count} parameters and buffers ({size}), which were not trained")
+    return [*lines, *training_left_out(checkpoint)]

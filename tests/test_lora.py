@@ -571,6 +571,29 @@ def test_another_base_is_refused(linear: Path, bases: dict[str, Path], tmp_path:
     assert ckpt("merge-lora", other_commit, "--base", cache, "-o", tmp_path / "c").code == UsageError.exit_code
 
 
+def test_a_base_of_another_architecture_is_refused_though_its_shapes_fit(fixtures: Path, tmp_path: Path) -> None:
+    """The config beside a run's adapter tells; the names of a llama's and a qwen2's layers are the same."""
+    run = Path(shutil.copytree(fixtures / "lora-zero3", tmp_path / "run"))
+    assert ckpt("merge-lora", run, "-o", tmp_path / "base").code == 0
+    for key, value in (("model_type", "mistral"), ("num_hidden_layers", 3)):
+        config = json.loads((fixtures / "lora-zero3" / "config.json").read_text())
+        (tmp_path / "base" / "config.json").write_text(json.dumps(config | {key: value}))
+        refused = ckpt("merge-lora", run, "--base", tmp_path / "base", "-o", tmp_path / "out")
+        assert refused.code == UsageError.exit_code
+        assert f"found: {key} {value}" in refused.err
+    accepted = ckpt("merge-lora", run, "--base", tmp_path / "base", "-o", tmp_path / "out", "--accept-base")
+    assert accepted.code == 0, accepted.err
+
+
+def test_what_of_a_training_run_is_left_out_is_said(fixtures: Path, tmp_path: Path) -> None:
+    for command in (("merge-lora",), ("convert", "zero3", "peft")):
+        told = ckpt(*command, fixtures / "lora-zero3", "-o", tmp_path / command[0]).err
+        assert "not in the target: optimizer states exp_avg, exp_avg_sq, step (56 tensors, 2.53 kB)" in told
+        assert "not in the target: hyperparameters of 1 param group" in told
+        assert "not in the target: training state step 2, ds_config" in told
+    assert "the base model's 21 parameters and buffers (7.16 kB), which were not trained" in told
+
+
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "mxfp4"])
 def test_a_quantized_base_is_refused(method: str, bases: dict[str, Path], tmp_path: Path) -> None:
     """Names, shapes and dtypes of the weights as these libraries store them; the values do not matter."""
