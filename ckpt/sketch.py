@@ -137,6 +137,8 @@ def _sketch(
         words += [f"copy {number}: {fault.kind} at {fault.region}" for fault in of_copy]
     everything = [*parts, *(part for copy in copies for part in copy)]
     words += [f"what should be {part.region} has another size or dtype" for part in everything if not part.is_sound]
+    parts, copies = _inside(parts, shape), tuple(_inside(copy, shape) for copy in copies)
+    everything = [*parts, *(part for copy in copies for part in copy)]
     marked = [padding] if padding is not None and is_inside(padding, shape) else []
     num_behind = sum(part.region.numel for part in behind)
     plane = _Plane.of([part.region for part in everything], marked, shape, num_behind)
@@ -166,6 +168,10 @@ def _sketch(
         tuple(words),
         tuple(_cut_otherwise(parts, copies, shape)),
     )
+
+
+def _inside(parts: Iterable[_Part], shape: Shape) -> tuple[_Part, ...]:
+    return tuple(part for part in parts if is_inside(part.region, shape))
 
 
 def _place(region: Region, shape: Shape) -> Region:
@@ -211,10 +217,9 @@ class _Plane:
     @classmethod
     def of(cls, regions: Sequence[Region], marked: Sequence[Box], shape: Shape, behind: int) -> _Plane:
         """The plane in which these regions of a tensor, and the boxes `marked` in it, are rectangles."""
-        inside = [region for region in regions if is_inside(region, shape)]
-        if all(isinstance(_place(region, shape), FlatRange) for region in [*inside, *marked]):
+        if all(isinstance(_place(region, shape), FlatRange) for region in [*regions, *marked]):
             return cls(shape, prod(shape) + behind)
-        boxes = [box for region in [*inside, *marked] for box in region_boxes(region, shape)]
+        boxes = [box for region in [*regions, *marked] for box in region_boxes(region, shape)]
         cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
         across, down = (cut[0], cut[1:]) if len(cut) > 1 else (0, [dim for dim in cut if dim])
         edges = tuple(
