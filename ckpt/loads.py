@@ -1,7 +1,8 @@
 """Whether a folder is one that `from_pretrained` loads: its weights, tokenizer and generation config.
 
-The installed transformers is asked itself, with the model on the meta device, so that no memory is taken for it.  No
-code that comes with a model is run, and nothing is fetched.
+The installed transformers is asked itself, with the model on the meta device, so that no memory is taken for it.  Only
+4 bits of bitsandbytes are really loaded, as it reads their shapes from data.  No code that comes with a model is run,
+and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _load_model(transformers: Any, path: Path, config: Any, problems: list[str])
         what = "names no architectures" if name is None else f"names {name!r}, which transformers does not have"
         problems.append(f"{CONFIG}: {what}")
         cls = transformers.AutoModelForCausalLM
-    options = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": "auto"}
+    device = "cpu" if _has_four_bits(config) else "meta"
+    options = {"device_map": device, "output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": "auto"}
     loaded = _attempt(problems, "weights", lambda: cls.from_pretrained(path, local_files_only=True, **options))
     if loaded is None:
         return str(name), 0
@@ -109,6 +111,11 @@ def _load_model(transformers: Any, path: Path, config: Any, problems: list[str])
     ]
     problems += [f"weights: {message}" for message in info.get("error_msgs", ())]
     return type(model).__name__, len(model.state_dict())
+
+
+def _has_four_bits(config: Any) -> bool:
+    quantization = getattr(config, "quantization_config", None)
+    return isinstance(quantization, dict) and bool(quantization.get("load_in_4bit"))
 
 
 def _vocabulary(config: Any) -> int | None:

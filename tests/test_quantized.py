@@ -77,6 +77,7 @@ def assert_carried(source: Path, tmp_path: Path) -> None:
     assert config_of(out) == config_of(source)
     assert ckpt("verify", source, out).code == 0
     assert ckpt("verify", out).code == 0
+    assert ckpt("verify", "--loads", out).code == 0
     assert ckpt("hash", source, "-q").out == ckpt("hash", out, "-q").out
 
 
@@ -116,7 +117,6 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_mxfp4_is_carried(gpt_oss: Path, tmp_path: Path) -> None:
     assert_carried(gpt_oss, tmp_path)
     assert "quantized   mxfp4\n" in ckpt("inspect", gpt_oss).out
-    assert ckpt("verify", "--loads", gpt_oss).code == 0
 
 
 @pytest.mark.parametrize("dtype", ["keep", "bf16", "fp16", "fp32"])
@@ -145,6 +145,18 @@ def test_every_byte_with_every_exponent_of_mxfp4(dtype: str, tmp_path: Path) -> 
     expected = convert_moe_packed_tensors(*tensors.values(), dtype=getattr(torch, CASTABLE[dtype].name))
     assert same(plain["x.w"][...], expected)
     assert same(plain["x.w"][1, 3:200, 5:77], expected[1, 3:200, 5:77])
+
+
+def test_to_megatron(quantized: Callable[[str, str], Path], fp8: Path, tmp_path: Path) -> None:
+    for number, source in enumerate((quantized("llama", "nf4 double"), quantized("llama", "int8"), fp8)):
+        refused = ckpt("convert", "hf", "megatron", source, "-o", tmp_path / "no")
+        assert refused.code == LossError.exit_code
+        assert "--dequantize" in refused.err
+        out = tmp_path / f"{number}"
+        result = ckpt("convert", "hf", "megatron", source, "-o", out, "--tp", "2", "--dequantize")
+        assert result.code == 0, result.err
+        plain = dequantize(source, tmp_path / f"{number}-plain")
+        assert ckpt("verify", out, plain, "--config", plain).code == 0
 
 
 def test_mxfp4_to_megatron(gpt_oss: Path, tmp_path: Path) -> None:
