@@ -569,3 +569,25 @@ def test_quantized_experts_stay_where_only_attention_is_adapted(gpt_oss: Path, t
         assert same(tensor, before[name] if ".experts." in name else expected[name]), name
     assert found.keys() == before.keys()
     assert config_of(tmp_path / "onto-mxfp4") == config_of(gpt_oss)
+
+
+def test_a_qlora_run_is_merged_onto_the_base_that_its_checkpoint_holds(
+    quantized: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """The state dict of a PeftModel over 4 bits, as a trainer saves it in one file."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base, run = quantized("llama", "nf4 double"), tmp_path / "run"
+    torch.manual_seed(8)
+    model = get_peft_model(load(base, device_map="cpu"), LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
+    model.save_pretrained(run)
+    torch.save(model.state_dict(), run / "pytorch_model.bin")
+    (run / "adapter_model.safetensors").unlink()
+    shutil.copy(base / "config.json", run)
+    assert ckpt("merge-lora", run, "-o", tmp_path / "no").code == UsageError.exit_code
+    result = ckpt("merge-lora", run, "-o", tmp_path / "merged", "--dequantize")
+    assert result.code == 0, result.err
+    model.save_pretrained(tmp_path / "adapter")
+    plain = load(base, device_map="cpu").dequantize()
+    merged = PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
+    assert_same(weights(tmp_path / "merged"), dict(merged.state_dict()))
