@@ -4,7 +4,8 @@
 
 A line has options of the trainer.  Besides,
 
-    stopped   a run and where to put what it would be, had it ended at its first checkpoint, after 4 steps
+    save_at   the only step after which the run saves (none: 0)
+    copied    a run folder and where to put a copy of it first
     commands  command lines of `ckpt` to run first
     refused   true where the trainer is to refuse `resume`: the command of its hint is then run as it stands, which
               goes to `refused.json`, and the run goes on from what the command wrote
@@ -25,6 +26,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -42,8 +44,10 @@ def main() -> None:
     launch.start()
     for line in Path(sys.argv[1]).read_text().splitlines():
         job = json.loads(line)
-        if "stopped" in job:
-            stop(*map(Path, job.pop("stopped")))
+        copied, save_at = job.pop("copied", None), job.pop("save_at", None)
+        if copied and dist.get_rank() == 0:
+            shutil.copytree(*copied)
+        dist.barrier()
         for command in job.pop("commands", ()):
             run_command(command)
         forgets = job.pop("forget", False)
@@ -51,7 +55,7 @@ def main() -> None:
             job["resume"] = follow_the_hint(job)
         if forgets:
             forget(Path(job["resume"]))
-        with recorded(Config(**job)) as config:
+        with recorded(Config(**job)) as config, saving_at(save_at):
             loop.run(config)
         dist.barrier()
     launch.stop()
@@ -78,6 +82,18 @@ def recorded(config: Config) -> Iterator[Config]:
         Path(config.output, "options.json").write_text(json.dumps(used))
 
 
+@contextlib.contextmanager
+def saving_at(step: int | None) -> Iterator[None]:
+    """While this is open, a run saves after no other step; None: whenever its options say."""
+    save: Any = loop._save
+
+    def save_there(engine: Any, *others: Any) -> Any:
+        return save(engine, *others) if engine.step == step else None
+
+    with contextlib.nullcontext() if step is None else mock.patch.object(loop, "_save", save_there):
+        yield
+
+
 def follow_the_hint(job: dict[str, Any]) -> str:
     """The folder that the command of the refusal's hint says that it wrote."""
     try:
@@ -95,16 +111,6 @@ def follow_the_hint(job: dict[str, Any]) -> str:
         record = {"refusal": said, "command": hint[1], "stderr": done.err, "written": done.out.strip()}
         (output / "refused.json").write_text(json.dumps(record))
     return done.out.strip()
-
-
-def stop(run: Path, stopped: Path) -> None:
-    """A copy of a run without what came after step 4."""
-    if dist.get_rank() == 0:
-        shutil.copytree(run, stopped, ignore=shutil.ignore_patterns("iter_0000008", "global_step8", "step-8"))
-        for name, tag in {"latest_checkpointed_iteration.txt": "4", "latest": "global_step4"}.items():
-            if (stopped / name).is_file():
-                (stopped / name).write_text(tag)
-    dist.barrier()
 
 
 def run_command(line: str) -> Result:

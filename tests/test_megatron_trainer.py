@@ -109,10 +109,26 @@ def test_files_hold_what_megatron_lm_writes(runs: Path) -> None:
 def test_another_layout_is_refused_with_the_command_that_helps(runs: Path) -> None:
     with pytest.raises(UserError) as caught:
         folders.find_checkpoint(Config(**ALONE, resume=str(runs / "torch")))
-    command = f"ckpt convert megatron megatron {runs / 'torch'} --tp 1 --pp 1"
+    command = f"ckpt convert megatron megatron {runs / 'torch'} --tp 1 --pp 1 --ep 1"
     assert "tensor_model_parallel_size 2" in str(caught.value)
     assert str(caught.value).endswith(command)
     folders.find_checkpoint(Config(**ALONE, resume=str(runs / "chunks")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, hint",
+    [
+        ({"no_distributed_optimizer": True}, "go on without --no-distributed-optimizer"),
+        ({"vocab_multiple": 16}, "--vocab-multiple 4"),
+    ],
+)
+def test_what_no_conversion_changes_is_refused_with_the_option_that_helps(
+    runs: Path, options: dict[str, Any], hint: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        folders.find_checkpoint(Config(**{**GRID, **options}, resume=str(runs / "torch")))
+    assert str(caught.value).endswith(f"\nhint: {hint}")
 
 
 def part(index: int, elements: torch.Tensor, start: int = 0, shape: tuple[int, ...] = (2, 3), stride: int = 1) -> Piece:
