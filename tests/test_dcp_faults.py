@@ -17,10 +17,12 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from ckpt import api
-from tests.commands import process, snapshot
+from ckpt.picture_svg import RED
+from tests.commands import ckpt, process, snapshot
 from tests.test_dcp import edit, nested, read, save, trained, write
 from tests.test_faults import AUDITED, emptied, half, one_byte_short, refused, zeroed_tail
 from tests.test_pickles import make as hostile
+from tests.test_picture import parsed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -97,6 +99,22 @@ def test_metadata_that(step: Path, case: str, format: str, monkeypatch: pytest.M
     edit(step, change)
     refused(step, code, *words, format=format)
     assert not Path("executed").exists()
+
+
+DRAWN = {"leaves-a-hole": "#ffffff", "overlaps": RED, "runs-past-the-end": None}
+
+
+@pytest.mark.parametrize("case", DRAWN)
+def test_what_is_damaged_has_a_picture(step: Path, tmp_path: Path, case: str) -> None:
+    """Inspecting proves nothing before it draws; that something is wrong is said all the same, as converting does."""
+    change, code, words = METADATA[case]
+    edit(step, change)
+    done = ckpt("inspect", step, "--picture", tmp_path / "out.svg")
+    assert done.code == code
+    assert all(word in done.err for word in words)
+    row = parsed((tmp_path / "out.svg").read_text()).row("down.weight", "weight float32")
+    assert any(words[-1] in note for note in row.notes)
+    assert DRAWN[case] in {None, *(fill for fill, _ in row.patches)}
 
 
 def test_metadata_that_runs_code_seen_from_outside(step: Path, tmp_path: Path) -> None:
