@@ -14,13 +14,13 @@ In memory every tensor of an adapter carries the adapter's name, in files it doe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.checkpoint import BUFFER, MASTER, OWN, WEIGHT, Checkpoint
 from ckpt.companions import read_json
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, LossError, UsageError
@@ -106,6 +106,37 @@ def parse_name(fqn: str) -> AdapterName:
 def is_adapter(fqns: Iterable[str]) -> bool:
     """Whether a LoRA adapter is among these tensors."""
     return any(parse_name(fqn).kind in (A, EMBEDDING_A) for fqn in fqns)
+
+
+def under_saved_names(checkpoint: Checkpoint, saved: Container[str]) -> Checkpoint:
+    """A run's `checkpoint` under the names of PEFT's files: the adapter, and what else was trained or is in `saved`.
+
+    One with several adapters stays as it is, as their names would meet.
+    """
+    parsed = {fqn: parse_name(fqn) for fqn, _ in checkpoint.tensors}
+    if len({name.adapter for name in parsed.values() if name.adapter is not None}) > 1:
+        return checkpoint
+    trained = {fqn for group in checkpoint.state.param_groups for fqn in group.fqns}
+    names: dict[str, str] = {}
+    for fqn, name in parsed.items():
+        in_file = name.in_file if name.kind != BASE else PREFIX + fqn.removeprefix(PREFIX)
+        if name.kind != BASE or in_file in saved or fqn in trained:
+            names[fqn] = in_file
+    scalars = {
+        state: {names[fqn]: value for fqn, value in of.items() if fqn in names}
+        for state, of in checkpoint.state.scalars.items()
+    }
+    return replace(
+        checkpoint,
+        tensors={
+            (names[fqn], role): tensor.renamed(names[fqn])
+            for (fqn, role), tensor in checkpoint.tensors.items()
+            if fqn in names
+        },
+        ties={},
+        state=replace(checkpoint.state, scalars=scalars, param_groups=()),
+        namespace=OWN,
+    )
 
 
 def is_foreign(fqn: str) -> bool:

@@ -412,7 +412,25 @@ def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
     """Compare two checkpoints of any formats, tensor by tensor and bit by bit; options as of `ckpt.verifier.verify`."""
     from ckpt.verifier import verify as verify_same_names
 
-    return verify_same_names(*_comparable(a, b), **options)
+    a, b, notes = _as_saved_adapters(a, b)
+    report = verify_same_names(*_comparable(a, b), **options)
+    return replace(report, notes=(*report.notes, *notes))
+
+
+def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:
+    """Both as they are, but a run's checkpoint against a PEFT folder: as PEFT would save its adapter."""
+    from ckpt.adapter import is_adapter, under_saved_names
+
+    sides, notes = [a, b], []
+    for this, other in ((0, 1), (1, 0)):
+        run, saved = sides[this], sides[other]
+        if saved.format != "peft" or run.format == "peft" or not is_adapter(fqn for fqn, _ in run.tensors):
+            continue
+        sides[this] = under_saved_names(run, {fqn for fqn, _ in saved.tensors})
+        frozen = len({fqn for fqn, _ in run.tensors}) - len({fqn for fqn, _ in sides[this].tensors})
+        if frozen:
+            notes.append(f"the base model in {'AB'[this]}, {frozen} tensors, is not compared: {'AB'[other]} has none")
+    return sides[0], sides[1], notes
 
 
 def _comparable(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:

@@ -585,6 +585,20 @@ def test_a_base_of_another_architecture_is_refused_though_its_shapes_fit(fixture
     assert accepted.code == 0, accepted.err
 
 
+def test_verify_compares_a_runs_adapter_with_the_folder_made_of_it(fixtures: Path, tmp_path: Path) -> None:
+    run, saved = fixtures / "lora-zero3", tmp_path / "saved"
+    assert ckpt("convert", "zero3", "peft", run, "-o", saved).code == 0
+    for pair in ((run, saved), (saved, run)):
+        result = ckpt("verify", *pair)
+        assert result.code == 0, result.out
+        assert "28 tensors" in result.out and "the base model in" in result.out
+    tensors = load_file(saved / "adapter_model.safetensors")
+    name = next(iter(tensors))
+    save_file({**tensors, name: -tensors[name]}, saved / "adapter_model.safetensors")
+    changed = ckpt("verify", run, saved)
+    assert changed.code == 1 and "1 differ, 27 equal" in changed.out
+
+
 def test_what_of_a_training_run_is_left_out_is_said(fixtures: Path, tmp_path: Path) -> None:
     for command in (("merge-lora",), ("convert", "zero3", "peft")):
         told = ckpt(*command, fixtures / "lora-zero3", "-o", tmp_path / command[0]).err
