@@ -548,6 +548,19 @@ def test_the_padding_of_a_megatron_vocabulary(fixtures: Path, tmp_path: Path) ->
     assert "padding: 6 elements" in row.notes
 
 
+def test_the_example_in_the_docs_is_drawn_as_today() -> None:
+    """A run of Megatron on four ranks, TP 2 and PP 2; drawn again whenever what is around the bars changes."""
+    example = (REPOSITORY / "docs" / "picture.svg").read_text()
+    found = checkpoint(tensor("w", (4,), [FlatRange(0, 4)]))
+    style = f"{SVG}style"
+    assert ET.fromstring(example).findtext(style) == ET.fromstring(draw(picture.picture(found, {}), found)).findtext(
+        style
+    )
+    row = parsed(example).row("decoder.layers.{2-3}.mlp.linear_fc1.weight")
+    assert [fill for fill, _ in sorted(row.patches, key=lambda patch: patch[1])] == [COLOURS[2], COLOURS[3]] * 2
+    assert len(example) < 30_000
+
+
 def test_the_same_bytes_every_time(fixtures: Path, tmp_path: Path) -> None:
     contents = set()
     for seed in ("1", "2"):
