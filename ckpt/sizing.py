@@ -331,7 +331,7 @@ def _more_gpus(subject: Subject, setup: Setup, gpu_memory: int, strategies: Sequ
 
 # -- as text and JSON ----------------------------------------------------------------------------------------
 
-_HEADS = ("params", "grads", "optim", "master", "gathered", "buffers", "activ.", "total", "activ.*", "total*", "host")
+_HEADS = ("params", "grads", "optim", "master", "gathered", "buffers", "acts", "total", "acts*", "total*", "host")
 
 
 def lines(sizing: Sizing) -> Iterator[str]:
@@ -365,7 +365,7 @@ def lines(sizing: Sizing) -> Iterator[str]:
     if any(row.options.get("qlora") for row in sizing.rows):
         rest = sum(parameter.numel for parameter in model.parameters if parameter.kind != LINEAR)
         yield (
-            f"qlora: {rest:,} parameters are in no linear layer and stay in {setup.dtype}; "
+            f"qlora: {rest:,} parameters are not quantized and stay in {setup.dtype}; "
             "PEFT's prepare_model_for_kbit_training makes them float32"
         )
         yield ""

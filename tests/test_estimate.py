@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +37,8 @@ from ckpt.estimate import (
 from ckpt.parameters import Model, num_elements
 from converters.names import installed
 from converters.names.parameters import in_memory, megatron_stages
-from tests.commands import ckpt
-from tests.engines import launch
+from tests.commands import ckpt, process
+from tests.engines import REPOSITORY, launch
 from train.config import ARCHITECTURES
 from train.models import sizes_of
 
@@ -350,6 +352,32 @@ def test_the_table_of_an_8b_model_on_4_gpus(llama: Path) -> None:
     assert (rows["ddp"], rows["zero3"], rows["zero1"]) == ("no", "yes", "*")
     assert lines[-2].startswith("suggestion: zero3, data parallel 4: ")
     assert lines[-1].startswith("suggestion: with Megatron: megatron tp 2 pp 1, data parallel 2: ")
+
+
+def test_the_document_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (_, config) in PUBLIC.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    document = (REPOSITORY / "docs" / "estimate.md").read_text()
+    blocks = re.findall(r"^    \$ ckpt (estimate .*)\n((?:    .*\n|\n(?=    ))+)", document, re.MULTILINE)
+    assert len(blocks) == 2
+    for command, shown in blocks:
+        assert ckpt(*command.split()).out == textwrap.dedent(shown)
+
+
+def test_no_framework_is_imported(llama: Path) -> None:
+    script = """
+import sys
+from ckpt.cli import app
+try:
+    app(sys.argv[1:])
+except SystemExit as stop:
+    assert not stop.code, stop.code
+assert not {"torch", "transformers", "numpy", "huggingface_hub"} & set(sys.modules)
+"""
+    done = process("estimate", llama, "--gpus", "8", script=script)
+    assert done.code == 0, done.err
 
 
 def test_json_has_bytes(llama: Path) -> None:
