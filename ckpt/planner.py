@@ -68,6 +68,8 @@ class Plan:
     span_bytes: int
     buffered_bytes: int
     casts: tuple[Cast, ...]
+    #: Bytes of the largest content that is computed as a whole.
+    largest_computed: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -108,7 +110,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
     regions: dict[Key, dict[Region, None]] = {}
     few: dict[Key, tuple[Fragment, ...]] = {}  # of tensors with few fragments, which many slots may ask for
     casts: dict[tuple[DType, DType], dict[Key, int]] = {}
-    num_copies = span_bytes = buffered_bytes = 0
+    num_copies = span_bytes = buffered_bytes = largest = 0
     for file in target.files:
         _check_file_cover(file)
         for slot in file.slots:
@@ -135,7 +137,9 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
             for copy in _slot_copies(fragments, tensor.shape, slot):
                 num_copies += 1
                 filled += copy.target.numel
-                if copy.is_span and copy.source.path not in checkpoint.computed:
+                is_computed = copy.source.path in checkpoint.computed
+                largest = max(largest, copy.source.end) if is_computed else largest
+                if copy.is_span and not is_computed:
                     span_bytes += copy.target.nbytes
                 else:
                     buffered_bytes += copy.target.nbytes
@@ -149,7 +153,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
                 )
     _check_every_source_used(checkpoint, target, regions)
     counted = tuple(Cast(a, b, len(keys), sum(keys.values())) for (a, b), keys in casts.items())
-    return Plan(checkpoint, target, num_copies, span_bytes, buffered_bytes, counted)
+    return Plan(checkpoint, target, num_copies, span_bytes, buffered_bytes, counted, largest)
 
 
 def check_source(tensor: Tensor) -> None:

@@ -73,9 +73,11 @@ class Resources:
 
     def peak_buffers(self, plan: Plan) -> int:
         """Upper bound of the bytes of all buffers while `plan` runs."""
+        one = _COMPUTING * plan.largest_computed
+        computing = min(self.num_workers * one, max(self.max_memory, one))
         if plan.buffered_bytes or not _HAS_KERNEL_COPY:
-            return 3 * self.buffer_size * self.num_workers
-        return 0
+            return 3 * self.buffer_size * self.num_workers + computing
+        return computing
 
 
 def execute(

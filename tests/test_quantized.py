@@ -261,6 +261,20 @@ def test_bitsandbytes_is_carried(kind: str, quantized: Callable[[str, str], Path
     assert "--dequantize makes plain weights of them; or leave --dtype out" in refused.err
 
 
+def test_memory_is_that_of_a_block(tmp_path: Path) -> None:
+    """A plan's bound counts what is computed at a time, which does not grow with the weight."""
+    bounds = []
+    for number, num_rows in enumerate((1 << 14, 1 << 16)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        weight = torch.zeros(num_rows, 1024, dtype=torch.float8_e4m3fn)
+        save_file({"x.weight": weight, "x.weight_scale_inv": torch.tensor(1.0)}, folder / "model.safetensors")
+        conversion = api.plan(api.dequantized(api.open(folder)), "hf")
+        assert conversion.plan.largest_computed == 1 << 24
+        bounds.append(conversion.peak_buffers)
+    assert 5 << 24 < bounds[0] == bounds[1] <= 1 << 30
+
+
 def test_packed_weights_are_no_masters(quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
     """Bytes that are stored as bf16 would be other ones after a cast to fp32: a signalling NaN becomes a quiet one."""
     source = quantized("llama", "nf4 in bf16")

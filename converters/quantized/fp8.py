@@ -76,7 +76,9 @@ def _block_size(stored: Stored, name: str, shape: tuple[int, ...], scales: tuple
 
 def _weight(stored: Stored, owner: str, size: tuple[int, int], unused: tuple[str, ...]) -> Weight:
     shape = stored.tensors[owner].shape
-    rows = max(size[0], BLOCK // max(1, shape[-1]) // size[0] * size[0])
+    rows = BLOCK // max(1, shape[-1])
+    if size[0] < shape[-2]:  # there are several blocks, and only a start of one is a place to cut
+        rows = max(size[0], rows // size[0] * size[0])
     blocks = []
     for lead in np.ndindex(*shape[:-2]):
         for start, stop in spans(shape[-2], rows):
