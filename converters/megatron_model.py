@@ -230,8 +230,14 @@ class Stages:
             raise UsageError(
                 f"{self.num_layers} layers cannot be dealt to {self.pp} pipeline stages of {self.vpp} chunks",
                 expected="a number of layers (embedding and loss counted where asked) that divides evenly",
-                found=f"first {self.first}, last {self.last}, embedding {self.embedding}, loss {self.loss}",
+                found=self._as_asked(),
             )
+
+    def _as_asked(self) -> str | None:
+        """What of the division is not the even one, for a message."""
+        counts = [f"{count} in the {which}" for which, count in (("first", self.first), ("last", self.last)) if count]
+        others = [what for what in ("embedding", "loss") if getattr(self, what)]
+        return ", ".join(counts + [f"the {what} counted" for what in others]) or None
 
     def _shares(self) -> bool | None:
         """None where a division leaves a rest."""

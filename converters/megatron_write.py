@@ -267,6 +267,8 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> Model:
             missing = next(number for number in range(max(numbers)) if number not in numbers)
             raise LossError(f"the source lacks some of the model's {what}", expected=f"number {missing}")
     grid = _grid(args, layout)
+    if grid.ep > 1 and not experts:  # megatron/core/transformer/transformer_config.py refuses this too
+        raise UsageError("a model without experts has no expert parallel ranks", found=f"ep {grid.ep}")
     stages = _stages(args, grid, layout, len(layers))
     if layout.transformer_impl:
         args["transformer_impl"] = layout.transformer_impl

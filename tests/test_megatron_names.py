@@ -32,6 +32,7 @@ from ckpt.tensors import ZEROS, Extent, Shape, Tensor, Whole
 from converters.names.megatron import architectures
 from converters.names.megatron._sizes import Config, Sizes
 from converters.names.megatron._table import Table
+from tests import commands
 from tests.megatron_logits import add_mtp, random_model
 from train.models import sizes_of
 
@@ -574,3 +575,25 @@ class TestAgainstMegatronCore:
         assert outcome[case]["largest"] > 0.5
         assert outcome[case]["to_megatron"] < TOLERANCE
         assert outcome[case]["to_hub"] < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--ep", "2"), ("a model without experts has no expert parallel ranks", "found: ep 2")),
+        (("--pp", "3"), ("2 layers cannot be dealt to 3 pipeline stages of 1 chunks",)),
+        (
+            ("--pp", "2", "--decoder-first-pipeline-num-layers", "7", "--account-for-loss-in-pipeline-split"),
+            ("2 layers cannot be dealt to 2", "found: 7 in the first, the loss counted"),
+        ),
+    ],
+)
+def test_sizes_that_the_model_has_no_use_for(
+    options: tuple[str, ...], said: tuple[str, ...], fixtures: Path, tmp_path: Path
+) -> None:
+    source = fixtures / "megatron-dist-flattened"
+    for way in ("megatron", "megatron-dist"):
+        refused = commands.ckpt("convert", "megatron-dist", way, source, "-o", tmp_path / way, *options)
+        assert refused.code == 2, refused.err
+        assert all(words in refused.err for words in said)
+        assert "None" not in refused.err
