@@ -240,12 +240,12 @@ class _Plane:
         """The rectangles of a region."""
         if not region.numel or not self.numel:
             return
-        text = str(region)
         if self.across is None:
             flat = _place(region, self.shape)
             assert isinstance(flat, FlatRange)
-            yield Patch(kind, flat.start / self.numel, 0.0, flat.stop / self.numel, 1.0, holders, text)
+            yield Patch(kind, flat.start / self.numel, 0.0, flat.stop / self.numel, 1.0, holders, str(flat))
             return
+        text = str(region)
         for box in region_boxes(region, self.shape):
             columns, rows = self._runs(box, self.across), list(self._rows(box, 0))
             for (left, right), (top, bottom) in product(columns, rows):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -156,16 +156,19 @@ def _check_all(path: Path, what: str, expected: Sequence[Any], found: Mapping[An
 class Part:
     """A rank's tensor of shape `shape`: where its elements are, and which boxes of the whole tensor they are.
 
-    `boxes` are the rank's part of the whole tensor, one behind the other along the first dim.
+    `boxes` are the rank's part of the whole tensor, one behind the other along the first dim.  `ranks` are those of the
+    run that have it, by their data parallel rank, which is the one that `source` knows; None where that is not known.
     """
 
     shape: Shape
     boxes: tuple[Box, ...]
     source: Source
+    ranks: range | None
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
         """What it holds of the whole tensor, which has this shape."""
-        for fragment in self.source.fragments(self.shape):
+        for found in self.source.fragments(self.shape):
+            fragment = replace(found, rank=self.ranks[found.rank or 0] if self.ranks else None)
             if isinstance(fragment.region, Box):  # a whole tensor of a layer's file
                 at = 0
                 for box in self.boxes:
@@ -206,7 +209,10 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A rank's part of a tensor, before it is known which ranks have the others."""
+    """A rank's part of a tensor, before it is known which ranks have the others.
+
+    `layer` is whose file has it; None for what lies in partitions, whose files are of slices.
+    """
 
     slice: int
     tp: int
@@ -214,6 +220,7 @@ class _Held:
     dtype: Any
     shape: Shape
     source: Source
+    layer: int | None = None
 
 
 #: A param group over all slices: its options, and its number among those of a slice that have the same.
@@ -235,6 +242,8 @@ class Reading:
     notes: list[str] = field(default_factory=list)
     gated: dict[str, bool] = field(default_factory=dict)
     recomputed: dict[int, dict[str, StoredTensor]] = field(default_factory=dict)
+    dp: int = 1
+    stages: dict[int, int] = field(default_factory=dict)  # of layers
 
     def load(self, path: str, rank: int) -> RankFile:
         with translate_os_errors(Path(path)):
@@ -275,7 +284,7 @@ class Reading:
                     expected=f"{first.dtype} {list(first.shape)}",
                     found=f"{one.dtype} {list(one.shape)}",
                 )
-            part = Part(one.shape, rank_boxes(one.split, shape, tp, one.tp), one.source)
+            part = Part(one.shape, rank_boxes(one.split, shape, tp, one.tp), one.source, self._ranks(one))
             copies.setdefault(one.slice - one.tp, {})[one.tp] = part
         sources: list[Source] = []
         for stage, parts in copies.items():
@@ -295,6 +304,19 @@ class Reading:
         return Tensor(
             fqn, role, first.dtype, shape, sources[0], native if native != first.dtype else None, tuple(sources[1:])
         )
+
+    def _ranks(self, held: _Held) -> range | None:
+        """The ranks of the run that have a part, by data parallel rank.
+
+        runtime/pipe/topology.py, `PipeModelDataParallelTopology`: the axes are pipe, data, model, the last one's ranks
+        being neighbours.  All data parallel ranks have a layer, of which the first writes the file.
+        """
+        tp = self.folder.tp
+        stage = held.slice // tp if held.layer is None else self.stages.get(held.layer)
+        if stage is None:
+            return None
+        first = stage * self.dp * tp + held.tp
+        return range(first, first + self.dp * tp, tp)
 
 
 # -- layers --------------------------------------------------------------------------------------------------
@@ -332,7 +354,7 @@ def _note_weight(reading: Reading, layer: int, rank: int, file: RankFile, name: 
         raise CorruptError("an entry of a layer is no tensor", path=file.path, fqn=name, found=type(value).__name__)
     extent = value.extent
     split = reading.split(fqn, file.path)
-    held = _Held(rank, rank, split, extent.dtype, extent.shape, Whole(extent, rank))
+    held = _Held(rank, rank, split, extent.dtype, extent.shape, Whole(extent, 0), layer)
     reading.held.setdefault((fqn, WEIGHT), []).append(held)
     reading.natives[fqn] = extent.dtype
 
@@ -403,6 +425,10 @@ def read_slices(reading: Reading) -> list[RankFile]:
             )
     _check_order(files[0])
     _check_layers(reading, files)
+    recorded_dp = files[0].content.get("dp_world_size")
+    ranks = (rank for rank, _ in folder.partitions)
+    reading.dp = recorded_dp if isinstance(recorded_dp, int) else 1 + max(ranks, default=0)
+    reading.stages = _stages(reading, files)
     return files
 
 
@@ -445,6 +471,25 @@ def _check_layers(reading: Reading, files: Sequence[RankFile]) -> None:
                     )
 
 
+def _stages(reading: Reading, files: Sequence[RankFile]) -> dict[int, int]:
+    """The pipeline stage of each layer that some slice has parameters of; tied ones are on the first and the last."""
+    found: dict[int, int] = {}
+    tied: list[int] = []
+    for file in files:
+        stage = file.rank // reading.folder.tp
+        for shapes in param_shapes(file) if file.content.get("param_shapes") is not None else []:
+            for name in shapes:
+                number = name.partition(".")[0]
+                if number.isdigit():
+                    found.setdefault(int(number), stage)
+                elif is_tied(name):
+                    tied.append(stage)
+    for layer in reading.layers.kinds:
+        if layer not in found and tied:
+            found[layer] = min(tied) if layer < reading.layers.transformers[0] else max(tied)
+    return found
+
+
 # -- partitions ----------------------------------------------------------------------------------------------
 
 
@@ -454,9 +499,7 @@ def read_partitions(reading: Reading, slices: Sequence[RankFile]) -> RankFile | 
     if not folder.partitions:
         reading.notes.append("there are no optimizer files: weights only")
         return None
-    first = None
-    recorded = slices[0].content.get("dp_world_size")
-    dp = recorded if isinstance(recorded, int) else 1 + max(rank for rank, _ in folder.partitions)
+    first, dp = None, reading.dp
     expected = [(rank, number) for number in range(len(slices)) for rank in range(dp)]
     _check_all(folder.path, "the partition of an optimizer (data parallel rank, slice)", expected, folder.partitions)
     extra = [key for key in folder.partitions if key not in set(expected)]

@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,31 @@ def test_reads_what_the_engine_held(name: str, tables: Any) -> None:
     assert checkpoint.state.items["args"]["padded_vocab_size"] % run.tp == 0
     assert ckpt.verify(checkpoint, checkpoint).equal  # compares replicas
     tables[TABLE][f"{run.model} {run.layout}"]["read"] = f"{len(expected.tensors)} equal"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_fragments_have_the_ranks_that_deepspeed_gives_them(name: str) -> None:
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    run, checkpoint = BY_NAME[name], ckpt.open(sample(name))
+    ranks = checkpoint.world_size
+    assert ranks is not None
+    topology = PipeModelDataParallelTopology(num_pp=run.pp, num_mp=run.tp, num_dp=ranks // (run.pp * run.tp))
+    seen = set()
+    for tensor in checkpoint.tensors.values():
+        for source in (tensor.source, *tensor.replicas):
+            for fragment in source.fragments(tensor.shape):
+                file = Path(fragment.extent.path).name
+                seen.add(fragment.rank)
+                if match := re.search(r"zero_pp_rank_(\d+)_mp_rank_(\d+)", file):
+                    data, number = map(int, match.groups())
+                    stage, model = divmod(number, run.tp)
+                    assert fragment.rank == topology.get_rank(pipe=stage, data=data, model=model), (tensor.fqn, file)
+                else:
+                    found = topology.get_coord(fragment.rank)
+                    assert (found.data, found.model) == (0, int(file.split("model_")[1][:2])), (tensor.fqn, file)
+    assert seen == set(range(ranks))
 
 
 @pytest.mark.slow
