@@ -115,9 +115,10 @@ class Setup:
 class Memory:
     """Bytes on the GPU that holds most.
 
-    `gathered` are whole copies of what is sharded, or cast, while it is used; `buffers` are those of communication;
-    `step` is what the optimizer's step needs when the activations are gone.  `activations` is None where the layers
-    are not known.  `host` is what one rank holds in the host's memory.
+    `gathered` are whole copies of what is sharded, or cast, while it is used; `buffers` are those of communication,
+    `late` where they are largest at the end of the backward pass, when few activations are left.  `step` is what the
+    optimizer's step needs when there are none.  `activations` is None where the layers are not known.  `host` is what
+    one rank holds in the host's memory.
     """
 
     parameters: int
@@ -128,6 +129,7 @@ class Memory:
     buffers: int = 0
     step: int = 0
     host: int = 0
+    late: bool = False
     activations: Activations | None = None
 
     @property
@@ -136,11 +138,12 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.masters
 
     def total(self, *, checkpointing: bool) -> int:
-        """At the peak: at the start of the backward pass or in the optimizer's step."""
+        """At the peak: in the backward pass, with gradients of earlier micro batches, or in the optimizer's step."""
         backward = 0
         if self.activations is not None:
             backward = self.activations.checkpointed if checkpointing else self.activations.kept
-        return self.states + max(self.gathered + self.buffers + backward, self.step)
+        backward = max(backward, self.buffers) if self.late else backward + self.buffers
+        return self.states + max(self.gathered + backward, self.step)
 
 
 def estimate(model: Model, strategy: str, setup: Setup) -> Memory:
@@ -332,6 +335,7 @@ def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strateg
         masters=0,
         gathered=item * (root + layers),
         buffers=(item + held) * max(gradients.values()),
+        late=True,
     )
     if strategy != FSDP2_OFFLOAD:
         return made

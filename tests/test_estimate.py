@@ -6,6 +6,7 @@ import json
 import re
 import textwrap
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,29 @@ def test_states_are_those_of_megatrons_document() -> None:
     assert found.states == pytest.approx((6 + 12 / 8) * count, rel=1e-5)
 
 
+def allocated(action: Callable[[], Any]) -> tuple[Any, int]:
+    """What `action` returns, and the bytes that it allocated and did not free."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = action()
+    events = profiled.profiler.kineto_results.events()
+    return result, sum(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+def test_buckets_of_ddp_are_as_large_as_the_gradients() -> None:
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3)))
+        wrapped, buckets = allocated(lambda: torch.nn.parallel.DistributedDataParallel(model))
+        _, gradients = allocated(lambda: wrapped(torch.ones(1, 300)).sum().backward())
+    finally:
+        distributed.destroy_process_group()
+    assert buckets == gradients == 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_offload_moves_states_to_the_host() -> None:
     model, setup = in_memory(LLAMA), Setup(4)
     for plain, offloaded in ((ZERO2, ZERO2_OFFLOAD), (ZERO3, ZERO3_OFFLOAD), (FSDP2, FSDP2_OFFLOAD)):
@@ -350,7 +374,7 @@ def test_the_table_of_an_8b_model_on_4_gpus(llama: Path) -> None:
     assert {name for name in rows if name.startswith("megatron")} == {f"megatron tp {tp} pp 1" for tp in (1, 2, 4)}
     assert {"ddp lora 16", "zero3 lora 16", "ddp lora 16 qlora"} <= set(rows)
     assert (rows["ddp"], rows["zero3"], rows["zero1"]) == ("no", "yes", "*")
-    assert lines[-2].startswith("suggestion: zero3, data parallel 4: ")
+    assert lines[-2].startswith("suggestion: fsdp2, data parallel 4: ")
     assert lines[-1].startswith("suggestion: with Megatron: megatron tp 2 pp 1, data parallel 2: ")
 
 
