@@ -98,7 +98,6 @@ LOADS = [
     _to("llama", tp=4),
     _to("llama-odd", pp=2),
     _to("llama-fp16", pp=4),
-    _to("llama-fp16", tp=2, pp=1),
     _to("qwen2-tp"),
     _to("gpt_neox", pp=2),
     # Other formats write a vocabulary that is padded to 128 rows anew.
@@ -121,7 +120,7 @@ class Loaded:
     resumed: dict[tuple[int, int, int], Path] = field(default_factory=dict)
 
 
-RESUMES = [(1, 2, 2), (2, 1, 2), (1, 1, 4), (2, 2, 1)]
+RESUMES = [(1, 2, 2), (2, 1, 2), (2, 2, 1)]
 
 
 @pytest.fixture(scope="module")
