@@ -21,8 +21,9 @@ from typing import Any
 from ckpt.checkpoint import MEGATRON as NAMESPACE
 from ckpt.checkpoint import WEIGHT, Checkpoint, Layout, ReadRequest, Target, TrainingState
 from ckpt.companions import read_config
+from ckpt.errors import NotFoundError
 from converters.megatron_dist_optimizer import is_optimizers, read_optimizer
-from converters.megatron_dist_read import Reading, is_iteration, read_folder
+from converters.megatron_dist_read import BACKENDS, COMMON, Reading, is_iteration, read_folder
 from converters.megatron_dist_write import lay_out
 from converters.megatron_folder import find_iteration
 from converters.megatron_model import EMBEDDING, OUTPUT
@@ -42,7 +43,19 @@ class MegatronDist:
     namespace: str | None = NAMESPACE
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        return find_iteration(path, tag, is_iteration)
+        found = find_iteration(path, tag, is_iteration)
+        if found is None:
+            other = find_iteration(path, tag, _is_plain)
+            if other not in (None, path):
+                raise NotFoundError(
+                    "PyTorch's distributed checkpoint without megatron-core's files: Megatron-LM writes such with "
+                    "--ckpt-format fsdp_dtensor and torch_dcp, whose names in Megatron are not read",
+                    path=other,
+                    expected=f"{COMMON} or {BACKENDS}",
+                    hint="load and save it with Megatron-LM, --ckpt-format torch_dist; the folder itself is read as "
+                    "dcp, under the names that it has",
+                )
+        return found
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the checkpoint of one iteration."""
@@ -78,6 +91,10 @@ class MegatronDist:
 
 
 MEGATRON_DIST = MegatronDist()
+
+
+def _is_plain(folder: Path) -> bool:
+    return (folder / ".metadata").is_file() and not is_iteration(folder)
 
 
 def _items(reading: Reading) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
@@ -18,15 +16,17 @@ def content(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
     for fragment in tensor.fragments():
         if not fragment.region.numel:
             continue
-        data = Path(fragment.extent.path).read_bytes()
         extent = fragment.extent
-        base = np.frombuffer(data[extent.offset : extent.end], dtype)
+        with open(extent.path, "rb") as file:
+            file.seek(extent.offset)
+            base = np.frombuffer(file.read(extent.end - extent.offset), dtype)
         strides = tuple(s * extent.dtype.itemsize for s in extent.strides)
         values = np.lib.stride_tricks.as_strided(base, extent.shape, strides)
         if isinstance(fragment.region, FlatRange):
             flat[fragment.region.start : fragment.region.stop] = values.reshape(-1)
         else:
-            window = tuple(slice(a, a + n) for a, n in zip(fragment.region.offsets, fragment.region.sizes, strict=True))
+            box = fragment.region
+            window = tuple(slice(a, b, s) for a, b, s in zip(box.offsets, box.ends, box.all_steps, strict=True))
             flat.reshape(tensor.shape)[window] = values
     return tensor.dtype.name, tensor.shape, flat.tobytes()
 

@@ -1,19 +1,13 @@
-"""Megatron's `torch_dist` format, against what megatron-core itself holds.
+"""Megatron's `torch_dist` format: forms of older and newer versions, keys, and faults.
 
-Read: files of real runs, bit for bit against the truth that the live engine gathered, with the optimizer's state in
-every form that megatron-core writes (that of 0.14 in a committed fixture).  Written: files that an unmodified
-megatron-core loads by `dist_checkpointing.load` at other sizes of its axes, and gathers the same truth from.
+What is read and written is held against megatron-core itself in tests/test_megatron_matrix.py.
 """
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,119 +15,43 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.checkpoint import BUFFER, WEIGHT, Checkpoint, Layout
+from ckpt.checkpoint import WEIGHT
 from ckpt.dtypes import FLOAT32
 from ckpt.errors import CorruptError, LossError, NotFoundError
-from ckpt.planner import check_source
 from ckpt.tensors import Box, Extent
 from converters.megatron_dist_keys import KeyWriter, ObjectKey, TensorKey, canonical_names, state_key
 from converters.megatron_dist_optimizer import bucket_places
 from converters.megatron_model import LayerKind
 from tests import commands
 from tests.describing import content
-from tests.engines import Truth, launch
-from tests.megatron_runs import PLAIN, Run, load_all, truth, without_padding
+from tests.engines import Truth
+from tests.megatron_runs import check_read, sample, truth
 
 FOLDER = "iter_0000002"
-RANKS = 4
-SEQUENCE = {"sequence_parallel": True}
-DIST = {"save": "torch_dist"}
-TABLE = "Megatron, torch_dist format: bit for bit against megatron-core (TP,PP,EP,VPP)"
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "megatron-dist-flattened"
-
-
-def _run(name: str, model: str, tp: int = 1, pp: int = 1, ep: int = 1, vpp: int = 1, **options: Any) -> Run:
-    return Run(name, model, tp, pp, ep, vpp, {**DIST, **options})
-
-
-BUCKETS = {"optimizer_format": "dp_reshardable"}
-RUNS = [
-    _run("llama", "llama", tp=2, pp=2),
-    _run("llama-vpp", "llama", pp=2, vpp=2),
-    _run("llama-plain", "llama", tp=2, **PLAIN),
-    _run("llama-fp32", "llama", tp=4, dtype="fp32"),
-    _run("llama-buckets", "llama", tp=2, bucket_size=3000, **BUCKETS),
-    _run("llama-shifted", "llama", tp=2, bucket_size=3000),
-    _run("llama-gathered", "llama", pp=2, optimizer_format="dp_zero_gather_scatter"),
-    _run("qwen2-buckets", "qwen2", pp=2, **BUCKETS),
-    _run("gpt2", "gpt2", tp=4),
-    _run("qwen3_moe", "qwen3_moe", tp=2, pp=2, ep=2, etp=1, **SEQUENCE),
-    _run("qwen3_moe-buckets", "qwen3_moe", tp=2, ep=2, etp=1, **SEQUENCE, **BUCKETS),
-    _run("mixtral", "mixtral", pp=2, ep=2),
-    _run("deepseek_v3", "deepseek_v3", tp=2, pp=2, mtp_layers=1, **SEQUENCE),
-]
-BY_NAME = {run.name: run for run in RUNS}
-#: What its optimizer's state has been shifted in.
-SHIFTED = ("llama-shifted",)
-
-
-@functools.cache
-def _folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="megatron-dist-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-@functools.cache
-def sample(name: str) -> Path:
-    """The run folder of one of `RUNS`, with its truth; all are made at once, and one in the `torch` format."""
-    folder = _folder() / "runs"
-    if not folder.is_dir():
-        jobs = [run.job(folder / run.name, steps=2) for run in RUNS]
-        legacy = replace(BY_NAME["mixtral"], options={})
-        jobs.append(legacy.job(folder / "legacy", steps=2))
-        launch(jobs, RANKS, folder, "tests.megatron_worker")
-    return folder / name
-
-
-# -- real runs, read -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [run.name for run in RUNS if run.name not in SHIFTED])
-def test_reads_what_the_engine_held(name: str, tables: Any) -> None:
-    run, expected = BY_NAME[name], truth(sample(name))
-    checkpoint = ckpt.open(sample(name))
-    _check(checkpoint, expected)
-    ckpt.verify(checkpoint, checkpoint)  # compares replicas
-    tables[TABLE][f"{run.model} {run.layout}"]["read"] = f"{len(expected.tensors)} equal"
 
 
 def test_reads_flattened_ranges() -> None:
     """What megatron-core 0.14 wrote of a distributed optimizer on three ranks, two of which begin within a row."""
     checkpoint = ckpt.open(FIXTURE)
-    _check(checkpoint, Truth.load(FIXTURE / "truth" / f"{FOLDER}.safetensors"))
+    check_read(checkpoint, Truth.load(FIXTURE / "truth" / f"{FOLDER}.safetensors"))
     states = list(checkpoint.with_role("exp_avg"))
     assert any(f.region.sizes[-1] < tensor.shape[-1] for tensor in states for f in tensor.fragments())  # within a row
 
 
-def _check(checkpoint: Checkpoint, expected: Truth) -> None:
-    assert checkpoint.format == "megatron-dist"
-    for key, tensor in checkpoint.tensors.items():
-        check_source(tensor)
-        assert content(tensor) == expected.tensors[key], key
-    assert checkpoint.tensors.keys() == expected.tensors.keys()
-    assert dict(checkpoint.ties) == expected.ties
-    assert checkpoint.state.step == expected.metadata["step"]
-    assert set(checkpoint.state.scalars["step"].values()) == {expected.metadata["adam_step"]}
-    groups = {frozenset(group["names"]) for group in expected.metadata["param_groups"]}
-    assert {frozenset(group.fqns) for group in checkpoint.state.param_groups} == groups - {frozenset()}
-
-
 @pytest.mark.slow
-def test_shifted_states_are_not_taken_for_true_ones(tmp_path: Path) -> None:
+def test_shifted_states_are_not_taken_for_true_ones() -> None:
     """NVIDIA/Megatron-LM#5077: megatron-core's own file holds other states than the engine that wrote it."""
-    checkpoint, expected = ckpt.open(sample("llama-shifted")), truth(sample("llama-shifted")).tensors
+    run = sample("llama-buckets", "shifted")
+    checkpoint, expected = ckpt.open(run), truth(run).tensors
     assert checkpoint.tensors.keys() == {key for key in expected if key[1] == WEIGHT}
     for key, tensor in checkpoint.tensors.items():
         assert content(tensor) == expected[key], key
     assert not checkpoint.state.param_groups and not checkpoint.state.scalars
     assert any("#5077" in note for note in checkpoint.notes)
-    stored = _load(sample("llama-shifted") / FOLDER, "optimizer.state.param.output_layer.weight", (264, 40))
+    stored = _load(run / FOLDER, "optimizer.state.param.output_layer.weight", (264, 40))
     name = "decoder.layers.0.mlp.linear_fc1.weight"
-    moved = _load(
-        sample("llama-shifted") / FOLDER, "optimizer.state.param.decoder.layers.mlp.linear_fc1.weight", (4, 120, 40)
-    )
+    moved = _load(run / FOLDER, "optimizer.state.param.decoder.layers.mlp.linear_fc1.weight", (4, 120, 40))
     assert stored.numpy().tobytes() == expected["output_layer.weight", "master"][2]
     assert moved[0].numpy().tobytes() != expected[name, "master"][2]
 
@@ -146,105 +64,20 @@ def _load(folder: Path, key: str, shape: tuple[int, ...]) -> torch.Tensor:
     return state[key]
 
 
-# -- written, and loaded by megatron-core --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Load:
-    """What is converted, and the run that loads it; `through` are formats on the way there."""
-
-    source: str
-    run: Run
-    through: tuple[tuple[str, Layout], ...] = ()
-
-    @property
-    def title(self) -> str:
-        return " to ".join([self.source, *(name for name, _ in self.through), self.run.layout])
-
-    @property
-    def asked(self) -> Layout:
-        run = self.run
-        sizes = Layout(tp=run.tp, pp=run.pp, ep=run.ep, vpp=run.vpp, etp=run.options.get("etp", run.tp))
-        return replace(sizes, transformer_impl="local") if self.is_from_afar else sizes
-
-    @property
-    def is_from_afar(self) -> bool:
-        """Whether it comes from names of the Hub, which say nothing of layers."""
-        return any(not name.startswith("megatron") for name, _ in self.through)
-
-
-def _to(source: str, *through: tuple[str, Layout], **options: Any) -> Load:
-    model = "mixtral" if source == "legacy" else BY_NAME[source].model
-    sizes = {name: options.pop(name) for name in ("tp", "pp", "ep", "vpp") if name in options}
-    return Load(source, Run(f"{source}-loaded", model, **sizes, options=options), through)
-
-
-HF, ZERO3 = ("hf", Layout()), ("zero3", Layout(world_size=3))
-LEGACY = ("megatron", Layout(tp=2, pp=1, ep=1))
-LOADS = [
-    _to("llama", pp=4),
-    _to("llama", tp=4),
-    _to("llama", ZERO3, tp=2, pp=2),
-    _to("llama", HF, tp=2),
-    _to("llama-vpp", tp=2, pp=2),
-    _to("llama-plain", pp=2, vpp=2, **PLAIN),
-    _to("llama-fp32", pp=2, dtype="fp32"),
-    _to("llama-buckets", tp=4),
-    _to("llama-gathered", tp=2, pp=2),
-    _to("qwen2-buckets", tp=4),
-    _to("gpt2", tp=2, pp=2),
-    _to("qwen3_moe", tp=2, ep=4, etp=1, **SEQUENCE),
-    _to("qwen3_moe", HF, pp=2, ep=2),
-    _to("qwen3_moe-buckets", ZERO3, pp=2, ep=2),
-    _to("mixtral", tp=2, ep=2, **SEQUENCE),
-    _to("mixtral", LEGACY, pp=4),
-    _to("legacy", tp=2, pp=2, ep=2, etp=1, **SEQUENCE),
-    _to("deepseek_v3", pp=2, ep=2, mtp_layers=1),
-]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> list[Truth]:
-    """The truth of every one of `LOADS`, gathered by megatron-core after it has loaded what we wrote."""
-    folder = _folder() / "loads"
-    loads = []
-    for number, load in enumerate(LOADS):
-        path = sample(load.source)
-        for step, (name, layout) in enumerate(load.through):
-            ckpt.plan(ckpt.open(path), name, layout).run(folder / f"{number}-{step}")
-            path = folder / f"{number}-{step}"
-        output = folder / f"{number}-written"
-        ckpt.plan(ckpt.open(path), "megatron-dist", load.asked).run(output)
-        loads.append((load.run, next(one for one in output.iterdir() if one.is_dir())))
-    return load_all(loads, folder / "loaded")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(LOADS)), ids=[load.title for load in LOADS])
-def test_megatron_core_loads_what_is_written(number: int, loaded: list[Truth], tables: Any) -> None:
-    load, expected, found = LOADS[number], truth(sample(LOADS[number].source)), loaded[number]
-    ours, theirs = without_padding(found), without_padding(expected)
-    weights_only = HF in load.through
-    if weights_only:  # the masters are then the weights, upcast
-        ours, theirs = ({k: v for k, v in one.items() if k[1] in (WEIGHT, BUFFER)} for one in (ours, theirs))
-    assert ours.keys() == theirs.keys()
-    assert {key for key, value in ours.items() if value != theirs[key]} == set()
-    assert found.ties == expected.ties
-    for name in () if weights_only else ("step", "adam_step"):
-        assert found.metadata[name] == expected.metadata[name]
-    tables[TABLE][load.title]["written, loaded"] = f"{len(ours)} equal"
+# -- written ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama-plain", "qwen3_moe", "mixtral"])
 def test_the_same_layout_is_written_as_it_was(name: str, tmp_path: Path) -> None:
     """The same keys of the same shapes, the same common state, random state included."""
-    conversion = ckpt.plan(ckpt.open(sample(name)), "megatron-dist")
+    run = sample(name, "megatron-dist")
+    conversion = ckpt.plan(ckpt.open(run), "megatron-dist")
     assert not conversion.plan.target.dropped
     conversion.run(tmp_path / "out")
-    original, written = (_described(folder / FOLDER) for folder in (sample(name), tmp_path / "out"))
+    original, written = (_described(folder / FOLDER) for folder in (run, tmp_path / "out"))
     assert written == original
-    common, ours = (torch.load(f / FOLDER / "common.pt", weights_only=False) for f in (sample(name), tmp_path / "out"))
+    common, ours = (torch.load(f / FOLDER / "common.pt", weights_only=False) for f in (run, tmp_path / "out"))
     args, our_args = (vars(state.pop("args")) for state in (common, ours))
     assert {key: value for key, value in args.items() if our_args.get(key) != value} == {}
     assert ours.pop("content_metadata").items() >= common.pop("content_metadata").items()
@@ -406,10 +239,21 @@ def test_dcp_leaves_it_alone(tmp_path: Path) -> None:
     assert ckpt.open(run / FOLDER).format == ckpt.open(run).format == "megatron-dist"
 
 
+def test_megatrons_plain_dcp_is_told_from_torch_dist(tmp_path: Path) -> None:
+    """By hand: `fsdp_dtensor` and `torch_dcp` are DCP's files in Megatron-LM's run folder, without megatron-core's."""
+    run = _copy(tmp_path)
+    for name in ("common.pt", "metadata.json"):
+        (run / FOLDER / name).unlink()
+    for source in ("auto", "megatron-dist"):
+        done = commands.ckpt("convert", source, "hf", run, "-o", tmp_path / "out")
+        assert done.code == 3 and "fsdp_dtensor" in done.err and "--ckpt-format torch_dist" in done.err
+    assert ckpt.open(run / FOLDER).format == "dcp"
+
+
 @pytest.mark.slow
 def test_buckets_without_arguments_are_refused(tmp_path: Path) -> None:
     """Nothing else says which ranks there were."""
-    shutil.copytree(sample("llama-buckets"), tmp_path / "run")
+    shutil.copytree(sample("llama-buckets", "buckets"), tmp_path / "run")
     path = tmp_path / "run" / FOLDER / "common.pt"
     common = torch.load(path, weights_only=False)
     args = common.pop("args")
