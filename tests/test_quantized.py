@@ -316,6 +316,7 @@ def test_block_sizes_and_shapes_of_4_bits(
     bitsandbytes' AVX-512 code goes wrong where rows are no multiple of the block size: it is asked where they are, and
     otherwise its code for all devices.
     """
+    bitsandbytes()
     from bitsandbytes.backends.default import ops
     from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise
 
