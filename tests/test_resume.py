@@ -39,6 +39,7 @@ from tests.resuming import BOUNDS, Row, Run, apart, format_of, losses, options, 
 
 pytestmark = pytest.mark.slow
 
+
 def row(source: tuple[str, int], target: tuple[str, int], *through: str, **more: Any) -> Row:
     return Row(Run(*source), Run(*target), through, **more)
 
