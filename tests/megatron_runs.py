@@ -154,14 +154,6 @@ def without_padding(found: Truth) -> dict[tuple[str, str], tuple[str, tuple[int,
     return tensors
 
 
-def load_all(loads: Sequence[tuple[Run, Path]], folder: Path) -> list[Truth]:
-    """The truth that megatron-core gathers after it has loaded checkpoints strictly into models of other layouts."""
-    launch(
-        [run.job(folder / str(number), resume=str(path), steps=0) for number, (run, path) in enumerate(loads)], folder
-    )
-    return [truth(folder / str(number)) for number in range(len(loads))]
-
-
 def launch(jobs: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Run jobs of `tests.megatron_worker` in one process group.  AssertionError with its output where it fails."""
     folder.mkdir(parents=True, exist_ok=True)

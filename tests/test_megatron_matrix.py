@@ -288,6 +288,7 @@ ARRIVALS = [
 DEPARTURES = [
     ("llama", "megatron", "zero3"),
     ("llama-vpp", "megatron-dist", "zero3"),
+    ("qwen3_moe", "megatron-dist", "zero3-experts"),  # DeepSpeed has experts in the groups of the others
     ("llama-fp32-tp4", "megatron", "fsdp2"),
     ("llama-fp32-tp4", "megatron-dist", "fsdp2"),
 ]

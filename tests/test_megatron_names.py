@@ -346,6 +346,24 @@ class TestPadding:
         assert set(there.state.param_groups[0].fqns) == {fqn for fqn, _ in there.tensors}
         assert set(there.state.scalars["step"]) == set(there.state.param_groups[0].fqns)
 
+    def test_param_groups_of_experts_are_those_of_the_others_elsewhere(self) -> None:
+        """DeepSpeed has a group with weight decay and one without; Megatron has experts apart, as other ranks have
+        them, and would have DeepSpeed refuse what it loads."""
+        there = api.to_namespace(hub_of(config_of("qwen3_moe")), MEGATRON, Layout())
+        names = [fqn for fqn, _ in there.tensors]
+        experts = tuple(name for name in names if ".experts." in name)
+        norms = tuple(name for name in names if "norm" in name)
+        others = tuple(name for name in names if name not in (*experts, *norms))
+        groups = (
+            ParamGroup(others, {"wd_mult": 1.0, "is_expert_parallel": False}),
+            ParamGroup(norms, {"wd_mult": 0.0, "is_expert_parallel": False}),
+            ParamGroup(experts, {"wd_mult": 1.0, "is_expert_parallel": True}),
+        )
+        back = api.to_namespace(replace(there, state=replace(there.state, param_groups=groups)), HUB)
+        assert [dict(group.options) for group in back.state.param_groups] == [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
+        named = [fqn for group in back.state.param_groups for fqn in group.fqns]
+        assert sorted(named) == sorted(fqn for fqn, _ in back.tensors)
+
     def test_resharding_pads_anew(self, tmp_path: Path) -> None:
         """From tp 1 to 4 the vocabulary of 259 takes 512 rows instead of 384; back again it is the same 384."""
         saved(tmp_path, "llama")

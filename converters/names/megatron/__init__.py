@@ -26,6 +26,8 @@ from converters.positions import megatron_schedule, sequences_seen
 #: Endings of the names in which the Hub's files keep quantized weights, and how to be rid of them.
 _QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.g_idx|\.absmax|\.SCB)")
 _VOCABULARY = (EMBEDDING, OUTPUT)
+#: The option that tells Megatron's param groups of experts from others.
+_EXPERTS = "is_expert_parallel"
 
 
 @cache
@@ -103,11 +105,28 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
             f"the vocabulary's padding is left out: {padded - sizes.dims['v']} of {padded} rows, which no token has"
         )
     ties = {table.output: table.embedding} if sizes.tied else {}
-    items, groups = dict(named.state.items), tuple(map(_with_peak, named.state.param_groups))
+    items, groups = dict(named.state.items), tuple(map(_with_peak, _with_experts(named.state.param_groups)))
     if (sequences := sequences_seen(items)) is not None:
         items["global_samples"] = sequences
     state = replace(named.state, items=items, param_groups=groups)
     return replace(named, ties=ties, state=state, notes=(*checkpoint.notes, *notes))
+
+
+def _with_experts(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
+    """Param groups as other engines have them: experts, which Megatron keeps apart, with parameters of equal options.
+
+    DeepSpeed loads no other number of groups than its optimizer has.
+    """
+    joined: list[ParamGroup] = []
+    for group in groups:
+        options = {name: value for name, value in group.options.items() if name != _EXPERTS}
+        for number, known in enumerate(joined):
+            if known.options == options:
+                joined[number] = replace(known, fqns=(*known.fqns, *group.fqns))
+                break
+        else:
+            joined.append(replace(group, options=options))
+    return joined
 
 
 def _with_peak(group: ParamGroup) -> ParamGroup:
