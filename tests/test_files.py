@@ -21,7 +21,7 @@ import pytest
 
 from ckpt import files
 from ckpt.errors import CkptError, NotFoundError, StorageError, UnsafeError, UsageError
-from ckpt.files import Staging, check_destination, confined, sync_folder, translate_os_errors
+from ckpt.files import Staging, check_destination, confined, sync_folder, translate_os_errors, write_file
 
 NEW = {"model.bin": b"new" * 1000, "part/index.json": b"{}", "part/deep/x.bin": b"x"}
 OLD = {"model.bin": b"old", "notes/kept.txt": b"by somebody"}
@@ -710,3 +710,34 @@ class TestErrors:
     def test_others_pass(self) -> None:
         with pytest.raises(UsageError), translate_os_errors("x"):
             raise UsageError("as it was")
+
+
+class TestOneFile:
+    def test_it_is_there_as_a_whole(self, tmp_path: Path) -> None:
+        write_file(tmp_path / "new" / "out.svg", b"content", overwrite=False)
+        assert (tmp_path / "new" / "out.svg").read_bytes() == b"content"
+        assert [path.name for path in (tmp_path / "new").iterdir()] == ["out.svg"]
+
+    def test_one_that_exists_is_kept(self, tmp_path: Path) -> None:
+        (tmp_path / "out.svg").symlink_to("nowhere")
+        with pytest.raises(UsageError, match="exists"):
+            write_file(tmp_path / "out.svg", b"content", overwrite=False)
+        write_file(tmp_path / "out.svg", b"content", overwrite=True)
+        assert not (tmp_path / "out.svg").is_symlink()
+
+    def test_a_failure_leaves_what_was_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "out.svg"
+        path.write_bytes(b"old")
+        monkeypatch.setattr(files, "sync", raise_no_space)
+        with pytest.raises(StorageError):
+            write_file(path, b"content", overwrite=True)
+        assert path.read_bytes() == b"old"
+        assert [entry.name for entry in tmp_path.iterdir()] == ["out.svg"]
+
+    def test_a_folder_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="folder"):
+            write_file(tmp_path, b"content", overwrite=True)
+
+
+def raise_no_space(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
