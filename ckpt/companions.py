@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,9 +129,10 @@ def find_config(folders: Iterable[Path]) -> Path | None:
     return None
 
 
-def run_files(folders: Iterable[str]) -> list[str]:
-    """Names of the files in `folders` that hold training state of the run, sorted."""
-    names = {entry.name for folder in folders if Path(folder).is_dir() for entry in Path(folder).iterdir()}
+def run_files(folders: Iterable[str], read: Container[str] = ()) -> list[str]:
+    """Names of the files in `folders` that hold training state of the run, sorted, without the paths in `read`."""
+    entries = [entry for folder in folders if Path(folder).is_dir() for entry in Path(folder).iterdir()]
+    names = {entry.name for entry in entries if str(entry) not in read}
     return sorted(name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in RUN_PATTERNS))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.companions import run_files
 from ckpt.sizes import show_size
 
 
@@ -19,6 +20,13 @@ def training_left_out(checkpoint: Checkpoint) -> list[str]:
     if state := step + sorted(checkpoint.state.items):
         lines.append(f"training state {', '.join(state)}")
     return lines
+
+
+def run_files_left_out(checkpoint: Checkpoint) -> list[str]:
+    """A line with the files of the run beside `checkpoint`, but for those that its optimizer was read from."""
+    read = {file.path for file in checkpoint.files} if checkpoint.optimizer_states else set()
+    names = run_files(checkpoint.folders, read)
+    return [f"files of the run {', '.join(names)}"] if names else []
 
 
 def _count(number: int, what: str) -> str:

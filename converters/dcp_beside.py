@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.checkpoint import Checkpoint, TargetFile
-from ckpt.companions import CONFIG, companions, find_config, run_files
+from ckpt.companions import CONFIG, companions, find_config
 from ckpt.dtypes import DType
 from ckpt.files import confined, translate_os_errors
+from ckpt.left_out import run_files_left_out
 from converters.dcp_folder import MODEL_0, OPTIMIZER_0, parts
 from converters.run_companions import DEEPSPEED_SCRIPTS, no_schedule, run_companions, trainer_folder
 
@@ -34,8 +35,7 @@ def beside_files(checkpoint: Checkpoint, num_ranks: int, dtype: DType | None) ->
     is_pair = checkpoint.format == "dcp" and path.is_dir() and parts(path).is_pair
     if trainer_folder(checkpoint) is None and not is_pair:
         files = _of_the_model([Path(folder) for folder in checkpoint.folders])
-        left = run_files(checkpoint.folders)
-        return Beside(("",), files, (f"files of the run {', '.join(left)}",) if left else (), ())
+        return Beside(("",), files, tuple(run_files_left_out(checkpoint)), ())
     found = run_companions(checkpoint, num_ranks, dtype, leave=DEEPSPEED_SCRIPTS)
     notes = (*found.notes, *no_schedule(found.files))
     return Beside((f"{MODEL_0}/", f"{OPTIMIZER_0}/"), found.files, found.dropped, notes)

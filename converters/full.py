@@ -56,12 +56,12 @@ from ckpt.companions import (
     find_config,
     read_config,
     read_json,
-    run_files,
     true_config,
 )
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, LossError, NotFoundError, UnsafeError
 from ckpt.files import confined, translate_os_errors
+from ckpt.left_out import run_files_left_out
 from ckpt.pickles import StoredDict, StoredTensor
 from ckpt.precision import CAST_SOURCES, Choice, choose, describe
 from ckpt.runs import enclosing_folders, trainer_step
@@ -500,9 +500,7 @@ def _beside(checkpoint: Checkpoint, weights: Mapping[str, Choice], layout: Layou
     """What stands beside the state dicts; a step of HF Trainer or Accelerate stays one, from which they resume."""
     states, dropped = _state_files(checkpoint)
     if trainer_folder(checkpoint) is None:
-        read = {*OPTIMIZERS, *SCHEDULERS} if checkpoint.format == FULL.name else set()
-        if left := [name for name in run_files(checkpoint.folders) if name not in read]:
-            dropped.append(f"files of the run {', '.join(left)}")
+        dropped += run_files_left_out(checkpoint)
         return Companions((*_side_files(checkpoint, weights), *states), tuple(dropped), ())
     found = run_companions(checkpoint, layout.world_size, layout.dtype, leave=DEEPSPEED_SCRIPTS)
     carried = {file.name for file in found.files}

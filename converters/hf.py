@@ -37,13 +37,12 @@ from ckpt.companions import (
     parse_json,
     read_config,
     read_json,
-    run_files,
     true_config,
 )
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, NotFoundError, UnsafeError, UsageError
 from ckpt.files import confined, translate_os_errors
-from ckpt.left_out import training_left_out
+from ckpt.left_out import run_files_left_out, training_left_out
 from ckpt.precision import CAST_SOURCES, Choice, choices, describe
 from ckpt.tensors import Extent, Tensor, Whole, whole
 from converters.names.ties import kept_names, tied_names
@@ -409,7 +408,4 @@ def _adapter_notes(chosen: Iterable[str]) -> list[str]:
 
 def _dropped(checkpoint: Checkpoint) -> list[str]:
     """What safetensors weights have no place for, a line per kind."""
-    lines = training_left_out(checkpoint)
-    if files := run_files(checkpoint.folders):
-        lines.append(f"files of the run {', '.join(files)}")
-    return lines
+    return [*training_left_out(checkpoint), *run_files_left_out(checkpoint)]

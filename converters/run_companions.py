@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.checkpoint import Checkpoint, TargetFile
-from ckpt.companions import CONFIG, SHARED_RUN_PATTERNS, companions, dump_config, find_config, parse_json, run_files
+from ckpt.companions import CONFIG, SHARED_RUN_PATTERNS, companions, dump_config, find_config, parse_json
 from ckpt.dtypes import DType
 from ckpt.errors import LossError
 from ckpt.files import confined, translate_os_errors
+from ckpt.left_out import run_files_left_out
 from ckpt.runs import TRAINER_STATE
 
 #: Files that only a step of HF Trainer or of Accelerate has.
@@ -58,9 +59,7 @@ def run_companions(
         found[CONFIG] = config
     home = _home(checkpoint)
     if home is None:
-        left = run_files(checkpoint.folders)
-        dropped = (f"files of the run {', '.join(left)}",) if left else ()
-        return Companions(_files(found), dropped, ())
+        return Companions(_files(found), tuple(run_files_left_out(checkpoint)), ())
     names = sorted(entry.name for entry in home.iterdir() if entry.is_file())
     for name in names:
         if name not in leave and any(fnmatch.fnmatchcase(name, pattern) for pattern in _SHARED):

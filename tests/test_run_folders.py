@@ -98,3 +98,16 @@ def test_later_steps_than_that_of_the_run_folder_are_named(run: Path) -> None:
     (run / "latest").write_text("global_step1")
     notes = api.open(run).notes
     assert notes == ("taking global_step1", "later than what is taken: checkpoint-2 (--tag takes it)")
+
+
+def test_an_optimizer_that_was_read_is_no_file_left_behind(run: Path) -> None:
+    """Nor for a target of weights, which lists the states that it has no place for."""
+    whole = run.with_name("whole")
+    assert ckpt("convert", "zero2", "full", run, "-o", whole).code == 0
+    (whole / "trainer_state.json").unlink()
+    for way in ("zero3", "dcp", "full", "hf"):
+        ranks = ("--world-size", "2") if way == "zero3" else ()
+        result = ckpt("convert", "full", way, whole, "--dry-run", *ranks)
+        assert result.code == 0
+        assert not [line for line in result.out.splitlines() if "not in the target" in line and "optimizer.bin" in line]
+    assert "not in the target: optimizer states" in result.out
