@@ -333,7 +333,8 @@ def test_buckets_of_ddp_are_as_large_as_the_gradients() -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3)))
-        wrapped, buckets = allocated(lambda: torch.nn.parallel.DistributedDataParallel(model))
+        # Without the first broadcast, whose copies another thread frees when it comes to it.
+        wrapped, buckets = allocated(lambda: torch.nn.parallel.DistributedDataParallel(model, init_sync=False))
         _, gradients = allocated(lambda: wrapped(torch.ones(1, 300)).sum().backward())
     finally:
         distributed.destroy_process_group()
