@@ -19,7 +19,6 @@ from typing import Literal
 from ckpt.inspect import ranks_text
 from ckpt.planner import fits, region_boxes
 from ckpt.tensors import (
-    ZEROS,
     Box,
     FlatRange,
     Fragment,
@@ -99,9 +98,6 @@ class Sketcher:
         parts = []
         for fragment in fragments:
             extent = fragment.extent
-            if extent.path == ZEROS:
-                parts.append(_Part(fragment.region, None))
-                continue
             holder = self._name(fragment)
             self.holders[holder] = self.holders.get(holder, 0) + extent.nbytes
             is_sound = fits(extent, fragment.region) and extent.dtype == tensor.dtype
@@ -111,10 +107,10 @@ class Sketcher:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A fragment without its place in the file; no holder where it is zeros that nobody stores."""
+    """A fragment without its place in the file."""
 
     region: Region
-    holder: Holder | None
+    holder: Holder
     is_sound: bool = True
 
 
@@ -147,10 +143,9 @@ def _sketch(
         copied = _holders_by_region(copies, shape)
         for part in parts:
             others = copied.get(_place(part.region, shape), ())
-            holders = () if part.holder is None else tuple(dict.fromkeys((part.holder, *others)))
-            yield from plane.patches("held" if holders else "padding", part.region, holders)
+            yield from plane.patches("held", part.region, tuple(dict.fromkeys((part.holder, *others))))
         for part in behind:
-            yield from plane.patches("padding", part.region, () if part.holder is None else (part.holder,))
+            yield from plane.patches("padding", part.region, (part.holder,))
         for box in marked:
             yield from plane.patches("padding", box, ())
         for fault in faults:
@@ -183,8 +178,7 @@ def _holders_by_region(copies: Iterable[Iterable[_Part]], shape: Shape) -> dict[
     found: dict[Region, list[Holder]] = {}
     for copy in copies:
         for part in copy:
-            if part.holder is not None:
-                found.setdefault(_place(part.region, shape), []).append(part.holder)
+            found.setdefault(_place(part.region, shape), []).append(part.holder)
     return found
 
 
@@ -192,7 +186,7 @@ def _cut_otherwise(parts: Sequence[_Part], copies: Sequence[Sequence[_Part]], sh
     """What of the copies cannot be shown as stripes of the tensor's own slices."""
     drawn = {_place(part.region, shape) for part in parts}
     for number, copy in enumerate(copies, 2):
-        others = [p.holder for p in copy if p.holder is not None and _place(p.region, shape) not in drawn]
+        others = [part.holder for part in copy if _place(part.region, shape) not in drawn]
         if others:
             yield f"copy {number} is cut otherwise: {holder_text(dict.fromkeys(others))}"
 

@@ -399,6 +399,34 @@ def test_too_many_rows_are_fewer_rows_and_none_is_lost() -> None:
     assert edges == pytest.approx([(number + (number + 1) / 64) / 60 for number in range(60)])
 
 
+def cut_in_four(number: int, name: str) -> Tensor:
+    """A tensor of 64 elements whose parts depend on its number."""
+    edges = (0, number % 15 + 1, 20 + number // 15 % 20, 40, 64)
+    return tensor(name, (64,), [FlatRange(a, b) for a, b in pairwise(edges)])
+
+
+def test_too_many_rows_lie_side_by_side_whatever_they_have() -> None:
+    tensors = [cut_in_four(number, f"layers.{number}.{name}.w") for number in range(60) for name in "abc"]
+    found = picture.picture(checkpoint(*tensors), {})
+    assert [row.is_grid for row in found.rows].count(True) == 2  # no more of them than it takes
+    assert len(found.rows) == 62
+    assert sorted(fqn for row in found.rows for fqn in row.fqns) == sorted(one.fqn for one in tensors)
+    for row in (row for row in found.rows if row.is_grid):
+        assert len(row.sketch.patches) == 240 and sum(map(_area, row.sketch.patches)) == pytest.approx(1)
+
+
+def test_cells_too_small_for_slices_are_drawn_as_one() -> None:
+    """A thousand experts, each cut otherwise; what is damaged is seen all the same."""
+    experts = [cut_in_four(expert, f"layers.{expert // 100}.experts.{expert % 100}.w") for expert in range(1000)]
+    experts[123] = tensor(experts[123].fqn, (64,), [FlatRange(0, 60)])
+    grid, damaged = picture.picture(checkpoint(*experts), {}).rows
+    assert {(patch.kind, patch.holders) for patch in grid.sketch.patches} == {("several", (0, 1, 2, 3))}
+    assert sum(map(_area, grid.sketch.patches)) == pytest.approx(0.999)
+    assert (grid.sketch.across, grid.sketch.down) == ("layers 0-9", "experts 0-99")
+    assert (len(grid.fqns), damaged.fqns) == (999, ("layers.1.experts.23.w",))
+    assert damaged.sketch.faults == ("hole at elements 60:64",)
+
+
 def test_what_there_is_no_room_for_is_told() -> None:
     names = [f"a{number}" for number in range(450)]
     broken = tensor("broken", (4,), [FlatRange(0, 3)])
