@@ -32,12 +32,11 @@ from train.config import Config
 pytestmark = pytest.mark.slow
 
 RANKS = 4
-#: The same for every run: 8 sequences a step, half of them at a time.  No layout here pads 512 rows of a vocabulary,
-#: and of the schedule a third is over after the 8 steps.
+#: The same for every run.  No layout here pads 512 rows of a vocabulary, and of the schedule a third is over after the
+#: 8 steps.
 COMMON = {
     "vocab": 512,
     "batch": 8,
-    "accumulate": 2,
     "scheduler": "torch",
     "schedule_steps": 24,
     "lr": 2e-3,
@@ -70,7 +69,9 @@ class Engine(Run):
         return "megatron-dist" if dict(self.options)["save"] == "torch_dist" else "megatron"
 
     def job(self, output: Path, steps: int, **more: Any) -> dict[str, Any]:
-        megatron = {"vocab_multiple": 128} if self.strategy == "megatron" else {}
+        megatron = {}
+        if self.strategy == "megatron":  # whose schedule of several chunks wants as many micro batches as stages
+            megatron = {"vocab_multiple": 128, "accumulate": self.sizes["pp"] if self.sizes["vpp"] > 1 else 1}
         return super().job(output, steps, model=f"{self.model}_wide", **COMMON, **megatron, **more)
 
 
