@@ -147,6 +147,24 @@ def _nothing_found(path: Path, format: str, tag: str | None) -> NotFoundError:
     return NotFoundError(f"no {wanted} here", path=path, hint=hint)
 
 
+def _check_replaceable(destination: Path) -> None:
+    """UsageError where no format recognises what would be deleted: a home folder, given by mistake, is not output."""
+    if not destination.is_dir() or not any(destination.iterdir()):
+        return
+    for one in registry.all_formats():
+        try:
+            if one.find(destination, None) is not None:
+                return
+        except CkptError:
+            return  # a damaged one is recognised, too
+    raise UsageError(
+        "the destination holds files that are no checkpoint, and --overwrite would delete them",
+        path=destination,
+        found=", ".join(sorted(entry.name for entry in destination.iterdir())[:4]),
+        hint="give another folder with -o, or remove this one first",
+    )
+
+
 def _with_config(checkpoint: Checkpoint, request: ReadRequest) -> Checkpoint:
     """Add the model's config and the folders of the run's other files, where the reader did not."""
     folders = [request.config] if request.config is not None else []
@@ -337,6 +355,8 @@ class Conversion:
                     found=folder,
                     hint="give another folder with -o",
                 )
+        if overwrite:
+            _check_replaceable(Path(destination))
         try:
             execute(
                 self.plan,

@@ -218,7 +218,13 @@ def test_an_existing_destination_is_kept(run: Path) -> None:
     refused = run_ckpt("convert", "zero3", "hf", run)
     assert refused.code == 2
     assert "--overwrite" in refused.err
+    refused = run_ckpt("convert", "zero3", "hf", run, "--overwrite")  # not even then: that is no former output
+    assert refused.code == 2
+    assert "mine.txt" in refused.err
     assert os.listdir("outputs-hf") == ["mine.txt"]
+    shutil.rmtree("outputs-hf")
+    assert run_ckpt("convert", "zero3", "hf", run).code == 0
+    Path("outputs-hf/config.json").write_text("{}")
     assert run_ckpt("convert", "zero3", "hf", run, "--overwrite").code == 0
     assert os.listdir("outputs-hf") == ["model.safetensors"]
 

@@ -93,7 +93,7 @@ def refused(source: Path, code: int, *words: str, format: str = "auto", options:
     assert list(destination.parent.iterdir()) == []
 
     destination.mkdir()
-    (destination / "kept.txt").write_text("as before")
+    (destination / "model.safetensors").write_text("as before")
     existing = snapshot(destination.parent)
     check_refusal(run_ckpt(*command, "--overwrite"), code, words)
     assert snapshot(destination.parent) == existing
