@@ -24,7 +24,9 @@ def test_the_table_of_formats_is_the_registry() -> None:
         assert row[3].startswith("yes" if one.writes else "no"), name
 
 
-@pytest.mark.parametrize("command", ["convert", "merge-lora", "push", "verify", "hash", "inspect", "estimate", "formats"])
+@pytest.mark.parametrize(
+    "command", ["convert", "merge-lora", "push", "verify", "hash", "inspect", "estimate", "formats"]
+)
 def test_every_option_that_is_mentioned_exists(command: str) -> None:
     words = [sys.executable, "-m", "ckpt", command, "--help"]
     known = subprocess.run(words, capture_output=True, text=True, check=True)
