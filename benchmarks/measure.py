@@ -64,22 +64,23 @@ def copy_of(name: str, source: Path, copy: Path) -> Case:
     return Case(name, ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -exec sync {} +', source, copy], (copy,))
 
 
-def rounds(cases: Sequence[Case], number: int) -> dict[str, Measured]:
+def rounds(cases: Sequence[Case], number: int, filler: Path | None = None) -> dict[str, Measured]:
     """Run all cases in turn, `number` times, so that what else the machine does meets all of them."""
     runs: dict[str, list[Run]] = {case.name: [] for case in cases}
     for case in (case for done in range(number) for case in cases if done < (case.max_rounds or number)):
-        runs[case.name].append(run(case))
+        runs[case.name].append(run(case, filler))
     return {case.name: Measured(case, tuple(runs[case.name])) for case in cases}
 
 
-def run(case: Case) -> Run:
-    """Run the command once.  RuntimeError with its output where it fails.
+def run(case: Case, filler: Path | None = None) -> Run:
+    """Run the command once, with the page cache full where `filler` is given.  RuntimeError with its output if it fails.
 
     The figure for memory begins with what this process has, so nothing large may be imported here.
     """
     remove(case.writes)
     os.sync()  # nobody pays for what was written before
-    back_free_memory()
+    if filler is not None:
+        fill_page_cache(filler)
     start = time.perf_counter()
     with subprocess.Popen(case.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()) as process:
         assert process.stdout is not None
@@ -101,16 +102,20 @@ def call(module: str, *arguments: str | Path | int) -> str:
     return done.stdout.strip().rpartition("\n")[2]
 
 
-def back_free_memory() -> None:
-    """Touch what memory is free, in a process that ends.
+def fill_page_cache(filler: Path) -> None:
+    """Read a new sparse file until hardly any memory is free, as it is on a machine that has worked for a while.
 
-    The host of a virtual machine takes back what has been free for some seconds, and faults it in again page by page:
-    that made whoever came last, `cp` or ckpt, up to four times as slow.
+    The host of a virtual machine takes back what is free for some seconds, and faults it in again page by page: that
+    made whoever came last, `cp` or ckpt, up to four times as slow.  What was read once is the first to go when memory
+    is needed, so the inputs stay.
     """
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    size = min(free - (1 << 30), 7 << 30)
-    if size > 0:
-        subprocess.run([PYTHON, "-c", f"b'x' * {size}"], check=True)
+    filler.unlink(missing_ok=True)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - (512 << 20)
+    buffer = bytearray(1 << 20)
+    with filler.open("wb+", buffering=0) as file:
+        file.truncate(max(0, free))
+        while file.readinto(buffer):
+            pass
 
 
 def environment() -> dict[str, str]:
@@ -126,8 +131,8 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def warm(folder: Path) -> None:
-    """Read every file once, so that all runs find them in the page cache."""
-    for path in folder.rglob("*"):
+    """Read every file twice, so that all runs find them in the page cache; once would count as passing by."""
+    for path in (*folder.rglob("*"), *folder.rglob("*")):
         if path.is_file():
             with path.open("rb") as file:
                 while file.read(1 << 22):
