@@ -73,7 +73,7 @@ def rounds(cases: Sequence[Case], number: int, filler: Path | None = None) -> di
 
 
 def run(case: Case, filler: Path | None = None) -> Run:
-    """Run the command once, with the page cache full where `filler` is given.  RuntimeError with its output if it fails.
+    """Run the command once, with a full page cache if there is a `filler`.  RuntimeError with its output if it fails.
 
     The figure for memory begins with what this process has, so nothing large may be imported here.
     """
