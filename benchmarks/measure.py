@@ -103,17 +103,17 @@ def call(module: str, *arguments: str | Path | int) -> str:
 
 
 def fill_page_cache(filler: Path) -> None:
-    """Read a new sparse file until hardly any memory is free, as it is on a machine that has worked for a while.
+    """Extend a sparse file and read it until hardly any memory is free, as on a machine that has worked for a while.
 
     The host of a virtual machine takes back what is free for some seconds, and faults it in again page by page: that
     made whoever came last, `cp` or ckpt, up to four times as slow.  What was read once is the first to go when memory
     is needed, so the inputs stay.
     """
-    filler.unlink(missing_ok=True)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - (512 << 20)
     buffer = bytearray(1 << 20)
-    with filler.open("wb+", buffering=0) as file:
-        file.truncate(max(0, free))
+    with filler.open("ab+", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        file.truncate(before + max(0, free))
         while file.readinto(buffer):
             pass
 

@@ -81,24 +81,25 @@ class Plan:
         """Bytes of tensor data to be written."""
         return self.span_bytes + self.buffered_bytes
 
-    def copies(self, file: TargetFile) -> Iterator[Copy]:
-        """The copies from files that fill `file`, in the order of its slots."""
+    def copies(self, file: TargetFile) -> Iterator[tuple[Slot, list[Copy]]]:
+        """The slots of `file` and the copies from files that fill each."""
         computed = self.checkpoint.computed
-        return (copy for copy in self._all_copies(file) if copy.source.path not in computed)
+        for slot, copies in self._all_copies(file):
+            yield slot, [copy for copy in copies if copy.source.path not in computed]
 
     def computed_copies(self, file: TargetFile) -> dict[str, list[Copy]]:
         """The copies of what is computed, by the name of what it is in `Checkpoint.computed`."""
         found: dict[str, list[Copy]] = {}
         if self.checkpoint.computed:
-            for copy in self._all_copies(file):
+            for copy in (copy for _, copies in self._all_copies(file) for copy in copies):
                 if copy.source.path in self.checkpoint.computed:
                     found.setdefault(copy.source.path, []).append(copy)
         return found
 
-    def _all_copies(self, file: TargetFile) -> Iterator[Copy]:
+    def _all_copies(self, file: TargetFile) -> Iterator[tuple[Slot, Iterator[Copy]]]:
         for slot in file.slots:
             tensor = self.checkpoint.tensors[slot.key]
-            yield from _slot_copies(tensor.fragments(), tensor.shape, slot)
+            yield slot, _slot_copies(tensor.fragments(), tensor.shape, slot)
 
 
 def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:

@@ -12,9 +12,11 @@ import errno
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
+from itertools import islice
 from math import prod
 from pathlib import Path
 
@@ -22,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.casts import cast_bits, storage_dtype
-from ckpt.checkpoint import TargetFile
+from ckpt.checkpoint import Slot, TargetFile
 from ckpt.compare import Reader
 from ckpt.compare import check_replicas as check_tensor_replicas
 from ckpt.errors import CorruptError, NotFoundError, UsageError
@@ -31,10 +33,12 @@ from ckpt.planner import Copy, Plan
 from ckpt.tensors import Extent, Shape, is_contiguous
 
 Progress = Callable[[int], None]
+Turn = contextlib.AbstractContextManager[object]  # a lock
 
 _SPAN = 8 << 20  # bytes per kernel copy: one is written back to disk while the next is being copied
 _BUFFER = 4 << 20  # bytes read at a time where data passes through this process
 _MIN_BUFFER = 64 << 10
+_SLAB = 2 << 20  # bytes of rows that several copies fill together
 _BATCH = 8 << 20  # small copies are handed to a thread together, up to this many bytes
 _COMPUTING = 5  # what computing takes, in sizes of the result: a bf16 weight, its delta and their sum in fp32
 _PATIENCE = 0.3  # seconds that a run which has failed or been interrupted waits for its threads
@@ -103,18 +107,39 @@ def execute(
     with Staging(destination, overwrite=overwrite, total_bytes=plan.total_bytes) as staging:
         check_replicas(plan)
         with workers:
-            for file in plan.target.files:
-                output = _create(file, staging, workers)
-                for batch in _batches(plan.copies(file)):
-                    workers.submit(output, batch)
-                for name, copies in plan.computed_copies(file).items():
-                    workers.compute(output, copies, plan.checkpoint.computed[name])
-                workers.finish(output)
+            filling = (_submit(file, plan, staging, workers) for file in plan.target.files)
+            for _ in _in_turn(filling, workers.num_fillers):
+                pass
             workers.join(lambda: [_create(file, staging, workers) for file in describe(staging.path)])
         for source in plan.checkpoint.files:
             with translate_os_errors(source.path):
                 source.check_unchanged()
         staging.commit()
+
+
+def _submit(file: TargetFile, plan: Plan, staging: Staging, workers: _Workers) -> Iterator[None]:
+    """Create a target file and hand out its copies, one batch at each step."""
+    output = _create(file, staging, workers)
+    for batch in _batches(plan.copies(file)):
+        workers.submit(output, batch)
+        yield
+    for name, copies in plan.computed_copies(file).items():
+        workers.compute(output, copies, plan.checkpoint.computed[name])
+        yield
+    workers.finish(output)
+
+
+def _in_turn(iterators: Iterator[Iterator[None]], number: int) -> Iterator[None]:
+    """The first `number` iterators a step each in turn; where one ends, the next takes its place."""
+    running = deque(islice(iterators, number))
+    while running:
+        for step in running[0]:
+            yield step
+            running.rotate(-1)
+            break
+        else:
+            running.popleft()
+            running.extend(islice(iterators, 1))
 
 
 def _create(file: TargetFile, staging: Staging, workers: _Workers) -> _Output:
@@ -126,19 +151,47 @@ def _create(file: TargetFile, staging: Staging, workers: _Workers) -> _Output:
     return output
 
 
-def _batches(copies: Iterator[Copy]) -> Iterator[list[Copy]]:
+def _batches(slots: Iterable[tuple[Slot, Sequence[Copy]]]) -> Iterator[list[Copy]]:
     """Copies in lists of about `_BATCH` bytes; long ones are cut."""
     batch: list[Copy] = []
     size = 0
-    for copy in copies:
-        for part in _cut(copy):
-            batch.append(part)
-            size += part.target.nbytes
-            if size >= _BATCH:
-                yield batch
-                batch, size = [], 0
+    for slot, copies in slots:
+        if slot.extent.is_contiguous and not all(copy.target.is_contiguous for copy in copies):
+            copies = yield from _row_batches(slot.extent, copies)
+        for copy in copies:
+            for part in _cut(copy):
+                batch.append(part)
+                size += part.target.nbytes
+                if size >= _BATCH:
+                    yield batch
+                    batch, size = [], 0
     if batch:
         yield batch
+
+
+def _row_batches(slot: Extent, copies: Sequence[Copy]) -> Generator[list[Copy], None, list[Copy]]:
+    """Copies that fill parts of the rows of a slot, as batches that together fill some rows.  Returns the others.
+
+    A row parallel weight of several ranks is such: each has some columns.
+    """
+    row = slot.strides[0] * slot.dtype.itemsize
+    step = max(1, _SLAB // row)
+    parts: list[Copy] = []
+    others: list[Copy] = []
+    for copy in copies:
+        is_part = len(copy.target.shape) == len(slot.shape) and copy.target.strides[0] == slot.strides[0]
+        (parts if is_part else others).append(copy)
+    for start in range(0, slot.shape[0], step):
+        batch = []
+        for copy in parts:
+            first = (copy.target.offset - slot.offset) // row
+            low, high = max(start, first), min(start + step, first + copy.target.shape[0])
+            if low < high:
+                at, size = low - first, high - low
+                batch.append(Copy(_slice(copy.source, 0, at, size), _slice(copy.target, 0, at, size)))
+        if batch:
+            yield batch
+    return others
 
 
 def _cut(copy: Copy) -> Iterator[Copy]:
@@ -163,6 +216,8 @@ class _Output:
     def __init__(self, file: FileIO, name: str) -> None:
         self.descriptor = file.fileno()
         self.name = name
+        #: Linux lets one thread at a time write to a file, and those who wait in the kernel for their turn spin.
+        self.writing = threading.Lock()
         self._file = file
         self._pending = 1  # one for the submitter, until it has submitted everything
         self._lock = threading.Lock()
@@ -210,7 +265,8 @@ class _Workers:
         self._room_for_outputs = threading.Semaphore(_MAX_UNFINISHED)
         self._error: BaseException | None = None
         self._stopping = False
-        self._fillers = [threading.Thread(target=self._work, daemon=True) for _ in range(resources.num_workers)]
+        self.num_fillers = resources.num_workers
+        self._fillers = [threading.Thread(target=self._work, daemon=True) for _ in range(self.num_fillers)]
         self._syncers = [threading.Thread(target=self._sync, daemon=True) for _ in range(_NUM_SYNCERS)]
 
     def __enter__(self) -> _Workers:
@@ -338,6 +394,8 @@ class _Workers:
         self, output: _Output, copies: list[Copy], content: Callable[[], memoryview] | None, sources: OpenFiles
     ) -> None:
         if content is None:
+            whole = _filled_range(copies, self._buffer_size // 2)
+            slab = None if whole is None else np.empty(len(whole), np.uint8)
             for copy in copies:
                 if self._stopping:
                     return
@@ -345,15 +403,21 @@ class _Workers:
                     source = sources.descriptor(copy.source.path)
                 except NotFoundError:
                     raise CorruptError("the file has gone while it was being read", path=copy.source.path) from None
-                move(copy, source, output.descriptor, self._buffer_size)
+                if whole is None or slab is None:
+                    move(copy, source, output.descriptor, self._buffer_size, output.writing)
+                else:
+                    _put_in_slab(copy, source, slab, whole.start, self._buffer_size // 2)
                 self._advance(copy)
+            if whole is not None and slab is not None:
+                with translate_os_errors(output.name), output.writing:
+                    _write_all(output.descriptor, slab.data, whole.start)
         else:
             with self._room.taken(_COMPUTING * max(copy.source.end for copy in copies)):
                 computed = content()
                 for copy in copies:
                     if self._stopping:
                         return
-                    put(copy, computed, output.descriptor)
+                    put(copy, computed, output.descriptor, output.writing)
                     self._advance(copy)
         if copies:
             _start_writeback(output.descriptor, copies)
@@ -382,24 +446,26 @@ class _Room:
                 self._changed.notify_all()
 
 
-def put(copy: Copy, content: memoryview, target: int) -> None:
-    """Carry out a copy from `content` to an open file."""
+def put(copy: Copy, content: memoryview, target: int, writing: Turn) -> None:
+    """Carry out a copy from `content` to an open file, holding `writing` while writing."""
     with translate_os_errors(copy.target.path):
         bits = in_shape(np.frombuffer(content, np.uint8)[copy.source.offset : copy.source.end], copy.source)
         if copy.source.dtype != copy.target.dtype:
             bits = cast_bits(bits.reshape(-1), copy.source.dtype, copy.target.dtype).reshape(bits.shape)
-        _write_bits(target, copy.target, bits)
+        with writing:
+            _write_bits(target, copy.target, bits)
 
 
-def move(copy: Copy, source: int, target: int, buffer_size: int = _BUFFER) -> None:
-    """Carry out one copy between two open files."""
+def move(copy: Copy, source: int, target: int, buffer_size: int, writing: Turn) -> None:
+    """Carry out one copy between two open files, holding `writing` while writing."""
     with translate_os_errors(copy.target.path):
         if copy.target.numel == 0:
             return
         if copy.is_span:
-            _copy_span(source, target, copy, buffer_size)
+            with writing:
+                _copy_span(source, target, copy, buffer_size)
         else:
-            _copy_blocks(source, target, copy, buffer_size)
+            _copy_blocks(source, target, copy, buffer_size, writing)
 
 
 def _copy_span(source: int, target: int, copy: Copy, buffer_size: int) -> None:
@@ -432,13 +498,36 @@ def _copy_through_buffer(source: int, target: int, extent: Extent, size: int, re
     return len(data)
 
 
-def _copy_blocks(source: int, target: int, copy: Copy, buffer_size: int) -> None:
+def _filled_range(copies: list[Copy], at_most: int) -> range | None:
+    """The bytes of the target that copies with gaps fill together; None if they do not, or are too many."""
+    if all(copy.target.is_contiguous for copy in copies):
+        return None
+    filled = range(min(copy.target.offset for copy in copies), max(copy.target.end for copy in copies))
+    return filled if len(filled) == sum(copy.target.nbytes for copy in copies) <= at_most else None
+
+
+def _put_in_slab(copy: Copy, source: int, slab: NDArray, start: int, buffer_size: int) -> None:
+    """Carry out a copy to `slab`, which stands for the target's bytes from `start` on."""
+    for write, bits in _read_blocks(copy, source, buffer_size):
+        elements = slab[write.offset - start : write.end - start].view(bits.dtype)
+        strides = tuple(stride * bits.itemsize for stride in write.strides)
+        np.lib.stride_tricks.as_strided(elements, write.shape, strides)[...] = bits
+
+
+def _copy_blocks(source: int, target: int, copy: Copy, buffer_size: int, writing: Turn) -> None:
+    for write, bits in _read_blocks(copy, source, buffer_size):
+        with writing:
+            _write_bits(target, write, bits)
+
+
+def _read_blocks(copy: Copy, source: int, buffer_size: int) -> Iterator[tuple[Extent, NDArray]]:
+    """Parts of the target, and for each an array of its shape with the bits that it is to hold."""
     widening = max(1, copy.target.dtype.itemsize // copy.source.dtype.itemsize)
     for read, write in _blocks(copy.source, copy.target, buffer_size // widening):
         bits = read_bits(source, read)
         if read.dtype != write.dtype:
             bits = cast_bits(bits.reshape(-1), read.dtype, write.dtype).reshape(bits.shape)
-        _write_bits(target, write, bits)
+        yield write, bits
 
 
 def _blocks(source: Extent, target: Extent, buffer_size: int) -> Iterator[tuple[Extent, Extent]]:
