@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -24,7 +24,6 @@ from ckpt.checkpoint import (
     Layout,
     ReadRequest,
     Target,
-    TargetFile,
 )
 from ckpt.companions import read_config
 from ckpt.dtypes import DType
@@ -38,7 +37,7 @@ from ckpt.tensors import Box, Shape
 if TYPE_CHECKING:
     from ckpt.digest import Digests
     from ckpt.picture import Only, Picture
-    from ckpt.run import Progress, Resources
+    from ckpt.run import FileDigests, Progress, Resources
     from ckpt.verifier import Report
 
 AUTO = "auto"
@@ -336,13 +335,13 @@ class Conversion:
         *,
         overwrite: bool = False,
         progress: Progress | None = None,
-        manifest: bool = False,
-        describe: Callable[[Path], Sequence[TargetFile]] = lambda _: (),
+        manifest: bool = True,
+        describe: Callable[[Path], Mapping[str, bytes]] = lambda _: {},
     ) -> None:
         """Write it to `destination`, which must not overlap the source; see `ckpt.run.execute`.
 
         `manifest` adds `ckpt-manifest.json`, the digests of what was written; `describe` makes further files of the
-        filled folder.
+        filled folder: their content by name.
         """
         from ckpt.run import execute
 
@@ -364,6 +363,7 @@ class Conversion:
                 overwrite=overwrite,
                 resources=self.resources,
                 progress=progress,
+                hashing=manifest,
                 describe=partial(self._described, describe, manifest),
             )
         except (CorruptError, NotFoundError):
@@ -372,15 +372,15 @@ class Conversion:
             raise
 
     def _described(
-        self, describe: Callable[[Path], Sequence[TargetFile]], manifest: bool, folder: Path
-    ) -> list[TargetFile]:
-        files = list(describe(folder))
+        self, describe: Callable[[Path], Mapping[str, bytes]], manifest: bool, folder: Path, digests: FileDigests
+    ) -> dict[str, bytes]:
+        files = dict(describe(folder))
         if manifest:
+            from ckpt.filehash import digest_of_bytes
             from ckpt.manifest import MANIFEST, make_manifest
 
-            names = [file.name for file in self.plan.target.files]
-            content = make_manifest(folder, registry.get(self.format), names)
-            files.append(TargetFile.of_bytes(MANIFEST, content))
+            digests = {**digests, **{name: digest_of_bytes(content) for name, content in files.items()}}
+            files[MANIFEST] = make_manifest(folder, registry.get(self.format), digests)
         return files
 
 

@@ -25,7 +25,7 @@ from ckpt.sizes import parse_size, show_size
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion
-    from ckpt.checkpoint import Checkpoint, TargetFile
+    from ckpt.checkpoint import Checkpoint
     from ckpt.hub import Push, Pushed
     from ckpt.run import Progress
 
@@ -127,7 +127,7 @@ ReplicaOption = Annotated[
 ]
 ManifestOption = Annotated[
     bool,
-    typer.Option("--manifest", help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`."),
+    typer.Option(help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`."),
 ]
 DequantizeOption = Annotated[
     bool,
@@ -197,7 +197,7 @@ def convert(
     replica: ReplicaOption = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Bound on all buffers together.")] = "512MB",
     workers: Annotated[int, typer.Option(min=0, help="Threads that move data. 0: by the processors.")] = 0,
-    manifest: ManifestOption = False,
+    manifest: ManifestOption = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     as_json: JsonOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at the output.")] = False,
@@ -286,7 +286,7 @@ def merge_lora(
         bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
     ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Threads that move data. 0: by the processors.")] = 0,
-    manifest: ManifestOption = False,
+    manifest: ManifestOption = True,
     push: Annotated[bool, typer.Option("--push", help="Push the result to the Hub, and verify what arrived.")] = False,
     repo_id: RepoOption = None,
     private: PrivateOption = False,
@@ -350,16 +350,15 @@ def merge_lora(
         print(printable(report["pushed"]["url"]))
 
 
-def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder: Path) -> list[TargetFile]:
+def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder: Path) -> dict[str, bytes]:
     """The model card of what was merged into `folder`, if it is going to be pushed."""
     from ckpt import api, hub
-    from ckpt.checkpoint import TargetFile
 
     if to is None:
-        return []
+        return {}
     digests = api.digests(api.open(folder, "hf")).whole
     card = hub.model_card(to.repo_id.rpartition("/")[2], facts, digests, ["ckpt", *sys.argv[1:]], base)
-    return [TargetFile.of_bytes(hub.CARD, card.encode())]
+    return {hub.CARD: card.encode()}
 
 
 def _push(folder: Path, to: Push, card: str | None, quiet: bool) -> Pushed:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,6 +37,9 @@ ALGORITHM = "xxh3-128"
 #: Kinds of tensors that have a digest together, in the order in which they are shown.
 WEIGHTS, MASTERS, OPTIMIZER = "weights", "masters", "optimizer"
 KINDS = (WEIGHTS, MASTERS, OPTIMIZER)
+
+#: A range of a file: path, offset and length in bytes.
+Span = tuple[str, int, int]
 
 #: Called with the bytes that were read since the last call, by one thread at a time.
 Progress = Callable[[int], None]
@@ -90,31 +94,39 @@ def digests(
     *,
     dtype: DType | None = None,
     names: Mapping[str, str] | None = None,
-    wanted: Callable[[Tensor], bool] = lambda _: True,
+    known: Mapping[Span, bytes] | None = None,
     workers: int = 0,
     progress: Progress | None = None,
 ) -> Digests:
-    """Digests of the tensors of `checkpoint` that are `wanted`.
+    """Digests of the tensors of `checkpoint`.
 
     `dtype` is that in which weights count, None for the model's own; `names` are those of tensors that count under
-    another name than they have there.  `workers` threads, each of which holds less than 40 MiB, do the work; 0 stands
-    for as many as there are processors, up to 8.  Raises CorruptError where parts of a tensor are missing, ranks
-    disagree, or a file was replaced meanwhile.
+    another name than they have there.  Where there are `known` hashes of ranges of files, kinds are left out of which
+    a tensor does not lie in one such range, and nothing is read.  `workers` threads, each of which holds less than
+    40 MiB, do the work; 0 stands for as many as there are processors, up to 8.  Raises CorruptError where parts of a
+    tensor are missing, ranks disagree, or a file was replaced meanwhile.
     """
-    entries = [entry for entry in _entries(checkpoint, dtype) if wanted(entry.tensor)]
+    entries = list(_entries(checkpoint, dtype))
+    left_out: set[str] = set()
+    if known is None:
+        forms: dict[Key, dict[DType, None]] = {}  # in which dtypes each tensor counts
+        for entry in entries:
+            forms.setdefault((entry.tensor.fqn, entry.tensor.role), {})[entry.dtype] = None
+        contents = _hash_contents(checkpoint, forms, workers, progress)
+    else:
+        contents = {(entry.tensor.fqn, entry.tensor.role): _known(entry, known) for entry in entries}
+        left_out = {entry.kind for entry in entries if entry.dtype not in contents[entry.tensor.fqn, entry.tensor.role]}
     names = names or {}
-    forms: dict[Key, dict[DType, None]] = {}  # in which dtypes each tensor counts
-    for entry in entries:
-        forms.setdefault((entry.tensor.fqn, entry.tensor.role), {})[entry.dtype] = None
-    contents = _hash_contents(checkpoint, forms, workers, progress)
     found = [
         _named(OPTIMIZER, names.get(fqn, fqn), role, _NUMBER, (), content)
         for fqn, role, content in _numbers(checkpoint)
+        if OPTIMIZER not in left_out
     ]
     for entry in entries:
-        tensor, fqn = entry.tensor, names.get(entry.tensor.fqn, entry.tensor.fqn)
-        content = contents[tensor.fqn, tensor.role][entry.dtype]
-        found.append(_named(entry.kind, fqn, entry.role, entry.dtype.name, tensor.shape, content))
+        if entry.kind not in left_out:
+            tensor, fqn = entry.tensor, names.get(entry.tensor.fqn, entry.tensor.fqn)
+            content = contents[tensor.fqn, tensor.role][entry.dtype]
+            found.append(_named(entry.kind, fqn, entry.role, entry.dtype.name, tensor.shape, content))
     for file in checkpoint.files:
         file.check_unchanged()
     return Digests(tuple(sorted(found, key=lambda t: (KINDS.index(t.kind), t.fqn, t.role))))
@@ -183,6 +195,19 @@ def _hash_contents(
 
     in_threads(hash_all, sorted(forms, key=lambda key: _location(checkpoint.tensors[key])), workers)
     return found
+
+
+def _known(entry: _Entry, known: Mapping[Span, bytes]) -> dict[DType, bytes]:
+    """The hash of the tensor's elements by dtype, if they lie in a range whose hash is known."""
+    tensor = entry.tensor
+    if tensor.dtype != entry.dtype:
+        return {}
+    if not tensor.numel:
+        return {tensor.dtype: xxh3_128().digest()}
+    fragment, *others = islice(tensor.fragments(), 2)
+    extent = fragment.extent
+    content = known.get((extent.path, extent.offset, extent.nbytes)) if extent.is_contiguous and not others else None
+    return {} if content is None else {tensor.dtype: content}
 
 
 def _location(tensor: Tensor) -> tuple[str, int]:

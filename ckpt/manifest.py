@@ -1,56 +1,69 @@
 """`ckpt-manifest.json`: digests of what a conversion wrote, against which the folder can be checked later.
 
-It holds the size and the xxh3-128 of every file, so that every bit is accounted for (headers, pickles and padding too),
-and the logical digest of every tensor (`ckpt.digest`), under the names that the format itself stores.  It has a digest
-of its own, and nothing in it depends on time or place: the same conversion writes the same manifest.
-
-It is made on request: like-for-like bytes are copied inside the kernel and never seen here, so all that was written is
-read again, which takes about as much processor time as `cp` of it, and the disk's time where it exceeds the page cache.
+It holds the size of every file and xxh3-128 digests of its pieces: of each tensor's bytes in it, and of all the rest
+together (headers, pickles, padding), so that every bit is accounted for and a change can be named.  Where every tensor
+lies in one piece, as in safetensors, it holds the logical digests too (`ckpt.digest`), under the names that the format
+itself stores.  It has a digest of its own, and nothing in it depends on time or place: the same conversion writes the
+same manifest.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_128
 
-from ckpt.checkpoint import BUFFER, MASTER, Checkpoint, Format, Key, ReadRequest
+from ckpt.checkpoint import Checkpoint, Format, ReadRequest
 from ckpt.companions import read_json
 from ckpt.digest import ALGORITHM, Progress, digests, in_threads
 from ckpt.errors import CkptError, CorruptError, NotFoundError, printable
-from ckpt.files import OpenFiles, confined, translate_os_errors
+from ckpt.filehash import FileDigest, Hasher, Piece, jobs
+from ckpt.files import OpenFiles, confined
+from ckpt.run import FileDigests
 from ckpt.tensors import Tensor
 
 MANIFEST = "ckpt-manifest.json"
 
-_VERSION = 1
-_CHUNK = 1 << 20
+_VERSION = 2
+_MAX_NAMES = 5  # of tensors in one message
 
 
-def make_manifest(folder: Path, format: Format, names: Iterable[str]) -> bytes:
-    """The manifest of the files `names` of a checkpoint of `format` that lies in `folder`."""
-    files = _hash_files(folder, names)
+def make_manifest(folder: Path, format: Format, files: FileDigests) -> bytes:
+    """The manifest of a checkpoint of `format` that lies in `folder`, of the digests of its files by name."""
     found = format.find(folder, None)
     if found is None:
         raise CorruptError(f"what was written is not recognised as {format.name}", path=folder)
     checkpoint = format.read(found, ReadRequest())
-    tensors = digests(checkpoint)
+    known = {
+        (str(folder / name), *piece): bytes.fromhex(digest)
+        for name, file in files.items()
+        for piece, digest in file.pieces.items()
+    }
+    tensors = digests(checkpoint, known=known)
     content = {
         "version": _VERSION,
         "algorithm": ALGORITHM,
         "format": format.name,
         "names": checkpoint.namespace,
         "digests": tensors.whole,
-        "files": {name: {"bytes": size, "digest": digest} for name, (size, digest) in sorted(files.items())},
+        "files": {name: _entry(file) for name, file in sorted(files.items())},
         "tensors": [tensor.to_json() for tensor in tensors.tensors],
     }
     return _dump(content | {"digest": _own_digest(content)})
+
+
+def _entry(file: FileDigest) -> dict[str, Any]:
+    return {
+        "bytes": file.size,
+        "rest": file.rest,
+        "pieces": [[offset, length, digest] for (offset, length), digest in file.pieces.items()],
+    }
 
 
 def _dump(content: dict[str, Any]) -> bytes:
@@ -122,7 +135,7 @@ def check(folder: Path, formats: Iterable[Format], progress: Progress | None = N
     content = _load(folder)
     expected: dict[str, Any] = content["files"]
     problems = []
-    present = []
+    present = {}
     for name, entry in expected.items():
         path = confined(folder, name)
         if not path.is_file():
@@ -130,16 +143,30 @@ def check(folder: Path, formats: Iterable[Format], progress: Progress | None = N
         elif path.stat().st_size != entry["bytes"]:
             problems.append(f"{name}: {path.stat().st_size} bytes instead of {entry['bytes']}")
         else:
-            present.append(name)
-    found = _hash_files(folder, present, progress)
-    changed = [name for name in present if found[name][1] != expected[name]["digest"]]
-    if changed:
-        problems += _changed_tensors(folder, changed, content, formats)
+            present[name] = _as_digest(entry)
+    changes = [
+        _Change(name, piece)
+        for name, now in sorted(_hash_files(folder, present, progress).items())
+        for piece in _changed_pieces(present[name], now)
+    ]
+    if changes:
+        problems += _explain(folder, changes, content["format"], formats)
     there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     unknown = sorted(there - set(expected) - {MANIFEST})
     return Checked(
         str(folder), len(expected), sum(e["bytes"] for e in expected.values()), tuple(problems), tuple(unknown)
     )
+
+
+def _as_digest(entry: dict[str, Any]) -> FileDigest:
+    pieces = {(offset, length): digest for offset, length, digest in entry["pieces"]}
+    return FileDigest(entry["bytes"], pieces, entry["rest"])
+
+
+def _changed_pieces(before: FileDigest, now: FileDigest) -> Iterator[Piece | None]:
+    yield from (piece for piece, digest in before.pieces.items() if now.pieces[piece] != digest)
+    if now.rest != before.rest:
+        yield None
 
 
 def _load(folder: Path) -> dict[str, Any]:
@@ -149,7 +176,7 @@ def _load(folder: Path) -> dict[str, Any]:
             "there is no manifest to check this folder against",
             path=folder,
             expected=MANIFEST,
-            hint="`ckpt convert --manifest` writes one; give a second checkpoint to compare with it",
+            hint="`ckpt convert` writes one; give a second checkpoint to compare with",
         )
     content = read_json(path)
     if not isinstance(content, dict) or content.get("digest") != _own_digest(content):
@@ -164,32 +191,55 @@ def _load(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _changed_tensors(
-    folder: Path, changed: list[str], content: dict[str, Any], formats: Iterable[Format]
-) -> Iterator[str]:
-    """What differs in the files `changed`: tensors by name, or else that it lies outside of all tensors."""
-    where = {os.path.realpath(folder / name): name for name in changed}
-    before = {_identity(entry): entry["digest"] for entry in content["tensors"]}
-    explained: set[str] = set()
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A piece of a file that has changed; None stands for what lies outside of all pieces."""
+
+    file: str
+    piece: Piece | None
+
+
+def _explain(folder: Path, changes: list[_Change], format: str, formats: Iterable[Format]) -> Iterator[str]:
+    """What has changed: tensors by name, or else that it lies outside of all tensors."""
     try:
-        checkpoint = _read(folder, content["format"], formats)
-        for copy in _copies(checkpoint):
-            paths = {key: _names(tensor, where) for key, tensor in copy.tensors.items()}
-            now = digests(copy, wanted=partial(_is_key_of, {key for key, names in paths.items() if names}))
-            for tensor in now.tensors:
-                if before.get(_identity(tensor.to_json())) != tensor.digest:
-                    key = tensor.fqn, tensor.role
-                    files = paths.get(key) or paths.get((tensor.fqn, BUFFER)) or paths.get((tensor.fqn, MASTER), set())
-                    explained |= files
-                    text = f"{tensor.role}, {tensor.dtype} {list(tensor.shape)}"
-                    yield f"{', '.join(sorted(files))}: {tensor.fqn} ({text}) has changed"
+        checkpoint = _read(folder, format, formats)
+        holders = _tensors_in(checkpoint, folder, changes)
     except CkptError as error:
-        for name in changed:
+        for name in dict.fromkeys(change.file for change in changes):
             yield f"{name}: its bytes have changed, and the tensors cannot be read: {error.what}"
         return
-    for name in changed:
-        if name not in explained:
-            yield f"{name}: its bytes have changed, outside of the elements of every tensor"
+    for change in changes:
+        tensors = holders.get(change, [])
+        names = [f"{t.fqn} ({t.role}, {t.dtype} {list(t.shape)})" for t in tensors[:_MAX_NAMES]]
+        more = f" and {len(tensors) - _MAX_NAMES} more" if len(tensors) > _MAX_NAMES else ""
+        if len(tensors) > 1:
+            yield f"{change.file}: one or several of {', '.join(names)}{more} have changed"
+        elif tensors:
+            yield f"{change.file}: {names[0]} has changed"
+        else:
+            yield f"{change.file}: its bytes have changed, outside of the elements of every tensor"
+
+
+def _tensors_in(checkpoint: Checkpoint, folder: Path, changes: list[_Change]) -> dict[_Change, list[Tensor]]:
+    """Which tensors have elements in the pieces that changed."""
+    by_path: dict[str, list[tuple[_Change, Piece]]] = {}
+    for change in changes:
+        if change.piece is not None:
+            path = os.path.realpath(folder / change.file)
+            by_path.setdefault(path, []).append((change, change.piece))
+    found: dict[_Change, list[Tensor]] = {}
+    real_paths: dict[str, str] = {}
+    for tensor in checkpoint.tensors.values():
+        for source in (tensor.source, *tensor.replicas):
+            for fragment in source.fragments(tensor.shape):
+                path, extent = fragment.extent.path, fragment.extent
+                if path not in real_paths:
+                    real_paths[path] = os.path.realpath(path)
+                for change, (offset, length) in by_path.get(real_paths[path], ()):
+                    tensors = found.setdefault(change, [])
+                    if extent.offset < offset + length and offset < extent.end and tensor not in tensors[-1:]:
+                        tensors.append(tensor)
+    return found
 
 
 def _read(folder: Path, name: str, formats: Iterable[Format]) -> Checkpoint:
@@ -200,48 +250,31 @@ def _read(folder: Path, name: str, formats: Iterable[Format]) -> Checkpoint:
     return format.read(found, ReadRequest())
 
 
-def _copies(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """The checkpoint with each copy of tensors that several ranks hold in turn, so that the damaged one is named."""
-    num_copies = max((1 + len(tensor.replicas) for tensor in checkpoint.tensors.values()), default=1)
-    for number in range(num_copies):
-        tensors = {}
-        for key, tensor in checkpoint.tensors.items():
-            sources = (tensor.source, *tensor.replicas)
-            if number < len(sources):
-                tensors[key] = replace(tensor, source=sources[number], replicas=())
-        yield replace(checkpoint, tensors=tensors)
+def _hash_files(folder: Path, files: dict[str, FileDigest], progress: Progress | None) -> dict[str, FileDigest]:
+    """The digests of the pieces that `files` have, as they are now."""
+    found: dict[str, dict[Piece, str]] = {name: {} for name in files}
+    rests: dict[str, str] = {}
+    todo = [(name, job) for name, file in files.items() for job in jobs(file.pieces)]
+    lock = threading.Lock()
+
+    def advance(count: int) -> None:
+        with lock:
+            (progress or _ignore)(count)
+
+    def hash_all(todo: Iterator[tuple[str, list[Piece] | None]]) -> None:
+        hasher = Hasher(advance)
+        with OpenFiles() as opened:
+            for name, job in todo:
+                path, file = str(confined(folder, name)), files[name]
+                descriptor = opened.descriptor(path)
+                if job is None:
+                    rests[name] = hasher.rest(descriptor, path, file.size, file.pieces)
+                else:
+                    found[name] |= hasher.pieces(descriptor, path, job)
+
+    in_threads(hash_all, todo)
+    return {name: FileDigest(file.size, found[name], rests[name]) for name, file in files.items()}
 
 
-def _names(tensor: Tensor, where: dict[str, str]) -> set[str]:
-    """Which of the files `where` hold part of the tensor."""
-    return {name for f in tensor.fragments() if (name := where.get(os.path.realpath(f.extent.path)))}
-
-
-def _is_key_of(keys: set[Key], tensor: Tensor) -> bool:
-    return (tensor.fqn, tensor.role) in keys
-
-
-def _identity(entry: dict[str, Any]) -> tuple[str, str, str]:
-    return entry["kind"], entry["fqn"], entry["role"]
-
-
-def _hash_files(folder: Path, names: Iterable[str], progress: Progress | None = None) -> dict[str, tuple[int, str]]:
-    """Size and digest of each file."""
-    found: dict[str, tuple[int, str]] = {}
-    advance = progress or (lambda _: None)
-
-    def hash_all(jobs: Iterator[str]) -> None:
-        buffer = memoryview(bytearray(_CHUNK))
-        with OpenFiles() as files:
-            for name in jobs:
-                path, hasher, size = str(confined(folder, name)), xxh3_128(), 0
-                descriptor = files.descriptor(path)
-                with translate_os_errors(path):
-                    while count := os.preadv(descriptor, (buffer,), size):
-                        hasher.update(buffer[:count])
-                        size += count
-                        advance(count)
-                found[name] = size, hasher.hexdigest()
-
-    in_threads(hash_all, names)
-    return found
+def _ignore(_: int) -> None:
+    pass

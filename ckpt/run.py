@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
 from itertools import islice
@@ -28,11 +28,13 @@ from ckpt.checkpoint import Slot, TargetFile
 from ckpt.compare import Reader
 from ckpt.compare import check_replicas as check_tensor_replicas
 from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.filehash import FileDigest, Hasher, Piece, jobs, pieces_of
 from ckpt.files import OpenFiles, Staging, check_destination, sync, translate_os_errors
 from ckpt.planner import Copy, Plan
 from ckpt.tensors import Extent, Shape, is_contiguous
 
 Progress = Callable[[int], None]
+FileDigests = Mapping[str, FileDigest]  # by the file's name
 Turn = contextlib.AbstractContextManager[object]  # a lock
 
 _SPAN = 8 << 20  # bytes per kernel copy: one is written back to disk while the next is being copied
@@ -91,17 +93,18 @@ def execute(
     overwrite: bool = False,
     resources: Resources | None = None,
     progress: Progress | None = None,
-    describe: Callable[[Path], Sequence[TargetFile]] = lambda _: (),
+    hashing: bool = False,
+    describe: Callable[[Path, FileDigests], Mapping[str, bytes]] = lambda *_: {},
 ) -> None:
     """Write the plan's files and move them to `destination` when all of them are complete and durable.
 
     `progress` is called with numbers of bytes written, from several threads, one at a time.  `describe` is given the
-    folder when it is filled, while it is still being synced, and returns more files, of literals.  Raises
-    StorageError for the disk's errors and CorruptError for a source that changed meanwhile; the destination is then as
-    it was.
+    folder when it is filled, while it is still being synced, and where `hashing` the digests of all files in it; it
+    returns the content of more files.  Raises StorageError for the disk's errors and CorruptError for a source that
+    changed meanwhile; the destination is then as it was.
     """
     resources = resources or Resources()
-    workers = _Workers(resources, progress or (lambda _: None))
+    workers = _Workers(resources, progress or (lambda _: None), hashing)
     for source in plan.checkpoint.files:  # which links may have led out of the checkpoint's own folder
         check_destination(destination, Path(source.path))
     with Staging(destination, overwrite=overwrite, total_bytes=plan.total_bytes) as staging:
@@ -110,7 +113,12 @@ def execute(
             filling = (_submit(file, plan, staging, workers) for file in plan.target.files)
             for _ in _in_turn(filling, workers.num_fillers):
                 pass
-            workers.join(lambda: [_create(file, staging, workers) for file in describe(staging.path)])
+            workers.join(
+                lambda: [
+                    _create(TargetFile.of_bytes(name, content), staging, workers)
+                    for name, content in describe(staging.path, workers.digests()).items()
+                ]
+            )
         for source in plan.checkpoint.files:
             with translate_os_errors(source.path):
                 source.check_unchanged()
@@ -144,7 +152,7 @@ def _in_turn(iterators: Iterator[Iterator[None]], number: int) -> Iterator[None]
 
 def _create(file: TargetFile, staging: Staging, workers: _Workers) -> _Output:
     """Create a target file with all that is known now."""
-    output = workers.open(staging.create(file.name, file.size), file.name)
+    output = workers.open(staging.create(file.name, file.size), file)
     with translate_os_errors(file.name):
         for offset, data in file.literals:
             _write_all(output.descriptor, memoryview(data), offset)
@@ -213,12 +221,14 @@ def _cut(copy: Copy) -> Iterator[Copy]:
 class _Output:
     """A target file that several threads fill."""
 
-    def __init__(self, file: FileIO, name: str) -> None:
+    def __init__(self, file: FileIO, target: TargetFile) -> None:
         self.descriptor = file.fileno()
-        self.name = name
+        self.name = target.name
+        self.target = target
         #: Linux lets one thread at a time write to a file, and those who wait in the kernel for their turn spin.
         self.writing = threading.Lock()
         self._file = file
+        self._uses = 0  # by those who sync and hash it
         self._pending = 1  # one for the submitter, until it has submitted everything
         self._lock = threading.Lock()
 
@@ -232,11 +242,19 @@ class _Output:
             self._pending -= 1
             return not self._pending
 
-    def finish(self) -> None:
-        """Make it durable and close it."""
-        with translate_os_errors(self.name):
-            sync(self.descriptor)
-            self.close()
+    def use(self, number: int) -> None:
+        """Say how many will use it once it is filled; each calls `release` at the end."""
+        self._uses = number
+
+    def release(self) -> bool:
+        """Whether that was the last use, with which it is closed."""
+        with self._lock:
+            self._uses -= 1
+            last = not self._uses
+        if last:
+            with translate_os_errors(self.name):
+                self.close()
+        return last
 
     def close(self) -> None:
         self._file.close()
@@ -245,14 +263,17 @@ class _Output:
 #: Copies for a file, and what computes their content where it lies in no file.
 _Item = tuple[_Output, list[Copy], Callable[[], memoryview] | None]
 
+#: A file, all its pieces, and those to be hashed, or None for what is in none of them.
+_HashJob = tuple[_Output, list[Piece], list[Piece] | None]
+
 
 class _Workers:
-    """A few daemon threads around a bounded queue, and some that sync the files that are filled.
+    """A few daemon threads around a bounded queue, and some that sync and hash the files that are filled.
 
     The first error of any of them reaches the caller.
     """
 
-    def __init__(self, resources: Resources, progress: Progress) -> None:
+    def __init__(self, resources: Resources, progress: Progress, hashing: bool) -> None:
         self._queue: queue.Queue[_Item | None] = queue.Queue(4 * resources.num_workers)
         self._buffer_size = resources.buffer_size
         self._room = _Room(resources.max_memory)
@@ -262,16 +283,22 @@ class _Workers:
         self._num_present = 1  # threads that may use what is open: the caller's too
         self._outputs: set[_Output] = set()
         self._filled: queue.SimpleQueue[_Output | None] = queue.SimpleQueue()
+        self._to_hash: queue.SimpleQueue[_HashJob | None] = queue.SimpleQueue()
+        self._pieces: dict[str, dict[Piece, str]] = {}
+        self._rests: dict[str, tuple[int, str]] = {}  # a file's size, and the digest of what is in no piece
         self._room_for_outputs = threading.Semaphore(_MAX_UNFINISHED)
         self._error: BaseException | None = None
         self._stopping = False
         self.num_fillers = resources.num_workers
         self._fillers = [threading.Thread(target=self._work, daemon=True) for _ in range(self.num_fillers)]
         self._syncers = [threading.Thread(target=self._sync, daemon=True) for _ in range(_NUM_SYNCERS)]
+        num_hashers = self.num_fillers if hashing else 0
+        self._hashers = [threading.Thread(target=self._hash, daemon=True) for _ in range(num_hashers)]
+        self._threads = (*self._fillers, *self._syncers, *self._hashers)
 
     def __enter__(self) -> _Workers:
         try:
-            for thread in (*self._fillers, *self._syncers):
+            for thread in self._threads:
                 thread.start()
                 with self._present:
                     self._num_present += 1
@@ -290,9 +317,11 @@ class _Workers:
             self._queue.put_nowait(None)
         for _ in self._syncers:
             self._filled.put(None)
+        for _ in self._hashers:
+            self._to_hash.put(None)
         self._leave()
         if self._wait(0, _PATIENCE):
-            for thread in (*self._fillers, *self._syncers):
+            for thread in self._threads:
                 if thread.is_alive():
                     thread.join()
 
@@ -313,11 +342,11 @@ class _Workers:
         with self._present:
             return self._present.wait_for(lambda: self._num_present <= num_present, timeout)
 
-    def open(self, file: FileIO, name: str) -> _Output:
+    def open(self, file: FileIO, target: TargetFile) -> _Output:
         """Take over a new target file, when there are not too many unfinished ones."""
         while not self._room_for_outputs.acquire(timeout=0.2):
             self._raise_error()
-        output = _Output(file, name)
+        output = _Output(file, target)
         self._outputs.add(output)
         return output
 
@@ -338,8 +367,12 @@ class _Workers:
         """Wait until everything submitted is done; `last` is called when all files are filled, and may add some."""
         for _ in self._fillers:
             self._put(None)
+        self._wait_for_all_but(len(self._syncers) + len(self._hashers))
+        for _ in self._hashers:
+            self._to_hash.put(None)
         self._wait_for_all_but(len(self._syncers))
         for output in last():
+            output.use(1)
             self._filled.put(output)
         for _ in self._syncers:
             self._filled.put(None)
@@ -374,12 +407,39 @@ class _Workers:
     def _sync(self) -> None:
         while not self._stopping and (output := self._filled.get()) is not None:
             try:
-                output.finish()
-                self._outputs.discard(output)
-                self._room_for_outputs.release()
+                with translate_os_errors(output.name):
+                    sync(output.descriptor)
+                self._release(output)
             except BaseException as error:
                 self._fail(error)
         self._leave()
+
+    def _hash(self) -> None:
+        hasher = Hasher()
+        while not self._stopping and (job := self._to_hash.get()) is not None:
+            output, pieces, wanted = job
+            try:
+                if wanted is None:
+                    size = output.target.size
+                    self._rests[output.name] = size, hasher.rest(output.descriptor, output.name, size, pieces)
+                else:
+                    self._pieces[output.name] |= hasher.pieces(output.descriptor, output.name, wanted)
+                self._release(output)
+            except BaseException as error:
+                self._fail(error)
+        self._leave()
+
+    def digests(self) -> FileDigests:
+        """The digests of all files that are filled and hashed."""
+        return {
+            name: FileDigest(size, dict(sorted(self._pieces[name].items())), rest)
+            for name, (size, rest) in self._rests.items()
+        }
+
+    def _release(self, output: _Output) -> None:
+        if output.release():
+            self._outputs.discard(output)
+            self._room_for_outputs.release()
 
     def _fail(self, error: BaseException) -> None:
         """Hand an error to the caller, whatever it is."""
@@ -422,7 +482,17 @@ class _Workers:
         if copies:
             _start_writeback(output.descriptor, copies)
         if output.done():
-            self._filled.put(output)
+            self._pass_on(output)
+
+    def _pass_on(self, output: _Output) -> None:
+        """Have a file that is filled synced, and hashed while what was written is still in memory."""
+        pieces = pieces_of(output.target) if self._hashers else []
+        hash_jobs = list(jobs(pieces)) if self._hashers else []
+        self._pieces[output.name] = {}
+        output.use(1 + len(hash_jobs))
+        self._filled.put(output)
+        for job in hash_jobs:
+            self._to_hash.put((output, pieces, job))
 
 
 class _Room:

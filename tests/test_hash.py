@@ -12,16 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_hexdigest
 
-from ckpt import api, digest
-from ckpt.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, Layout
+from ckpt import api, digest, filehash
+from ckpt.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, Layout, Slot, TargetFile
 from ckpt.digest import MASTERS, OPTIMIZER, WEIGHTS, row_major
-from ckpt.dtypes import BFLOAT16, FLOAT32
+from ckpt.dtypes import BFLOAT16, BY_NAME, FLOAT32
 from ckpt.errors import CorruptError
 from ckpt.manifest import MANIFEST
+from ckpt.tensors import Extent, whole
 from tests.commands import ckpt
 from tests.engines import Truth
 from tests.pieces import Store, shapes, stored, tensor_of
 
+UINT8 = BY_NAME["uint8"]
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 TARGETS = ("zero1", "zero2", "zero3", "universal", "dcp", "full")
 
@@ -168,7 +170,7 @@ def flip(path: Path, offset: int, bit: int) -> None:
 def test_manifest_finds_every_flipped_bit(target: str, tmp_path: Path) -> None:
     folder, again = tmp_path / "out", tmp_path / "again"
     for output in (folder, again):
-        assert ckpt("convert", "auto", target, FIXTURES / "toy-zero3", "-o", output, "--manifest").code == 0
+        assert ckpt("convert", "auto", target, FIXTURES / "toy-zero3", "-o", output).code == 0
     assert (folder / MANIFEST).read_bytes() == (again / MANIFEST).read_bytes()
     good = ckpt("verify", folder)
     assert good.code == 0 and "every bit" in good.out
@@ -209,7 +211,7 @@ def test_manifest_finds_every_flipped_bit(target: str, tmp_path: Path) -> None:
 
 def test_manifest_tells_missing_short_and_unknown_files(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    ckpt("convert", "auto", "zero3", FIXTURES / "toy-zero3", "-o", folder, "--manifest")
+    ckpt("convert", "auto", "zero3", FIXTURES / "toy-zero3", "-o", folder)
     (folder / "mine.txt").write_text("a note")
     unknown = ckpt("verify", folder)
     assert unknown.code == 0 and "note: not in the manifest: mine.txt" in unknown.out
@@ -225,7 +227,7 @@ def test_manifest_tells_missing_short_and_unknown_files(tmp_path: Path) -> None:
 def test_without_a_manifest(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "toy-zero3", tmp_path / "run")
     report = ckpt("verify", tmp_path / "run")
-    assert report.code == 3 and "there is no manifest" in report.err and "--manifest" in report.err
+    assert report.code == 3 and "there is no manifest" in report.err and "ckpt convert" in report.err
 
 
 def test_fp32_is_what_the_masters_are(tmp_path: Path) -> None:
@@ -235,3 +237,58 @@ def test_fp32_is_what_the_masters_are(tmp_path: Path) -> None:
     assert api.digests(one, dtype=FLOAT32).whole[WEIGHTS] != api.digests(other, dtype=FLOAT32).whole[WEIGHTS]
     zero = api.open(FIXTURES / "toy-zero3")
     assert api.digests(zero, dtype=FLOAT32).whole[WEIGHTS] == api.digests(other, dtype=FLOAT32).whole[WEIGHTS]
+
+
+def test_the_manifest_has_the_digests_where_tensors_lie_in_one_piece(tmp_path: Path) -> None:
+    """As in safetensors, where they come with hashing the file; not in ZeRO's flat partitions."""
+    folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
+    content = json.loads((folder / MANIFEST).read_text())
+    found = api.digests(api.open(folder))
+    assert content["digests"] == found.whole
+    assert content["tensors"] == [tensor.to_json() for tensor in found.tensors]
+    flat = json.loads((convert(FIXTURES / "toy-zero3", "zero3", tmp_path / "zero3") / MANIFEST).read_text())
+    assert MASTERS not in flat["digests"] and OPTIMIZER not in flat["digests"]
+
+
+def test_no_manifest(tmp_path: Path) -> None:
+    assert ckpt("convert", "auto", "hf", FIXTURES / "toy-zero3", "-o", tmp_path / "hf", "--no-manifest").code == 0
+    assert not (tmp_path / "hf" / MANIFEST).exists()
+
+
+def test_many_pieces_of_a_file_are_hashed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the manifest of a very large checkpoint stays small; a change is then in one of several tensors."""
+    monkeypatch.setattr(filehash, "_MAX_PIECES", 2)
+    folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
+    assert len(json.loads((folder / MANIFEST).read_text())["files"]["model.safetensors"]["pieces"]) <= 3
+    extents = {
+        tensor.fqn: fragment.extent
+        for tensor in api.open(folder).tensors.values()
+        for fragment in tensor.fragments()
+        if fragment.extent.numel
+    }
+    smallest = min(extents, key=lambda fqn: extents[fqn].nbytes)
+    flip(folder / "model.safetensors", extents[smallest].offset, 3)
+    report = ckpt("verify", folder)
+    assert report.code == 1 and "model.safetensors: one or several of " in report.out
+    assert "have changed" in report.out and "outside" not in report.out
+
+
+@given(st.data())
+def test_pieces_do_not_overlap_and_hold_every_slot(data: st.DataObject) -> None:
+    """Slots that interleave, such as two halves of each row, are in one piece."""
+    slots, at = [], 0
+    for number in range(data.draw(st.integers(0, 8))):
+        at += data.draw(st.integers(0, 3))
+        rows, columns = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3))
+        is_split = data.draw(st.booleans())
+        for half in range(1 + is_split):
+            strides = ((1 + is_split) * columns, 1)
+            extent = Extent("f", at + half * columns, UINT8, (rows, columns), strides)
+            slots.append(Slot((f"t{number}", "weight"), whole((rows, columns)), extent))
+        at += rows * columns * (1 + is_split)
+    pieces = filehash.pieces_of(TargetFile("f", at + 2, slots=tuple(slots)))
+    ends = [offset + length for offset, length in pieces]
+    assert all(end <= start for end, (start, _) in zip(ends, pieces[1:], strict=False))
+    for slot in slots:
+        inside = [o <= slot.extent.offset and slot.extent.end <= e for (o, _), e in zip(pieces, ends, strict=True)]
+        assert sum(inside) == 1 or not slot.extent.numel
