@@ -9,6 +9,8 @@
 Tensors are whole in it, cut among ranks as it came: nothing depends on tensor, pipeline or expert parallel sizes.  Keys
 are in `converters.megatron_dist_keys`, the optimizer is in `converters.megatron_dist_optimizer`.
 
+`fsdp_dtensor`, which is DCP without these files, is read as well: see `converters.megatron_fsdp`.
+
 Format facts: megatron-core 0.16.1, dist_checkpointing/ (serialization.py, strategies/torch.py, strategies/common.py,
 core.py); Megatron-LM of August 2026, training/checkpointing.py.
 """
@@ -18,10 +20,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ckpt.checkpoint import MASTER, WEIGHT, Checkpoint, Layout, ReadRequest, Target, TrainingState
 from ckpt.checkpoint import MEGATRON as NAMESPACE
-from ckpt.checkpoint import WEIGHT, Checkpoint, Layout, ReadRequest, Target, TrainingState
 from ckpt.companions import read_config
 from ckpt.errors import NotFoundError
+from converters import megatron_fsdp
 from converters.megatron_dist_optimizer import is_optimizers, read_optimizer
 from converters.megatron_dist_read import BACKENDS, COMMON, Reading, is_iteration, read_folder
 from converters.megatron_dist_write import lay_out
@@ -43,15 +46,15 @@ class MegatronDist:
     namespace: str | None = NAMESPACE
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        found = find_iteration(path, tag, is_iteration)
+        found = find_iteration(path, tag, _is_read)
         if found is None:
             other = find_iteration(path, tag, _is_plain)
             if other not in (None, path):
                 raise NotFoundError(
                     "PyTorch's distributed checkpoint without megatron-core's files: Megatron-LM writes such with "
-                    "--ckpt-format fsdp_dtensor and torch_dcp, whose names in Megatron are not read",
+                    "--ckpt-format torch_dcp, whose names in Megatron are not read",
                     path=other,
-                    expected=f"{COMMON} or {BACKENDS}",
+                    expected=f"{COMMON} or {BACKENDS}, or names of Megatron-FSDP's in the metadata",
                     hint="load and save it with Megatron-LM, --ckpt-format torch_dist; the folder itself is read as "
                     "dcp, under the names that it has",
                 )
@@ -59,9 +62,13 @@ class MegatronDist:
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the checkpoint of one iteration."""
-        reading = read_folder(path)
-        optimizers = read_optimizer(reading)
+        if is_iteration(path):
+            reading = read_folder(path)
+            optimizers = read_optimizer(reading)
+        else:
+            reading, optimizers = megatron_fsdp.read_folder(path)
         tensors = reading.tensors()
+        parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
         folders = tuple(p for p in (request.config, path, path.parent) if p)
         world_size = reading.args.get("world_size")
         step = reading.common.get("iteration")
@@ -73,10 +80,10 @@ class MegatronDist:
             framework="Megatron-LM" if reading.args else "megatron-core",
             world_size=world_size if type(world_size) is int and world_size > 0 else reading.data.ranks,
             namespace=NAMESPACE,
-            ties={OUTPUT: EMBEDDING} if (EMBEDDING, WEIGHT) in tensors and (OUTPUT, WEIGHT) not in tensors else {},
+            ties={OUTPUT: EMBEDDING} if EMBEDDING in parameters and OUTPUT not in parameters else {},
             state=TrainingState(
                 step if type(step) is int else None,
-                optimizers.param_groups([fqn for fqn, role in tensors if role == WEIGHT]),
+                optimizers.param_groups(parameters),
                 optimizers.scalars,
                 _items(reading) | optimizers.items,
             ),
@@ -93,8 +100,12 @@ class MegatronDist:
 MEGATRON_DIST = MegatronDist()
 
 
+def _is_read(folder: Path) -> bool:
+    return is_iteration(folder) or megatron_fsdp.is_iteration(folder)
+
+
 def _is_plain(folder: Path) -> bool:
-    return (folder / ".metadata").is_file() and not is_iteration(folder)
+    return (folder / ".metadata").is_file() and not _is_read(folder)
 
 
 def _items(reading: Reading) -> dict[str, Any]:

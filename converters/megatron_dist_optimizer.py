@@ -134,16 +134,18 @@ def _note_groups(reading: Reading, found: Optimizers, inner: Mapping[Any, Any]) 
         key = tuple(str(options.get(name, options.get(f"pre_{name}"))) for name in IDENTITY)
         fqns, _ = found.groups.setdefault(key, ({}, options))
         fqns |= dict.fromkeys(members)
-        step = _plain(options.get("step", common_step))
+        step = plain(options.get("step", common_step))
         if type(step) in (int, float):
-            _note_step(reading, found, members, step)
+            note_step(reading, found, members, step)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A tensor of one number as that number."""
     return read_scalar(value.extent) if isinstance(value, StoredTensor) and not value.shape else value
 
 
-def _note_step(reading: Reading, found: Optimizers, members: Sequence[str], step: float) -> None:
+def note_step(reading: Reading, found: Optimizers, members: Sequence[str], step: float) -> None:
+    """Take note of the step of parameters; CorruptError where it has been another one before."""
     steps = found.scalars.setdefault("step", {})
     for fqn in members:
         if steps.setdefault(fqn, step) != step:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt import torchfile
-from ckpt.checkpoint import BUFFER, WEIGHT, Key
+from ckpt.checkpoint import BUFFER, MASTER, WEIGHT, Key
 from ckpt.dtypes import DType
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.files import confined, translate_os_errors
@@ -42,7 +42,8 @@ class Reading:
     """What has been read of one iteration's folder.
 
     `objects` are the values that are no tensors, by key and by their place in its array; `flat` the tensors of the
-    distributed optimizer's buffers, which have names of no parameters.
+    distributed optimizer's buffers, which have names of no parameters.  `native` is the model's dtype where weights of
+    it are not stored.
     """
 
     folder: Path
@@ -53,6 +54,7 @@ class Reading:
     copies: dict[Key, list[Placed]] = field(default_factory=dict)
     objects: dict[str, dict[ObjectKey, Any]] = field(default_factory=dict)
     flat: dict[str, FoundTensor] = field(default_factory=dict)
+    native: DType | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -89,7 +91,8 @@ class Reading:
         found = {}
         for key in sorted(self.placed, key=lambda key: registered(key[0])):
             shape, dtype = self.shapes[key]
-            native = self.shapes.get((key[0], WEIGHT), (shape, dtype))[1]
+            without = self.native if self.native and (key[0], MASTER) in self.shapes else dtype
+            native = self.shapes.get((key[0], WEIGHT), (shape, without))[1]
             source = self.data.source(dtype, shape, self.placed[key])
             copies = tuple(self.data.source(dtype, shape, placed) for placed in self.copies.get(key, ()))
             found[key] = Tensor(*key, dtype, shape, source, native if native != dtype else None, copies)
@@ -115,7 +118,7 @@ def read_folder(folder: Path) -> Reading:
     reading.data.count_ranks(folder)
     _read_objects(reading, values)
     reading.common = _common(reading)
-    models = {key: found for key, found in tensors.items() if _is_models(key)}
+    models = {key: found for key, found in tensors.items() if is_models(key)}
     _read_keys(reading, models, tensors)
     reading.flat = {key: found for key, found in tensors.items() if ".gbuf_idx_" in key}
     strangers = [key for key in tensors if not (key in models or key in reading.flat or state_key(key))]
@@ -130,7 +133,8 @@ def read_folder(folder: Path) -> Reading:
     return reading
 
 
-def _is_models(key: str) -> bool:
+def is_models(key: str) -> bool:
+    """Whether a key or name is of a GPT model's tensor."""
     return key.startswith(("embedding.", "decoder.", "mtp.", "output_layer."))
 
 

@@ -26,7 +26,8 @@ OPTIMIZERS = ("adamw", "sgd", "momentum", "lion")
 SCHEDULERS = ("deepspeed", "torch", "none")
 LAYOUTS = ("plain", "trainer")
 THROUGH = ("loop", "trainer")
-SAVES = ("native", "dcp", "full", "ranks", "torch", "torch_dist")
+SAVES = ("native", "dcp", "full", "ranks", "torch", "torch_dist", "fsdp_dtensor")
+_MEGATRON_SAVES = ("torch", "torch_dist", "fsdp_dtensor")
 OPTIMIZER_FORMATS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "dp_zero_gather_scatter")
 KEYS = ("nested", "flat", "ids", "torchtitan")
 PRECISIONS = ("mixed", "pure")
@@ -68,7 +69,8 @@ class Config:
     layout: str = _option("plain", "zero: run folder as DeepSpeed or as HF Trainer leaves it", choices=LAYOUTS)
     save: str = _option(
         "native",
-        "sharded by DCP, one full file, one file a rank, or one of Megatron's formats; native: as the strategy does",
+        "sharded by DCP, one full file, one file a rank, or one of Megatron's formats (fsdp_dtensor: and trained "
+        "by Megatron-FSDP); native: as the strategy does",
         choices=SAVES,
     )
     keys: str = _option("nested", "not zero: how the saved optimizer state is spelled", choices=KEYS)
@@ -122,7 +124,7 @@ class Config:
             self._check_pipeline_options()
         elif self.steps < 1:
             raise UserError("--steps is at least 1")
-        elif self.save in ("torch", "torch_dist"):
+        elif self.save in _MEGATRON_SAVES:
             raise UserError(f"--save {self.save} is for --strategy megatron")
         elif self.strategy in ZERO:
             if self.save not in ("native", "full") or (self.save == "full" and self.through == "loop"):
@@ -138,7 +140,7 @@ class Config:
 
     @property
     def saving(self) -> str:
-        """What --save means for this strategy: zero, dcp, full, ranks, torch or torch_dist."""
+        """What --save means for this strategy: zero, dcp, full, ranks, torch, torch_dist or fsdp_dtensor."""
         if self.save != "native":
             return self.save
         if self.strategy == "megatron-deepspeed":
@@ -146,8 +148,10 @@ class Config:
         return "zero" if self.strategy in ZERO else {"ddp": "full", "megatron": "torch_dist"}.get(self.strategy, "dcp")
 
     def _check_megatron_options(self) -> None:
-        if self.save not in ("native", "torch", "torch_dist"):
-            raise UserError(f"--save {self.save}: Megatron saves torch and torch_dist")
+        if self.save not in ("native", *_MEGATRON_SAVES):
+            raise UserError(f"--save {self.save}: Megatron saves {', '.join(_MEGATRON_SAVES)}")
+        if self.save == "fsdp_dtensor":
+            self._check_megatron_fsdp_options()
         if self.through == "trainer" or self.layout == "trainer":
             raise UserError("--strategy megatron trains in our own loop and knows no layout but its own")
         if self.optimizer == "lion" or (self.optimizer != "adamw" and not self.no_distributed_optimizer):
@@ -161,6 +165,14 @@ class Config:
             raise UserError("--tp, --pp, --vpp, --ep and --vocab-multiple are at least 1")
         if self.vpp > 1 and (self.pp < 2 or self.accumulate % self.pp):
             raise UserError("--vpp needs at least two stages, and --accumulate a multiple of --pp")
+
+    def _check_megatron_fsdp_options(self) -> None:
+        if self.pp > 1 or self.no_distributed_optimizer:
+            raise UserError("--save fsdp_dtensor: Megatron-FSDP has one stage and the distributed optimizer")
+        if self.dtype == "fp32":
+            raise UserError("--save fsdp_dtensor: of a model in fp32 Megatron-LM does not find the MLPs' parameters")
+        if self.resume:
+            raise UserError("--save fsdp_dtensor starts a run and resumes none, so leave --resume out")
 
     def _check_pipeline_options(self) -> None:
         if self.save != "native" or self.through == "trainer" or self.layout == "trainer":

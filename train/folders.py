@@ -121,6 +121,11 @@ def _require_megatron(config: Config, folder: Path) -> None:
     if format == "megatron-dist":
         _require_same_optimizer(config, torch.load(folder / "common.pt", map_location="cpu", weights_only=False))
         return
+    if format == "dcp" and folder.name.startswith("iter_"):  # Megatron-FSDP's
+        raise UserError(
+            f"--resume {config.resume}: a checkpoint of Megatron-FSDP, which this trainer only writes\n"
+            f"hint: ckpt convert megatron-dist megatron-dist {shlex.quote(str(config.resume))}"
+        )
     if format != "megatron":
         raise UserError(
             f"--resume {config.resume}: a {format} checkpoint, which Megatron does not read\n"

@@ -27,6 +27,10 @@ _WARMUP = 3
 
 def open_engine(model: nn.Module, config: Config) -> "MegatronEngine":
     """Builds megatron-core's model of the same configuration."""
+    if config.saving == "fsdp_dtensor":
+        from train.megatron_fsdp import FsdpEngine
+
+        return FsdpEngine(model.config, config)
     return MegatronEngine(model.config, config)
 
 
@@ -42,11 +46,7 @@ class MegatronEngine:
 
     def _initialize(self) -> None:
         from megatron.core import parallel_state, tensor_parallel
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
+        from megatron.core.distributed import finalize_model_grads
         from megatron.core.transformer.module import Float16Module
 
         args = self.args
@@ -65,16 +65,7 @@ class MegatronEngine:
         chunks = self.bare
         if args.bf16 or args.fp16:
             chunks = [Float16Module(self.transformer, chunk) for chunk in chunks]
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
-            overlap_grad_reduce=args.overlap_grad_reduce,
-            use_distributed_optimizer=args.use_distributed_optimizer,
-            bucket_size=args.ddp_bucket_size,
-        )
-        self.chunks = [
-            DistributedDataParallel(self.transformer, ddp, chunk, disable_bucketing=number > 0)
-            for number, chunk in enumerate(chunks)
-        ]
+        self.chunks = self._wrap(chunks)
         self.optimizer = build_optimizer(args, self.config, self.chunks)
         self.scheduler = build_scheduler(self.optimizer, self.config)
         self.transformer.grad_scale_func = self.optimizer.scale_loss
@@ -82,6 +73,27 @@ class MegatronEngine:
         if args.overlap_grad_reduce:
             functions = [chunk.no_sync for chunk in self.chunks]
             self.transformer.no_sync_func = functions if len(functions) > 1 else functions[0]
+
+    def _wrap(self, chunks: list[Any]) -> list[Any]:
+        """The chunks as data-parallel ranks share them."""
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        args = self.args
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+            overlap_grad_reduce=args.overlap_grad_reduce,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+            bucket_size=args.ddp_bucket_size,
+        )
+        return [
+            DistributedDataParallel(self.transformer, ddp, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(chunks)
+        ]
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Megatron's optimizers, where there are several one behind the other."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -161,7 +173,7 @@ class MegatronEngine:
         """What this rank holds, by kind."""
         buffers = [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         masters: list[Any] = []
-        for one in self.optimizer.chained_optimizers:
+        for one in self.optimizers:
             # The first with the distributed optimizer, the second without; neither in float32.
             for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
                 masters += [master for group in getattr(one, name, ()) for master in group]
@@ -169,9 +181,7 @@ class MegatronEngine:
             "parameters": [parameter for chunk in self.chunks for parameter in chunk.parameters()],
             "gradients": [buffer.grad_data for buffer in buffers],
             "masters": masters,
-            "optimizer": [
-                state for one in self.optimizer.chained_optimizers for state in memory.states_of(one.optimizer)
-            ],
+            "optimizer": [state for one in self.optimizers for state in memory.states_of(one.optimizer)],
         }
 
     def observe(self, watch: Callable[..., None]) -> None:
@@ -185,8 +195,11 @@ class MegatronEngine:
             pieces += megatron_truth.optimizer_pieces(self.bare, self.optimizer)
             tensors = megatron_truth.collect(pieces)
             megatron_truth.check_distributed(self.bare, self.optimizer, tensors)
+        return tensors, self._facts()
+
+    def _facts(self) -> dict[str, Any]:
         tied = not self.args.untie_embeddings_and_output_weights
-        facts = {
+        return {
             "ties": {"output_layer.weight": "embedding.word_embeddings.weight"} if tied else {},
             "frozen": [],
             "param_groups": self._describe_groups(),
@@ -194,7 +207,6 @@ class MegatronEngine:
             "vocab_size": self.args.vocab_size,
             "layout": {name: getattr(self.config, name) for name in ("tp", "pp", "vpp", "ep", "etp")},
         }
-        return tensors, facts
 
     def close(self) -> None:
         """Frees the model and megatron-core's process groups."""
@@ -221,8 +233,7 @@ class MegatronEngine:
 
     def _describe_groups(self) -> list[dict[str, Any]]:
         """The param groups of all ranks, merged: each rank knows only those of its own parameters."""
-        names = {tensor: place.name for chunk in self.bare for place, tensor, _ in megatron_truth.placed(chunk)}
-        mine = megatron_truth.named_groups(self.optimizer, names)
+        mine = self._named_groups()
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, truth.describe_groups([group for group, _ in mine], [n for _, n in mine]))
         merged: dict[int, dict[str, Any]] = {}
@@ -232,12 +243,13 @@ class MegatronEngine:
                 known["names"] = list(dict.fromkeys([*known["names"], *group["names"]]))
         return list(merged.values())
 
+    def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        names = {tensor: place.name for chunk in self.bare for place, tensor, _ in megatron_truth.placed(chunk)}
+        return megatron_truth.named_groups(self.optimizer, names)
+
     def _adam_step(self) -> int | None:
         steps = {
-            int(state["step"])
-            for one in self.optimizer.chained_optimizers
-            for state in one.optimizer.state.values()
-            if "step" in state
+            int(state["step"]) for one in self.optimizers for state in one.optimizer.state.values() if "step" in state
         }
         return max(steps, default=None)
 

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -47,10 +48,18 @@ def on_this_machine() -> Iterator[None]:
         if not torch.cuda.is_available():
             for name, stand_in in _CUDA.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+            stack.enter_context(mock.patch.object(DeviceMesh, "from_group", _mesh_by(DeviceMesh.from_group)))
             stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", _get_random_state))
             stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", _set_random_state))
             stack.enter_context(_CudaIsCpu())
         yield
+
+
+def numbered_device() -> contextlib.AbstractContextManager[Any]:
+    """Gives the current device a number, which Megatron-FSDP puts into a name as it starts."""
+    if torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return mock.patch.object(torch.cuda, "current_device", lambda: 0)
 
 
 def _norm_by(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
@@ -108,6 +117,15 @@ def _put_by(put: Callable[..., None]) -> Callable[..., None]:
     return put_with_step
 
 
+def _mesh_by(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
+    """A mesh of the CPUs where one of GPUs is asked for."""
+
+    def mesh(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+        return make(group, "cpu", *args, **kwargs)
+
+    return mesh
+
+
 class _Absent:
     """Of which nothing is an instance."""
 
@@ -142,6 +160,9 @@ class _Stream:
         """Nothing to wait for."""
 
     def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def wait(self) -> None:
         """Nothing to wait for."""
 
     def record_event(self, event: Any = None) -> "_Stream":

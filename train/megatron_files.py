@@ -3,9 +3,11 @@
 --save torch       iter_0000004/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt, and with the distributed optimizer
                    distrib_optim.pt beside it
 --save torch_dist  iter_0000004/{.metadata, __R_K.distcp, common.pt, metadata.json}, by megatron-core itself
+--save fsdp_dtensor  iter_0000004/{.metadata, __R_K.distcp}, by torch: only saved
 
 and latest_checkpointed_iteration.txt in the run folder. Contents as of Megatron-LM core_v0.16.1,
-megatron/training/checkpointing.py: save_checkpoint, generate_state_dict, load_checkpoint.
+megatron/training/checkpointing.py: save_checkpoint, generate_state_dict, preprocess_fsdp_dtensor_state_dict,
+load_checkpoint.
 """
 
 import random
@@ -29,6 +31,8 @@ def save(engine: Any, folder: Path) -> str:
     engine.args.consumed_train_samples = engine.sequences
     if engine.config.saving == "torch":
         _save_torch(engine, folder / tag)
+    elif engine.config.saving == "fsdp_dtensor":
+        _save_fsdp_dtensor(engine, folder / tag)
     else:
         _save_torch_dist(engine, folder / tag)
     dist.barrier()
@@ -38,7 +42,7 @@ def save(engine: Any, folder: Path) -> str:
 
 
 def load(engine: Any, folder: Path) -> None:
-    """Loads a checkpoint of either format. One without an optimizer gives the weights only: the run starts anew."""
+    """Loads a checkpoint of torch or torch_dist. One without optimizer gives the weights only: the run starts anew."""
     if (folder / ".metadata").is_file():
         _load_torch_dist(engine, folder)
     else:
@@ -58,7 +62,7 @@ def rank_folder(folder: Path) -> Path:
 
 
 def _common(engine: Any) -> dict[str, Any]:
-    """What both formats hold first."""
+    """What all formats hold first."""
     return {"args": engine.args, "checkpoint_version": 3.0, "iteration": engine.step}
 
 
@@ -258,3 +262,32 @@ def _load_torch_dist(engine: Any, folder: Path) -> None:
         | {key: value for key, value in loaded.items() if key == "rng_state"}
         | {key: common[key] for key in ("opt_param_scheduler",) if key in common},
     )
+
+
+def _save_fsdp_dtensor(engine: Any, folder: Path) -> None:
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
+    from megatron.core.transformer import fsdp_dtensor_checkpoint as handlers
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint import save as save_dcp
+
+    # Of the two modules around the model Megatron-LM takes off the outer one.
+    sharded = engine.chunks[0].module
+    state = _common(engine) | {"model": sharded.state_dict_for_save_checkpoint()}
+    metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+    state["optimizer"] = engine.optimizer.sharded_state_dict(state, metadata=metadata)
+    state["opt_param_scheduler"] = engine.scheduler.state_dict()
+    place = f"({mpu.get_pipeline_model_parallel_rank()}, {mpu.get_tensor_model_parallel_rank()})"
+    state["rng_state"] = {place: _random_state()}
+    state["num_floating_point_operations_so_far"] = 0
+    handlers.handle_fp8_extra_state_case(state["model"])
+    if engine.args.swiglu:
+        halved = handlers.handle_swiglu_in_state_dict(sharded, state["model"], state["optimizer"])
+        state["model"], state["optimizer"] = halved
+    if engine.args.num_experts:
+        state["model"] = handlers.handle_experts_in_state_dict(state["model"], engine.args.num_experts)
+    preprocess_state_dict_for_uneven_dtensor(state)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    save_dcp(state, storage_writer=FileSystemWriter(folder))

@@ -195,9 +195,20 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def model_pieces(chunks: Iterable[nn.Module]) -> list[Piece]:
     """This rank's part of every parameter and buffer."""
     return [
-        Piece("weight" if is_parameter else "buffer", place, 0, tensor.detach().cpu().reshape(-1).clone())
+        Piece("weight", place, 0, tensor.detach().cpu().reshape(-1).clone())
         for chunk in chunks
         for place, tensor, is_parameter in placed(chunk)
+        if is_parameter
+    ] + buffer_pieces(chunks)
+
+
+def buffer_pieces(chunks: Iterable[nn.Module]) -> list[Piece]:
+    """Every buffer, of which this rank has all."""
+    return [
+        Piece("buffer", place, 0, tensor.detach().cpu().reshape(-1).clone())
+        for chunk in chunks
+        for place, tensor, is_parameter in placed(chunk)
+        if not is_parameter
     ]
 
 
