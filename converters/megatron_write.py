@@ -526,9 +526,9 @@ class Optimizer:
             # that the group has now is not it.
             if "initial_lr" in options:
                 options["max_lr"] = options["initial_lr"]
-            step = next(iter(self.model.checkpoint.state.scalars.get("step", {}).values()), None)
-            if step is not None and self.distributed:
-                options["step"] = step
+        step = next(iter(self.model.checkpoint.state.scalars.get("step", {}).values()), None)
+        if step is not None and self.distributed:
+            options.setdefault("step", step)
         return options | {"is_expert_parallel": expert}
 
     def _kind(self, placed: Placed) -> tuple[bool, bool, bool]:

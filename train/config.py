@@ -169,8 +169,8 @@ class Config:
     def _check_megatron_fsdp_options(self) -> None:
         if self.pp > 1 or self.no_distributed_optimizer:
             raise UserError("--save fsdp_dtensor: Megatron-FSDP has one stage and the distributed optimizer")
-        if self.dtype == "fp32":
-            raise UserError("--save fsdp_dtensor: of a model in fp32 Megatron-LM does not find the MLPs' parameters")
+        if self.dtype != "bf16":  # Megatron-LM looks the MLPs of an fp32 model up under names that it has not
+            raise UserError("--save fsdp_dtensor: only --dtype bf16 works; fp16 unscales gradients that ranks lack")
         if self.resume:
             raise UserError("--save fsdp_dtensor starts a run and resumes none, so leave --resume out")
 

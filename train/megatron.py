@@ -27,11 +27,16 @@ _WARMUP = 3
 
 def open_engine(model: nn.Module, config: Config) -> "MegatronEngine":
     """Builds megatron-core's model of the same configuration."""
+    return engine_of(model.config, config)
+
+
+def engine_of(sizes: Any, config: Config) -> "MegatronEngine":
+    """The engine of a model of transformers' configuration `sizes`."""
     if config.saving == "fsdp_dtensor":
         from train.megatron_fsdp import FsdpEngine
 
-        return FsdpEngine(model.config, config)
-    return MegatronEngine(model.config, config)
+        return FsdpEngine(sizes, config)
+    return MegatronEngine(sizes, config)
 
 
 class MegatronEngine:

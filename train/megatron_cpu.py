@@ -22,6 +22,7 @@ _CPU = torch.device("cpu")
 @contextlib.contextmanager
 def on_this_machine() -> Iterator[None]:
     """Mends megatron-core while open, and redirects CUDA to the CPU if there is no CUDA."""
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import layers, random
     from megatron.core.transformer import multi_latent_attention
@@ -35,7 +36,8 @@ def on_this_machine() -> Iterator[None]:
             # The one is missing then, though the code asks whether it is None; the other is None, though the code
             # asks whether something is an instance of it.
             stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
-            stack.enter_context(mock.patch.object(multi_latent_attention, "TELinear", _Absent))
+            for module in (multi_latent_attention, mcore_fsdp_adapter):
+                stack.enter_context(mock.patch.object(module, "TELinear", _Absent))
         stack.enter_context(
             mock.patch.object(DotProductAttention, "__init__", _attend_by(DotProductAttention.__init__))
         )
