@@ -242,7 +242,7 @@ def convert(
     with progress_bar(conversion.plan.moved_bytes, quiet) as progress:
         conversion.run(destination, overwrite=overwrite, progress=progress, manifest=manifest)
     if not quiet:
-        for line in _outcome(conversion, destination):
+        for line in _outcome(conversion, destination, manifest):
             print(line, file=sys.stderr)
     print(json.dumps(plan_report(conversion, destination), indent=2) if as_json else printable(str(destination)))
 
@@ -340,7 +340,7 @@ def merge_lora(
     with progress_bar(conversion.plan.moved_bytes, quiet) as progress:
         conversion.run(destination, overwrite=overwrite, progress=progress, manifest=manifest, describe=describe)
     if not quiet:
-        for line in _outcome(conversion, destination):
+        for line in _outcome(conversion, destination, manifest):
             print(line, file=sys.stderr)
     report = plan_report(conversion, destination)
     if to is not None:
@@ -735,11 +735,14 @@ def _notes(notes: list[str], left_out: list[str]) -> list[str]:
     return [f"note: {printable(note)}" for note in notes] + [f"not in the target: {printable(x)}" for x in left_out]
 
 
-def _outcome(conversion: Conversion, destination: Path) -> list[str]:
+def _outcome(conversion: Conversion, destination: Path, manifest: bool) -> list[str]:
+    from ckpt.manifest import MANIFEST
     from ckpt.runs import TRAINER_STATE
 
     plan = conversion.plan
-    summary = f"wrote {_files(len(plan.target.files))}, {show_size(plan.total_bytes)}"
+    summary = f"wrote {_files(len(plan.target.files))}, {show_size(plan.total_bytes)}" + (
+        f", and {MANIFEST}" if manifest else ""
+    )
     lines = [*_notes(list(plan.target.notes), list(plan.target.dropped)), summary]
     if any(file.name == TRAINER_STATE for file in plan.target.files):  # whatever its name, Trainer takes the folder
         lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={printable(str(destination))!r})")

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt import registry
+from ckpt import manifest, registry
 from ckpt.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, Layout
 from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError
+from ckpt.manifest import MANIFEST
 from ckpt.planner import check_source
 from tests import megatron_runs, pipeline_runs
 from tests.describing import content
@@ -320,7 +321,10 @@ def test_converts_deterministically_and_as_planned(sample: Sample, target: str, 
     assert digests(one) == digests(other)
     planned = {file.name: file.size for file in conversion.plan.target.files}
     written = {str(f.relative_to(one)): f.stat().st_size for f in one.rglob("*") if f.is_file()}
+    assert written.pop(MANIFEST)
     assert written == planned
+    checked = manifest.check(one, registry.all_formats())
+    assert checked.good and not checked.unknown
 
 
 @pytest.mark.parametrize("target", WRITABLE)
