@@ -151,7 +151,8 @@ class Layout:
     expert tensor parallelism; None keeps the source's, or is 1.  What follows them says how layers are dealt to
     pipeline stages, under the names of Megatron-LM's own arguments; where all of it is left out the source's way is
     kept if it still fits, and otherwise stages are even.  `transformer_impl` (`local`, `transformer_engine`) says which
-    layers the model is built from, where names of tensors depend on it.
+    layers the model is built from, where names of tensors depend on it; `make_vocab_size_divisible_by`, of which number
+    times `tp` the padded vocabulary is a multiple.
     """
 
     dtype: DType | None = None
@@ -168,6 +169,7 @@ class Layout:
     account_for_loss_in_pipeline_split: bool = False
     pipeline_model_parallel_layout: str | None = None
     transformer_impl: str | None = None
+    make_vocab_size_divisible_by: int | None = None
 
     @property
     def megatron_options(self) -> dict[str, int | bool | str]:

@@ -194,6 +194,12 @@ def convert(
     pipeline_model_parallel_layout: Annotated[
         str | None, typer.Option(metavar="LAYOUT", help="The stages as Megatron writes them, like 'Et*3|t*4|t*3L'.")
     ] = None,
+    make_vocab_size_divisible_by: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="A Megatron target's vocabulary is padded to a multiple of it times tp. [default: 128]"
+        ),
+    ] = None,
     replica: ReplicaOption = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Bound on all buffers together.")] = "512MB",
     workers: Annotated[int, typer.Option(min=0, help="Threads that move data. 0: by the processors.")] = 0,
@@ -228,6 +234,7 @@ def convert(
         account_for_loss_in_pipeline_split=account_for_loss_in_pipeline_split,
         pipeline_model_parallel_layout=pipeline_model_parallel_layout,
         transformer_impl=transformer_impl.value if transformer_impl else None,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
     )
     checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
     if dequantize:

@@ -205,10 +205,10 @@ def _layers(model: Model, record: Mapping[str, Any]) -> Layers:
 def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
     """The sizes that were asked for, and otherwise the source's."""
     for name, value in layout.megatron_options.items():
-        if name not in ("tp", "pp", *STAGE_ARGS) and value != 1:
+        if name not in ("tp", "pp", *STAGE_ARGS, "make_vocab_size_divisible_by") and value != 1:
             raise UsageError(
                 "Megatron-DeepSpeed's pipelines have no such layout",
-                expected="--tp, --pp, --world-size and how layers are dealt to stages",
+                expected="--tp, --pp, --world-size, how layers are dealt to stages and the vocabulary padded",
                 found=f"--{name.replace('_', '-')} {value}",
             )
     source = Grid.of_args(args)

@@ -377,6 +377,19 @@ class TestPadding:
         assert api.to_namespace(one, MEGATRON, Layout(pp=2)) is one
         assert api.verify(one, four).equal
 
+    def test_padding_that_is_asked_for(self, tmp_path: Path) -> None:
+        """--make-vocab-size-divisible-by, from the Hub and of a run that had another one."""
+        saved(tmp_path, "llama")
+        one = moved(tmp_path, make_vocab_size_divisible_by=1)
+        assert one.tensors[EMBEDDING, WEIGHT].shape[0] == 259
+        two = api.to_namespace(one, MEGATRON, Layout(tp=2, make_vocab_size_divisible_by=64))
+        assert torch.equal(two[EMBEDDING][:259], one[EMBEDDING][...]) and not two[EMBEDDING][259:].any()
+        args = two.state.items["args"]
+        assert (args["make_vocab_size_divisible_by"], args["padded_vocab_size"]) == (64, 384)
+        unknown = described({EMBEDDING: (384, 8), "decoder.final_layernorm.weight": (8,)}, None, MEGATRON)
+        with pytest.raises(UsageError, match="needs the size of the vocabulary"):
+            api.to_namespace(unknown, MEGATRON, Layout(make_vocab_size_divisible_by=64))
+
     def test_rows_that_do_not_divide_and_no_vocabulary(self) -> None:
         shapes = {EMBEDDING: (385, 8), OUTPUT: (385, 8), "decoder.final_layernorm.weight": (8,)}
         unknown = described(shapes, None, MEGATRON)

@@ -49,12 +49,14 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     shapes = _shapes(checkpoint)
     _refuse_quantized(shapes)
     sizes, more = _with_stored_mtp(table.sizes(config), shapes)
-    padded = padded_vocab_size(sizes.dims["v"], args["make_vocab_size_divisible_by"], layout.tp or 1)
+    multiple = layout.make_vocab_size_divisible_by or args["make_vocab_size_divisible_by"]
+    padded = padded_vocab_size(sizes.dims["v"], multiple, layout.tp or 1)
     copies = {copy: owner for copy, owner in table.copies(sizes).items() if copy in shapes}
     relation = table.relation(sizes, padded, copies)
     _check_complete(relation, shapes)
     named = translate(checkpoint, relation, MEGATRON)
-    args |= {"padded_vocab_size": padded, "mtp_num_layers": sizes.num_mtp or None}
+    args |= {"make_vocab_size_divisible_by": multiple, "padded_vocab_size": padded}
+    args |= {"mtp_num_layers": sizes.num_mtp or None}
     position, seen = _position(named)
     return replace(
         named,
@@ -155,36 +157,44 @@ def _position(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """`checkpoint`, which has Megatron's names, with the vocabulary padded as Megatron pads it for `layout.tp`.
+    """`checkpoint`, which has Megatron's names, with the vocabulary padded as Megatron pads it for `layout`.
 
     Raises UsageError where the rows do not divide and nothing tells how many of them are the vocabulary.
     """
     args = _recorded(checkpoint)
     old_tp = args.get("tensor_model_parallel_size") or 1
     shapes = _shapes(checkpoint)
-    if layout.tp in (None, old_tp) or EMBEDDING not in shapes:
+    asked, new_tp = layout.make_vocab_size_divisible_by, layout.tp or old_tp
+    if (new_tp == old_tp and not asked) or EMBEDDING not in shapes:
         return checkpoint
     stored, multiple = shapes[EMBEDDING][0], args.get("make_vocab_size_divisible_by") or 128
     vocabulary = _vocabulary(checkpoint, args)
-    if vocabulary is None or padded_vocab_size(vocabulary, multiple, old_tp) != stored:
-        padded = stored  # padded by hand, or who knows: what divides stays as it is
+    if asked and vocabulary is None:
+        raise UsageError(
+            "--make-vocab-size-divisible-by needs the size of the vocabulary, which nothing here tells",
+            fqn=EMBEDDING,
+            found=f"{stored} rows, padding included",
+            hint="--config, with the model's config.json, tells its size",
+        )
+    if vocabulary is not None and (asked or padded_vocab_size(vocabulary, multiple, old_tp) == stored):
+        padded = padded_vocab_size(vocabulary, asked or multiple, new_tp)
     else:
-        padded = padded_vocab_size(vocabulary, multiple, layout.tp)
-    if padded % layout.tp:
+        padded = stored  # padded by hand, or who knows: what divides stays as it is
+    if padded % new_tp:
         raise UsageError(
             "the vocabulary's rows do not divide among the tensor parallel ranks",
             fqn=EMBEDDING,
-            expected=f"a multiple of {layout.tp}",
+            expected=f"a multiple of {new_tp}",
             found=f"{stored} rows, of which {vocabulary or 'an unknown number'} are the vocabulary",
             hint=None if vocabulary else "--config, with the model's config.json, tells its size",
         )
-    args = {**args, "padded_vocab_size": padded}
+    args = {**args, "padded_vocab_size": padded} | ({"make_vocab_size_divisible_by": asked} if asked else {})
     state = replace(checkpoint.state, items={**checkpoint.state.items, "args": args})
     if padded == stored:
         return replace(checkpoint, state=state)
     assert vocabulary is not None
     named = translate(checkpoint, _repadding(shapes, vocabulary, padded), MEGATRON)
-    note = f"the vocabulary of {vocabulary} is padded to {padded} rows instead of {stored}, as tp {layout.tp} asks"
+    note = f"the vocabulary of {vocabulary} is padded to {padded} rows instead of {stored}, as tp {new_tp} asks"
     if stored > vocabulary:
         note += f"; rows {vocabulary}:{stored} of the source, which no token has, are left out"
     items, notes = {**named.state.items, "args": args}, (*checkpoint.notes, note)
