@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.checkpoint import Checkpoint
+from ckpt.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.planner import check_source
 from tests.describing import content
 from tests.engines import REPOSITORY, Truth
@@ -31,6 +31,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "megatron-dist": {"save": "torch_dist"},
     "buckets": {"save": "torch_dist", "optimizer_format": "dp_reshardable"},
     "gathered": {"save": "torch_dist", "optimizer_format": "dp_zero_gather_scatter"},
+    "fsdp": {"save": "fsdp_dtensor"},
     # What megatron-core stores wrongly where there are several buckets.
     "shifted": {"save": "torch_dist", "optimizer_format": "fully_reshardable"},
 }
@@ -59,6 +60,7 @@ class Run:
             "first_stage_layers": "uneven",
             "count_embedding": "counted",
             "bucket_size": "buckets",
+            "save": "fsdp",
         }
         special = [names[option] for option in self.options if option in names]
         special += [str(self.options[name]) for name in ("dtype",) if name in self.options]
@@ -107,6 +109,9 @@ RUNS = [
     Run("gpt_neox", "gpt_neox", tp=2, pp=2, options=PLAIN),
     Run("gpt_oss", "gpt_oss", pp=2, ep=2),
     Run("deepseek_v3", "deepseek_v3", tp=2, pp=2, options={"mtp_layers": 1, **SEQUENCE}),
+    Run("llama-fsdp", "llama", tp=2, options=FORMS["fsdp"], forms=("fsdp",)),
+    Run("qwen2-fsdp", "qwen2", options=FORMS["fsdp"], forms=("fsdp",)),
+    Run("mixtral-fsdp", "mixtral", tp=2, ep=2, options=SEQUENCE | FORMS["fsdp"], forms=("fsdp",)),
 ]
 BY_NAME = {run.name: run for run in RUNS}
 
@@ -130,6 +135,14 @@ def sample(name: str, form: str = "megatron") -> Path:
 def truth(folder: Path) -> Truth:
     """What megatron-core gathered over its process groups when it wrote, or had loaded, a checkpoint."""
     return Truth.load(folder / "truth" / "truth.safetensors")
+
+
+def without_rounded(held: Truth) -> Truth:
+    """Without the weights of which there is a master: of these, Megatron-FSDP saves the master alone."""
+    tensors = {
+        key: value for key, value in held.tensors.items() if key[1] != WEIGHT or (key[0], MASTER) not in held.tensors
+    }
+    return replace(held, tensors=tensors)
 
 
 def check_read(checkpoint: Checkpoint, expected: Truth) -> None:

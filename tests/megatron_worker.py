@@ -109,7 +109,7 @@ def _train(job: dict[str, Any], saves: dict[str, dict[str, Any]]) -> None:
 
     config = Config(**job)
     sizes = _sizes(*_named(job))
-    engine = megatron.MegatronEngine(sizes, config)
+    engine = megatron.engine_of(sizes, config)
     shard, num_shards = engine.data_shard
     for _ in range(config.steps):
         sequences = data.batch(engine.sequences, config.batch, config.length, config.seed)

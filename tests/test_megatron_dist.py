@@ -240,13 +240,16 @@ def test_dcp_leaves_it_alone(tmp_path: Path) -> None:
 
 
 def test_megatrons_plain_dcp_is_told_from_torch_dist(tmp_path: Path) -> None:
-    """By hand: `fsdp_dtensor` and `torch_dcp` are DCP's files in Megatron-LM's run folder, without megatron-core's."""
+    """By hand: `torch_dcp` is DCP's files in Megatron-LM's run folder, without megatron-core's.
+
+    So is `fsdp_dtensor`, which has other names: see tests/test_megatron_fsdp.py.
+    """
     run = _copy(tmp_path)
     for name in ("common.pt", "metadata.json"):
         (run / FOLDER / name).unlink()
     for source in ("auto", "megatron-dist"):
         done = commands.ckpt("convert", source, "hf", run, "-o", tmp_path / "out")
-        assert done.code == 3 and "fsdp_dtensor" in done.err and "--ckpt-format torch_dist" in done.err
+        assert done.code == 3 and "torch_dcp" in done.err and "--ckpt-format torch_dist" in done.err
     assert ckpt.open(run / FOLDER).format == "dcp"
 
 
