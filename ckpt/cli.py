@@ -133,7 +133,10 @@ DequantizeOption = Annotated[
     bool,
     typer.Option("--dequantize", help="Take the plain values of quantized weights (MXFP4, bitsandbytes, FP8)."),
 ]
-RepoOption = Annotated[str | None, typer.Option("--repo-id", metavar="ORG/NAME", help="The repository on the Hub.")]
+RepoOption = Annotated[
+    str | None,
+    typer.Option("--repo-id", metavar="ORG/NAME", help="The repository on the Hub. [default: the run's hub_model_id]"),
+]
 PrivateOption = Annotated[bool, typer.Option("--private", help="Make a new repository private.")]
 RevisionOption = Annotated[
     str | None, typer.Option(metavar="BRANCH", help="The branch to push to, made where it is missing.")
@@ -261,7 +264,8 @@ def merge_lora(
         list[str] | None,
         typer.Argument(
             metavar="[ADAPTER]...",
-            help="A PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache.",
+            help="A PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache. "
+            "[default: this folder]",
         ),
     ] = None,
     base: Annotated[

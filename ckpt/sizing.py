@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ckpt import api, registry
+from ckpt.adapter import BASE, is_adapter, parse_name
 from ckpt.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.companions import read_config, read_json
 from ckpt.errors import CorruptError, NotFoundError, UsageError
@@ -151,27 +152,34 @@ def _of_config(where: str, config: Mapping[str, Any]) -> Subject:
 def _of_checkpoint(where: str, checkpoint: Checkpoint) -> Subject:
     """From the tensors that it holds; from its config, where that tells of the same number of elements."""
     found: dict[str, Parameter] = {}
-    for (fqn, role), tensor in checkpoint.tensors.items():
-        if role in (WEIGHT, MASTER) and fqn not in found:
+    notes = list(checkpoint.notes)
+    if is_adapter(fqn for fqn, _ in checkpoint.tensors):
+        notes.append("a LoRA run: the model without its adapter is counted")
+    for (stored_fqn, role), tensor in checkpoint.tensors.items():
+        name = parse_name(stored_fqn)
+        fqn = name.module
+        if role in (WEIGHT, MASTER) and name.kind == BASE and fqn not in found:
             layer = _LAYER.search(fqn)
             kind = EMBEDDING if "embed" in fqn else LINEAR if len(tensor.shape) == 2 else OTHER
             number = int(layer[1]) if layer else None
             found[fqn] = Parameter(fqn, tensor.shape, kind, number, adapter=int(kind == LINEAR))
     if not found:
-        raise NotFoundError("the checkpoint holds no parameters", path=checkpoint.path, found=checkpoint.format)
+        raise NotFoundError(
+            "the checkpoint holds no parameters of a model", path=checkpoint.path, found=checkpoint.format
+        )
     stored = num_elements(found.values())
     config = checkpoint.config
     if config and config.get("model_type"):
         subject = _of_config(where, config)
         if num_elements(subject.model.parameters) == stored:
-            return subject
+            return replace(subject, notes=(*notes, *subject.notes))
         note = (
             f"the checkpoint holds {stored:,} elements, and its config tells of another number; the checkpoint's count"
         )
     else:
         note = "there is no config.json: activations are not known, and not counted"
     model = Model(checkpoint.format, tuple(found.values()), (), 0, 0)
-    return Subject(where, model, None, (*checkpoint.notes, note))
+    return Subject(where, model, None, (*notes, note))
 
 
 def read_zero(path: Path) -> Zero:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Callable
@@ -490,6 +491,16 @@ def test_sharded_checkpoints_are_models_too(fixtures: Path) -> None:
         done = ckpt("estimate", folder, "--gpus", "2", "--json")
         assert done.code == 0, (folder, done.err)
         assert json.loads(done.out)["parameters"] > 0
+
+
+def test_a_lora_run_is_its_model(fixtures: Path, tmp_path: Path) -> None:
+    """Not the model and its adapter: tables have lines for training with LoRA anyway."""
+    run = shutil.copytree(fixtures / "lora-zero3", tmp_path / "run")
+    for config in run.rglob("config.json"):
+        config.unlink()
+    with_config, without = (ckpt("estimate", path, "--json") for path in (fixtures / "lora-zero3", run))
+    assert "a LoRA run" in without.err and "there is no config.json" in without.err
+    assert json.loads(without.out)["parameters"] == json.loads(with_config.out)["parameters"]
 
 
 @pytest.mark.parametrize(

@@ -792,6 +792,25 @@ def test_fault_29_ctrl_c(interrupted: tuple[subprocess.Popen[str], Path]) -> Non
     assert snapshot(folder / "run") == before
 
 
+def test_ctrl_c_while_the_command_is_being_imported() -> None:
+    """It takes a tenth of a second, in which a traceback would come from wherever it was."""
+    code = "\n".join(
+        [
+            "import sys",
+            "class Interrupting:",
+            "    def find_spec(self, name, *_):",
+            "        if name == 'ckpt.errors':",
+            "            raise KeyboardInterrupt",
+            "sys.meta_path.insert(0, Interrupting())",
+            "from ckpt.__main__ import main",
+            "main()",
+        ]
+    )
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def future(content: dict[str, Any], rank: int) -> None:
     content["ds_version"] = "99.1"
     content["invented_later"] = {"anything": [1, 2, 3]}
