@@ -33,7 +33,7 @@ def merge_linear(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, *, transposed: bool
 ) -> torch.Tensor:
     """`weight` [out, in], or [in, out] where `transposed` (Conv1D); `a` [r, in], `b` [out, r]."""
-    return _add(weight, _linear_delta(a, b, scaling, transposed))
+    return _add(weight, _product(a, b, transposed), scaling, b.dtype)
 
 
 def merge_linear_dora(
@@ -119,24 +119,33 @@ def _transpose(tensor: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 
 def _linear_delta(a: torch.Tensor, b: torch.Tensor, scaling: float, transposed: bool) -> torch.Tensor:
+    return _product(a, b, transposed).mul_(scaling).to(b.dtype)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, transposed: bool) -> torch.Tensor:
     low, high = _wide(a), _wide(b)
     product = torch.mm(high, low, out=_scratch("product", (high.shape[0], low.shape[1]), high.dtype))
-    return _transpose(product, transposed).mul_(scaling).to(b.dtype)
+    return _transpose(product, transposed)
 
 
-def _add(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """`weight += delta`, as torch does it where the dtypes differ: in the wider one, and rounded once."""
-    if weight.dtype == delta.dtype:
-        return weight.add_(delta)
-    dtype = torch.promote_types(weight.dtype, delta.dtype)
-    for part, change in zip(weight.split(_rows(weight)), delta.split(_rows(weight)), strict=True):
-        wide = _scratch("sum", tuple(part.shape), dtype)
-        part.copy_(wide.copy_(part).add_(change))
+def _add(weight: torch.Tensor, product: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
+    """`weight += (product * scaling).to(dtype)`, as torch does it: in the wider dtype, and rounded once.
+
+    Some rows at a time, which stay in the processor's cache from scaling to rounding.
+    """
+    wider = torch.promote_types(weight.dtype, dtype)
+    for part, rows in zip(weight.split(_rows(weight)), product.split(_rows(weight)), strict=True):
+        delta = rows.mul_(scaling).to(dtype)
+        if weight.dtype == wider:
+            part.add_(delta)
+        else:
+            wide = _scratch("sum", tuple(part.shape), wider)
+            part.copy_(wide.copy_(part).add_(delta))
     return weight
 
 
 def _rows(weight: torch.Tensor) -> int:
-    """Rows that stay in the processor's cache while they are widened, added and rounded."""
+    """Rows that stay in the processor's cache while they are scaled, widened, added and rounded."""
     columns: int = weight.shape[1]
     return max(1, (1 << 17) // max(1, columns))
 
