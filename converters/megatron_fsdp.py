@@ -54,7 +54,9 @@ from converters.megatron_model import (
 )
 from converters.megatron_optimizer import Optimizers
 
-_MARKS = (b"model.module.embedding.", b"model.module.decoder.")
+_MARK = re.compile(
+    rb"model\.module\.(embedding\.word_embeddings\.|decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.)))"
+)
 _MARKED = 1 << 20  # bytes of the metadata in which the first keys stand
 _HALF = re.compile(r"(?P<name>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])")
 _PLACE = re.compile(r"\((\d+), (\d+)\)")
@@ -75,8 +77,7 @@ def is_iteration(folder: Path) -> bool:
     if not path.is_file() or (folder / BACKENDS).is_file() or (folder / COMMON).is_file():
         return False
     with translate_os_errors(path), open(path, "rb") as file:
-        start = file.read(_MARKED)
-    return any(mark in start for mark in _MARKS)
+        return _MARK.search(file.read(_MARKED)) is not None
 
 
 def read_folder(folder: Path) -> tuple[Reading, Optimizers]:
@@ -90,6 +91,7 @@ def read_folder(folder: Path) -> tuple[Reading, Optimizers]:
     _note_model(stored)
     _check_layers(reading)
     _check_experts(reading)
+    _check_sinks(reading)
     _note_random_states(stored)
     found = Optimizers()
     _note_states(stored, found)
@@ -110,7 +112,7 @@ class _Stored:
     tensors: Mapping[str, FoundTensor]
     values: Mapping[str, Any]
     rest: Mapping[str | int, Any]
-    names: Mapping[str | int, TensorKey]
+    names: Mapping[str, TensorKey]
     grid: Grid
     shapes: dict[TensorKey, Shape] = field(default_factory=dict)
     masters: set[str] = field(default_factory=set)
@@ -118,22 +120,21 @@ class _Stored:
     @classmethod
     def of(cls, folder: Path) -> _Stored:
         reading, metadata = Reading(folder), read_metadata(folder)
+        _refuse_flat(metadata)
         tensors, values = reading.data.read(metadata)
         reading.data.count_ranks(folder)
-        named: list[str] = []
-        leaves: list[tuple[Path_, Any]] = []
-        for key, path in metadata.paths.items():
-            is_state = path[:2] == (_OPTIMIZER, _STATES)
-            if path[0] != _MODEL and not is_state:
-                leaves.append((path, values[key] if key in values else _value(reading, tensors[key])))
-            if path[0] == _MODEL or is_state or path[:2] == (_OPTIMIZER, _GROUPS):
-                named += [step for step in path[1 if path[0] == _MODEL else 2 :][:1] if isinstance(step, str)]
+        leaves = [
+            (path, values[key] if key in values else _value(reading, tensors[key]))
+            for key, path in metadata.paths.items()
+            if path[0] != _MODEL and path[:2] != (_OPTIMIZER, _STATES)
+        ]
         rest = nest(leaves, metadata.path)
         reading.common = {name: value for name, value in rest.items() if name not in (_OPTIMIZER, _RNG)}
         dtypes = {"bf16": BFLOAT16, "fp16": FLOAT16}
         reading.native = next((dtype for name, dtype in dtypes.items() if reading.args.get(name)), None)
         grid = Grid.recorded(reading.args, folder)
-        return cls(reading, metadata, tensors, values, rest, _meanings(named), grid)
+        names = _meanings(name for path in metadata.paths.values() if (name := _parameter(path)) is not None)
+        return cls(reading, metadata, tensors, values, rest, names, grid)
 
     def under(self, *top: str | int) -> Iterator[tuple[str, Path_]]:
         """Keys and paths of what stands under these names."""
@@ -145,6 +146,25 @@ class _Stored:
         )
 
 
+def _refuse_flat(metadata: Metadata) -> None:
+    """Megatron-LM's tools/checkpoint/checkpoint_inspector.py writes a state dict without levels."""
+    for key, path in metadata.paths.items():
+        if len(path) == 1 and key.startswith(f"{_MODEL}."):
+            raise NotFoundError(
+                "names of the state dict are not nested as Megatron-FSDP has them",
+                path=metadata.path,
+                fqn=key,
+                hint="was this made of a torch_dist checkpoint? convert that one, or what training goes on to save",
+            )
+
+
+def _parameter(path: Path_) -> str | None:
+    """The name of the parameter that an entry is about."""
+    named: dict[Any, int] = {_MODEL: 1, (_OPTIMIZER, _STATES): 2, (_OPTIMIZER, _GROUPS): 2}
+    at = named.get(path[0], named.get(path[:2], len(path)))
+    return str(path[at]) if at < len(path) else None
+
+
 def _value(reading: Reading, found: FoundTensor) -> StoredTensor:
     """A tensor of the training state, which every rank has for itself and the checkpoint has once."""
     if len(found.placed) != 1 or found.placed[0][0] != whole(found.entry.shape):
@@ -154,7 +174,7 @@ def _value(reading: Reading, found: FoundTensor) -> StoredTensor:
     return StoredTensor(found.placed[0][1])
 
 
-def _meanings(names: Iterable[str]) -> dict[str | int, TensorKey]:
+def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
     """Tensor of the whole model and half of it, by the name that is stored."""
     parts: dict[str, tuple[str, int | None]] = {}
     for name in names:
@@ -179,7 +199,7 @@ def _note_model(stored: _Stored) -> None:
     reading = stored.reading
     found: dict[TensorKey, FoundTensor] = {}
     for key, path in stored.under(_MODEL):
-        name = stored.names.get(path[1]) if len(path) == 2 else None
+        name = stored.names.get(str(path[1])) if len(path) == 2 else None
         if name is None or not is_models(name.name) or key not in stored.tensors:
             raise stored.strange(key, "a tensor of embedding., decoder., mtp. or output_layer.")
         if name in found:
@@ -257,7 +277,7 @@ def _check_layers(reading: Reading) -> None:
 
 
 def _check_experts(reading: Reading) -> None:
-    """Every expert must be there for each tensor that one has, and the attention sinks of all heads."""
+    """Every expert must be there for each tensor that one has."""
     found: dict[tuple[str, str], set[int]] = {}
     for fqn, _ in reading.placed:
         if match := _EXPERT.fullmatch(fqn):
@@ -274,6 +294,10 @@ def _check_experts(reading: Reading) -> None:
                 found=f"{len(numbers)} experts",
                 hint="save with megatron-core 0.16 or later, whose names number experts over all ranks",
             )
+
+
+def _check_sinks(reading: Reading) -> None:
+    """Those of all heads must be there: megatron-core 0.16.1 does not mark them as shared by tensor parallel ranks."""
     heads = reading.args.get("num_attention_heads")
     for (fqn, _), (shape, _) in reading.shapes.items():
         if fqn.endswith(_SINKS) and heads and shape != (heads,):
@@ -310,8 +334,8 @@ def _note_random_states(stored: _Stored) -> None:
 
 def _note_states(stored: _Stored, found: Optimizers) -> None:
     for key, path in stored.under(_OPTIMIZER):
-        if len(path) == 4 and path[1] == _STATES and path[2] in stored.names:
-            _note_state(stored, found, key, stored.names[path[2]], str(path[3]))
+        if len(path) == 4 and path[1] == _STATES:
+            _note_state(stored, found, key, stored.names[str(path[2])], str(path[3]))
         elif len(path) < 4 or path[1] != _GROUPS:
             raise NotFoundError(
                 "the optimizer's state is stored in a way that is not read",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import CorruptError
+from ckpt.errors import CorruptError, NotFoundError
 from tests import commands
 from tests.describing import content
 from tests.engines import REPOSITORY, Truth, raw
@@ -61,6 +61,8 @@ def test_is_told_from_torchs_own(tmp_path: Path) -> None:
     assert ckpt.open(tmp_path / "run" / FOLDER, "dcp").format == "dcp"
     done = commands.ckpt("verify", tmp_path / "run", FIXTURE)
     assert done.code == 0, done.err
+    other = saved(tmp_path / "other", {"decoder.layers.0.attention.weight": torch.zeros(2)})  # DDP, for example
+    assert ckpt.open(other / FOLDER).format == "dcp"
 
 
 # -- by hand: forms that no CPU writes, and faults -----------------------------------------------------------
@@ -74,10 +76,11 @@ BY_RANKS = torch.cat([GATE[:2], UP[:2], GATE[2:], UP[2:]])
 
 
 def saved(folder: Path, model: dict[str, Any], optimizer: dict[str, Any] | None = None, **args: Any) -> Path:
-    """A run with these tensors of the model and entries of the optimizer."""
+    """A run with these tensors of the model and entries of the optimizer, and unless `bare` with arguments."""
     import torch.distributed.checkpoint as dcp
 
-    state: dict[str, Any] = {"args": Namespace(**{**ARGS, **args}), "iteration": 2}
+    state: dict[str, Any] = {} if args.pop("bare", False) else {"args": Namespace(**{**ARGS, **args})}
+    state["iteration"] = 2
     state["model"] = {f"module.{name}": tensor for name, tensor in model.items()}
     if optimizer is not None:
         state["optimizer"] = optimizer
@@ -93,10 +96,9 @@ def states(**tensors: Any) -> dict[str, Any]:
 
 def test_gated_layers_that_are_not_cut_in_halves(tmp_path: Path) -> None:
     """All but SwiGLU's, and in megatron-core 0.15 those of experts, are stored rank by rank."""
-    names = {f"{LAYER}mlp.linear_fc1.weight": BY_RANKS, f"{LAYER}mlp.linear_fc2.weight": FC2}
-    checkpoint = ckpt.open(saved(tmp_path, names))
+    checkpoint = ckpt.open(saved(tmp_path, GATED))
     assert content(checkpoint.tensors[f"{LAYER}mlp.linear_fc1.weight", "master"]) == raw(FC1)
-    single = ckpt.open(saved(tmp_path / "single", {**names, f"{LAYER}mlp.linear_fc1.weight": FC1[:4]}))
+    single = ckpt.open(saved(tmp_path / "single", {**GATED, f"{LAYER}mlp.linear_fc1.weight": FC1[:4]}))
     assert content(single.tensors[f"{LAYER}mlp.linear_fc1.weight", "master"]) == raw(FC1[:4])  # no gate
 
 
@@ -117,6 +119,16 @@ def test_grouped_experts(tmp_path: Path) -> None:
 
 
 DENSE = {f"{LAYER}mlp.linear_fc2.weight": FC2}
+GATED = {f"{LAYER}mlp.linear_fc1.weight": BY_RANKS, **DENSE}
+
+
+def test_without_arguments(tmp_path: Path) -> None:
+    """As Megatron-Bridge saves, whose configuration is in a file of its own: nothing tells what was a master."""
+    checkpoint = ckpt.open(saved(tmp_path, DENSE, bare=True))
+    assert {key: content(tensor) for key, tensor in checkpoint.tensors.items()} == {(*DENSE, "weight"): raw(FC2)}
+    assert any("no arguments" in note for note in checkpoint.notes)
+
+
 FC2_STATE = "decoder__layers__0__mlp__linear_fc2__weight"
 FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], int, str]] = {
     "experts that overwrite each other": (
@@ -135,6 +147,7 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], i
         "attention sinks of one tensor parallel rank",
     ),
     "half a layer": ({**DENSE, f"{LAYER}mlp.linear_fc1.weight_w": GATE}, None, {}, 4, "part of a tensor is stored"),
+    "gate and up rows of who knows which rank": (GATED, None, {"bare": True}, 6, "tensor parallel rank"),
     "another model's": ({**DENSE, "vision.weight": FC2}, None, {}, 4, "not what Megatron-FSDP stores there"),
     "remainders": (
         DENSE,
@@ -157,6 +170,15 @@ def test_faults(name: str, tmp_path: Path) -> None:
     done = commands.ckpt("convert", "megatron-dist", "megatron-dist", run, "-o", tmp_path / "out")
     assert (done.code, said in done.err) == (code, True), done.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_state_dict_without_levels_is_refused(tmp_path: Path) -> None:
+    """As Megatron-LM's tool makes it of `torch_dist`, by hand."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({f"model.module.{name}": tensor for name, tensor in DENSE.items()}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(NotFoundError, match="not nested"):
+        ckpt.open(tmp_path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
