@@ -36,10 +36,25 @@ def translate_os_errors(path: str | os.PathLike[str] | None = None) -> Iterator[
     except FileNotFoundError as error:
         raise NotFoundError("no such file or folder", path=error.filename or path) from error
     except OSError as error:
-        hint = None
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "free some space, or choose another place with -o"
-        raise StorageError(error.strerror or str(error), path=error.filename or path, hint=hint) from error
+        raise _storage_error(error, error.filename or path) from error
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn an OSError into a StorageError for `path`: where the user will find what is staged elsewhere."""
+    try:
+        yield
+    except OSError as error:
+        raise _storage_error(error, path) from error
+
+
+def _storage_error(error: OSError, path: str | os.PathLike[str] | None) -> StorageError:
+    hint = None
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "free some space, or choose another place with -o"
+    elif error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = "nothing can be written there; choose another place with -o"
+    return StorageError(error.strerror or str(error), path=path, hint=hint)
 
 
 class OpenFiles:
@@ -127,7 +142,7 @@ class Staging:
         self._lock = -1
 
     def __enter__(self) -> Staging:
-        with translate_os_errors(self.path):
+        with _writing(self.destination):
             self._check_destination_free()
             self.destination.parent.mkdir(parents=True, exist_ok=True)
             self._lock = self._acquire()
@@ -155,7 +170,7 @@ class Staging:
         An object and no bare descriptor: wherever Ctrl-C strikes, it is closed when nobody has it any more.
         """
         path = confined(self.path, name)
-        with translate_os_errors(path):
+        with _writing(self.destination / name):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = FileIO(path, "x+", opener=partial(os.open, mode=0o666))
             try:
@@ -167,7 +182,7 @@ class Staging:
 
     def commit(self) -> None:
         """Make everything durable and move it to the destination in one step."""
-        with translate_os_errors(self.destination):
+        with _writing(self.destination):
             for folder, _, _ in os.walk(self.path, topdown=False):
                 sync_folder(Path(folder))
             if _is_filled(self.destination):

@@ -579,7 +579,8 @@ class TestDestination:
         monkeypatch.setattr(os, "mkdir", denied)
         with pytest.raises(StorageError, match="Permission denied") as caught:
             write(tmp_path / "out")
-        assert caught.value.path == str(tmp_path / ".out.ckpt-staging")
+        assert caught.value.path == str(tmp_path / "out")
+        assert "-o" in str(caught.value.hint)
 
     def test_a_link_in_the_place_of_the_staging_folder_is_not_followed(self, tmp_path: Path) -> None:
         """In a folder that others may write to, it would have somebody else's files cleared."""
