@@ -154,7 +154,8 @@ def _refuse_flat(metadata: Metadata) -> None:
                 "names of the state dict are not nested as Megatron-FSDP has them",
                 path=metadata.path,
                 fqn=key,
-                hint="was this made of a torch_dist checkpoint? convert that one, or what training goes on to save",
+                hint="was this made of a torch_dist checkpoint? convert that one, or what training goes on to save; "
+                "as dcp it is read under the names that it has",
             )
 
 

@@ -103,13 +103,23 @@ def test_gated_layers_that_are_not_cut_in_halves(tmp_path: Path) -> None:
 
 
 def test_grouped_experts(tmp_path: Path) -> None:
-    """Transformer Engine's, with bf16 weights and masters that are states, which are not cut in halves."""
+    """Transformer Engine's, with bf16 weights and masters that are states, which are not cut in halves.
+
+    Its Adam has the step in the param group, of which each parameter has a copy.
+    """
     experts = f"{LAYER}mlp.experts.linear_fc"
     model = {f"{experts}1.weight{e}_{h}": t.bfloat16() for e in (0, 1) for h, t in (("w", GATE + e), ("v", UP + e))}
     model |= {f"{experts}2.weight{e}": FC2.bfloat16() for e in (0, 1)}
     masters = {name: {"master_param": BY_RANKS + int(name[-3])} for name in model if "fc1" in name}
     optimizer = {"state": {f"module.module.module.{name}": state for name, state in masters.items()}}
+    grouped = {f"module.module.module.{experts}{n}.weight{e}": n for n in (1, 2) for e in (0, 1)}
+    options = {"betas": (0.9, 0.95), "step": 5}
+    optimizer["param_to_group_meta"] = {name: {**options, "wd_mult": float(n)} for name, n in grouped.items()}
     checkpoint = ckpt.open(saved(tmp_path, model, optimizer, num_experts=2))
+    assert [(len(group.fqns), dict(group.options)) for group in checkpoint.state.param_groups] == [
+        (2, {**options, "wd_mult": float(n)}) for n in (1, 2)
+    ]
+    assert list(checkpoint.state.scalars["step"].values()) == [5] * 4
     for expert in (0, 1):
         name = f"{LAYER}mlp.experts.local_experts.{expert}.linear_fc1.weight"
         assert content(checkpoint.tensors[name, "weight"]) == raw((FC1 + expert).bfloat16())
