@@ -131,6 +131,12 @@ def test_what_no_conversion_changes_is_refused_with_the_option_that_helps(
     assert str(caught.value).endswith(f"\nhint: {hint}")
 
 
+def test_megatron_fsdps_checkpoints_are_converted_first() -> None:
+    fixture = Path(__file__).parent.parent / "fixtures" / "megatron-fsdp"
+    with pytest.raises(UserError, match=r"hint: ckpt convert megatron-dist megatron-dist"):
+        folders.find_checkpoint(Config(strategy="megatron", model="llama", resume=str(fixture)))
+
+
 def part(index: int, elements: torch.Tensor, start: int = 0, shape: tuple[int, ...] = (2, 3), stride: int = 1) -> Piece:
     return Piece("weight", Place("matrix", shape, 0, stride, index, 2), start, elements)
 
@@ -174,6 +180,9 @@ def test_the_truth_is_not_written_where_ranks_contradict(pieces: list[Piece], co
         ({"vpp": 2}, "at least two stages"),
         ({"vpp": 2, "pp": 2}, "multiple of --pp"),
         ({"save": "dcp"}, "Megatron saves"),
+        ({"save": "fsdp_dtensor", "pp": 2}, "one stage"),
+        ({"save": "fsdp_dtensor", "dtype": "fp16"}, "only --dtype bf16"),
+        ({"save": "fsdp_dtensor", "resume": "run"}, "resumes none"),
         ({"lora": 4}, "--lora"),
         ({"through": "trainer"}, "own loop"),
     ],
