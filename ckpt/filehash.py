@@ -18,7 +18,7 @@ from ckpt.files import translate_os_errors
 #: A piece that is hashed on its own, as offset and length in bytes; None stands for what lies outside of all pieces.
 Piece = tuple[int, int]
 
-_CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the processor's cache
+CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the processor's cache
 _JOB = 32 << 20  # small pieces are handed to a thread together, up to this many bytes
 _MAX_PIECES = 4096  # of a file, so that digests take little room even where a tensor has thousands of parts
 
@@ -68,10 +68,10 @@ def jobs(pieces: Iterable[Piece]) -> Iterator[list[Piece] | None]:
 
 
 class Hasher:
-    """The buffer of one thread that hashes.  `advance` is called with the number of bytes after each read."""
+    """One thread that hashes, in a buffer of `chunk` bytes; `advance` is called with the number of bytes read."""
 
-    def __init__(self, advance: Callable[[int], None] = lambda _: None) -> None:
-        self._buffer = memoryview(bytearray(_CHUNK))
+    def __init__(self, chunk: int = CHUNK, advance: Callable[[int], None] = lambda _: None) -> None:
+        self._buffer = memoryview(bytearray(chunk))
         self._advance = advance
 
     def pieces(self, descriptor: int, path: str, pieces: Iterable[Piece]) -> dict[Piece, str]:
@@ -87,7 +87,7 @@ class Hasher:
         for offset, length in ranges:
             while length:
                 with translate_os_errors(path):
-                    count = os.preadv(descriptor, (self._buffer[: min(length, _CHUNK)],), offset)
+                    count = os.preadv(descriptor, (self._buffer[:length],), offset)
                 if not count:
                     raise CorruptError("the file ends while it is being read", path=path, found=f"at byte {offset}")
                 hasher.update(self._buffer[:count])

@@ -262,7 +262,7 @@ def _hash_files(folder: Path, files: dict[str, FileDigest], progress: Progress |
             (progress or _ignore)(count)
 
     def hash_all(todo: Iterator[tuple[str, list[Piece] | None]]) -> None:
-        hasher = Hasher(advance)
+        hasher = Hasher(advance=advance)
         with OpenFiles() as opened:
             for name, job in todo:
                 path, file = str(confined(folder, name)), files[name]

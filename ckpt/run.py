@@ -28,7 +28,7 @@ from ckpt.checkpoint import Slot, TargetFile
 from ckpt.compare import Reader
 from ckpt.compare import check_replicas as check_tensor_replicas
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.filehash import FileDigest, Hasher, Piece, jobs, pieces_of
+from ckpt.filehash import CHUNK, FileDigest, Hasher, Piece, jobs, pieces_of
 from ckpt.files import OpenFiles, Staging, check_destination, sync, translate_os_errors
 from ckpt.planner import Copy, Plan
 from ckpt.tensors import Extent, Shape, is_contiguous
@@ -70,7 +70,7 @@ class Resources:
 
     @property
     def buffer_size(self) -> int:
-        """Bytes of one buffer.  A thread holds at most three: read, without gaps, and cast."""
+        """Bytes of one buffer.  A thread holds at most three: read, without gaps, and cast; one that hashes has one."""
         size = min(_BUFFER, self.max_memory // (4 * self.num_workers))
         if size < _MIN_BUFFER:
             least = _MIN_BUFFER * 4 * self.num_workers
@@ -81,9 +81,10 @@ class Resources:
         """Upper bound of the bytes of all buffers while `plan` runs."""
         one = _COMPUTING * plan.largest_computed
         computing = min(self.num_workers * one, max(self.max_memory, one))
+        hashing = min(CHUNK, self.buffer_size) * self.num_workers
         if plan.buffered_bytes or not _HAS_KERNEL_COPY:
-            return 3 * self.buffer_size * self.num_workers + computing
-        return computing
+            return 3 * self.buffer_size * self.num_workers + computing + hashing
+        return computing + hashing
 
 
 def execute(
@@ -111,7 +112,7 @@ def execute(
         check_replicas(plan)
         with workers:
             filling = (_submit(file, plan, staging, workers) for file in plan.target.files)
-            for _ in _in_turn(filling, workers.num_fillers):
+            for _ in _in_turn(filling, min(workers.num_fillers, _MAX_UNFINISHED)):
                 pass
             workers.join(
                 lambda: [
@@ -415,7 +416,7 @@ class _Workers:
         self._leave()
 
     def _hash(self) -> None:
-        hasher = Hasher()
+        hasher = Hasher(min(CHUNK, self._buffer_size))
         while not self._stopping and (job := self._to_hash.get()) is not None:
             output, pieces, wanted = job
             try:

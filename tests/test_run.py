@@ -306,8 +306,10 @@ class TestExecute:
         execute(case.plan, tmp_path / "out")
         case.assert_written(tmp_path / "out")
 
+    @pytest.mark.parametrize("hashing", [False, True])
+    @pytest.mark.parametrize("workers", [2, 7])
     def test_few_target_files_are_open_at_a_time_and_each_is_synced(
-        self, tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch, workers: int, hashing: bool
     ) -> None:
         case = make_case(tmp_path / "source", num_files=9)
         staged: list[int] = []
@@ -322,7 +324,7 @@ class TestExecute:
 
         monkeypatch.setattr(run, "_MAX_UNFINISHED", 3)
         monkeypatch.setattr(run, "sync", sync)
-        execute(case.plan, tmp_path / "out")
+        execute(case.plan, tmp_path / "out", resources=Resources(workers=workers), hashing=hashing)
         case.assert_written(tmp_path / "out")
         assert max(staged) <= 3 + 1  # and the one that waits for its turn
         assert synced == {Path(name).name for name in case.expected}
