@@ -12,6 +12,7 @@ import errno
 import os
 import queue
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from ckpt.checkpoint import Slot, TargetFile
 from ckpt.compare import Reader
 from ckpt.compare import check_replicas as check_tensor_replicas
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.filehash import CHUNK, FileDigest, Hasher, Piece, jobs, pieces_of
+from ckpt.filehash import CHUNK, FileDigest, Hasher, Piece, pieces_of
 from ckpt.files import OpenFiles, Staging, check_destination, sync, translate_os_errors
 from ckpt.planner import Copy, Plan
 from ckpt.tensors import Extent, Shape, is_contiguous
@@ -116,7 +117,7 @@ def execute(
                 pass
             workers.join(
                 lambda: [
-                    _create(TargetFile.of_bytes(name, content), staging, workers)
+                    _create(TargetFile.of_bytes(name, content), staging, workers, is_hashed=False)
                     for name, content in describe(staging.path, workers.digests()).items()
                 ]
             )
@@ -151,9 +152,9 @@ def _in_turn(iterators: Iterator[Iterator[None]], number: int) -> Iterator[None]
             running.extend(islice(iterators, 1))
 
 
-def _create(file: TargetFile, staging: Staging, workers: _Workers) -> _Output:
+def _create(file: TargetFile, staging: Staging, workers: _Workers, *, is_hashed: bool = True) -> _Output:
     """Create a target file with all that is known now."""
-    output = workers.open(staging.create(file.name, file.size), file)
+    output = workers.open(staging.create(file.name, file.size), file, is_hashed=is_hashed)
     with translate_os_errors(file.name):
         for offset, data in file.literals:
             _write_all(output.descriptor, memoryview(data), offset)
@@ -220,16 +221,23 @@ def _cut(copy: Copy) -> Iterator[Copy]:
 
 
 class _Output:
-    """A target file that several threads fill."""
+    """A target file that several threads fill, and some more sync and hash, the last of which closes it."""
 
-    def __init__(self, file: FileIO, target: TargetFile) -> None:
+    def __init__(self, file: FileIO, target: TargetFile, pieces: list[Piece] | None) -> None:
         self.descriptor = file.fileno()
         self.name = target.name
-        self.target = target
+        self.size = target.size
+        #: What is hashed on its own; None where nothing is.
+        self.pieces = pieces
+        self._starts = [offset for offset, _ in pieces or ()]
+        self._left = [0] * len(self._starts)  # bytes of each piece that are still to be written
+        for slot in target.slots if pieces else ():
+            if slot.extent.numel:
+                self._left[self._piece(slot.extent)] += slot.extent.nbytes
         #: Linux lets one thread at a time write to a file, and those who wait in the kernel for their turn spin.
         self.writing = threading.Lock()
         self._file = file
-        self._uses = 0  # by those who sync and hash it
+        self._uses = 1 if pieces is None else 2 + len(pieces)  # to be synced; pieces and rest to be hashed
         self._pending = 1  # one for the submitter, until it has submitted everything
         self._lock = threading.Lock()
 
@@ -243,14 +251,26 @@ class _Output:
             self._pending -= 1
             return not self._pending
 
-    def use(self, number: int) -> None:
-        """Say how many will use it once it is filled; each calls `release` at the end."""
-        self._uses = number
-
-    def release(self) -> bool:
-        """Whether that was the last use, with which it is closed."""
+    def written(self, copies: list[Copy]) -> list[Piece]:
+        """The pieces of which these copies wrote the last part."""
+        if not self.pieces:
+            return []
+        whole = []
         with self._lock:
-            self._uses -= 1
+            for target in (copy.target for copy in copies if copy.target.numel):
+                number = self._piece(target)
+                self._left[number] -= target.nbytes
+                if not self._left[number]:
+                    whole.append(self.pieces[number])
+        return whole
+
+    def _piece(self, extent: Extent) -> int:
+        return bisect_right(self._starts, extent.offset) - 1
+
+    def release(self, uses: int = 1) -> bool:
+        """Whether these were the last uses, with which it is closed."""
+        with self._lock:
+            self._uses -= uses
             last = not self._uses
         if last:
             with translate_os_errors(self.name):
@@ -264,8 +284,8 @@ class _Output:
 #: Copies for a file, and what computes their content where it lies in no file.
 _Item = tuple[_Output, list[Copy], Callable[[], memoryview] | None]
 
-#: A file, all its pieces, and those to be hashed, or None for what is in none of them.
-_HashJob = tuple[_Output, list[Piece], list[Piece] | None]
+#: A file and those of its pieces that are to be hashed; None stands for what is in none of them.
+_HashJob = tuple[_Output, list[Piece] | None]
 
 
 class _Workers:
@@ -343,11 +363,11 @@ class _Workers:
         with self._present:
             return self._present.wait_for(lambda: self._num_present <= num_present, timeout)
 
-    def open(self, file: FileIO, target: TargetFile) -> _Output:
+    def open(self, file: FileIO, target: TargetFile, *, is_hashed: bool) -> _Output:
         """Take over a new target file, when there are not too many unfinished ones."""
         while not self._room_for_outputs.acquire(timeout=0.2):
             self._raise_error()
-        output = _Output(file, target)
+        output = _Output(file, target, pieces_of(target) if self._hashers and is_hashed else None)
         self._outputs.add(output)
         return output
 
@@ -373,7 +393,6 @@ class _Workers:
             self._to_hash.put(None)
         self._wait_for_all_but(len(self._syncers))
         for output in last():
-            output.use(1)
             self._filled.put(output)
         for _ in self._syncers:
             self._filled.put(None)
@@ -418,14 +437,14 @@ class _Workers:
     def _hash(self) -> None:
         hasher = Hasher(min(CHUNK, self._buffer_size))
         while not self._stopping and (job := self._to_hash.get()) is not None:
-            output, pieces, wanted = job
+            output, wanted = job
+            descriptor, name = output.descriptor, output.name
             try:
                 if wanted is None:
-                    size = output.target.size
-                    self._rests[output.name] = size, hasher.rest(output.descriptor, output.name, size, pieces)
+                    self._rests[name] = output.size, hasher.rest(descriptor, name, output.size, output.pieces or ())
                 else:
-                    self._pieces[output.name] |= hasher.pieces(output.descriptor, output.name, wanted)
-                self._release(output)
+                    self._pieces.setdefault(name, {}).update(hasher.pieces(descriptor, name, wanted))
+                self._release(output, 1 if wanted is None else len(wanted))
             except BaseException as error:
                 self._fail(error)
         self._leave()
@@ -433,12 +452,12 @@ class _Workers:
     def digests(self) -> FileDigests:
         """The digests of all files that are filled and hashed."""
         return {
-            name: FileDigest(size, dict(sorted(self._pieces[name].items())), rest)
+            name: FileDigest(size, dict(sorted(self._pieces.get(name, {}).items())), rest)
             for name, (size, rest) in self._rests.items()
         }
 
-    def _release(self, output: _Output) -> None:
-        if output.release():
+    def _release(self, output: _Output, uses: int = 1) -> None:
+        if output.release(uses):
             self._outputs.discard(output)
             self._room_for_outputs.release()
 
@@ -482,18 +501,12 @@ class _Workers:
                     self._advance(copy)
         if copies:
             _start_writeback(output.descriptor, copies)
+        if whole_pieces := output.written(copies):
+            self._to_hash.put((output, whole_pieces))
         if output.done():
-            self._pass_on(output)
-
-    def _pass_on(self, output: _Output) -> None:
-        """Have a file that is filled synced, and hashed while what was written is still in memory."""
-        pieces = pieces_of(output.target) if self._hashers else []
-        hash_jobs = list(jobs(pieces)) if self._hashers else []
-        self._pieces[output.name] = {}
-        output.use(1 + len(hash_jobs))
-        self._filled.put(output)
-        for job in hash_jobs:
-            self._to_hash.put((output, pieces, job))
+            self._filled.put(output)
+            if output.pieces is not None:
+                self._to_hash.put((output, None))
 
 
 class _Room:
