@@ -127,7 +127,7 @@ def digests(
             tensor, fqn = entry.tensor, names.get(entry.tensor.fqn, entry.tensor.fqn)
             content = contents[tensor.fqn, tensor.role][entry.dtype]
             found.append(_named(entry.kind, fqn, entry.role, entry.dtype.name, tensor.shape, content))
-    for file in checkpoint.files:
+    for file in checkpoint.files if known is None else ():
         file.check_unchanged()
     return Digests(tuple(sorted(found, key=lambda t: (KINDS.index(t.kind), t.fqn, t.role))))
 

@@ -20,7 +20,8 @@ Piece = tuple[int, int]
 
 CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the processor's cache
 _JOB = 32 << 20  # small pieces are handed to a thread together, up to this many bytes
-_MAX_PIECES = 4096  # of a file, so that digests take little room even where a tensor has thousands of parts
+_MAX_PIECES = 4096  # of a file, and of all files together, so that digests take little room
+_MAX_PIECES_TOGETHER = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +33,22 @@ class FileDigest:
     rest: str
 
 
-def pieces_of(file: TargetFile) -> list[Piece]:
+def max_pieces(num_files: int) -> int:
+    """How many pieces a file may have where so many are written."""
+    return max(1, min(_MAX_PIECES, _MAX_PIECES_TOGETHER // max(1, num_files)))
+
+
+def pieces_of(file: TargetFile, at_most: int) -> list[Piece]:
     """The pieces of a file that is to be written: one for each slot, as far as they do not interleave.
 
-    In a file of very many slots, neighbours are one piece together.
+    Of more than `at_most` slots, neighbours are one piece together, each about as large as the others.
     """
+    spans = sorted((slot.extent.offset, slot.extent.end) for slot in file.slots if slot.extent.numel)
+    least = file.size // at_most if len(spans) > at_most else 0
     pieces: list[Piece] = []
     start = stop = 0
-    for low, high in sorted((slot.extent.offset, slot.extent.end) for slot in file.slots if slot.extent.numel):
-        if pieces and (low < stop or stop - start < file.size // _MAX_PIECES):
+    for low, high in spans:
+        if pieces and (low < stop or stop - start < least):
             pieces.pop()
             stop = max(stop, high)
         else:
@@ -57,11 +65,13 @@ def digest_of_bytes(content: bytes) -> FileDigest:
 def jobs(pieces: Iterable[Piece]) -> Iterator[list[Piece] | None]:
     """What is to be hashed, in portions of some size for several threads: lists of pieces, and None for the rest."""
     job: list[Piece] = []
+    size = 0
     for piece in pieces:
         job.append(piece)
-        if sum(length for _, length in job) >= _JOB:
+        size += piece[1]
+        if size >= _JOB:
             yield job
-            job = []
+            job, size = [], 0
     if job:
         yield job
     yield None

@@ -24,7 +24,7 @@ from ckpt.companions import read_json
 from ckpt.digest import ALGORITHM, Progress, digests, in_threads
 from ckpt.errors import CkptError, CorruptError, NotFoundError, printable
 from ckpt.filehash import FileDigest, Hasher, Piece, jobs
-from ckpt.files import OpenFiles, confined
+from ckpt.files import OpenFiles, confined, translate_os_errors
 from ckpt.run import FileDigests
 from ckpt.tensors import Tensor
 
@@ -138,7 +138,9 @@ def check(folder: Path, formats: Iterable[Format], progress: Progress | None = N
     present = {}
     for name, entry in expected.items():
         path = confined(folder, name)
-        if not path.is_file():
+        with translate_os_errors(path):
+            is_there = path.is_file()
+        if not is_there:
             problems.append(f"{name}: the file is missing")
         elif path.stat().st_size != entry["bytes"]:
             problems.append(f"{name}: {path.stat().st_size} bytes instead of {entry['bytes']}")
@@ -188,7 +190,31 @@ def _load(folder: Path) -> dict[str, Any]:
             expected=f"version {_VERSION}, {ALGORITHM}",
             found=f"version {content.get('version')}, {content.get('algorithm')}",
         )
+    files = content.get("files")
+    if (
+        not isinstance(content.get("format"), str)
+        or not isinstance(files, dict)
+        or not all(map(_is_entry, files.values()))
+    ):
+        raise CorruptError("the manifest is not one that ckpt writes", path=path)
     return content
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether this is of a file whose pieces are in order, do not overlap and lie in it."""
+    if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or not isinstance(entry.get("rest"), str):
+        return False
+    if not isinstance(entry.get("pieces"), list):
+        return False
+    end = 0
+    for piece in entry["pieces"]:
+        if not isinstance(piece, list) or [type(part) for part in piece] != [int, int, str]:
+            return False
+        offset, length, _ = piece
+        if offset < end or length < 1:
+            return False
+        end = offset + length
+    return bool(end <= entry["bytes"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +239,7 @@ def _explain(folder: Path, changes: list[_Change], format: str, formats: Iterabl
         names = [f"{t.fqn} ({t.role}, {t.dtype} {list(t.shape)})" for t in tensors[:_MAX_NAMES]]
         more = f" and {len(tensors) - _MAX_NAMES} more" if len(tensors) > _MAX_NAMES else ""
         if len(tensors) > 1:
-            yield f"{change.file}: one or several of {', '.join(names)}{more} have changed"
+            yield f"{change.file}: one or several of {', '.join(names)}{more} have changed, or what lies between them"
         elif tensors:
             yield f"{change.file}: {names[0]} has changed"
         else:

@@ -29,7 +29,7 @@ from ckpt.checkpoint import Slot, TargetFile
 from ckpt.compare import Reader
 from ckpt.compare import check_replicas as check_tensor_replicas
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.filehash import CHUNK, FileDigest, Hasher, Piece, pieces_of
+from ckpt.filehash import CHUNK, FileDigest, Hasher, Piece, max_pieces, pieces_of
 from ckpt.files import OpenFiles, Staging, check_destination, sync, translate_os_errors
 from ckpt.planner import Copy, Plan
 from ckpt.tensors import Extent, Shape, is_contiguous
@@ -106,7 +106,7 @@ def execute(
     changed meanwhile; the destination is then as it was.
     """
     resources = resources or Resources()
-    workers = _Workers(resources, progress or (lambda _: None), hashing)
+    workers = _Workers(resources, progress or (lambda _: None), max_pieces(len(plan.target.files)) if hashing else 0)
     for source in plan.checkpoint.files:  # which links may have led out of the checkpoint's own folder
         check_destination(destination, Path(source.path))
     with Staging(destination, overwrite=overwrite, total_bytes=plan.total_bytes) as staging:
@@ -184,12 +184,13 @@ def _row_batches(slot: Extent, copies: Sequence[Copy]) -> Generator[list[Copy], 
 
     A row parallel weight of several ranks is such: each has some columns.
     """
-    row = slot.strides[0] * slot.dtype.itemsize
+    row_numel = prod(slot.shape[1:])
+    row = row_numel * slot.dtype.itemsize
     step = max(1, _SLAB // row)
     parts: list[Copy] = []
     others: list[Copy] = []
     for copy in copies:
-        is_part = len(copy.target.shape) == len(slot.shape) and copy.target.strides[0] == slot.strides[0]
+        is_part = len(copy.target.shape) == len(slot.shape) and copy.target.strides[0] == row_numel
         (parts if is_part else others).append(copy)
     for start in range(0, slot.shape[0], step):
         batch = []
@@ -294,7 +295,7 @@ class _Workers:
     The first error of any of them reaches the caller.
     """
 
-    def __init__(self, resources: Resources, progress: Progress, hashing: bool) -> None:
+    def __init__(self, resources: Resources, progress: Progress, max_pieces: int) -> None:
         self._queue: queue.Queue[_Item | None] = queue.Queue(4 * resources.num_workers)
         self._buffer_size = resources.buffer_size
         self._room = _Room(resources.max_memory)
@@ -313,8 +314,10 @@ class _Workers:
         self.num_fillers = resources.num_workers
         self._fillers = [threading.Thread(target=self._work, daemon=True) for _ in range(self.num_fillers)]
         self._syncers = [threading.Thread(target=self._sync, daemon=True) for _ in range(_NUM_SYNCERS)]
-        num_hashers = self.num_fillers if hashing else 0
-        self._hashers = [threading.Thread(target=self._hash, daemon=True) for _ in range(num_hashers)]
+        self._max_pieces = max_pieces  # of a file; 0 where nothing is hashed
+        num_hashers = self.num_fillers if max_pieces else 0
+        hashers = [Hasher(min(CHUNK, self._buffer_size)) for _ in range(num_hashers)]
+        self._hashers = [threading.Thread(target=self._hash, args=(one,), daemon=True) for one in hashers]
         self._threads = (*self._fillers, *self._syncers, *self._hashers)
 
     def __enter__(self) -> _Workers:
@@ -365,9 +368,13 @@ class _Workers:
 
     def open(self, file: FileIO, target: TargetFile, *, is_hashed: bool) -> _Output:
         """Take over a new target file, when there are not too many unfinished ones."""
-        while not self._room_for_outputs.acquire(timeout=0.2):
-            self._raise_error()
-        output = _Output(file, target, pieces_of(target) if self._hashers and is_hashed else None)
+        try:
+            while not self._room_for_outputs.acquire(timeout=0.2):
+                self._raise_error()
+        except BaseException:
+            file.close()
+            raise
+        output = _Output(file, target, pieces_of(target, self._max_pieces) if self._hashers and is_hashed else None)
         self._outputs.add(output)
         return output
 
@@ -434,8 +441,7 @@ class _Workers:
                 self._fail(error)
         self._leave()
 
-    def _hash(self) -> None:
-        hasher = Hasher(min(CHUNK, self._buffer_size))
+    def _hash(self, hasher: Hasher) -> None:
         while not self._stopping and (job := self._to_hash.get()) is not None:
             output, wanted = job
             descriptor, name = output.descriptor, output.name

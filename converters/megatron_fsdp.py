@@ -68,6 +68,7 @@ _MASTER_STATE = "master_param"
 _BUFFERS = (".expert_bias",)
 _SINKS = ".softmax_offset"
 _EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<expert>\d+)(?P<after>\..*)")
+_LEGACY_EXPERTS = re.compile(r"\.mlp\.experts\.weight[12]$")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -264,10 +265,18 @@ def _by_halves(stored: _Stored, tensor: FoundTensor, size: int) -> Iterator[tupl
             yield Box((row, *box.offsets[1:]), inner.sizes), extent.narrow(inner)
 
 
+def _number(reading: Reading, name: str) -> int | None:
+    """A recorded argument that is a number, where there is one."""
+    value = reading.args.get(name)
+    if value is not None and (type(value) is not int or value < 0):
+        raise CorruptError(f"the recorded argument {name} is no number", path=reading.folder, found=repr(value))
+    return value
+
+
 def _check_layers(reading: Reading) -> None:
     found = {int(match[1]) for fqn, _ in reading.placed if (match := _LAYER.match(fqn))}
-    number = reading.args.get("num_layers") or max(found, default=-1) + 1
-    if found != set(range(number)):
+    number = _number(reading, "num_layers") or max(found, default=-1) + 1
+    if len(found) != number or found != set(range(number)):
         raise LossError(
             "layers of the model are missing: stages of a pipeline save theirs under the same names",
             path=reading.folder,
@@ -284,9 +293,9 @@ def _check_experts(reading: Reading) -> None:
         if match := _EXPERT.fullmatch(fqn):
             found.setdefault((match["before"], match["after"]), set()).add(int(match["expert"]))
     most = max((max(numbers) + 1 for numbers in found.values()), default=0)
-    count = reading.args.get("num_experts") or reading.args.get("num_moe_experts") or most
+    count = _number(reading, "num_experts") or _number(reading, "num_moe_experts") or most
     for (before, after), numbers in found.items():
-        if numbers != set(range(count)):
+        if len(numbers) != count or numbers != set(range(count)):
             raise LossError(
                 "experts are missing: expert parallel ranks saved theirs under the same names",
                 path=reading.folder,
@@ -295,6 +304,15 @@ def _check_experts(reading: Reading) -> None:
                 found=f"{len(numbers)} experts",
                 hint="save with megatron-core 0.16 or later, whose names number experts over all ranks",
             )
+    legacy = next((fqn for fqn, _ in reading.placed if _LEGACY_EXPERTS.search(fqn)), None)
+    if legacy is not None and _number(reading, "expert_model_parallel_size") not in (None, 1):
+        raise LossError(
+            "the experts of one expert parallel rank stand for those of all: megatron-core numbers no weights of "
+            "the legacy grouped GEMM",
+            path=reading.folder,
+            fqn=legacy,
+            hint="--expert-model-parallel-size 1, or another --ckpt-format",
+        )
 
 
 def _check_sinks(reading: Reading) -> None:
@@ -394,7 +412,7 @@ def _note_groups(stored: _Stored, found: Optimizers) -> None:
         if not isinstance(described, Mapping):
             raise stored.strange(f"{_OPTIMIZER}.{_GROUPS}.{name}", "the options of a param group")
         options = {option: plain(value) for option, value in described.items()}
-        fqn = stored.names[name].name
+        fqn = stored.names[str(name)].name
         fqns, _ = found.groups.setdefault((repr(sorted(options.items(), key=str)),), ({}, options))
         fqns[fqn] = None
         if isinstance(options.get("step"), int | float):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from xxhash import xxh3_128_hexdigest
 
-from ckpt import api, digest, filehash
+from ckpt import api, digest, filehash, manifest
 from ckpt.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, Layout, Slot, TargetFile
 from ckpt.digest import MASTERS, OPTIMIZER, WEIGHTS, row_major
 from ckpt.dtypes import BFLOAT16, BY_NAME, FLOAT32
@@ -270,7 +273,63 @@ def test_many_pieces_of_a_file_are_hashed_together(tmp_path: Path, monkeypatch: 
     flip(folder / "model.safetensors", extents[smallest].offset, 3)
     report = ckpt("verify", folder)
     assert report.code == 1 and "model.safetensors: one or several of " in report.out
-    assert "have changed" in report.out and "outside" not in report.out
+    assert "have changed, or what lies between them" in report.out and "outside" not in report.out
+
+
+def test_a_small_tensor_among_large_ones_is_a_piece_of_its_own(tmp_path: Path) -> None:
+    """A norm is less than a 4096th of the file, and was hashed with its neighbour, which cost the digests too."""
+    tensors = {"a.weight": torch.randn(512, 512), "b.norm": torch.randn(64), "c.weight": torch.randn(512, 512)}
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    folder = convert(tmp_path / "model", "hf", tmp_path / "hf")
+    content = json.loads((folder / MANIFEST).read_text())
+    assert content["digests"] == api.digests(api.open(folder)).whole
+    norm = next(iter(api.open(folder).tensors["b.norm", WEIGHT].fragments())).extent
+    flip(folder / "model.safetensors", norm.offset + 5, 2)
+    report = ckpt("verify", folder)
+    assert report.code == 1 and "b.norm (weight, float32 [64]) has changed" in report.out
+
+
+def test_so_many_files_have_few_pieces_each() -> None:
+    """The digests of a checkpoint of many thousand files are still read in one go."""
+    assert (filehash.max_pieces(1), filehash.max_pieces(1000), filehash.max_pieces(10**7)) == (4096, 1000, 1)
+
+
+HOSTILE: dict[str, Any] = {
+    "no files": {"files": None},
+    "files are a list": {"files": []},
+    "a file is a number": {"files": {"a": 3}},
+    "a size in words": {"files": {"a": {"bytes": "10", "rest": "", "pieces": []}}},
+    "no rest": {"files": {"a": {"bytes": 10, "pieces": []}}},
+    "no pieces": {"files": {"a": {"bytes": 10, "rest": ""}}},
+    "a piece of two": {"files": {"a": {"bytes": 10, "rest": "", "pieces": [[1, 2]]}}},
+    "a length that is no whole number": {"files": {"a": {"bytes": 10, "rest": "", "pieces": [[0, 1.5, ""]]}}},
+    "a piece outside": {"files": {"a": {"bytes": 10, "rest": "", "pieces": [[1 << 70, 4, ""]]}}},
+    "before the file": {"files": {"a": {"bytes": 10, "rest": "", "pieces": [[-1, 4, ""]]}}},
+    "pieces that overlap": {"files": {"a": {"bytes": 10, "rest": "", "pieces": [[0, 4, ""], [3, 4, ""]]}}},
+    "no format": {"format": None},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_manifest_of_somebody_elses(name: str, tmp_path: Path) -> None:
+    """Its own digest fits; it is not what ckpt writes."""
+    folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
+    content = json.loads((folder / MANIFEST).read_text()) | HOSTILE[name]
+    content["digest"] = manifest._own_digest(content)
+    (folder / MANIFEST).write_text(json.dumps(content))
+    report = ckpt("verify", folder)
+    assert report.code == 4 and "not one that ckpt writes" in report.err
+
+
+@pytest.mark.parametrize("file", ["../outside", "/etc/hostname"])
+def test_a_manifest_that_leads_out_of_its_folder(file: str, tmp_path: Path) -> None:
+    folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
+    content = json.loads((folder / MANIFEST).read_text())
+    content["files"][file] = {"bytes": 1, "rest": "", "pieces": []}
+    content["digest"] = manifest._own_digest(content)
+    (folder / MANIFEST).write_text(json.dumps(content))
+    assert ckpt("verify", folder).code == 5
 
 
 @given(st.data())
@@ -286,7 +345,7 @@ def test_pieces_do_not_overlap_and_hold_every_slot(data: st.DataObject) -> None:
             extent = Extent("f", at + half * columns, UINT8, (rows, columns), strides)
             slots.append(Slot((f"t{number}", "weight"), whole((rows, columns)), extent))
         at += rows * columns * (1 + is_split)
-    pieces = filehash.pieces_of(TargetFile("f", at + 2, slots=tuple(slots)))
+    pieces = filehash.pieces_of(TargetFile("f", at + 2, slots=tuple(slots)), data.draw(st.integers(1, 9)))
     ends = [offset + length for offset, length in pieces]
     assert all(end <= start for end, (start, _) in zip(ends, pieces[1:], strict=False))
     for slot in slots:

@@ -329,6 +329,26 @@ class TestExecute:
         assert max(staged) <= 3 + 1  # and the one that waits for its turn
         assert synced == {Path(name).name for name in case.expected}
 
+    def test_a_file_that_waits_for_room_is_closed_when_another_fails(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        case, real = make_case(tmp_path / "source", num_files=9), os.pwrite
+
+        def full(descriptor: int, data: memoryview, offset: int) -> int:
+            if offset > 10:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(descriptor, data, offset)
+
+        monkeypatch.setattr(run, "_MAX_UNFINISHED", 1)
+        monkeypatch.setattr(os, "pwrite", full)
+        gc.disable()  # nothing but reference counts closes files
+        try:
+            with pytest.raises(StorageError):
+                execute(case.plan, tmp_path / "out")
+            assert not [path for _, path in open_files() if ".ckpt-staging/" in path]
+        finally:
+            gc.enable()
+
     def test_parts_are_as_small_as_they_should_be(self, case: Case, small_pieces: None) -> None:
         for file in case.plan.target.files:
             parts = [part for batch in run._batches(case.plan.copies(file)) for part in batch]
