@@ -28,7 +28,7 @@ from ckpt.checkpoint import (
 from ckpt.companions import read_config
 from ckpt.dtypes import DType
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
-from ckpt.files import check_destination, translate_os_errors
+from ckpt.files import check_destination, is_filled, translate_os_errors
 from ckpt.mapping import Relation, translate
 from ckpt.planner import Plan, choose_replica, make_plan
 from ckpt.runs import enclosing_folders, trainer_steps
@@ -148,7 +148,7 @@ def _nothing_found(path: Path, format: str, tag: str | None) -> NotFoundError:
 
 def _check_replaceable(destination: Path) -> None:
     """UsageError where no format recognises what would be deleted: a home folder, given by mistake, is not output."""
-    if not destination.is_dir() or not any(destination.iterdir()):
+    if not is_filled(destination):
         return
     for one in registry.all_formats():
         try:

@@ -45,15 +45,14 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _storage_error(error, path) from error
+        is_denied = error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS)
+        hint = "nothing can be written there; choose another place with -o" if is_denied else None
+        raise _storage_error(error, path, hint) from error
 
 
-def _storage_error(error: OSError, path: str | os.PathLike[str] | None) -> StorageError:
-    hint = None
+def _storage_error(error: OSError, path: str | os.PathLike[str] | None, hint: str | None = None) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "free some space, or choose another place with -o"
-    elif error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS):
-        hint = "nothing can be written there; choose another place with -o"
     return StorageError(error.strerror or str(error), path=path, hint=hint)
 
 
@@ -185,7 +184,7 @@ class Staging:
         with _writing(self.destination):
             for folder, _, _ in os.walk(self.path, topdown=False):
                 sync_folder(Path(folder))
-            if _is_filled(self.destination):
+            if is_filled(self.destination):
                 self._check_destination_free()
                 self._swap()
             else:
@@ -201,7 +200,7 @@ class Staging:
                 path=self.destination,
                 hint="give a folder in it with -o",
             )
-        if not self._overwrite and _is_filled(self.destination):
+        if not self._overwrite and is_filled(self.destination):
             raise UsageError(
                 "the destination exists",
                 path=self.destination,
@@ -280,7 +279,7 @@ class Staging:
             return
         lock = self._lock_folder(self._old)
         try:
-            if _is_filled(self.destination):
+            if is_filled(self.destination):
                 shutil.rmtree(self._old)
             else:
                 os.rename(self._old, self.destination)
@@ -336,7 +335,8 @@ def _same_file(descriptor: int, path: Path) -> bool:
     return os.path.samestat(os.fstat(descriptor), there)
 
 
-def _is_filled(folder: Path) -> bool:
+def is_filled(folder: Path) -> bool:
+    """Whether it is a folder with anything in it."""
     try:
         with os.scandir(folder) as entries:
             return any(True for _ in entries)

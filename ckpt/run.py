@@ -113,8 +113,7 @@ def execute(
         check_replicas(plan)
         with workers:
             filling = (_submit(file, plan, staging, workers) for file in plan.target.files)
-            for _ in _in_turn(filling, min(workers.num_fillers, _MAX_UNFINISHED)):
-                pass
+            _run_in_turn(filling, min(workers.num_fillers, _MAX_UNFINISHED))
             workers.join(
                 lambda: [
                     _create(TargetFile.of_bytes(name, content), staging, workers, is_hashed=False)
@@ -139,17 +138,16 @@ def _submit(file: TargetFile, plan: Plan, staging: Staging, workers: _Workers) -
     workers.finish(output)
 
 
-def _in_turn(iterators: Iterator[Iterator[None]], number: int) -> Iterator[None]:
-    """The first `number` iterators a step each in turn; where one ends, the next takes its place."""
+def _run_in_turn(iterators: Iterator[Iterator[None]], number: int) -> None:
+    """Let the first `number` iterators take a step each in turn; where one ends, the next takes its place."""
+    end = object()
     running = deque(islice(iterators, number))
     while running:
-        for step in running[0]:
-            yield step
-            running.rotate(-1)
-            break
-        else:
-            running.popleft()
+        one = running.popleft()
+        if next(one, end) is end:
             running.extend(islice(iterators, 1))
+        else:
+            running.append(one)
 
 
 def _create(file: TargetFile, staging: Staging, workers: _Workers, *, is_hashed: bool = True) -> _Output:
@@ -480,8 +478,7 @@ class _Workers:
         self, output: _Output, copies: list[Copy], content: Callable[[], memoryview] | None, sources: OpenFiles
     ) -> None:
         if content is None:
-            whole = _filled_range(copies, self._buffer_size // 2)
-            slab = None if whole is None else np.empty(len(whole), np.uint8)
+            slab = _slab(copies, self._buffer_size // 2)
             for copy in copies:
                 if self._stopping:
                     return
@@ -489,14 +486,14 @@ class _Workers:
                     source = sources.descriptor(copy.source.path)
                 except NotFoundError:
                     raise CorruptError("the file has gone while it was being read", path=copy.source.path) from None
-                if whole is None or slab is None:
+                if slab is None:
                     move(copy, source, output.descriptor, self._buffer_size, output.writing)
                 else:
-                    _put_in_slab(copy, source, slab, whole.start, self._buffer_size // 2)
+                    _put_in_slab(copy, source, slab, self._buffer_size // 2)
                 self._advance(copy)
-            if whole is not None and slab is not None:
+            if slab is not None:
                 with translate_os_errors(output.name), output.writing:
-                    _write_all(output.descriptor, slab.data, whole.start)
+                    _write_all(output.descriptor, slab.content.data, slab.start)
         else:
             with self._room.taken(_COMPUTING * max(copy.source.end for copy in copies)):
                 computed = content()
@@ -588,18 +585,28 @@ def _copy_through_buffer(source: int, target: int, extent: Extent, size: int, re
     return len(data)
 
 
-def _filled_range(copies: list[Copy], at_most: int) -> range | None:
-    """The bytes of the target that copies with gaps fill together; None if they do not, or are too many."""
+@dataclass(frozen=True, slots=True)
+class _Slab:
+    """Bytes of a target file from `start` on, which several copies fill before they are written."""
+
+    start: int
+    content: NDArray
+
+
+def _slab(copies: list[Copy], at_most: int) -> _Slab | None:
+    """For copies with gaps that fill a range of the target together; None if they do not, or it is too large."""
     if all(copy.target.is_contiguous for copy in copies):
         return None
-    filled = range(min(copy.target.offset for copy in copies), max(copy.target.end for copy in copies))
-    return filled if len(filled) == sum(copy.target.nbytes for copy in copies) <= at_most else None
+    start, stop = min(copy.target.offset for copy in copies), max(copy.target.end for copy in copies)
+    if stop - start > at_most or stop - start != sum(copy.target.nbytes for copy in copies):
+        return None
+    return _Slab(start, np.empty(stop - start, np.uint8))
 
 
-def _put_in_slab(copy: Copy, source: int, slab: NDArray, start: int, buffer_size: int) -> None:
-    """Carry out a copy to `slab`, which stands for the target's bytes from `start` on."""
+def _put_in_slab(copy: Copy, source: int, slab: _Slab, buffer_size: int) -> None:
+    """Carry out a copy to `slab`."""
     for write, bits in _read_blocks(copy, source, buffer_size):
-        elements = slab[write.offset - start : write.end - start].view(bits.dtype)
+        elements = slab.content[write.offset - slab.start : write.end - slab.start].view(bits.dtype)
         strides = tuple(stride * bits.itemsize for stride in write.strides)
         np.lib.stride_tricks.as_strided(elements, write.shape, strides)[...] = bits
 

@@ -273,10 +273,15 @@ def _number(reading: Reading, name: str) -> int | None:
     return value
 
 
+def _are_all(found: set[int], number: int) -> bool:
+    """Whether these are 0 to `number` - 1; a recorded number may be any, so they are counted first."""
+    return len(found) == number and found == set(range(number))
+
+
 def _check_layers(reading: Reading) -> None:
     found = {int(match[1]) for fqn, _ in reading.placed if (match := _LAYER.match(fqn))}
     number = _number(reading, "num_layers") or max(found, default=-1) + 1
-    if len(found) != number or found != set(range(number)):
+    if not _are_all(found, number):
         raise LossError(
             "layers of the model are missing: stages of a pipeline save theirs under the same names",
             path=reading.folder,
@@ -295,7 +300,7 @@ def _check_experts(reading: Reading) -> None:
     most = max((max(numbers) + 1 for numbers in found.values()), default=0)
     count = _number(reading, "num_experts") or _number(reading, "num_moe_experts") or most
     for (before, after), numbers in found.items():
-        if len(numbers) != count or numbers != set(range(count)):
+        if not _are_all(numbers, count):
             raise LossError(
                 "experts are missing: expert parallel ranks saved theirs under the same names",
                 path=reading.folder,

@@ -582,6 +582,17 @@ class TestDestination:
         assert caught.value.path == str(tmp_path / "out")
         assert "-o" in str(caught.value.hint)
 
+    def test_a_source_that_may_not_be_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Another destination would not help."""
+
+        def denied(path: Any, *_: Any, **__: Any) -> int:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+        monkeypatch.setattr(os, "open", denied)
+        with files.OpenFiles() as sources, pytest.raises(StorageError, match="Permission denied") as caught:
+            sources.descriptor(str(tmp_path / "model.safetensors"))
+        assert caught.value.hint is None
+
     def test_a_link_in_the_place_of_the_staging_folder_is_not_followed(self, tmp_path: Path) -> None:
         """In a folder that others may write to, it would have somebody else's files cleared."""
         make(tmp_path / "precious", OLD)

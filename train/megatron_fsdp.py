@@ -69,7 +69,7 @@ class FsdpEngine(MegatronEngine):
                         held[role] = state.to_local()
                 for role, elements in held.items():
                     yield Piece(role, place, start, elements.detach().cpu().reshape(-1).clone())
-        yield from megatron_truth.buffer_pieces(self.bare)
+        yield from megatron_truth.model_pieces(self.bare, parameters=False)
 
     def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         names = {

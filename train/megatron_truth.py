@@ -192,23 +192,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def model_pieces(chunks: Iterable[nn.Module]) -> list[Piece]:
-    """This rank's part of every parameter and buffer."""
+def model_pieces(chunks: Iterable[nn.Module], *, parameters: bool = True) -> list[Piece]:
+    """This rank's part of every parameter and buffer; without `parameters`, of the buffers alone."""
     return [
-        Piece("weight", place, 0, tensor.detach().cpu().reshape(-1).clone())
+        Piece("weight" if is_parameter else "buffer", place, 0, tensor.detach().cpu().reshape(-1).clone())
         for chunk in chunks
         for place, tensor, is_parameter in placed(chunk)
-        if is_parameter
-    ] + buffer_pieces(chunks)
-
-
-def buffer_pieces(chunks: Iterable[nn.Module]) -> list[Piece]:
-    """Every buffer, of which this rank has all."""
-    return [
-        Piece("buffer", place, 0, tensor.detach().cpu().reshape(-1).clone())
-        for chunk in chunks
-        for place, tensor, is_parameter in placed(chunk)
-        if not is_parameter
+        if parameters or not is_parameter
     ]
 
 
