@@ -15,6 +15,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ckpt.api import open, plan, verify
+else:
+    # Packages of these names, which are loaded here so that no later import binds them, and left to the functions.
+    from ckpt import plan, verify
+
+    del plan, verify
 
 __all__ = ["__version__", "open", "plan", "verify"]
 

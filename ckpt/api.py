@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from ckpt import registry
-from ckpt.checkpoint import (
+from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
+from ckpt.move.files import check_destination, is_filled, translate_os_errors
+from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,
     MASTER,
@@ -25,20 +27,18 @@ from ckpt.checkpoint import (
     ReadRequest,
     Target,
 )
-from ckpt.companions import read_config
-from ckpt.dtypes import DType
-from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
-from ckpt.files import check_destination, is_filled, translate_os_errors
-from ckpt.mapping import Relation, translate
-from ckpt.planner import Plan, choose_replica, make_plan
-from ckpt.runs import enclosing_folders, trainer_steps
-from ckpt.tensors import Box, Shape
+from ckpt.plan.dtypes import DType
+from ckpt.plan.planner import Plan, choose_replica, make_plan
+from ckpt.plan.relation import Relation, translate
+from ckpt.plan.tensors import Box, Shape
+from ckpt.run_folder.companions import read_config
+from ckpt.run_folder.steps import enclosing_folders, trainer_steps
 
 if TYPE_CHECKING:
-    from ckpt.digest import Digests
-    from ckpt.picture import Only, Picture
-    from ckpt.run import FileDigests, Progress, Resources
-    from ckpt.verifier import Report
+    from ckpt.move.run import FileDigests, Progress, Resources
+    from ckpt.show.rows import Only, Picture
+    from ckpt.verify.digest import Digests
+    from ckpt.verify.pairs import Report
 
 AUTO = "auto"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -338,12 +338,12 @@ class Conversion:
         manifest: bool = True,
         describe: Callable[[Path], Mapping[str, bytes]] = lambda _: {},
     ) -> None:
-        """Write it to `destination`, which must not overlap the source; see `ckpt.run.execute`.
+        """Write it to `destination`, which must not overlap the source; see `ckpt.move.run.execute`.
 
         `manifest` adds `ckpt-manifest.json`, the digests of what was written; `describe` makes further files of the
         filled folder: their content by name.
         """
-        from ckpt.run import execute
+        from ckpt.move.run import execute
 
         check_destination(Path(destination), Path(self.plan.checkpoint.path))
         for folder in self.plan.checkpoint.folders:  # the config's too; output may lie in these, but not replace them
@@ -376,8 +376,8 @@ class Conversion:
     ) -> dict[str, bytes]:
         files = dict(describe(folder))
         if manifest:
-            from ckpt.filehash import digest_of_bytes
-            from ckpt.manifest import MANIFEST, make_manifest
+            from ckpt.move.filehash import digest_of_bytes
+            from ckpt.verify.manifest import MANIFEST, make_manifest
 
             digests = {**digests, **{name: digest_of_bytes(content) for name, content in files.items()}}
             files[MANIFEST] = make_manifest(folder, registry.get(self.format), digests)
@@ -391,7 +391,7 @@ def plan(
 
     Raises LossError where a tensor would go nowhere or part of the target would be filled by nothing.
     """
-    from ckpt.run import Resources
+    from ckpt.move.run import Resources
 
     target = registry.get(to)
     if not target.writes:
@@ -409,19 +409,19 @@ def plan(
 
 
 def picture(checkpoint: Checkpoint, only: Only = "all") -> Picture:
-    """Who holds what, to be drawn by `ckpt.picture_svg.draw`; what is damaged about the description is in it."""
-    from ckpt.picture import picture as picture_of
+    """Who holds what, to be drawn by `ckpt.show.svg.draw`; what is damaged about the description is in it."""
+    from ckpt.show.rows import picture as picture_of
 
     padding = _megatron_names().padding(checkpoint) if checkpoint.namespace == MEGATRON else {}
     return picture_of(checkpoint, padding, only)
 
 
 def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
-    """Digests of every tensor under the name that the Hub's files give it; options as of `ckpt.digest.digests`.
+    """Digests of every tensor under the name that the Hub's files give it; options as of `ckpt.verify.digest.digests`.
 
     Of a model that is not known the names are its own.
     """
-    from ckpt.digest import digests as digests_as_named
+    from ckpt.verify.digest import digests as digests_as_named
 
     named = _as_hub(checkpoint)
     names = cast(_TiedNames, import_module(registry.TIED_NAMES)).kept_names(named)
@@ -429,8 +429,8 @@ def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
 
 
 def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
-    """Compare two checkpoints of any formats, tensor by tensor and bit by bit; options as of `ckpt.verifier.verify`."""
-    from ckpt.verifier import verify as verify_same_names
+    """Compare two checkpoints of any formats, tensor by tensor and bit by bit; see `ckpt.verify.pairs.verify`."""
+    from ckpt.verify.pairs import verify as verify_same_names
 
     a, b, notes = _as_saved_adapters(a, b)
     report = verify_same_names(*_comparable(a, b), **options)
@@ -439,7 +439,7 @@ def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
 
 def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:
     """Both as they are, but a run's checkpoint against a PEFT folder: as PEFT would save its adapter."""
-    from ckpt.adapter import is_adapter, under_saved_names
+    from ckpt.state.adapter import is_adapter, under_saved_names
 
     sides, notes = [a, b], []
     for this, other in ((0, 1), (1, 0)):

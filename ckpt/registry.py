@@ -10,42 +10,42 @@ from functools import cache
 from importlib import import_module
 from typing import cast
 
-from ckpt.checkpoint import Format
 from ckpt.errors import UsageError
+from ckpt.plan.checkpoint import Format
 
 #: In the order in which a folder is asked what it is: what holds most comes first.
 FORMATS = {
-    "megatron-deepspeed": "converters.megatron_deepspeed:MEGATRON_DEEPSPEED",
-    "zero1": "converters.zero:ZERO1",
-    "zero2": "converters.zero:ZERO2",
-    "zero3": "converters.zero:ZERO3",
-    "universal": "converters.universal:UNIVERSAL",
-    "megatron": "converters.megatron:MEGATRON",
-    "megatron-dist": "converters.megatron_dist:MEGATRON_DIST",
-    "dcp": "converters.dcp:DCP",
-    "full": "converters.full:FULL",
-    "fsdp-ranks": "converters.fsdp_ranks:FSDP_RANKS",
-    "hf": "converters.hf:HF",
-    "peft": "converters.peft:PEFT",
+    "megatron-deepspeed": "converters.deepspeed.pipeline.format:MEGATRON_DEEPSPEED",
+    "zero1": "converters.deepspeed.zero:ZERO1",
+    "zero2": "converters.deepspeed.zero:ZERO2",
+    "zero3": "converters.deepspeed.zero:ZERO3",
+    "universal": "converters.deepspeed.universal:UNIVERSAL",
+    "megatron": "converters.megatron.format:MEGATRON",
+    "megatron-dist": "converters.megatron.dist.format:MEGATRON_DIST",
+    "dcp": "converters.pytorch.dcp:DCP",
+    "full": "converters.pytorch.full:FULL",
+    "fsdp-ranks": "converters.pytorch.fsdp_ranks:FSDP_RANKS",
+    "hf": "converters.huggingface.hf:HF",
+    "peft": "converters.huggingface.peft:PEFT",
 }
 
 #: Other names that users type for these.
 ALIASES = {"fsdp": "dcp"}
 
 #: The module with `relation(config, shapes, direction)`: transformers' names in memory against those on the Hub.
-TRANSFORMERS_NAMES = "converters.names.transformers_names"
+TRANSFORMERS_NAMES = "converters.names.transformers.relation"
 
 #: The module with `describe(config, shapes, names)` and `has_conv1d(config)`: what a model's modules are.
-TRANSFORMERS_MODULES = "converters.names.modules"
+TRANSFORMERS_MODULES = "converters.names.transformers.modules"
 
 #: The module with `kept_names(checkpoint)`: which of its names a tied tensor has on the Hub.
-TIED_NAMES = "converters.names.ties"
+TIED_NAMES = "converters.names.transformers.ties"
 
 #: The module with `in_memory` and `megatron_stages`: the shapes of a model's parameters, from its config.
 PARAMETERS = "converters.names.parameters"
 
 #: The module with `to_hub`, `to_megatron`, `repadded` and `with_same_padding`: the Hub's names against megatron-core's.
-MEGATRON_NAMES = "converters.names.megatron"
+MEGATRON_NAMES = "converters.names.megatron.relation"
 
 #: The module with `parts(names)`: which tensors are parts of weights that are stored quantized.
 QUANTIZED = "converters.quantized"

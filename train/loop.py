@@ -17,8 +17,8 @@ from train import data, folders, launch, memory, models, truth
 from train.config import STRATEGIES, ZERO, Config, UserError
 
 # Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
-ENGINES = {strategy: "train.zero" if strategy in ZERO else "train.native" for strategy in STRATEGIES}
-ENGINES |= {"megatron": "train.megatron", "megatron-deepspeed": "train.pipeline"}
+ENGINES = {strategy: "train.engines.zero" if strategy in ZERO else "train.engines.native" for strategy in STRATEGIES}
+ENGINES |= {"megatron": "train.megatron.engine", "megatron-deepspeed": "train.engines.pipeline"}
 
 
 class Engine(Protocol):

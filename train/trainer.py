@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from train import data, folders, launch, models, truth
 from train.config import ZERO, Config, UserError
-from train.native import gather
+from train.engines.native import gather
 
 _SCHEDULERS = {"deepspeed": "linear", "torch": "cosine", "none": "constant"}
 
@@ -116,7 +116,7 @@ def arguments(config: Config, last: int) -> TrainingArguments:
 
 def deepspeed_options(config: Config) -> dict[str, Any]:
     """The DeepSpeed config of our own loop, where Trainer lets it be."""
-    from train.zero import ds_config
+    from train.engines.zero import ds_config
 
     options = ds_config(config, [{"lr": config.lr}])
     options["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = config.save == "full"
@@ -223,7 +223,7 @@ class Recorder(TrainerCallback):
         dist.barrier()
 
     def _gather_zero(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        from train.zero import ZeroEngine
+        from train.engines.zero import ZeroEngine
 
         engine: Any = self.trainer.model_wrapped
         parameters = dict(engine.module.named_parameters())
@@ -243,7 +243,7 @@ def close(trainer: Trainer, config: Config) -> None:
     if config.strategy in ZERO:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        from train.zero import ZeroEngine
+        from train.engines.zero import ZeroEngine
 
         if not isinstance(trainer.model_wrapped, nn.Module) or hasattr(trainer.model_wrapped, "destroy"):
             ZeroEngine.around(trainer.model_wrapped, []).close()

@@ -10,18 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib import import_module
 from math import inf
-from typing import Any, cast
+from typing import Any
 
 from ckpt.errors import UsageError
-from ckpt.parameters import EMBEDDING, EXPERT, HEAD, LINEAR, OTHER, ROUTER, Block, Model, Parameter, Stage
-from converters.megatron_model import EMBEDDING as MEGATRON_EMBEDDING
-from converters.megatron_model import OUTPUT, Grid, Stages, padded_vocab_size, rank_shape, split_of
-from converters.names import installed, megatron
-from converters.names.megatron._rows import SPARSE, Row
-from converters.names.megatron._sizes import Config, Sizes
-from converters.names.megatron._table import Table
+from ckpt.estimate.parameters import EMBEDDING, EXPERT, HEAD, LINEAR, OTHER, ROUTER, Block, Model, Parameter, Stage
+from converters.names.megatron import relation as megatron
+from converters.names.megatron.model import EMBEDDING as MEGATRON_EMBEDDING
+from converters.names.megatron.model import OUTPUT, Grid, Stages, padded_vocab_size, rank_shape, split_of
+from converters.names.megatron.rows import SPARSE, Row
+from converters.names.megatron.sizes import Config, Sizes
+from converters.names.megatron.table import Table
+from converters.names.transformers import installed
 
 #: Megatron-LM's `--make-vocab-size-divisible-by`.
 VOCAB_MULTIPLE = 128
@@ -111,7 +111,7 @@ def _table(config: Mapping[str, Any]) -> tuple[Table, Sizes]:
             expected="one of " + ", ".join(megatron.architectures()),
             found=f"model_type {model_type!r}",
         )
-    table = cast(Table, import_module(f"{megatron.__name__}.{model_type}").TABLE)
+    table = megatron.table_of(model_type)
     return table, table.sizes(Config(config))
 
 
@@ -256,7 +256,7 @@ def _from_transformers(config: Mapping[str, Any]) -> Model:
             found=f"model_type {model_type!r}",
             hint="pip install 'ckpt-toolkit[transformers]'",
         )
-    from converters.names.transformers_names import build_model
+    from converters.names.transformers.relation import build_model
 
     model = build_model(config, {})
     if model is None:

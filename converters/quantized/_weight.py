@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.casts import cast_bits
-from ckpt.checkpoint import Checkpoint
-from ckpt.dtypes import BFLOAT16, CASTABLE, FLOAT32, DType
 from ckpt.errors import CorruptError, UsageError
-from ckpt.reading import read_box
-from ckpt.tensors import Box, Region, Shape, Tensor, whole
-from converters.names.modules import describe, has_conv1d
+from ckpt.move.casts import cast_bits
+from ckpt.move.reading import read_box
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.dtypes import BFLOAT16, CASTABLE, FLOAT32, DType
+from ckpt.plan.tensors import Box, Region, Shape, Tensor, whole
+from converters.names.transformers.modules import describe, has_conv1d
 
 #: Elements that are computed at a time: with what it takes to compute them they stay within the default of
 #: `--max-memory` on every thread.

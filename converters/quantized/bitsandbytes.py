@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.dtypes import BY_NAME, CASTABLE, FLOAT32, DType
 from ckpt.errors import UsageError
-from ckpt.tensors import Box, FlatRange, Shape, whole
+from ckpt.plan.dtypes import BY_NAME, CASTABLE, FLOAT32, DType
+from ckpt.plan.tensors import Box, FlatRange, Shape, whole
 from converters.quantized import BITSANDBYTES_STATE
 from converters.quantized._weight import BLOCK, Block, Stored, Weight, rounded, spans
 

@@ -16,11 +16,11 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.casts import cast_bits
-from ckpt.dtypes import BY_NAME, FLOAT32
 from ckpt.errors import UsageError
-from ckpt.precision import CAST_SOURCES
-from ckpt.tensors import Box, whole
+from ckpt.move.casts import cast_bits
+from ckpt.plan.dtypes import BY_NAME, FLOAT32
+from ckpt.plan.precision import CAST_SOURCES
+from ckpt.plan.tensors import Box, whole
 from converters.quantized._weight import BLOCK, Block, Stored, Weight, rounded, spans
 
 METHOD = "fp8"

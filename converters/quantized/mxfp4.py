@@ -13,9 +13,9 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.casts import cast_bits, storage_dtype
-from ckpt.dtypes import BY_NAME, FLOAT32, DType
-from ckpt.tensors import Box
+from ckpt.move.casts import cast_bits, storage_dtype
+from ckpt.plan.dtypes import BY_NAME, FLOAT32, DType
+from ckpt.plan.tensors import Box
 from converters.quantized._weight import BLOCK, Block, Stored, Weight, spans
 
 METHOD = "mxfp4"

@@ -1,0 +1,1 @@
+"""PyTorch Distributed Checkpoint: `.metadata`, `*.distcp` and safetensors shards."""

@@ -1,0 +1,126 @@
+"""The folders in which DCP checkpoints are found: DCP's own, Accelerate's pair, and run folders with steps.
+
+    <any name>/.metadata, __0_0.distcp, ...          torch's `dcp.save`
+    <any name>/shard-00001-model-00001-of-00001.safetensors, ...    torch's `HuggingFaceStorageWriter`, transformers 5
+    checkpoint-N/pytorch_model_fsdp_0/, optimizer_0/ Accelerate (1.15, `utils/fsdp_utils.py`), HF Trainer, Axolotl
+    outputs/checkpoint/step-N/                       torchtitan (`components/checkpoint.py`)
+
+A `metadata.json` or `common.pt` beside `.metadata` belongs to Megatron's `torch_dist`, which is another format.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.containers.dcp.metadata import METADATA, PER_RANK
+from ckpt.errors import CorruptError
+from ckpt.move.files import confined, translate_os_errors
+
+MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
+DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
+
+_ACCELERATE = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
+_STEP = re.compile(r"step-(\d+)")
+_MEGATRON = ("metadata.json", "common.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The folders that together are one checkpoint; `shards` are DCP's safetensors files by name."""
+
+    folders: tuple[Path, ...]
+    shards: tuple[str, ...] = ()
+    is_pair: bool = False
+
+
+def is_dcp(folder: Path) -> bool:
+    """Whether it is a folder that DCP itself has written, complete or not."""
+    return folder.is_dir() and _is_dcp(_names(folder))
+
+
+def _names(folder: Path) -> list[str]:
+    with translate_os_errors(folder):
+        return os.listdir(folder)
+
+
+def _is_dcp(names: list[str]) -> bool:
+    if any(name in _MEGATRON for name in names):
+        return False
+    return METADATA in names or any(
+        DATA_FILE.fullmatch(n) or PER_RANK.fullmatch(n) or SHARD.fullmatch(n) for n in names
+    )
+
+
+def find_folder(path: Path, tag: str | None) -> Path | None:
+    """The checkpoint that `path` is, that `tag` names in it, or the newest `step-N` in it.
+
+    CorruptError where the newest step was not written to its end: which one is meant is then the user's to say.
+    """
+    if path.name == METADATA and path.is_file():
+        path = path.parent
+    if not path.is_dir():
+        return None
+    if tag is not None:
+        folders = [confined(path, tag), *(confined(path, f"checkpoint/{tag}"),)]
+        return next((folder for folder in folders if is_checkpoint(folder)), None)
+    if is_checkpoint(path):
+        return path
+    steps = _steps(path) or _steps(path / "checkpoint")
+    if not steps:
+        return None
+    if not _is_finished(steps[0]):
+        whole = next((step.name for step in steps if _is_finished(step)), None)
+        raise CorruptError(
+            "the newest step was not written to its end",
+            path=steps[0],
+            expected=METADATA,
+            hint=f"the newest complete step here is {whole}: --tag {whole}" if whole else None,
+        )
+    return steps[0]
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `folder` is a checkpoint: one of DCP's folders, or holds Accelerate's."""
+    return is_dcp(folder) or is_dcp(folder / MODEL_0) or is_dcp(folder / OPTIMIZER_0)
+
+
+def _steps(path: Path) -> list[Path]:
+    """torchtitan's step folders, newest first."""
+    if not path.is_dir():
+        return []
+    with translate_os_errors(path):
+        found = [(int(m[1]), entry) for entry in path.iterdir() if (m := _STEP.fullmatch(entry.name)) and is_dcp(entry)]
+    return [folder for _, folder in sorted(found, reverse=True)]
+
+
+def _is_finished(folder: Path) -> bool:
+    names = _names(folder)
+    return METADATA in names or not any(DATA_FILE.fullmatch(name) for name in names)
+
+
+def parts(path: Path) -> Parts:
+    """What is to be read for the checkpoint that `find_folder` has returned."""
+    names = _names(path)
+    if _is_dcp(names):
+        shards = tuple(sorted(name for name in names if SHARD.fullmatch(name)))
+        own = (path,) if not shards or METADATA in names else ()
+        return Parts(own, shards)
+    pair = [confined(path, name) for name in (MODEL_0, OPTIMIZER_0) if is_dcp(path / name)]
+    return Parts(tuple(pair), is_pair=True)
+
+
+def other_models(path: Path) -> list[str]:
+    """Accelerate's folders of further models and optimizers, which are checkpoints of their own."""
+    names = [name for name in _names(path) if (m := _ACCELERATE.fullmatch(name)) and int(m[1]) > 0]
+    return sorted(name for name in names if is_dcp(path / name))
+
+
+def run_folders(path: Path) -> tuple[str, ...]:
+    """Where the run's other files may stand: the folder itself, and what is around one of Accelerate's or a step."""
+    if _ACCELERATE.fullmatch(path.name) or _STEP.fullmatch(path.name):
+        return str(path), str(path.parent)
+    return (str(path),)

@@ -1,0 +1,223 @@
+"""The items of a DCP checkpoint's data files: where each tensor's elements are, and what the plain values are.
+
+Facts from torch's `distributed/checkpoint/filesystem.py` (2.13): a data file is a row of items without padding between
+them, each written by `torch.save` on its own: a tensor, or any other value.
+
+A checkpoint has as many tensor items as it has tensors times ranks, so the way to the elements must be short.  Items of
+tensors of one dtype and shape that one version of torch wrote are alike but for the elements, checksums and an id made
+of these.  The first of a kind is read by `ckpt.containers.torchfile.read`, which proves its container; the next ones
+are compared with it byte by byte outside these places, and read in full only where they differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.containers.dcp.metadata import Entry, Place
+from ckpt.containers.torchfile import pickles
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.containers.torchfile.scalars import scalar_from_bytes
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.plan.checkpoint import SourceFile
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Box, Extent, Shape
+
+#: What differs between items that are otherwise alike: checksums behind records and in the directory, and the id.
+_VARYING = re.compile(rb"PK\x07\x08(.{4})|PK\x01\x02.{12}(.{4})|/\.data/serialization_idFB..Z*([0-9]{40})", re.DOTALL)
+_SMALL = 8 << 10  # bytes of an item that is read at once
+_MAX_TAIL = 4 << 10
+_MAX_ALIKE = 8  # kinds of items that are kept per dtype and shape
+_MAX_SHARED = 16 << 10  # bytes of an item whose value is kept for items of the same bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """An item that was read in full: the bytes before and behind its elements, and which of the latter may vary."""
+
+    head: bytes
+    tail: bytes
+    same: tuple[slice, ...]
+    extent: Extent  # its offset counts from the start of the item
+
+    def fits(self, head: bytes, tail: bytes) -> bool:
+        return head == self.head and all(tail[part] == self.tail[part] for part in self.same)
+
+
+class Items:
+    """Reads items.  Use as a context manager; in the order of files and offsets each file is opened once."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, SourceFile] = {}
+        self._path = ""
+        self._fd = -1
+        self._kinds: dict[tuple[int, DType, Shape], list[_Kind]] = {}
+        self._values: dict[bytes, Any] = {}
+
+    def __enter__(self) -> Items:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._path = -1, ""
+
+    def _open(self, place: Place, key: str, box: Box | None) -> None:
+        """Make `place.path` the open file and prove that it is long enough."""
+        if place.path != self._path:
+            self._close()
+            if place.path not in self.files:
+                self.files[place.path] = _stat(place.path, key, box)
+            self._fd, self._path = pickles.open_file(place.path), place.path
+        size = self.files[place.path].size
+        if place.offset + place.length > size:
+            raise CorruptError(
+                "the file ends before what the metadata places in it",
+                path=place.path,
+                fqn=key,
+                expected=f"{place.offset + place.length} bytes or more{_for(box)}",
+                found=f"{size} bytes",
+                hint="the file is truncated, or of another save than .metadata",
+            )
+
+    def elements(self, place: Place, key: str, box: Box, dtype: DType) -> Extent:
+        """Where the elements of a tensor's chunk are.  CorruptError where the item is no such tensor."""
+        self._open(place, key, box)
+        known = self._kinds.setdefault((place.length, dtype, box.sizes), [])
+        for kind in known:
+            if self._is_alike(place, kind):
+                return _moved(kind.extent, place)
+        with _about(key, box, place):
+            found = torchfile.read(place.path, place.offset, place.length)
+        stored = found.root
+        if not isinstance(stored, StoredTensor):
+            raise _other(place, key, box, dtype, type(stored).__name__)
+        if stored.dtype != dtype or stored.shape != box.sizes:
+            raise _other(place, key, box, dtype, f"{stored.dtype} of shape {list(stored.shape)}")
+        if len(known) < _MAX_ALIKE and (kind_ := self._kind(place, found, stored.extent)):
+            known.append(kind_)
+        return stored.extent
+
+    def _is_alike(self, place: Place, kind: _Kind) -> bool:
+        head_size, tail_size = len(kind.head), len(kind.tail)
+        if place.length <= _SMALL:
+            item = os.pread(self._fd, place.length, place.offset)
+            return len(item) == place.length and kind.fits(item[:head_size], item[-tail_size:])
+        head = os.pread(self._fd, head_size, place.offset)
+        return kind.fits(head, os.pread(self._fd, tail_size, place.offset + place.length - tail_size))
+
+    def _kind(self, place: Place, found: torchfile.TorchFile, extent: Extent) -> _Kind | None:
+        """What items like this one look like; None where it has no elements of its own, or is unusual."""
+        records = [record for name, record in found.records.items() if name.startswith("data/")]
+        if found.container != "zip" or len(records) != 1 or records[0].offset != extent.offset:
+            return None
+        end = records[0].offset + records[0].size
+        tail_size = place.offset + place.length - end
+        if tail_size > _MAX_TAIL or extent.offset - place.offset > _MAX_TAIL:
+            return None
+        head = os.pread(self._fd, extent.offset - place.offset, place.offset)
+        tail = os.pread(self._fd, tail_size, end)
+        if len(tail) != tail_size:
+            return None
+        moved = Extent(extent.path, extent.offset - place.offset, extent.dtype, extent.shape, extent.strides)
+        return _Kind(head, tail, tuple(_between(tail)), moved)
+
+    def number(self, extent: Extent) -> int | float | bool:
+        """The one element of a chunk that `elements` has just found."""
+        data = os.pread(self._fd, extent.dtype.itemsize, extent.offset)
+        if len(data) != extent.dtype.itemsize:
+            raise CorruptError("the file ends inside a tensor", path=extent.path)
+        return scalar_from_bytes(data, extent.dtype)
+
+    def value(self, place: Place, key: str) -> Any:
+        """The value of an item that is no tensor.  Equal values are the same object: they are not to be changed."""
+        self._open(place, key, None)
+        item = os.pread(self._fd, place.length, place.offset) if place.length <= _MAX_SHARED else b""
+        if item in self._values:
+            return self._values[item]
+        with _about(key, None, place):
+            found = torchfile.read(place.path, place.offset, place.length)
+        if item and len(item) == place.length and not any(name.startswith("data/") for name in found.records):
+            self._values[item] = found.root
+        return found.root
+
+
+def _stat(path: str, key: str, box: Box | None) -> SourceFile:
+    try:
+        return SourceFile.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CorruptError(
+            "a data file is missing",
+            path=path,
+            fqn=key,
+            expected=f"the file, with data{_for(box)}" if box else "the file",
+            found="no file",
+            hint="was the folder copied completely? every rank writes a file of its own",
+        ) from None
+
+
+def _for(box: Box | None) -> str:
+    return f" for {box}" if box is not None else ""
+
+
+@contextlib.contextmanager
+def _about(key: str, box: Box | None, place: Place) -> Iterator[None]:
+    """Add to an error about an item which tensor and which box it holds."""
+    where = f"item of {place.length} bytes at {place.offset}{_for(box)}"
+    try:
+        yield
+    except NotFoundError as error:
+        raise CorruptError(
+            f"an item of the file is damaged: {error.what}",
+            path=place.path,
+            fqn=key,
+            expected="a tensor or value written by torch.save",
+            found=where,
+        ) from error
+    except CorruptError as error:
+        error.fqn = error.fqn or key
+        error.found = f"{error.found}; {where}" if error.found is not None else where
+        raise
+
+
+def _other(place: Place, key: str, box: Box, dtype: DType, found: str) -> CorruptError:
+    return CorruptError(
+        "an item is not what the metadata says",
+        path=place.path,
+        fqn=key,
+        expected=f"{dtype} of shape {list(box.sizes)} for {box}",
+        found=found,
+        hint="the file is of another save than .metadata",
+    )
+
+
+def _moved(extent: Extent, place: Place) -> Extent:
+    return Extent(place.path, place.offset + extent.offset, extent.dtype, extent.shape, extent.strides)
+
+
+def _between(tail: bytes) -> Iterator[slice]:
+    """The parts of `tail` that do not vary."""
+    reached = 0
+    for match in _VARYING.finditer(tail):
+        group = match.lastindex or 0
+        yield slice(reached, match.start(group))
+        reached = match.end(group)
+    yield slice(reached, None)
+
+
+def in_reading_order(entries: dict[str, Entry], values: dict[str, Place]) -> list[tuple[Place, str, Box | None, bool]]:
+    """Every item with its key, box (None: no tensor), and whether it is a replica; by file and offset."""
+    items: list[tuple[Place, str, Box | None, bool]] = [(place, key, None, False) for key, place in values.items()]
+    for key, entry in entries.items():
+        items += [(place, key, box, False) for box, place in entry.chunks.items()]
+        items += [(place, key, box, True) for box, place in entry.replicas]
+    items.sort(key=lambda item: (item[0].path, item[0].offset))
+    return items

@@ -1,0 +1,283 @@
+"""DCP's `.metadata`: which tensors there are, of which chunks, and which bytes of which file hold each.
+
+Facts from torch's `distributed/checkpoint/metadata.py` and `filesystem.py`, of 2.1, 2.3 and 2.13.  The file is a plain
+pickle of a `Metadata` object:
+
+    state_dict_metadata   key -> TensorStorageMetadata(properties, size, chunks) or BytesStorageMetadata
+    planner_data          key -> the path of the value in the nested state dict, a tuple of names and list indices;
+                          None or missing where the state dict was not flattened
+    storage_data          MetadataIndex(fqn, offset, index) -> _StorageInfo(relative_path, offset, length); the index is
+                          a hint only, and the offset None for what is no tensor
+    storage_meta          since 2.3: where it was saved, and a random id
+    version               since 2.9
+
+`_StorageInfo.transform_descriptors` (since 2.7) is there only where a stream was transformed (compressed).  Without
+collectives (since 2.9) each rank writes a `__{rank}.metadata` of what it alone has saved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ckpt.containers.torchfile.pickles import Record, load_pickle
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.move.files import confined
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Box, Shape
+
+METADATA = ".metadata"
+PER_RANK = re.compile(r"__(\d+)\.metadata")
+
+#: Where a value stands in the nested state dict: names, and indices of lists.
+Path_ = tuple[str | int, ...]
+
+_MAX_DIMS = 64
+_MAX_DEPTH = 32
+_MODULE = "torch.distributed.checkpoint."
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An item, which is a torch file of its own: `length` bytes at `offset` of the file `path`."""
+
+    path: str
+    offset: int
+    length: int
+
+
+@dataclass(slots=True)
+class Entry:
+    """A tensor and its chunks, those without elements left out; `replicas` are further copies of chunks."""
+
+    key: str
+    dtype: DType
+    shape: Shape
+    chunks: dict[Box, Place]
+    replicas: list[tuple[Box, Place]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Metadata:
+    """What one or several metadata files say.  `paths` has every key, in the order of the state dict where known.
+
+    `values` are the items that are no tensors.  `is_nested` says that paths are recorded.
+    """
+
+    path: str
+    entries: dict[str, Entry]
+    values: dict[str, Place]
+    paths: dict[str, Path_]
+    is_nested: bool
+
+
+def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.Metadata",)) -> Metadata:
+    """The metadata of a checkpoint's folder: its `.metadata`, or what its ranks have written each for itself.
+
+    `classes` are those that the metadata may be of.
+
+    Raises UnsafeError for a pickle that names what it should not and for paths that lead out of the folder,
+    CorruptError for one that contradicts itself, NotFoundError for what is not supported.
+    """
+    path = folder / METADATA
+    if path.exists():
+        return _read(folder, METADATA, classes)
+    names = per_rank_names(folder)
+    for rank, name in enumerate(names):
+        if name != f"__{rank}{METADATA}":
+            raise CorruptError(
+                "the metadata of a rank is missing", path=folder, rank=rank, expected=f"__{rank}{METADATA}", found=name
+            )
+    if not names:
+        raise CorruptError("the metadata is missing: the save was not finished", path=folder, expected=METADATA)
+    merged = _read(folder, names[0], classes)
+    for name in names[1:]:
+        _merge(merged, _read(folder, name, classes))
+    return merged
+
+
+def per_rank_names(folder: Path) -> list[str]:
+    """Names of the metadata files of single ranks, by rank."""
+    found = [(int(match[1]), entry.name) for entry in folder.iterdir() if (match := PER_RANK.fullmatch(entry.name))]
+    return [name for _, name in sorted(found)]
+
+
+def _read(folder: Path, name: str, classes: tuple[str, ...]) -> Metadata:
+    path = str(confined(folder, name))
+    return _Parser(folder, path).parse(load_pickle(path), classes)
+
+
+def _merge(first: Metadata, other: Metadata) -> None:
+    """Add what another rank has saved.  The same chunk again is a replica; of plain values the first rank's stay."""
+    for key, entry in other.entries.items():
+        mine = first.entries.setdefault(key, entry)
+        if mine is entry:
+            continue
+        if (mine.dtype, mine.shape) != (entry.dtype, entry.shape) or key in first.values:
+            raise CorruptError(
+                "two ranks describe a tensor in different ways",
+                path=other.path,
+                fqn=key,
+                expected=f"{mine.dtype} of shape {list(mine.shape)}",
+                found=f"{entry.dtype} of shape {list(entry.shape)}",
+            )
+        for box, place in entry.chunks.items():
+            if mine.chunks.setdefault(box, place) is not place:
+                mine.replicas.append((box, place))
+    for key, place in other.values.items():
+        first.values.setdefault(key, place)
+    for key, steps in other.paths.items():
+        first.paths.setdefault(key, steps)
+    first.is_nested = first.is_nested or other.is_nested
+
+
+class _Parser:
+    """Turns the pickled objects, of which nothing is trusted, into `Metadata`."""
+
+    def __init__(self, folder: Path, path: str) -> None:
+        self.folder = folder
+        self.path = path
+        self.files: dict[str, str] = {}
+
+    def fault(self, what: str, key: str | None = None, expected: object = None, found: object = None) -> NoReturn:
+        raise CorruptError(what, path=self.path, fqn=key, expected=expected, found=found)
+
+    def parse(self, root: Any, classes: tuple[str, ...]) -> Metadata:
+        if not isinstance(root, Record) or root.typename not in classes:
+            kind = root.typename if isinstance(root, Record) else type(root).__name__
+            if kind.startswith("megatron."):
+                raise NotFoundError("this is a checkpoint of Megatron's, not one of torch alone", path=self.path)
+            self.fault("this is no metadata of torch's distributed checkpoint", expected="Metadata", found=kind)
+        described = root.get("state_dict_metadata")
+        if not isinstance(described, Mapping):
+            self.fault("the metadata lists no tensors", expected="state_dict_metadata")
+        places = self._places(root.get("storage_data"))
+        entries: dict[str, Entry] = {}
+        values: dict[str, Place] = {}
+        for key, what in described.items():
+            if type(key) is not str:
+                self.fault("a key of the metadata is no text", found=type(key).__name__)
+            kind = what.name if isinstance(what, Record) else type(what).__name__
+            if kind == "TensorStorageMetadata":
+                entries[key] = self._entry(key, what, places)
+            elif kind == "BytesStorageMetadata":
+                values[key] = self._place(places, key, None)
+            else:
+                self.fault("the metadata describes something that is no tensor and no value", key, found=kind)
+        paths, is_nested = self._paths(root.get("planner_data"), described)
+        return Metadata(self.path, entries, values, paths, is_nested)
+
+    # -- storage -------------------------------------------------------------------------------------------------
+
+    def _places(self, stored: Any) -> dict[tuple[str, Shape | None], Place]:
+        if not isinstance(stored, Mapping):
+            self.fault("the metadata does not say where anything is stored", expected="storage_data")
+        places: dict[tuple[str, Shape | None], Place] = {}
+        for index, info in stored.items():
+            if not isinstance(index, Record) or index.name != "MetadataIndex" or not isinstance(info, Record):
+                self.fault("the storage data are not those of torch's file writer")
+            fqn, offset = index.get("fqn"), index.get("offset")
+            if type(fqn) is not str:
+                self.fault("a key of the storage data is no text")
+            where = None if offset is None else self._numbers(offset, fqn, "an offset")
+            if (fqn, where) in places:
+                self.fault("the storage data have two places for one part", fqn, found=str(where))
+            places[fqn, where] = self._info(fqn, info)
+        return places
+
+    def _info(self, key: str, info: Record) -> Place:
+        name, offset, length = (info.get(part) for part in ("relative_path", "offset", "length"))
+        if transforms := info.get("transform_descriptors"):
+            raise NotFoundError(
+                "the data were transformed when they were saved (compressed, for example), which is not supported",
+                path=self.path,
+                fqn=key,
+                found=", ".join(map(str, transforms)) if isinstance(transforms, list | tuple) else None,
+                hint="load and save it again in torch, without extensions",
+            )
+        if type(name) is not str or type(offset) is not int or type(length) is not int:
+            self.fault("the place of an item is damaged", key)
+        if not (0 <= offset < 1 << 63 and 0 <= length < 1 << 63):
+            self.fault("the place of an item makes no sense", key, found=f"{length} bytes at {offset}")
+        path = self.files.get(name)
+        if path is None:
+            path = self.files[name] = str(confined(self.folder, name))
+        return Place(path, offset, length)
+
+    def _place(self, places: Mapping[tuple[str, Shape | None], Place], key: str, offset: Shape | None) -> Place:
+        place = places.get((key, offset))
+        if place is None:
+            part = "" if offset is None else f" at {list(offset)}"
+            self.fault("a part is stored nowhere", key, expected=f"a place for the part{part}")
+        return place
+
+    # -- tensors -------------------------------------------------------------------------------------------------
+
+    def _entry(self, key: str, what: Record, places: Mapping[tuple[str, Shape | None], Place]) -> Entry:
+        properties = what.get("properties")
+        dtype = properties.get("dtype") if isinstance(properties, Record) else None
+        if type(dtype) is not DType:
+            self.fault("a tensor has no dtype", key)
+        shape = self._numbers(what.get("size"), key, "a shape")
+        listed = what.get("chunks")
+        if not isinstance(listed, list | tuple):
+            self.fault("a tensor has no list of chunks", key)
+        entry = Entry(key, dtype, shape, {})
+        for chunk in listed:
+            if not isinstance(chunk, Record):
+                self.fault("a chunk is damaged", key)
+            offsets = self._numbers(chunk.get("offsets"), key, "a chunk's offsets")
+            sizes = self._numbers(chunk.get("sizes"), key, "a chunk's sizes")
+            if not len(offsets) == len(sizes) == len(shape):
+                self.fault("a chunk has other dims than its tensor", key, f"{len(shape)} dims", f"{len(sizes)} dims")
+            if 0 in sizes:  # a rank without a part of its own: FSDP2 records one, at the end
+                continue
+            place = self._place(places, key, offsets)
+            if prod(sizes) * dtype.itemsize > place.length:
+                self.fault(
+                    "a chunk is larger than the item that holds it",
+                    key,
+                    expected=f"{prod(sizes)} elements of {dtype} for {Box(offsets, sizes)}",
+                    found=f"an item of {place.length} bytes in {place.path}",
+                )
+            entry.chunks[Box(offsets, sizes)] = place  # listed twice (replicas before torch 2.2): one item
+        return entry
+
+    def _numbers(self, value: Any, key: str, what: str) -> Shape:
+        if type(value) is list:
+            value = tuple(value)
+        if type(value) is not tuple or len(value) > _MAX_DIMS:
+            self.fault(f"{what} is no tuple of numbers", key)
+        for n in value:
+            if type(n) is not int or not 0 <= n < 1 << 63:
+                self.fault(f"{what} makes no sense", key, found=str(n)[:40])
+        shape: Shape = value
+        return shape
+
+    # -- paths ---------------------------------------------------------------------------------------------------
+
+    def _paths(self, planner_data: Any, keys: Iterable[str]) -> tuple[dict[str, Path_], bool]:
+        """Every key's path: as recorded, in the recorded order; a key without one stands at the top."""
+        known: dict[str, Path_] = {}
+        if isinstance(planner_data, Mapping):
+            wanted = set(keys)
+            for key, steps in planner_data.items():
+                if key in wanted:
+                    known[key] = self._steps(key, steps)
+        is_nested = bool(known)
+        for key in keys:
+            known.setdefault(key, (key,))
+        return known, is_nested
+
+    def _steps(self, key: str, steps: Any) -> Path_:
+        if type(steps) is list:
+            steps = tuple(steps)
+        good = type(steps) is tuple and 0 < len(steps) <= _MAX_DEPTH
+        if not good or not all(type(step) is str or (type(step) is int and 0 <= step < 1 << 31) for step in steps):
+            self.fault("the path of a value in the state dict is damaged", key)
+        path: Path_ = steps
+        return path

@@ -1,0 +1,91 @@
+"""DCP's safetensors layout: files of pieces, `shard-{rank}-model-{number}-of-{count}.safetensors`.
+
+Facts from torch 2.13, `distributed/checkpoint/hf_storage.py` and `_hf_utils.py`: the header's `__metadata__` has
+`DCP_SHARDING_INFO`, JSON text that maps each name to `{"saved_offsets": [...]}`, the piece's offsets within its tensor.
+The whole tensor's shape is stored nowhere: it is as large as its pieces reach.  A tensor that is replicated is in one
+file only; a rank without a part of a tensor writes a piece without elements.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.safetensors import Entry, read_header
+from ckpt.errors import CorruptError
+from ckpt.move.files import confined
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Box, Extent, Shape
+
+_KEY = "DCP_SHARDING_INFO"
+_MAX_JSON = 100_000_000
+
+
+@dataclass(slots=True)
+class Sharded:
+    """A tensor and its pieces so far; `shape` is what they reach."""
+
+    fqn: str
+    dtype: DType
+    shape: Shape
+    path: str
+    placed: list[tuple[Box, Extent]] = field(default_factory=list)
+
+
+def read_shards(folder: Path, names: tuple[str, ...]) -> list[Sharded]:
+    """The tensors of which these files hold pieces."""
+    found: dict[str, Sharded] = {}
+    for name in names:
+        path = str(confined(folder, name))
+        header = read_header(path)
+        offsets = _offsets(header.metadata.get(_KEY), path)
+        for entry in header.entries:
+            _add(found, entry, offsets.get(entry.name), path)
+    return list(found.values())
+
+
+def _offsets(text: str | None, path: str) -> dict[str, Shape]:
+    if text is None:
+        raise CorruptError("the file does not say which parts of tensors it holds", path=path, expected=_KEY)
+    try:
+        info = json.loads(text) if len(text) <= _MAX_JSON else None
+    except (ValueError, RecursionError):
+        info = None
+    if not isinstance(info, dict):
+        raise CorruptError(f"{_KEY} is no JSON object", path=path)
+    return {name: _shape(value, name, path) for name, value in info.items()}
+
+
+def _shape(value: Any, name: str, path: str) -> Shape:
+    offsets = value.get("saved_offsets") if isinstance(value, dict) else None
+    if not isinstance(offsets, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in offsets):
+        raise CorruptError("a piece's offsets are damaged", path=path, fqn=name, expected="saved_offsets")
+    return tuple(offsets)
+
+
+def _add(found: dict[str, Sharded], entry: Entry, offsets: Shape | None, path: str) -> None:
+    if offsets is None or len(offsets) != len(entry.shape):
+        raise CorruptError(
+            "the file does not say which part of a tensor it holds",
+            path=path,
+            fqn=entry.name,
+            expected=f"{len(entry.shape)} offsets",
+            found="none" if offsets is None else f"{len(offsets)} offsets",
+        )
+    reach = tuple(a + n for a, n in zip(offsets, entry.shape, strict=True))
+    tensor = found.setdefault(entry.name, Sharded(entry.name, entry.dtype, reach, path))
+    if tensor.dtype != entry.dtype or len(tensor.shape) != len(reach):
+        raise CorruptError(
+            "pieces of one tensor differ in dtype or dims",
+            path=path,
+            fqn=entry.name,
+            expected=f"{tensor.dtype} of {len(tensor.shape)} dims",
+            found=f"{entry.dtype} of {len(reach)} dims",
+        )
+    tensor.shape = tuple(map(max, tensor.shape, reach))
+    if prod(entry.shape):
+        extent = Extent.contiguous(path, entry.start, entry.dtype, entry.shape)
+        tensor.placed.append((Box(offsets, entry.shape), extent))

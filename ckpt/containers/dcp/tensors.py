@@ -1,0 +1,146 @@
+"""The tensors of a DCP checkpoint: which bytes of its data files hold which box of each.
+
+What the metadata and the items of the data files are is in `dcp_metadata` and `dcp_items`; what keys mean is the
+formats' business.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.dcp.folder import DATA_FILE
+from ckpt.containers.dcp.items import Items, in_reading_order
+from ckpt.containers.dcp.metadata import Entry, Metadata
+from ckpt.plan.checkpoint import SourceFile
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Source, Whole, whole
+
+#: Boxes of a tensor, and where the elements of each are.
+Placed = list[tuple[Box, Extent]]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A tensor cut into boxes that lie in several files, each contiguous.
+
+    `rows` has, for each box, the number of its file, the byte offset in it, the box's offsets and its sizes: numbers
+    side by side and not objects, as a checkpoint of a thousand ranks has a great many.
+    """
+
+    files: list[tuple[str, int | None]]
+    dtype: DType
+    rows: array[int]
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        rank = len(shape)
+        width = 2 + 2 * rank
+        for at in range(0, len(self.rows), width):
+            number, offset, *box = self.rows[at : at + width]
+            path, writer = self.files[number]
+            sizes = tuple(box[rank:])
+            extent = Extent.contiguous(path, offset, self.dtype, sizes)
+            yield Fragment(Box(tuple(box[:rank]), sizes), extent, writer)
+
+
+@dataclass(slots=True)
+class FoundTensor:
+    """A key's tensor: where its chunks and their further copies are; `number` is its value if it has no dims."""
+
+    entry: Entry
+    placed: Placed = field(default_factory=list)
+    replicas: Placed = field(default_factory=list)
+    number: int | float | bool | None = None
+
+
+@dataclass
+class DataFiles:
+    """What has been read so far of a checkpoint's data files; `ranks` have written one each."""
+
+    files: dict[str, SourceFile] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    ranks: int = 0
+    _numbers: dict[str, int] = field(default_factory=dict)
+    _names: list[tuple[str, int | None]] = field(default_factory=list)
+
+    def read(self, metadata: Metadata) -> tuple[dict[str, FoundTensor], dict[str, Any]]:
+        """The tensors that `metadata` describes, and the values that are no tensors, by key.
+
+        CorruptError where a file is missing, too short, or holds something else.
+        """
+        self.add_file(metadata.path)
+        tensors = {key: FoundTensor(entry) for key, entry in metadata.entries.items()}
+        values: dict[str, Any] = {}
+        with Items() as items:
+            for place, key, box, is_replica in in_reading_order(metadata.entries, metadata.values):
+                if box is None:
+                    values[key] = items.value(place, key)
+                    continue
+                tensor = tensors[key]
+                extent = items.elements(place, key, box, tensor.entry.dtype)
+                (tensor.replicas if is_replica else tensor.placed).append((box, extent))
+                if not box.sizes and not is_replica:
+                    tensor.number = items.number(extent)
+            self.files |= items.files
+        return tensors, values
+
+    def source(self, dtype: DType, shape: Shape, placed: Placed) -> Source:
+        """The source of a tensor whose boxes lie at `placed`."""
+        if len(placed) == 1 and placed[0][0] == whole(shape):
+            return Whole(placed[0][1], writer_of(placed[0][1].path))
+        placed = sorted(placed, key=lambda part: part[0].offsets)
+        if not all(extent.is_contiguous for _, extent in placed):  # channels_last, for example
+            return Pieces(tuple(Fragment(box, extent, writer_of(extent.path)) for box, extent in placed))
+        rows = array("q")
+        for box, extent in placed:
+            rows.extend((self._number(extent.path), extent.offset, *box.offsets, *box.sizes))
+        return Chunks(self._names, dtype, rows)
+
+    def replicas(self, tensor: FoundTensor) -> tuple[Source, ...]:
+        """Further copies of the whole tensor, each with the boxes that it does not have itself from the first."""
+        copies: dict[Box, list[Extent]] = {}
+        for box, extent in tensor.replicas:
+            copies.setdefault(box, []).append(extent)
+        count = max(map(len, copies.values()), default=0)
+        dtype, shape = tensor.entry.dtype, tensor.entry.shape
+        return tuple(
+            self.source(dtype, shape, [(b, (copies.get(b, []) + [e] * count)[n]) for b, e in tensor.placed])
+            for n in range(count)
+        )
+
+    def _number(self, path: str) -> int:
+        number = self._numbers.setdefault(path, len(self._numbers))
+        if number == len(self._names):
+            self._names.append((path, writer_of(path)))
+        return number
+
+    def add_file(self, path: str) -> None:
+        self.files[path] = SourceFile.stat(path)
+
+    def count_ranks(self, folder: Path) -> None:
+        """Count the ranks that wrote a file; one with nothing of its own leaves an empty one.  Call after `read`."""
+        left_over = []
+        for name in os.listdir(folder):
+            match = DATA_FILE.fullmatch(name)
+            if match is None:
+                continue
+            path = str(folder / name)
+            if path in self.files or os.path.getsize(path) == 0:
+                self.ranks = max(self.ranks, int(match[1]) + 1)
+            else:
+                left_over.append(name)
+        if left_over:
+            self.notes.append(
+                f"{folder.name}: .metadata places nothing in {', '.join(sorted(left_over)[:4])}"
+                f"{' and others' if len(left_over) > 4 else ''}: left over from an earlier save"
+            )
+
+
+def writer_of(path: str) -> int | None:
+    """The rank that wrote a file, as its name says."""
+    match = DATA_FILE.fullmatch(os.path.basename(path))
+    return int(match[1]) if match else None

@@ -1,0 +1,250 @@
+"""What a DCP checkpoint to be written consists of: data files of items, and `.metadata` that says where each is.
+
+After torch 2.13: `default_planner.py`, `filesystem.py`, and `distributed/checkpoint/state_dict.py` for the nested
+optimizer state.  Tensors are cut along the first dim as FSDP2 cuts them, which is `torch.chunk`: pieces of ceil(n / W)
+rows, the last one shorter, further ranks without any.  What is not cut (values, tensors without dims, buffers) goes to
+the rank that has least.  Any mesh and any number of ranks loads it, as DCP looks for boxes and not for ranks.
+
+`storage_meta`, a random id and the path at the time, is left out, which torch's reader allows for since 2.3 and earlier
+versions do not know.
+
+A tied parameter's second name has chunks of its own, whose places are the first one's items.  torch reads either name
+by itself and need not know; reading it again, that is how the tie is known.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ckpt.containers.dcp.metadata import METADATA, Path_
+from ckpt.containers.torchfile.pickler import Size, dumps
+from ckpt.containers.torchfile.pickles import Record, StoredTensor
+from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_item
+from ckpt.plan.checkpoint import Key, Slot, TargetFile
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Box, Extent, Region, Shape, whole
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_VALUE_BYTES = 64  # what a value counts for when the ranks are filled evenly
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A tensor of the source that is cut among the ranks; not `cut`, it goes to one of them."""
+
+    key: Key
+    dtype: DType
+    shape: Shape
+    cut: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AliasOf:
+    """Another name of the tensor at `path`, with which it is tied.  A model's state dict has both."""
+
+    path: Path_
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """An item of a data file: a tensor's box, or a value (no box)."""
+
+    key: str
+    box: Box | None
+    root: Any
+
+
+def dim0_boxes(shape: Shape, num_ranks: int) -> Iterator[Box]:
+    """A tensor's boxes by rank, as `torch.chunk` cuts it; ranks at the end may have none.
+
+    One box where there is nothing to cut: no dims, or no elements.
+    """
+    if not prod(shape) or not shape:
+        yield whole(shape)
+        return
+    rows = -(-shape[0] // num_ranks)
+    for start in range(0, shape[0], rows):
+        stop = min(start + rows, shape[0])
+        yield Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))
+
+
+def flatten(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+    """The values of a nested state dict and their paths, as torch's `traverse_state_dict` finds them (since 2.4).
+
+    Dicts are always entered, lists where they hold tensors or dicts; an empty dict leaves nothing.
+    """
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from flatten(item, (*path, str(name)))
+    elif isinstance(value, list) and not _is_terminal(value):
+        for number, item in enumerate(value):
+            yield from flatten(item, (*path, number))
+    else:
+        yield path, value
+
+
+def _is_terminal(value: list[Any]) -> bool:
+    for item in value:
+        if isinstance(item, Mapping | NewTensor | StoredTensor | Sharded):
+            return False
+        if isinstance(item, list) and not _is_terminal(item):
+            return False
+    return True
+
+
+@dataclass
+class Writing:
+    """One folder to be written, item by item; `prefix` is the folder's name with a slash, or nothing.
+
+    Not `is_nested`, keys are taken as they are, and no paths in a state dict are recorded.
+    """
+
+    num_ranks: int
+    prefix: str = ""
+    is_nested: bool = True
+    paths: dict[str, Path_] = field(default_factory=dict)
+    tensors: dict[str, tuple[DType, Shape, list[Box]]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    values: list[tuple[int, _Item]] = field(default_factory=list)
+    pieces: list[tuple[int, _Item]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._least = [(0, rank) for rank in range(self.num_ranks)]
+        self._alike: dict[tuple[DType, Shape, Region], TargetFile] = {}
+
+    def add(self, path: Path_, value: Any) -> None:
+        """Add a value of the state dict: a tensor to be cut, a small tensor, or a plain value."""
+        key = ".".join(map(str, path))
+        assert key not in self.paths, f"{key} twice"
+        self.paths[key] = path
+        if isinstance(value, Sharded):
+            self._add_sharded(key, value)
+        elif isinstance(value, NewTensor | StoredTensor):
+            nbytes = prod(value.shape) * value.dtype.itemsize
+            self.tensors[key] = (value.dtype, value.shape, [whole(value.shape)])
+            self.pieces.append((self._emptiest(nbytes), _Item(key, whole(value.shape), value)))
+        else:
+            self.values.append((self._emptiest(_VALUE_BYTES), _Item(key, None, value)))
+
+    def add_alias(self, path: Path_, owner: Path_) -> None:
+        """Add another name of a tensor: its chunks are those of `owner`, in the same items."""
+        key, known = (".".join(map(str, steps)) for steps in (path, owner))
+        self.paths[key] = path
+        self.tensors[key] = self.tensors[known]
+        self.aliases[key] = known
+
+    def add_all(self, leaves: Iterable[tuple[Path_, Any]]) -> None:
+        for path, value in leaves:
+            if isinstance(value, AliasOf):
+                self.add_alias(path, value.path)
+            else:
+                self.add(path, value)
+
+    def _add_sharded(self, key: str, tensor: Sharded) -> None:
+        boxes = list(dim0_boxes(tensor.shape, self.num_ranks if tensor.cut else 1))
+        self.tensors[key] = (tensor.dtype, tensor.shape, boxes)
+        for number, box in enumerate(boxes):
+            new = NewTensor(tensor.dtype, box.sizes, (FromSource(tensor.key, box),))
+            rank = number if len(boxes) > 1 else self._emptiest(tensor.dtype.itemsize * box.numel)
+            self.pieces.append((rank, _Item(key, box, new)))
+
+    def add_tiles(self, key: str, dtype: DType, shape: Shape, tiles: Iterable[tuple[Box, FromSource]]) -> None:
+        """Add a tensor whose boxes are of several tensors of the source."""
+        self.paths[key] = (key,)
+        boxes = []
+        for box, source in tiles:
+            boxes.append(box)
+            rank = self._emptiest(dtype.itemsize * box.numel)
+            self.pieces.append((rank, _Item(key, box, NewTensor(dtype, box.sizes, (source,)))))
+        self.tensors[key] = (dtype, shape, boxes)
+
+    def _emptiest(self, nbytes: int) -> int:
+        """The rank to which least has gone so far of what is not cut."""
+        filled, rank = self._least[0]
+        heapq.heapreplace(self._least, (filled + nbytes, rank))
+        return rank
+
+    def files(self) -> list[TargetFile]:
+        """The data files, one for each rank, and the metadata, which comes last."""
+        by_rank: list[list[_Item]] = [[] for _ in range(self.num_ranks)]
+        for rank, item in (*self.values, *self.pieces):
+            by_rank[rank].append(item)
+        places: dict[tuple[str, Shape | None], Record] = {}
+        files = [self._file(rank, items, places) for rank, items in enumerate(by_rank)]
+        content = dumps(self._metadata(places), protocol=4)
+        return [*files, TargetFile.of_bytes(self.prefix + METADATA, content)]
+
+    def _file(self, rank: int, items: list[_Item], places: dict[tuple[str, Shape | None], Record]) -> TargetFile:
+        name = f"__{rank}_0.distcp"
+        path = self.prefix + name
+        literals: list[tuple[int, bytes]] = []
+        slots: list[Slot] = []
+        at = 0
+        for item in items:
+            part = self._laid_out(item)
+            literals += ((at + offset, data) for offset, data in part.literals)
+            for slot in part.slots:
+                extent = Extent.contiguous(path, at + slot.extent.offset, slot.extent.dtype, slot.extent.shape)
+                slots.append(Slot(item.root.fill[0].key, item.root.fill[0].region, extent))
+            info = {"relative_path": name, "offset": at, "length": part.size}
+            where = None if item.box is None else item.box.offsets
+            places[item.key, where] = Record(_FILESYSTEM, "_StorageInfo", state=info)
+            at += part.size
+        return TargetFile(path, at, tuple(literals), tuple(slots))
+
+    def _laid_out(self, item: _Item) -> TargetFile:
+        """The item as a file of its own.  Those of tensors of one dtype and shape differ in their slots only."""
+        root = item.root
+        if not isinstance(root, NewTensor) or not isinstance(root.fill[0], FromSource):
+            return torch_item("", 0, root)
+        region = root.fill[0].region
+        kind = root.dtype, root.shape, whole(region.sizes) if isinstance(region, Box) else region
+        alike = self._alike.get(kind)
+        if alike is None:
+            alike = self._alike[kind] = torch_item("", 0, root)
+        return alike
+
+    def _metadata(self, places: Mapping[tuple[str, Shape | None], Record]) -> Record:
+        described: dict[str, Record] = {}
+        stored: dict[Record, Record] = {}
+        for key in self.paths:
+            if key not in self.tensors:
+                described[key] = Record(_METADATA, "BytesStorageMetadata")
+                stored[_index(key, None, None)] = places[key, None]
+                continue
+            dtype, shape, boxes = self.tensors[key]
+            described[key] = _tensor_metadata(dtype, shape, boxes)
+            for number, box in enumerate(boxes):
+                place = places[self.aliases.get(key, key), box.offsets]
+                stored[_index(key, box.offsets, number)] = Record(place.module, place.name, state=dict(place.state))
+        state = {
+            "state_dict_metadata": described,
+            "planner_data": self.paths if self.is_nested else None,
+            "storage_data": stored,
+            "storage_meta": None,
+            "version": "1.0.0",
+        }
+        return Record(_METADATA, "Metadata", state=state)
+
+
+def _tensor_metadata(dtype: DType, shape: Shape, boxes: list[Box]) -> Record:
+    layout = Record("torch.serialization", "_get_layout", ("torch.strided",))
+    encoding = Record(_METADATA, "_MEM_FORMAT_ENCODING", (0,))  # contiguous
+    properties = Record(_METADATA, "TensorProperties", state=(dtype, layout, False, encoding, False))
+    chunks = [
+        Record(_METADATA, "ChunkStorageMetadata", state={"offsets": Size(box.offsets), "sizes": Size(box.sizes)})
+        for box in boxes
+    ]
+    return Record(
+        _METADATA, "TensorStorageMetadata", state={"properties": properties, "size": Size(shape), "chunks": chunks}
+    )
+
+
+def _index(key: str, offset: Shape | None, number: int | None) -> Record:
+    where = {} if offset is None else {"offset": Size(offset)}
+    return Record(_METADATA, "MetadataIndex", state={"fqn": key, "index": number, **where})

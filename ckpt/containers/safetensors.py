@@ -1,0 +1,360 @@
+"""The safetensors container: a strict reader of its header, and the header that its own writer would write.
+
+Format: https://github.com/huggingface/safetensors (README, `safetensors/src/tensor.rs`, 0.8.0).  Eight bytes
+hold the length N of the header, little endian; N bytes of JSON follow, then the tensors' bytes without a gap.
+ The header maps each name to dtype, shape and `data_offsets` (relative to the header's end); `__metadata__`
+ maps strings to strings.
+
+The header is read entry by entry, so that a hostile one fails at its first fault instead of becoming
+gigabytes of Python objects.  No tensor data is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from ckpt.containers.torchfile.pickles import open_file
+from ckpt.errors import CorruptError, LossError, NotFoundError, StorageError
+from ckpt.plan.dtypes import BY_TAG, DType
+from ckpt.plan.tensors import Shape
+
+#: The bound that the safetensors project itself sets on the header.
+MAX_HEADER = 100_000_000
+#: Bounds on what a header may make us keep; far above any model's.
+MAX_TENSORS = 1_000_000
+MAX_METADATA = 100_000
+MAX_DIMS = 64
+MAX_ESCAPES = 10_000_000
+
+#: The order in which the safetensors writer lays dtypes out: the widest first, so that each is aligned.
+WRITE_ORDER = (
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
+)
+_RANK = {tag: rank for rank, tag in enumerate(WRITE_ORDER)}
+
+#: Tags of the format for which torch has no dtype.
+_WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
+_PACKED = "F4"  # two elements in a byte: the header counts elements, torch counts bytes
+
+# possessive where Python knows it (3.11): an unclosed string of 100 MB is then given up without backtracking
+_ANY = rb"*+" if sys.version_info >= (3, 11) else rb"*"
+_PLAIN = rb'[^"\\\x00-\x1f]' + _ANY
+_STRING = rb'"(' + _PLAIN + rb"(?:\\." + _PLAIN + rb")" + _ANY + rb')"'
+_KEY = re.compile(rb"[ \t\r\n]*" + _STRING + rb"[ \t\r\n]*:[ \t\r\n]*(\{)?")
+_FIELD = re.compile(
+    rb'[ \t\r\n]*"(dtype|shape|data_offsets)"[ \t\r\n]*:[ \t\r\n]*'
+    rb'(?:"(\w{1,32})"|\[([^\[\]{}":]{0,2048})\])[ \t\r\n]*([,}])'
+)
+_VALUE = re.compile(_STRING + rb"[ \t\r\n]*([,}])")
+_NUMBER = re.compile(rb"[ \t\r\n]*(0|[1-9][0-9]{0,19})[ \t\r\n]*")
+_EMPTY = re.compile(rb"[ \t\r\n]*\}")
+_NEXT = re.compile(rb"[ \t\r\n]*([,}])")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: its shape as torch counts, and where its bytes begin and end in the file."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a safetensors file says of itself."""
+
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str]
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """The header of a safetensors file.  Raises CorruptError where a rule of the format is broken."""
+    name = os.fspath(path)
+    try:
+        with open(open_file(name), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = _header_length(file.read(8), size, name)
+            header = file.read(length)
+    except FileNotFoundError as error:
+        raise NotFoundError("no such file", path=name) from error
+    except OSError as error:
+        raise StorageError(f"the file cannot be read: {error.strerror}", path=name) from error
+    if len(header) != length:
+        raise CorruptError("the file ends within its header", path=name, expected=f"{length + 8} bytes or more")
+    return parse_header(header, size, name)
+
+
+def _header_length(first: bytes, size: int, path: str) -> int:
+    if len(first) < 8:
+        raise CorruptError(
+            "the file is too short for a safetensors header",
+            path=path,
+            expected="8 bytes or more",
+            found=f"{size} bytes",
+        )
+    length = int.from_bytes(first, "little")
+    if length > MAX_HEADER:
+        raise CorruptError(
+            "the header is too long",
+            path=path,
+            expected=f"at most {MAX_HEADER} bytes",
+            found=f"{length} bytes",
+        )
+    if length + 8 > size:
+        raise CorruptError(
+            "the file ends within its header",
+            path=path,
+            expected=f"{length + 8} bytes or more",
+            found=f"{size} bytes",
+        )
+    return length
+
+
+def parse_header(text: bytes, size: int, path: str) -> Header:
+    """The header whose JSON is `text`, of a file of `size` bytes."""
+    if text.count(b"\\") > MAX_ESCAPES:
+        raise CorruptError("the header has too many escapes", path=path, expected=f"at most {MAX_ESCAPES}")
+    base = 8 + len(text)
+    entries: dict[str, Entry] = {}
+    metadata: dict[str, str] | None = None
+    for name, at in _Entries(text, path):
+        if name == "__metadata__":
+            if metadata is not None:
+                raise CorruptError("__metadata__ stands twice in the header", path=path)
+            metadata = at.metadata()
+        elif name in entries:
+            raise CorruptError("the name stands twice in the header", path=path, fqn=name)
+        else:
+            entries[name] = at.tensor(name, base)
+            if len(entries) > MAX_TENSORS:
+                raise CorruptError("the header lists too many tensors", path=path, expected=f"at most {MAX_TENSORS}")
+    _check_offsets(entries.values(), base, size, path)
+    return Header(tuple(entries.values()), metadata or {})
+
+
+class _Entries:
+    """Walks the header's members; `tensor` and `metadata` read the value of the member at hand."""
+
+    def __init__(self, text: bytes, path: str) -> None:
+        self.text = text
+        self.path = path
+        self.at = 0
+
+    def fault(self, what: str, fqn: str | None = None) -> CorruptError:
+        found = self.text[self.at : self.at + 60].decode("utf-8", "backslashreplace")
+        return CorruptError(what, path=self.path, fqn=fqn, found=f"{found!r} at byte {8 + self.at}")
+
+    def __iter__(self) -> Iterator[tuple[str, _Entries]]:
+        if not self.text.startswith(b"{"):
+            raise self.fault("the header does not begin with '{'")
+        self.at = 1
+        empty = _EMPTY.match(self.text, 1)
+        if empty:
+            self.at = empty.end()
+        while not empty:
+            key = _KEY.match(self.text, self.at)
+            if key is None:
+                raise self.fault("the header is not JSON of the safetensors kind: a name was expected")
+            name = self.string(key[1])
+            if key[2] is None:
+                self.at = key.end()
+                raise self.fault("the header's value for this name is not an object", name)
+            self.at = key.end()
+            yield name, self
+            following = _NEXT.match(self.text, self.at)
+            if following is None:
+                raise self.fault("the header is not JSON: ',' or '}' was expected", name)
+            self.at = following.end()
+            if following[1] == b"}":
+                break
+        if self.text[self.at :].strip(b" \t\r\n"):
+            raise self.fault("something follows the header's JSON")
+
+    def string(self, raw: bytes) -> str:
+        try:
+            text = raw.decode("utf-8") if b"\\" not in raw else json.loads(b'"' + raw + b'"')
+            text.encode("utf-8")  # a lone surrogate, written as an escape, is no text
+        except ValueError:
+            raise self.fault("a string of the header is not UTF-8") from None
+        return text
+
+    def metadata(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        empty = _EMPTY.match(self.text, self.at)
+        if empty:
+            self.at = empty.end()
+            return found
+        while True:
+            key = _KEY.match(self.text, self.at)
+            value = key and not key[2] and _VALUE.match(self.text, key.end())
+            if not key or not value:
+                raise self.fault("__metadata__ does not map strings to strings")
+            name = self.string(key[1])
+            if name in found:
+                raise self.fault(f"the key {name!r} stands twice in __metadata__")
+            found[name] = self.string(value[1])
+            if len(found) > MAX_METADATA:
+                raise self.fault("__metadata__ has too many keys")
+            self.at = value.end()
+            if value[2] == b"}":
+                return found
+
+    def tensor(self, name: str, base: int) -> Entry:
+        tag: bytes | None = None
+        lists: dict[bytes, tuple[int, ...]] = {}
+        while True:
+            field = _FIELD.match(self.text, self.at)
+            if field is None:
+                raise self.fault("the header's entry has something else than dtype, shape and data_offsets", name)
+            if field[1] in lists or (field[1] == b"dtype" and tag is not None):
+                raise self.fault(f"{field[1].decode()} stands twice in the header's entry", name)
+            if (field[2] is None) == (field[1] == b"dtype"):
+                raise self.fault(f"{field[1].decode()} is of the wrong kind", name)
+            if field[1] == b"dtype":
+                tag = field[2]
+            else:
+                lists[field[1]] = self.numbers(field[3], field[1].decode(), name)
+            self.at = field.end()
+            if field[4] == b"}":
+                break
+        if tag is None or len(lists) != 2:
+            raise self.fault("the header's entry lacks one of dtype, shape and data_offsets", name)
+        offsets = lists[b"data_offsets"]
+        if len(offsets) != 2:
+            raise self.fault("data_offsets are not two numbers", name)
+        dtype, shape = _torch_view(tag.decode(), lists[b"shape"], name, self.path)
+        start, stop = offsets
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes >= 1 << 63:
+            raise CorruptError("the shape overflows", path=self.path, fqn=name, found=list(shape))
+        if stop - start != nbytes:
+            raise CorruptError(
+                "the offsets do not fit the shape and dtype",
+                path=self.path,
+                fqn=name,
+                expected=f"{nbytes} bytes for {dtype} {list(shape)}",
+                found=f"{stop - start} bytes, offsets [{start}, {stop}]",
+            )
+        return Entry(name, dtype, shape, base + start, base + stop)
+
+    def numbers(self, raw: bytes, field: str, name: str) -> tuple[int, ...]:
+        if not raw.strip(b" \t\r\n"):
+            return ()
+        parts = raw.split(b",")
+        if len(parts) > MAX_DIMS:
+            raise self.fault(f"{field} has too many numbers", name)
+        values = []
+        for part in parts:
+            number = _NUMBER.fullmatch(part)
+            if number is None:
+                kind = "is negative" if part.strip().startswith(b"-") else "is not a list of whole numbers"
+                raise self.fault(f"{field} {kind}", name)
+            values.append(int(number[1]))
+        if max(values) >= 1 << 63:
+            raise self.fault(f"{field} overflows", name)
+        return tuple(values)
+
+
+def _torch_view(tag: str, shape: Shape, name: str, path: str) -> tuple[DType, Shape]:
+    """Dtype and shape as torch counts them."""
+    if tag in _WITHOUT_TORCH:
+        raise LossError(f"torch has no dtype for safetensors' {tag}", path=path, fqn=name)
+    dtype = BY_TAG.get(tag)
+    if dtype is None:
+        raise CorruptError("the dtype is unknown", path=path, fqn=name, expected=" ".join(BY_TAG), found=tag)
+    if tag != _PACKED:
+        return dtype, shape
+    if not shape or shape[-1] % 2:
+        raise CorruptError(
+            "two F4 elements share a byte, so the last dim must be even",
+            path=path,
+            fqn=name,
+            found=list(shape),
+        )
+    return dtype, (*shape[:-1], shape[-1] // 2)
+
+
+def _check_offsets(entries: Iterable[Entry], base: int, size: int, path: str) -> None:
+    """The tensors' bytes fill the file from the header's end to its own, without hole or overlap."""
+    reached = base
+    for entry in sorted(entries, key=lambda e: (e.start, e.stop)):
+        if entry.start != reached:
+            raise CorruptError(
+                "the tensors leave a hole in the file" if entry.start > reached else "two tensors overlap in the file",
+                path=path,
+                fqn=entry.name,
+                expected=f"a start at byte {reached}",
+                found=f"byte {entry.start}",
+            )
+        reached = entry.stop
+    if reached != size:
+        raise CorruptError(
+            "the file is shorter than its header says" if reached > size else "the file is longer than its header says",
+            path=path,
+            expected=f"{reached} bytes",
+            found=f"{size} bytes",
+            hint="the file is truncated or was not written to the end; fetch or save it again",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A tensor that is to be written: name, dtype and shape as torch counts."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def build_header(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> tuple[bytes, list[tuple[Planned, int]]]:
+    """The first bytes of a file that holds `tensors`, and each of them with its offset in the file.
+
+    Byte for byte what `safetensors.torch.save_file` writes (0.8.0; one metadata key, whose order that writer
+    leaves open when there are several: sorted here).
+    """
+    ordered = sorted(tensors, key=lambda t: (_RANK[_tag(t)], t.name))
+    members: dict[str, object] = {}
+    if metadata:
+        members["__metadata__"] = dict(sorted(metadata.items()))
+    offsets, at = [], 0
+    for tensor in ordered:
+        shape = list(tensor.shape)
+        if tensor.dtype.tag == _PACKED:
+            shape[-1] *= 2
+        members[tensor.name] = {
+            "dtype": _tag(tensor),
+            "shape": shape,
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        offsets.append(at)
+        at += tensor.nbytes
+    text = json.dumps(members, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise LossError(
+            "the tensors' names are too many for one safetensors file", hint="give a smaller --max-shard-size"
+        )
+    base = 8 + len(text)
+    placed = [(tensor, base + offset) for tensor, offset in zip(ordered, offsets, strict=True)]
+    return len(text).to_bytes(8, "little") + text, placed
+
+
+def _tag(tensor: Planned) -> str:
+    tag = tensor.dtype.tag
+    if tag is None:
+        raise LossError(f"safetensors has no {tensor.dtype}", fqn=tensor.name)
+    return tag

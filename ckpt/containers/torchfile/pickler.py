@@ -1,0 +1,527 @@
+"""A pickler of our own: it writes what `ckpt.containers.torchfile.pickles` reads, and imports nothing.
+
+What goes in is what comes out of the unpickler: plain values, `StoredDict`, `Record`, `Global`, `DType`, `Array`.
+New objects are made as `Record(module, name, args, state=...)`.  What is no plain value of torch's needs a word:
+
+    Size          a tuple that is to become a torch.Size
+    TensorRef     a tensor whose elements lie in a storage of the file; `tensors` makes one of each tensor
+
+How a `Record` is written follows from what it holds, as the frameworks' classes are pickled: without arguments it
+is made by NEWOBJ (the class's `__new__`, never its `__init__`), with arguments by REDUCE (enums, functions,
+namedtuples, `torch.device`), then its state, if any, is set by BUILD.
+
+An object that stands in several places is written once (by identity), equal text too.  The same value gives the same
+bytes in every process: sets are sorted.  Two things are lost where they were lost on reading: the factory of
+a `defaultdict`, and numpy's scalars, which have become Python's.
+
+Opcodes after Python 3.13's `pickle.py`; how tensors are written after torch 2.13's `_tensor.py`, `_utils.py`,
+`nn/parameter.py` and `serialization.py`.  In protocol 2 only opcodes and names stand that `torch.load` accepts with
+`weights_only=True`, wherever the classes themselves are accepted.
+"""
+
+from __future__ import annotations
+
+import datetime
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any, NoReturn
+
+from ckpt.containers.torchfile.pickles import Array, Global, Record, StoredDict
+from ckpt.errors import LossError
+from ckpt.plan.dtypes import DType
+
+#: Python's own picklers write containers in parts of this length.
+_BATCH = 1000
+
+#: torch's storage class of a dtype.  A dtype that is not here is written as bytes (`UntypedStorage`).
+_STORAGES: Mapping[str, str] = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "complex128": "ComplexDoubleStorage",
+    "complex64": "ComplexFloatStorage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+}
+
+
+class Size(tuple[int, ...]):
+    """A tuple that is written as a torch.Size."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor within the file: `key` names its storage, which holds `numel` elements of `dtype`.
+
+    `attributes` are its Python attributes; `parameter` makes it a torch.nn.Parameter.
+    """
+
+    dtype: DType
+    key: str
+    numel: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool = False
+    attributes: Mapping[str, Any] | None = None
+    parameter: bool = False
+
+
+def dumps(value: Any, *, protocol: int = 2, tensors: Callable[[Any], TensorRef | None] | None = None) -> bytes:
+    """The pickle of `value`; protocol 2 is torch.save's, protocol 4 that of DCP's `.metadata`.
+
+    `tensors` is asked about every object that this module has no rule for; None says that it is no tensor.  Raises
+    LossError for an object that cannot be written.
+    """
+    if protocol not in (2, 4):
+        raise ValueError(f"protocol {protocol}: only 2 and 4 are written")
+    encoder = _Encoder(protocol, tensors)
+    encoder.save(value)
+    return bytes(b"\x80" + bytes([protocol]) + encoder.out + b".")
+
+
+class _Encoder:
+    """One run of the pickler: the bytes so far, and the memo."""
+
+    __slots__ = ("memo", "names", "out", "protocol", "tensors", "texts")
+
+    def __init__(self, protocol: int, tensors: Callable[[Any], TensorRef | None] | None) -> None:
+        self.protocol = protocol
+        self.tensors = tensors
+        self.out = bytearray()
+        # By identity; the object is kept, so that its id is not given to another one.
+        self.memo: dict[int, tuple[int, Any]] = {}
+        self.texts: dict[str, int] = {}
+        self.names: dict[tuple[str, str], int] = {}
+
+    def save(self, value: Any) -> None:
+        kind = type(value)
+        if kind is str:
+            self.text(value)
+            return
+        writer = _PLAIN.get(kind)
+        if writer is not None:
+            writer(self, value)
+            return
+        known = self.memo.get(id(value))
+        if known is not None:
+            self.get(known[0])
+            return
+        writer = _OBJECTS.get(kind)
+        if writer is not None:
+            writer(self, value)
+            return
+        reference = value if kind is TensorRef else self.tensors(value) if self.tensors is not None else None
+        if reference is None:
+            raise LossError(f"an object of type {kind.__module__}.{kind.__qualname__} cannot be pickled")
+        self.tensor(reference)
+        self.put(value)
+
+    # The memo.
+
+    def next_index(self) -> int:
+        """Put what is on top of the stack into the memo; return its index."""
+        index = len(self.memo) + len(self.texts) + len(self.names)
+        if self.protocol >= 4:
+            self.out += b"\x94"
+        elif index < 256:
+            self.out += b"q%c" % index
+        else:
+            self.out += b"r" + _u32(index)
+        return index
+
+    def put(self, value: Any) -> None:
+        self.memo[id(value)] = (self.next_index(), value)
+
+    def get(self, index: int) -> None:
+        self.out += b"h%c" % index if index < 256 else b"j" + _u32(index)
+
+    # Text and names.
+
+    def text(self, value: str) -> None:
+        index = self.texts.get(value)
+        if index is not None:
+            self.get(index)
+            return
+        data = value.encode("utf-8", "surrogatepass")
+        if self.protocol >= 4 and len(data) < 256:
+            self.out += b"\x8c%c" % len(data)
+        elif len(data) <= 0xFFFFFFFF:
+            self.out += b"X" + _u32(len(data))
+        else:
+            raise LossError("a text of more than 4 GiB cannot be pickled")
+        self.out += data
+        self.texts[value] = self.next_index()
+
+    def name(self, module: str, name: str) -> None:
+        """A class or function by its name; nested classes as Python writes them in this protocol."""
+        if module == "__builtin__":  # Python 2's name, which protocol 2 keeps
+            module, name = "builtins", _PYTHON2_NAMES.get(name, name)
+        index = self.names.get((module, name))
+        if index is not None:
+            self.get(index)
+            return
+        outer, _, inner = name.rpartition(".")
+        if self.protocol >= 4:
+            self.text(module)
+            self.text(name)
+            self.out += b"\x93"
+        elif outer:
+            self.name("builtins", "getattr")
+            self.name(module, outer)
+            self.text(inner)
+            self.out += b"\x86R"
+        else:
+            self.out += b"c" + f"{module}\n{name}\n".encode()
+        self.names[module, name] = self.next_index()
+
+    def call(self, module: str, name: str, *args: Any) -> None:
+        self.name(module, name)
+        self.plain_tuple(args)
+        self.out += b"R"
+
+    # Containers.
+
+    def plain_tuple(self, items: tuple[Any, ...]) -> None:
+        """A tuple that nothing else refers to."""
+        if len(items) > 3:
+            self.out += b"("
+        for item in items:
+            self.save(item)
+        self.out += _TUPLES[min(len(items), 4)]
+
+    def list_items(self, items: Iterable[Any]) -> None:
+        for batch in _batches(items):
+            self.out += b"("
+            for item in batch:
+                self.save(item)
+            self.out += b"e"
+
+    def dict_items(self, items: Mapping[Any, Any]) -> None:
+        for batch in _batches(items.items()):
+            self.out += b"("
+            for key, value in batch:
+                self.save(key)
+                self.save(value)
+            self.out += b"u"
+
+    # Tensors.
+
+    def tensor(self, ref: TensorRef) -> None:
+        """As torch's `Tensor.__reduce_ex__` and `Parameter.__reduce_ex__`."""
+        if ref.parameter:
+            self.name("torch._utils", "_rebuild_parameter_with_state" if ref.attributes else "_rebuild_parameter")
+            self.out += b"("
+            self.plain(ref, requires_grad=False)
+            self.out += b"\x88" if ref.requires_grad else b"\x89"
+            self.no_hooks()
+            if ref.attributes:
+                self.save(dict(ref.attributes))
+            self.out += b"tR"
+        elif ref.attributes:
+            self.name("torch._tensor", "_rebuild_from_type_v2")
+            self.out += b"("
+            self.name("torch._utils", _rebuild(ref))
+            self.name("torch", "Tensor")
+            self.rebuild_args(ref, ref.requires_grad)
+            self.save(dict(ref.attributes))
+            self.out += b"tR"
+        else:
+            self.plain(ref, ref.requires_grad)
+
+    def plain(self, ref: TensorRef, requires_grad: bool) -> None:
+        self.name("torch._utils", _rebuild(ref))
+        self.rebuild_args(ref, requires_grad)
+        self.out += b"R"
+
+    def rebuild_args(self, ref: TensorRef, requires_grad: bool) -> None:
+        """`(storage, offset, shape, strides, requires_grad, hooks[, dtype])`."""
+        kind = _STORAGES.get(ref.dtype.name)
+        self.out += b"(("
+        self.text("storage")
+        self.name("torch" if kind else "torch.storage", kind or "UntypedStorage")
+        self.text(ref.key)
+        self.text("cpu")
+        _int(self, ref.numel if kind else ref.numel * ref.dtype.itemsize)
+        self.out += b"tQ"
+        _int(self, ref.offset)
+        self.numbers(ref.shape)
+        self.numbers(ref.strides)
+        self.out += b"\x88" if requires_grad else b"\x89"
+        self.no_hooks()
+        if not kind:
+            _dtype(self, ref.dtype)
+        self.out += b"t"
+
+    def numbers(self, values: tuple[int, ...]) -> None:
+        if len(values) > 3:
+            self.out += b"("
+        for value in values:
+            _int(self, value)
+        self.out += _TUPLES[min(len(values), 4)]
+
+    def no_hooks(self) -> None:
+        self.name("collections", "OrderedDict")
+        self.out += b")R"
+
+
+def _rebuild(ref: TensorRef) -> str:
+    """The function that makes a tensor; the newer one takes the dtype."""
+    return "_rebuild_tensor_v2" if ref.dtype.name in _STORAGES else "_rebuild_tensor_v3"
+
+
+def _batches(items: Iterable[Any]) -> Iterable[list[Any]]:
+    batch: list[Any] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+_PYTHON2_NAMES = {"long": "int", "unicode": "str", "xrange": "range"}
+_u32 = struct.Struct("<I").pack
+_TUPLES = (b")", b"\x85", b"\x86", b"\x87", b"t")
+
+
+# --- plain values --------------------------------------------------------------------------------------------
+#
+# Immutable, so that it makes no difference how often they are written.
+
+
+def _none(encoder: _Encoder, value: None) -> None:
+    encoder.out += b"N"
+
+
+def _bool(encoder: _Encoder, value: bool) -> None:
+    encoder.out += b"\x88" if value else b"\x89"
+
+
+def _int(encoder: _Encoder, value: int) -> None:
+    if 0 <= value < 1 << 8:
+        encoder.out += b"K%c" % value
+    elif 0 <= value < 1 << 16:
+        encoder.out += b"M" + struct.pack("<H", value)
+    elif -(1 << 31) <= value < 1 << 31:
+        encoder.out += b"J" + struct.pack("<i", value)
+    else:
+        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        encoder.out += (b"\x8a%c" % len(data) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
+
+
+def _float(encoder: _Encoder, value: float) -> None:
+    encoder.out += b"G" + struct.pack(">d", value)
+
+
+def _complex(encoder: _Encoder, value: complex) -> None:
+    encoder.call("builtins", "complex", value.real, value.imag)
+
+
+def _ellipsis(encoder: _Encoder, value: object) -> None:
+    encoder.name("builtins", "Ellipsis")
+
+
+def _dtype(encoder: _Encoder, value: DType) -> None:
+    encoder.name("torch", value.name)
+
+
+def _global(encoder: _Encoder, value: Global) -> None:
+    encoder.name(value.module, value.name)
+
+
+def _size(encoder: _Encoder, value: Size) -> None:
+    encoder.call("torch", "Size", tuple(value))
+
+
+def _slice(encoder: _Encoder, value: slice) -> None:
+    encoder.call("builtins", "slice", value.start, value.stop, value.step)
+
+
+def _range(encoder: _Encoder, value: range) -> None:
+    encoder.call("builtins", "range", value.start, value.stop, value.step)
+
+
+def _posix_path(encoder: _Encoder, value: PurePosixPath) -> None:
+    encoder.call("pathlib", "PosixPath", *value.parts)
+
+
+def _windows_path(encoder: _Encoder, value: PureWindowsPath) -> None:
+    encoder.call("pathlib", "PureWindowsPath", *value.parts)
+
+
+def _time(encoder: _Encoder, value: Any) -> None:
+    made = value.__reduce_ex__(2)  # the standard library's own: a class and plain arguments
+    encoder.call("datetime", type(value).__name__, *made[1])
+
+
+_PLAIN: dict[type, Callable[[_Encoder, Any], None]] = {
+    type(None): _none,
+    bool: _bool,
+    int: _int,
+    float: _float,
+    complex: _complex,
+    type(...): _ellipsis,
+    DType: _dtype,
+    Global: _global,
+    Size: _size,
+    slice: _slice,
+    range: _range,
+    PurePosixPath: _posix_path,
+    PureWindowsPath: _windows_path,
+    datetime.datetime: _time,
+    datetime.date: _time,
+    datetime.time: _time,
+    datetime.timedelta: _time,
+    datetime.timezone: _time,
+}
+
+
+# --- objects -------------------------------------------------------------------------------------------------
+#
+# Each is written once, and referred to from then on.
+
+
+def _bytes(encoder: _Encoder, value: bytes) -> None:
+    """Protocol 2 has no opcode for bytes; Python calls a codec there."""
+    if encoder.protocol == 2:
+        encoder.call("_codecs", "encode", value.decode("latin-1"), "latin1")
+    elif len(value) < 256:
+        encoder.out += b"C%c" % len(value) + value
+    elif len(value) <= 0xFFFFFFFF:
+        encoder.out += b"B" + _u32(len(value)) + value
+    else:
+        encoder.out += b"\x8e" + struct.pack("<Q", len(value)) + value
+    encoder.put(value)
+
+
+def _bytearray(encoder: _Encoder, value: bytearray) -> None:
+    encoder.call("builtins", "bytearray", bytes(value))
+    encoder.put(value)
+
+
+def _tuple(encoder: _Encoder, value: tuple[Any, ...]) -> None:
+    encoder.plain_tuple(value)
+    if not value or all(type(item) in _PLAIN for item in value):
+        return
+    known = encoder.memo.get(id(value))
+    if known is None:
+        encoder.put(value)
+    else:  # it holds, through a Record, itself: what was made on the way is the tuple
+        encoder.out += b"0"
+        encoder.get(known[0])
+
+
+def _list(encoder: _Encoder, value: list[Any]) -> None:
+    encoder.out += b"]"
+    encoder.put(value)
+    encoder.list_items(value)
+
+
+def _dict(encoder: _Encoder, value: dict[Any, Any]) -> None:
+    encoder.out += b"}"
+    encoder.put(value)
+    encoder.dict_items(value)
+
+
+def _stored_dict(encoder: _Encoder, value: StoredDict) -> None:
+    if value.kind == "Counter":
+        encoder.call("collections", "Counter", dict(value))
+        encoder.put(value)
+    else:
+        encoder.call("collections", value.kind)
+        encoder.put(value)
+        encoder.dict_items(value)
+    if value.attributes is not None:
+        encoder.save(value.attributes)
+        encoder.out += b"b"
+
+
+def _sorted(items: Iterable[Any]) -> list[Any]:
+    """The elements of a set in an order that does not depend on their hashes."""
+    return sorted(items, key=lambda item: (type(item).__name__, repr(item)))
+
+
+def _set(encoder: _Encoder, value: set[Any]) -> None:
+    encoder.call("builtins", "set", _sorted(value))
+    encoder.put(value)
+
+
+def _frozenset(encoder: _Encoder, value: frozenset[Any]) -> None:
+    encoder.call("builtins", "frozenset", _sorted(value))
+    encoder.put(value)
+
+
+def _deque(encoder: _Encoder, value: deque[Any]) -> None:
+    args = ((),) if value.maxlen is None else ((), value.maxlen)
+    encoder.call("collections", "deque", *args)
+    encoder.put(value)
+    encoder.list_items(value)
+
+
+def _record(encoder: _Encoder, value: Record) -> None:
+    if value.typename in _WRAPPERS:
+        _refuse(value)
+    encoder.name(value.module, value.name)
+    encoder.plain_tuple(value.args)
+    if value.kwargs:
+        encoder.save(dict(value.kwargs))
+        encoder.out += b"\x92"
+    else:
+        encoder.out += b"R" if value.args else b"\x81"
+    encoder.put(value)
+    if value.state is not None:
+        encoder.save(value.state)
+        encoder.out += b"b"
+
+
+#: Tensors without elements of their own.  They belong to the ranks that wrote them.
+_WRAPPERS = frozenset(
+    {
+        "torch.distributed.tensor.DTensor",
+        "torch.distributed.tensor._api.DTensor",
+        "torch.distributed._tensor.api.DTensor",
+        "torch.distributed._shard.sharded_tensor.api.ShardedTensor",
+    }
+)
+
+
+def _refuse(value: Record) -> NoReturn:
+    raise LossError(f"a {value.name} cannot be pickled: it is a part of a tensor that other ranks hold too")
+
+
+def _array(encoder: _Encoder, value: Array) -> None:
+    """As numpy's `ndarray.__reduce__`.  numpy has the module's name since 1.26."""
+    encoder.call("numpy._core.multiarray", "_reconstruct", Global("numpy", "ndarray"), (0,), b"b")
+    encoder.put(value)
+    data = value.data if value.objects is None else value.objects
+    encoder.plain_tuple((1, value.shape, value.record, value.fortran, data))
+    encoder.out += b"b"
+
+
+_OBJECTS: dict[type, Callable[[_Encoder, Any], None]] = {
+    bytes: _bytes,
+    bytearray: _bytearray,
+    tuple: _tuple,
+    list: _list,
+    dict: _dict,
+    StoredDict: _stored_dict,
+    set: _set,
+    frozenset: _frozenset,
+    deque: _deque,
+    Record: _record,
+    Array: _array,
+}
+
+__all__ = ["Size", "TensorRef", "dumps"]

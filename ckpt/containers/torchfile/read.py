@@ -1,0 +1,630 @@
+"""Files written by `torch.save`, read without torch and without reading tensor data.
+
+Two containers.  Since torch 1.6 a zip archive, all of it stored, under one folder named after the file (or
+`archive`):
+
+    data.pkl                 the objects, with a persistent id for each storage
+    byteorder                `little` or `big`; absent before torch 2.1, which means little
+    data/0, data/1, ...      the storages
+    version, .format_version, .storage_alignment, .data/serialization_id
+
+Before that, and still with `_use_new_zipfile_serialization=False`, a row of pickles: magic number, protocol
+version, system info, the objects, the keys of the storages; then each storage: its number of elements (int64)
+and its bytes.
+
+The zip reader is strict where the zip format is lax, because what two readers see in one archive must be the
+same: no compression, no encryption, no comments, no duplicates, no overlaps, nothing before, between the central
+directory and the end, or behind it.  After torch 2.13's `caffe2/serialize/inline_container` and miniz:
+
+* every record has bit 3 set (its sizes follow the data; the local header has zeros) and bit 11 (UTF-8 names);
+* an empty record has neither bit 3 nor a descriptor;
+* the 64-bit end record and its locator are always there;
+* `torch.serialization.set_crc32_options(False)` writes 0 for every checksum, `skip_data` does for storages.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ckpt.containers.torchfile import pickles
+from ckpt.containers.torchfile.pickles import MAX_PICKLE, CutShortError, Decoder, Storage, StorageType, short
+from ckpt.errors import CorruptError, NotFoundError, UnsafeError
+
+#: Bytes of a central directory: some five million records.
+MAX_DIRECTORY = 1 << 29
+#: Bytes of the pickles of a legacy file.  They are read in growing steps, as nothing says how long they are.
+MAX_LEGACY_PICKLE = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """A record of the file that was used: where its bytes are, and their CRC-32 if the file has one."""
+
+    name: str
+    offset: int
+    size: int
+    crc32: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """A file written by torch.save.
+
+    `root` is the object that was saved (see `ckpt.containers.torchfile.pickles` for what stands for what).  `offset`
+    and `size` say which part of `path` it is; `records` are the parts of it that `root` refers to, by name (`data/0`;
+    in a legacy file, the storage's key), and `data.pkl`.  `container` is `zip` or `legacy`.
+    """
+
+    path: str
+    offset: int
+    size: int
+    container: str
+    root: Any
+    records: Mapping[str, StoredRecord]
+
+
+def read(path: str | os.PathLike[str], offset: int = 0, length: int | None = None) -> TorchFile:
+    """Read the torch file `path`, or the one that is embedded at `offset` of it (an item of a `.distcp` file).
+
+    Only the directory, `data.pkl` and small records are read.  Raises
+
+    * NotFoundError: no such file, or it is something else (a plain pickle, a tar file, ...);
+    * CorruptError: truncated, overwritten with zeros, or contradicting itself;
+    * UnsafeError: a global outside the table of `ckpt.containers.torchfile.pickles`, or a container that is made to
+      deceive
+      (compressed or duplicate records, headers that contradict the directory, overlaps), or a TorchScript program;
+    * StorageError: the file cannot be read.
+    """
+    path = os.fspath(path)
+    fd = pickles.open_file(path)
+    try:
+        available = os.fstat(fd).st_size
+        if length is None:
+            length = available - offset
+        if offset < 0 or length < 0 or offset + length > available:
+            raise CorruptError(
+                "the file is shorter than the place of the object within it",
+                path=path,
+                expected=f"{offset + length} bytes or more",
+                found=f"{available} bytes",
+            )
+        return _read(_Region(fd, path, offset, length))
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """A part of an open file.  Offsets in it count from its start; `start` is where that is in the file."""
+
+    fd: int
+    path: str
+    start: int
+    size: int
+
+    def read(self, offset: int, length: int) -> bytes:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            self.truncated(offset + length)
+        return pickles.read_at(self.fd, self.path, self.start + offset, length)
+
+    def truncated(self, expected: int) -> NoReturn:
+        raise CorruptError(
+            "the file is truncated",
+            path=self.path,
+            expected=f"{self.start + expected} bytes or more",
+            found=f"{self.start + self.size} bytes",
+        )
+
+    def corrupt(self, what: str, expected: object = None, found: object = None) -> NoReturn:
+        raise CorruptError(what, path=self.path, expected=expected, found=found)
+
+    def unsafe(self, what: str, expected: object = None, found: object = None) -> NoReturn:
+        raise UnsafeError(f"{what}; no data was read", path=self.path, expected=expected, found=found)
+
+
+def _read(region: _Region) -> TorchFile:
+    if region.size == 0:
+        region.corrupt("the file is empty", expected="a file written by torch.save", found="0 bytes")
+    head = region.read(0, min(region.size, 512))
+    tail = region.read(max(0, region.size - 22), min(region.size, 22))
+    if tail.startswith(_END) and len(tail) == 22:
+        return _read_zip(region, tail)
+    if head.startswith(_LOCAL):
+        _refuse_zip_without_end(region)
+    if _LEGACY_MAGIC in head[:32]:
+        return _read_legacy(region)
+    return _refuse_other(region, head, tail)
+
+
+def _refuse_other(region: _Region, head: bytes, tail: bytes) -> NoReturn:
+    """Say what the file is instead of one written by torch.save."""
+    if not head.strip(b"\0"):
+        region.corrupt(
+            "the file begins with zeros: it was not written completely",
+            expected="a file written by torch.save",
+            found=f"{len(head)} bytes of zeros at the start of {region.size}",
+        )
+    if head.startswith(b"version https://git-lfs"):
+        raise CorruptError(
+            "this is a Git LFS pointer, not the file itself",
+            path=region.path,
+            hint="run `git lfs pull` in its folder",
+        )
+    if head[257:262] == b"ustar":
+        what = "a tar file, as torch before 0.1.10 wrote"
+    elif not tail.strip(b"\0"):
+        _zeros_at_end(region, len(tail))
+    elif head[:1] == b"\x80" and head[1:2] in (b"\1", b"\2", b"\3", b"\4", b"\5"):
+        what = "a plain pickle, not a file written by torch.save"
+    else:
+        what = "not a file written by torch.save"
+    raise NotFoundError(f"this is {what}", path=region.path, expected="a zip archive of torch.save")
+
+
+# --- zip -----------------------------------------------------------------------------------------------------
+
+_LOCAL = b"PK\x03\x04"
+_ENTRY = b"PK\x01\x02"
+_END = b"PK\x05\x06"
+_END64 = b"PK\x06\x06"
+_LOCATOR = b"PK\x06\x07"
+
+_end_pack = struct.Struct("<4sHHHHIIH").pack
+_end_fields = struct.Struct("<4sHHHHIIH").unpack
+_locator_fields = struct.Struct("<4sIQI").unpack
+_end64_fields = struct.Struct("<4sQHHIIQQQQ").unpack
+# Versions, times and attributes are skipped: signature, flags, method, crc32, sizes, lengths[, disk, offset].
+_entry_fields = struct.Struct("<4s4xHH4xIIIHHHH6xI").unpack_from
+_local_fields = struct.Struct("<4s2xHH4xIIIHH").unpack_from
+
+_ENTRY_SIZE = 46
+_LOCAL_SIZE = 30
+_FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+_FULL = (_FULL16, _FULL16, _FULL32, _FULL32)
+_HAS_DESCRIPTOR, _UTF8 = 1 << 3, 1 << 11
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A line of the central directory.  `limit` is where the next record begins, or the directory."""
+
+    name: str
+    flags: int
+    crc32: int
+    size: int
+    header: int
+    limit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    offset: int
+    size: int
+    count: int
+
+
+def _refuse_zip_without_end(region: _Region) -> NoReturn:
+    """A zip archive whose last bytes are no end record: cut off, partly zeros, or with something behind the end."""
+    tail_size = min(region.size, 22 + _FULL16)
+    tail = region.read(region.size - tail_size, tail_size)
+    zeros = len(tail) - len(tail.rstrip(b"\0"))
+    if zeros >= 22:
+        _zeros_at_end(region, zeros)
+    at = tail.rfind(_END)
+    if at >= 0 and len(tail) - at < 22:
+        region.truncated(region.size + 22 - (len(tail) - at))
+    if at >= 0 and _ends_here(region, tail[at : at + 22], region.size - tail_size + at):
+        region.unsafe("the zip archive has a comment, or something else behind its end")
+    region.corrupt(
+        "the file is truncated",
+        expected="the end record of a zip archive in its last 22 bytes",
+        found=f"{region.size} bytes that end without one",
+    )
+
+
+def _zeros_at_end(region: _Region, zeros: int) -> NoReturn:
+    region.corrupt(
+        "the end of the file is zeros: it was not written completely",
+        expected=f"the end record of a zip archive in the last 22 of {region.size} bytes",
+        found=f"{zeros} bytes of zeros at the end",
+    )
+
+
+def _ends_here(region: _Region, end: bytes, at: int) -> bool:
+    """Whether `end`, found at `at`, is a real end record and not bytes of a tensor that look like one."""
+    _, _, _, _, _, size, offset, _ = _end_fields(end)
+    return offset + size == at or (at >= 20 and region.read(at - 20, 4) == _LOCATOR)
+
+
+def _find_directory(region: _Region, tail: bytes) -> _Directory:
+    """Where the central directory is.  It must end where the end records begin, and they where the file ends."""
+    _, disk, first_disk, here, count, size, offset, comment = _end_fields(tail)
+    if comment:
+        region.corrupt("the file is truncated", expected=f"{region.size + comment} bytes", found=f"{region.size} bytes")
+    end = region.size - 22
+    disks = [disk, first_disk]
+    if region.size >= 42 and (locator := region.read(region.size - 42, 20)).startswith(_LOCATOR):
+        _, disk64, end64, total_disks = _locator_fields(locator)
+        if disk64 != 0 or total_disks != 1:
+            region.unsafe("the zip archive says that it continues in other files")
+        if end64 + 56 != region.size - 42:
+            region.corrupt(
+                "the file is not as long as its end says: something is missing or was added in the middle",
+                expected=f"{end64 + 56 + 42} bytes",
+                found=f"{region.size} bytes",
+            )
+        end = end64
+        fields = _end64_fields(region.read(end64, 56))
+        signature, record_size, _, _, disk64, first64, here64, count64, size64, offset64 = fields
+        if signature != _END64 or record_size != 44:
+            region.corrupt("the 64-bit end record of the zip archive is damaged")
+        disks += [disk64, first64]
+        narrow = (min(here64, _FULL16), min(count64, _FULL16), min(size64, _FULL32), min(offset64, _FULL32))
+        plausible = ((a, b, full) for a, b, full in zip((here, count, size, offset), narrow, _FULL, strict=True))
+        if any(a not in (b, full) for a, b, full in plausible):
+            if _end_pack(_END, disk, first_disk, *narrow, 0).startswith(tail.rstrip(b"\0")):
+                _zeros_at_end(region, 22 - len(tail.rstrip(b"\0")))
+            region.unsafe("the two end records of the zip archive contradict each other")
+        here, count, size, offset = here64, count64, size64, offset64
+    if any(n not in (0, _FULL16) for n in disks) or here != count:
+        region.unsafe("the zip archive says that it continues in other files")
+    if offset + size != end:
+        region.corrupt(
+            "the file is not as long as its directory says: something is missing or was added in the middle",
+            expected=f"{region.size - end + offset + size} bytes",
+            found=f"{region.size} bytes",
+        )
+    if size > MAX_DIRECTORY or count * _ENTRY_SIZE > size:
+        region.unsafe("the directory of the zip archive is absurd", found=f"{count} records in {size} bytes")
+    return _Directory(offset, size, count)
+
+
+def _read_directory(region: _Region, directory: _Directory) -> dict[str, _Entry]:
+    """Every record by its full name; proven to be stored, unencrypted, unique and, by their headers, disjoint."""
+    data = region.read(directory.offset, directory.size)
+    entries: dict[str, _Entry] = {}
+    at = 0
+    for _ in range(directory.count):
+        if at + _ENTRY_SIZE > len(data):
+            region.corrupt("the directory of the zip archive ends too early")
+        fields = _entry_fields(data, at)
+        signature, flags, method, crc32, packed, size, name_size, extra_size, comment_size, disk, header = fields
+        if signature != _ENTRY:
+            region.corrupt("the directory of the zip archive is damaged", found=f"at byte {directory.offset + at}")
+        at += _ENTRY_SIZE
+        after = at + name_size + extra_size + comment_size
+        if after > len(data):
+            region.corrupt("the directory of the zip archive ends too early")
+        raw = data[at : at + name_size]
+        if packed == _FULL32 or size == _FULL32 or header == _FULL32:
+            extra = data[at + name_size : at + name_size + extra_size]
+            size, packed, header = _wide(region, extra, size, packed, header)
+        at = after
+        try:
+            name = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            region.corrupt("a record's name is not UTF-8", found=repr(raw[:80]))
+        if name in entries:
+            region.unsafe("two records of the zip archive have the same name", found=name)
+        if flags & 1:
+            region.unsafe("a record of the zip archive is encrypted", found=name)
+        if method != 0 or packed != size:
+            if _is_program(name):
+                _refuse_program(region)
+            region.unsafe("a record of the zip archive is compressed, which torch.save never does", found=name)
+        if flags & ~(_HAS_DESCRIPTOR | _UTF8):
+            region.unsafe("a record of the zip archive has unknown flags", found=f"{name}: {flags:#x}")
+        if disk:
+            region.unsafe("the zip archive says that it continues in other files")
+        entries[name] = _Entry(name, flags, crc32, size, header)
+    if at != len(data):
+        region.unsafe("there is something behind the directory of the zip archive")
+    return _with_limits(region, entries, directory.offset)
+
+
+def _wide(region: _Region, extra: bytes, *narrow: int) -> list[int]:
+    """The 64-bit values for those of `narrow` that do not fit 32 bits, from the extra field with id 1."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            wide = [value for value in narrow if value == _FULL32]
+            if size < 8 * len(wide) or at + 4 + size > len(extra):
+                break
+            found = iter(struct.unpack_from(f"<{len(wide)}Q", extra, at + 4))
+            return [next(found) if value == _FULL32 else value for value in narrow]
+        at += 4 + size
+    return region.corrupt("a record of the zip archive lacks its 64-bit size")
+
+
+def _with_limits(region: _Region, entries: dict[str, _Entry], end: int) -> dict[str, _Entry]:
+    """The entries with their limits; refuses records that overlap by what the directory alone says."""
+    limit = end
+    limited: dict[str, _Entry] = {}
+    for entry in sorted(entries.values(), key=lambda e: e.header, reverse=True):
+        if entry.header + _LOCAL_SIZE + len(entry.name) + entry.size > limit:
+            region.unsafe("records of the zip archive overlap each other or its directory", found=entry.name)
+        limited[entry.name] = _Entry(entry.name, entry.flags, entry.crc32, entry.size, entry.header, limit)
+        limit = entry.header
+    if limit != 0 and entries:
+        region.unsafe("there is something before the first record of the zip archive", found=f"{limit} bytes")
+    return limited
+
+
+def _is_program(name: str) -> bool:
+    inner = name.partition("/")[2]
+    return inner == "constants.pkl" or inner.startswith("code/")
+
+
+def _refuse_program(region: _Region) -> NoReturn:
+    raise UnsafeError(
+        "this is a TorchScript archive: a program with its weights, not a checkpoint",
+        path=region.path,
+        hint="save the module's state_dict() with torch.save",
+    )
+
+
+def _locate(region: _Region, entry: _Entry) -> StoredRecord:
+    """Where the bytes of a record begin: behind its local header, which must agree with the directory."""
+    raw_name = entry.name.encode()
+    header = region.read(entry.header, _LOCAL_SIZE + len(raw_name))
+    signature, flags, method, crc32, packed, size, name_size, extra_size = _local_fields(header)
+    if signature != _LOCAL:
+        region.corrupt(
+            "a record is not where the directory of the zip archive says",
+            expected=f"{entry.name} at byte {region.start + entry.header}",
+            found=repr(signature),
+        )
+    sizes_follow = flags & _HAS_DESCRIPTOR
+    plausible = (0, entry.size, _FULL32) if sizes_follow else (entry.size, _FULL32)
+    if (
+        method != 0
+        or flags != entry.flags
+        or header[_LOCAL_SIZE:] != raw_name
+        or name_size != len(raw_name)
+        or size not in plausible
+        or packed not in plausible
+        or crc32 not in ((0, entry.crc32) if sizes_follow else (entry.crc32,))
+    ):
+        region.unsafe("the header of a record contradicts the directory of the zip archive", found=entry.name)
+    offset = entry.header + _LOCAL_SIZE + name_size + extra_size
+    if offset + entry.size > entry.limit:
+        region.unsafe("records of the zip archive overlap each other or its directory", found=entry.name)
+    return StoredRecord(entry.name.partition("/")[2], region.start + offset, entry.size, entry.crc32 or None)
+
+
+class _Archive:
+    """The records of one zip archive by their names within its folder, located when they are asked for."""
+
+    __slots__ = ("entries", "folder", "located", "region")
+
+    def __init__(self, region: _Region, entries: dict[str, _Entry]) -> None:
+        self.region = region
+        self.entries = entries
+        self.folder = _folder(region, entries)
+        self.located: dict[str, StoredRecord] = {}
+
+    def has(self, name: str) -> bool:
+        return self.folder + name in self.entries
+
+    def locate(self, name: str) -> StoredRecord:
+        found = self.located.get(name)
+        if found is None:
+            entry = self.entries.get(self.folder + name)
+            if entry is None:
+                self.region.corrupt("a record is missing from the archive", expected=name, found="no such record")
+            found = self.located[name] = _locate(self.region, entry)
+        return found
+
+    def content(self, name: str, limit: int) -> bytes:
+        """The bytes of a record, checked against its CRC-32."""
+        record = self.locate(name)
+        if record.size > limit:
+            self.region.unsafe(f"the record {name} is absurdly large", f"at most {limit} bytes", f"{record.size} bytes")
+        data = self.region.read(record.offset - self.region.start, record.size)
+        if record.crc32 is not None and zlib.crc32(data) != record.crc32:
+            self.region.corrupt(
+                f"the record {name} is damaged: its checksum does not match",
+                expected=f"CRC-32 {record.crc32:#010x}",
+                found=f"{zlib.crc32(data):#010x}",
+            )
+        return data
+
+
+def _folder(region: _Region, entries: dict[str, _Entry]) -> str:
+    """The one folder in which all records stand, with its slash."""
+    folders = {name.partition("/")[0] for name in entries}
+    if any(_is_program(name) for name in entries):
+        _refuse_program(region)
+    if len(folders) == 1 and f"{(folder := next(iter(folders)))}/data.pkl" in entries:
+        return folder + "/"
+    if any(name.endswith("/data.pkl") for name in entries):
+        region.unsafe("the records of the zip archive stand in several folders", found=", ".join(sorted(folders)[:5]))
+    raise NotFoundError(
+        "this zip archive was not written by torch.save",
+        path=region.path,
+        expected="a record data.pkl in a folder",
+    )
+
+
+def _read_zip(region: _Region, tail: bytes) -> TorchFile:
+    archive = _Archive(region, _read_directory(region, _find_directory(region, tail)))
+    if archive.has("byteorder"):
+        _check_byteorder(region, archive.content("byteorder", 16).decode("latin-1"))
+    name = f"{archive.folder}data.pkl"
+    data = archive.content("data.pkl", MAX_PICKLE)
+    storages: dict[str, Storage] = {}
+
+    def persistent(pid: Any) -> Storage:
+        dtype, key, numel = _storage_id(region, pid, 5)
+        known = storages.get(key)
+        if known is not None:
+            if known.dtype is dtype and known.numel == numel:
+                return known
+            # torch refuses to save this, and would take the dtype that comes first.
+            region.corrupt(f"the pickle describes the storage data/{key} in two ways")
+        nbytes = numel * dtype.itemsize
+        if numel:
+            record = archive.locate(f"data/{key}")
+            # A storage's length need not be a multiple of the element's.
+            if not 0 <= record.size - nbytes < dtype.itemsize:
+                region.corrupt(
+                    f"the record data/{key} has another length than the storage",
+                    expected=f"{short(numel)} elements of {dtype}, {short(nbytes)} bytes",
+                    found=f"{record.size} bytes",
+                )
+            storages[key] = Storage(region.path, record.offset, dtype, numel, record.size, key)
+            return storages[key]
+        # An empty storage has no address, so torch cannot tell that two are the same.
+        return Storage(region.path, region.start, dtype, 0, 0, key)
+
+    root = pickles.loads(data, path=region.path, name=name, persistent=persistent)
+    return TorchFile(region.path, region.start, region.size, "zip", root, archive.located)
+
+
+def _check_byteorder(region: _Region, order: str) -> None:
+    if order == "big":
+        raise UnsafeError(
+            "the file was written on a big-endian machine, which is not supported",
+            path=region.path,
+            hint="load and save it again with torch on a little-endian machine",
+        )
+    if order != "little":
+        region.corrupt("the byte order is unknown", expected="little", found=order)
+
+
+def _storage_id(region: _Region, pid: Any, length: int) -> tuple[Any, str, int]:
+    """Dtype, key and number of elements of `("storage", type, key, location, numel[, view])`."""
+    if type(pid) is tuple and pid and pid[0] == "module":
+        raise UnsafeError(
+            "the pickle holds the class of a module, not just its weights; nothing was run", path=region.path
+        )
+    if type(pid) is not tuple or len(pid) != length or pid[0] != "storage":
+        region.corrupt("a persistent id in the pickle is not one of a storage")
+    _, kind, key, location, numel = pid[:5]
+    if type(kind) is not StorageType or type(key) is not str or type(numel) is not int or numel < 0:
+        region.corrupt("a persistent id in the pickle is damaged")
+    if location == "meta":
+        raise UnsafeError("the file holds a tensor on the meta device, which is not supported", path=region.path)
+    return kind.dtype, key, numel
+
+
+# --- the format before zip -----------------------------------------------------------------------------------
+
+_LEGACY_VERSION = 1001
+#: 0x1950a86a20f9469cfc6c as a LONG1.
+_LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
+
+
+@dataclass(slots=True)
+class _LegacyStorages:
+    """The storages that the pickle names, in its first run; where they are, in its second."""
+
+    region: _Region
+    dtypes: dict[str, Any]
+    places: dict[str, StoredRecord] | None = None
+
+    def __call__(self, pid: Any) -> Storage:
+        dtype, key, numel = _storage_id(self.region, pid, 6)
+        # Elements are counted in the dtype that comes first; torch saves no other one for what is not empty.
+        if self.dtypes.setdefault(key, dtype) is not dtype and numel:
+            self.region.corrupt(f"the pickle describes the storage {key} in two ways")
+        nbytes = numel * dtype.itemsize
+        if self.places is None:
+            storage = Storage(self.region.path, 0, dtype, numel, nbytes, key)
+        else:
+            place = self.places.get(key)
+            if place is None:
+                self.region.corrupt("a storage is missing from the file", expected=f"storage {key}")
+            if not 0 <= place.size - nbytes < dtype.itemsize:
+                self.region.corrupt(
+                    f"storage {key} has another length than the pickle says",
+                    expected=f"{short(numel)} elements of {dtype}",
+                    found=f"{place.size} bytes",
+                )
+            storage = Storage(self.region.path, place.offset, dtype, numel, place.size, key)
+        return storage if pid[5] is None else self._view(storage, pid[5])
+
+    def _view(self, storage: Storage, view: Any) -> Storage:
+        """`(key, offset, numel)`: a part of the storage (torch before 0.4)."""
+        if type(view) is not tuple or len(view) != 3 or any(type(n) is not int or n < 0 for n in view[1:]):
+            self.region.corrupt("a storage's view in the pickle is damaged")
+        _, first, numel = view
+        if first + numel > storage.numel:
+            self.region.corrupt("a storage's view lies outside the storage")
+        size = storage.dtype.itemsize
+        return Storage(storage.path, storage.offset + first * size, storage.dtype, numel, numel * size, storage.key)
+
+
+def _read_legacy(region: _Region) -> TorchFile:
+    """The pickles twice: the first run says which storages there are and in what they are counted."""
+    storages = _LegacyStorages(region, {})
+    length = 1 << 20
+    while True:
+        data = region.read(0, min(length, region.size))
+        try:
+            _, keys, end = _legacy_pickles(region, data, storages)
+            break
+        except CutShortError:
+            if length >= region.size:
+                region.corrupt(
+                    "the file is truncated",
+                    expected="more bytes: a pickle is cut off",
+                    found=f"{region.size} bytes",
+                )
+            if length >= MAX_LEGACY_PICKLE:
+                region.corrupt("the pickle is too large", expected=f"at most {MAX_LEGACY_PICKLE} bytes", found="more")
+            length *= 4
+            storages = _LegacyStorages(region, {})
+    storages.places = _legacy_places(region, keys, storages.dtypes, end)
+    root, _, _ = _legacy_pickles(region, data, storages)
+    return TorchFile(region.path, region.start, region.size, "legacy", root, storages.places)
+
+
+def _legacy_pickles(region: _Region, data: bytes, storages: _LegacyStorages) -> tuple[Any, Any, int]:
+    """The objects, the keys of the storages, and where the pickles end."""
+
+    def run(start: int, name: str, persistent: _LegacyStorages | None = None) -> tuple[Any, int]:
+        return Decoder(data, path=region.path, name=name, persistent=persistent).run(start)
+
+    _, at = run(0, "the magic number")
+    version, at = run(at, "the protocol version")
+    if version != _LEGACY_VERSION:
+        region.corrupt("the version of the format is unknown", expected=_LEGACY_VERSION, found=repr(version)[:40])
+    info, at = run(at, "the system info")
+    if type(info) is not dict or info.get("little_endian") is not True:
+        _check_byteorder(region, "big" if type(info) is dict and info.get("little_endian") is False else "?")
+    root, at = run(at, "the objects", storages)
+    keys, at = run(at, "the keys of the storages")
+    if type(keys) is not list or any(type(key) is not str for key in keys):
+        region.corrupt("the list of storages is damaged")
+    return root, keys, at
+
+
+def _legacy_places(region: _Region, keys: list[str], dtypes: dict[str, Any], at: int) -> dict[str, StoredRecord]:
+    """Where each storage's bytes are: one behind the other, each with its number of elements before it."""
+    places: dict[str, StoredRecord] = {}
+    for key in keys:
+        if key in places or key not in dtypes:
+            region.corrupt("the list of storages does not fit the objects", found=key)
+        (numel,) = struct.unpack("<q", region.read(at, 8))
+        size = numel * dtypes[key].itemsize
+        if numel < 0:
+            region.corrupt("a storage has a negative length", found=str(numel))
+        if at + 8 + size > region.size:
+            region.truncated(at + 8 + size)
+        places[key] = StoredRecord(key, region.start + at + 8, size, None)
+        at += 8 + size
+    if at != region.size:
+        region.corrupt(
+            "there is something behind the last storage", expected=f"{at} bytes", found=f"{region.size} bytes"
+        )
+    return places
+
+
+__all__ = ["StoredRecord", "TorchFile", "read"]

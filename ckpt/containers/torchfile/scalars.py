@@ -1,0 +1,53 @@
+"""Values of tensors that hold one number, such as Adam's step."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from ckpt.errors import CorruptError
+from ckpt.move.files import translate_os_errors
+from ckpt.plan.dtypes import BFLOAT16, DType
+from ckpt.plan.tensors import Extent
+
+_FORMATS = {
+    "float64": "<d",
+    "float32": "<f",
+    "float16": "<e",
+    "int64": "<q",
+    "int32": "<i",
+    "int16": "<h",
+    "int8": "<b",
+    "uint64": "<Q",
+    "uint32": "<I",
+    "uint16": "<H",
+    "uint8": "<B",
+    "bool": "<?",
+}
+
+
+def read_scalar(extent: Extent) -> int | float | bool:
+    """The one element of `extent`.  CorruptError where it is not there, or of a dtype that is no number."""
+    if extent.numel != 1:
+        raise CorruptError("a single number was expected", path=extent.path, found=f"shape {list(extent.shape)}")
+    with translate_os_errors(extent.path):
+        descriptor = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.pread(descriptor, extent.dtype.itemsize, extent.offset)
+        finally:
+            os.close(descriptor)
+    if len(data) != extent.dtype.itemsize:
+        raise CorruptError("the file ends inside a tensor", path=extent.path, found=f"end before byte {extent.end}")
+    return scalar_from_bytes(data, extent.dtype)
+
+
+def scalar_from_bytes(data: bytes, dtype: DType) -> int | float | bool:
+    """The number that `data`, little-endian bits of one element of `dtype`, stands for."""
+    if dtype == BFLOAT16:
+        data, code = b"\0\0" + data, "<f"
+    elif dtype.name in _FORMATS:
+        code = _FORMATS[dtype.name]
+    else:
+        raise CorruptError(f"an element of {dtype} is no plain number")
+    value: int | float | bool = struct.unpack(code, data)[0]
+    return value

@@ -1,0 +1,373 @@
+"""Files that torch.load reads, laid out without holding a tensor: headers now, elements when the plan is run.
+
+`torch_file` turns a tree of plain values, `Record`s and `NewTensor`s into a `TargetFile`: everything that is known (zip
+headers, `data.pkl`, the directory) as literals, the elements of tensors as slots that `ckpt.move.run` fills.
+`torch_item` lays out the same inside another file (an item of a `.distcp`).
+
+    torch_file("model.pt", {"model": {"w": NewTensor(FLOAT32, (2, 3), (FromSource(("w", "weight"), whole((2, 3))),))}})
+
+The container is that of torch 2.13's `torch.save` (`caffe2/serialize/inline_container.cc`, miniz), byte for byte but
+for checksums: records data.pkl, .format_version, .storage_alignment, byteorder, data/0 ..., version,
+.data/serialization_id, in this order; no record is compressed; elements begin at multiples of 64 bytes, padded by an
+extra field `FB`; sizes follow the data; 64-bit fields where an offset or a size needs them.
+
+Checksums.  The directory stands in the file before the elements are moved, so a storage whose elements come from
+elsewhere has the CRC-32 0, which is what `torch.serialization.set_crc32_options(False)` writes for every record.
+torch's reader compares no checksum in any version that reads this container by default: its build sets
+`MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS` (cmake/Dependencies.cmake, since pytorch#28858 of 2019).  `unzip -t` and
+Python's `zipfile` do compare, and complain.  What is known has its true CRC-32.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckpt.containers.torchfile import pickles
+from ckpt.containers.torchfile.pickler import TensorRef, dumps
+from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.errors import LossError
+from ckpt.plan.checkpoint import Key, Slot, TargetFile
+from ckpt.plan.dtypes import FLOAT32, DType
+from ckpt.plan.tensors import Extent, FlatRange, Region, Tensor, contiguous_strides, whole
+
+#: Bytes of one tensor that is carried along inside training state (RNG states, a tensor learning rate).
+MAX_CARRIED = 1 << 26
+
+
+# --- what is to be written -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FromSource:
+    """`region` of the source's tensor `key`, in row-major order, from element `start` of the storage on."""
+
+    key: Key
+    region: Region
+    start: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.region.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Elements that are known, little-endian, from element `start` of the storage on."""
+
+    data: bytes
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """`numel` elements that are zero (padding), from element `start` of the storage on."""
+
+    numel: int
+    start: int = 0
+
+
+Part = FromSource | Bytes | Zeros
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewStorage:
+    """A storage that several tensors are views of: `numel` elements of `dtype`, tiled by the parts of `fill`."""
+
+    dtype: DType
+    numel: int
+    fill: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewTensor:
+    """A tensor to be written.
+
+    `fill` tiles its elements in row-major order, and it has a storage of its own; or it is the view of `storage` that
+    `offset` and `strides` (in elements; None: contiguous) cut out.  `attributes` become Python attributes of the
+    tensor; `parameter` makes it a torch.nn.Parameter.  The same NewTensor in two places of the tree is one tensor
+    after loading.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    fill: tuple[Part, ...] = ()
+    requires_grad: bool = False
+    attributes: Mapping[str, Any] | None = None
+    storage: NewStorage | None = None
+    offset: int = 0
+    strides: tuple[int, ...] | None = None
+    parameter: bool = False
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def copy_of(tensor: Tensor, dtype: DType | None = None, **options: Any) -> NewTensor:
+    """All of a source's tensor, cast to `dtype` where that is another one."""
+    fill = (FromSource((tensor.fqn, tensor.role), whole(tensor.shape)),)
+    return NewTensor(dtype or tensor.dtype, tensor.shape, fill, **options)
+
+
+def number(value: float, dtype: DType = FLOAT32) -> NewTensor:
+    """A tensor of no dims, such as Adam's `step` (float32 in torch)."""
+    formats = {"float64": "<d", "float32": "<f", "int64": "<q", "int32": "<i", "bool": "<?"}
+    plain = value if dtype.floating or dtype.name == "bool" else int(value)
+    return NewTensor(dtype, (), (Bytes(struct.pack(formats[dtype.name], plain)),))
+
+
+# --- the file ------------------------------------------------------------------------------------------------
+
+
+def torch_file(name: str, root: Any, *, protocol: int = 2) -> TargetFile:
+    """The file `name`, relative to the target's folder, that `torch.load` reads as `root`.
+
+    A `StoredTensor` in the tree (part of a training state that was read) is carried along if it is small.
+    Raises LossError for what cannot be written.
+    """
+    layout = _Layout(name, 0, _folder(name))
+    layout.write(root, protocol)
+    return layout.target()
+
+
+def torch_item(name: str, start: int, root: Any, *, protocol: int = 2) -> TargetFile:
+    """As `torch_file`, inside the file `name` from byte `start` on; offsets count from the start of the file.
+
+    The result's `size` is the item's own.  The folder within it is `archive`, as of a stream that torch writes to.
+    """
+    layout = _Layout(name, start, "archive")
+    layout.write(root, protocol)
+    return layout.target()
+
+
+def _folder(name: str) -> str:
+    """The folder in the archive: the file's stem.  torch writes other than ASCII names through a stream."""
+    stem = os.path.basename(name).rpartition(".")[0] or os.path.basename(name)
+    return stem if stem.isascii() and name.isascii() else "archive"
+
+
+_LOCAL = struct.Struct("<4sHHHHHIIIHH").pack
+_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII").pack
+_END64 = struct.Struct("<4sQHHIIQQQQ").pack
+_LOCATOR = struct.Struct("<4sIQI").pack
+_END = struct.Struct("<4sHHHHIIH").pack
+
+_FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+_ALIGNMENT = 64
+_HAS_DESCRIPTOR, _UTF8 = 1 << 3, 1 << 11
+
+
+class _Layout:
+    """An archive that grows record by record.  `at` is the position in the archive, `start` where that begins."""
+
+    __slots__ = (
+        "at",
+        "count",
+        "directory",
+        "folder",
+        "header",
+        "literals",
+        "path",
+        "slots",
+        "start",
+        "storages",
+        "zeros",
+    )
+
+    def __init__(self, path: str, start: int, folder: str) -> None:
+        self.path = path
+        self.start = start
+        self.folder = folder
+        self.at = 0
+        self.count = 0
+        self.header = 0
+        self.directory = bytearray()
+        self.literals: list[tuple[int, bytearray]] = []
+        self.slots: list[Slot] = []
+        self.zeros: list[tuple[int, int]] = []
+        self.storages: dict[int, tuple[str, Any, NewStorage]] = {}
+
+    def target(self) -> TargetFile:
+        literals = tuple((offset, bytes(data)) for offset, data in self.literals)
+        return TargetFile(self.path, self.at, literals, tuple(self.slots), tuple(self.zeros))
+
+    def write(self, root: Any, protocol: int) -> None:
+        data = dumps(root, protocol=protocol, tensors=self.reference)
+        self.record("data.pkl", data)
+        self.record(".format_version", b"1")
+        self.record(".storage_alignment", b"%d" % _ALIGNMENT)
+        self.record("byteorder", b"little")
+        for key, _, storage in self.storages.values():
+            self.storage(key, storage)
+        self.record("version", b"3\n")
+        # Any text that tells files apart; torch's is made from a hash of the names and the checksums.
+        identity = f"{self.count:020d}{zlib.crc32(self.directory):020d}"
+        self.record(".data/serialization_id", identity.encode())
+        self.end()
+
+    # Tensors.
+
+    def reference(self, value: Any) -> TensorRef | None:
+        """What the pickle says of a tensor; its storage is written when the pickle is done."""
+        if isinstance(value, StoredTensor):
+            value = _carried(value)
+        elif not isinstance(value, NewTensor):
+            return None
+        storage = value.storage
+        if storage is None:
+            storage = NewStorage(value.dtype, value.numel, value.fill)
+        strides = contiguous_strides(value.shape) if value.strides is None else value.strides
+        owner = value if value.storage is None else storage
+        # Both are kept, so that their ids stay theirs.
+        key, _, storage = self.storages.setdefault(id(owner), (str(len(self.storages)), owner, storage))
+        _check_view(value, storage, strides)
+        return TensorRef(
+            value.dtype,
+            key,
+            storage.numel,
+            value.offset,
+            value.shape,
+            strides,
+            value.requires_grad,
+            value.attributes,
+            value.parameter,
+        )
+
+    def storage(self, key: str, storage: NewStorage) -> None:
+        itemsize = storage.dtype.itemsize
+        crc32 = _known_crc32(storage)
+        self.begin(f"data/{key}", storage.numel * itemsize, crc32)
+        reached = 0
+        for part in sorted(storage.fill, key=lambda part: part.start):
+            numel = len(part.data) // itemsize if isinstance(part, Bytes) else part.numel
+            assert part.start == reached, f"{self.path}: parts of a storage leave a hole or overlap at {reached}"
+            reached += numel
+            if isinstance(part, FromSource):
+                self.slot(part, storage.dtype)
+            elif isinstance(part, Bytes):
+                self.literal(part.data)
+            elif numel:
+                self.zeros.append((self.start + self.at, numel * itemsize))
+                self.at += numel * itemsize
+        assert reached == storage.numel, f"{self.path}: parts fill {reached} of {storage.numel} elements of a storage"
+        self.finish(storage.numel * itemsize, crc32)
+
+    def slot(self, part: FromSource, dtype: DType) -> None:
+        flat = isinstance(part.region, FlatRange)
+        shape = (part.region.numel,) if isinstance(part.region, FlatRange) else part.region.sizes
+        extent = Extent(self.path, self.start + self.at, dtype, shape, (1,) if flat else contiguous_strides(shape))
+        self.slots.append(Slot(part.key, part.region, extent))
+        self.at += part.numel * dtype.itemsize
+
+    # Records.
+
+    def record(self, name: str, data: bytes) -> None:
+        crc32 = zlib.crc32(data)
+        self.begin(name, len(data), crc32)
+        self.literal(data)
+        self.finish(len(data), crc32)
+
+    def begin(self, name: str, size: int, crc32: int) -> None:
+        """The local header of a record, and its line in the directory."""
+        encoded = f"{self.folder}/{name}".encode()
+        header = self.header = self.at
+        flags = _UTF8 | (_HAS_DESCRIPTOR if size else 0)
+        wide_size, wide_header = size >= _FULL32, header >= _FULL32
+        place = struct.pack("<Q", header) if wide_header else b""
+        extra = _wide((struct.pack("<QQ", size, 0) if wide_size else b"") + place)
+        padding = -(header + 30 + len(encoded) + len(extra) + 4) % _ALIGNMENT
+        extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        self.literal(_LOCAL(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(encoded), len(extra)) + encoded + extra)
+        extra = _wide((struct.pack("<QQ", size, size) if wide_size else b"") + place)
+        narrow, narrow_header = min(size, _FULL32), min(header, _FULL32)
+        lengths = (len(encoded), len(extra))
+        entry = _ENTRY(b"PK\1\2", 0, 0, flags, 0, 0, 0, crc32, narrow, narrow, *lengths, 0, 0, 0, 0, narrow_header)
+        self.directory += entry + encoded + extra
+        self.count += 1
+
+    def finish(self, size: int, crc32: int) -> None:
+        """The sizes behind a record: of 64 bits where its size or its header's offset needs them."""
+        if not size:
+            return
+        wide = size >= _FULL32 or self.header >= _FULL32
+        self.literal(struct.pack("<4sIQQ" if wide else "<4sIII", b"PK\7\x08", crc32, size, size))
+
+    def end(self) -> None:
+        directory, size, count = self.at, len(self.directory), self.count
+        self.literal(bytes(self.directory))
+        end64 = self.at
+        self.literal(_END64(b"PK\6\6", 44, 0x031E, 0x002D, 0, 0, count, count, size, directory))
+        self.literal(_LOCATOR(b"PK\6\7", 0, end64, 1))
+        few = min(count, _FULL16)
+        self.literal(_END(b"PK\5\6", 0, 0, few, few, min(size, _FULL32), min(directory, _FULL32), 0))
+
+    def literal(self, data: bytes) -> None:
+        """Bytes at the current position, joined to those that end there."""
+        offset = self.start + self.at
+        self.at += len(data)
+        if self.literals and self.literals[-1][0] + len(self.literals[-1][1]) == offset:
+            self.literals[-1][1].extend(data)
+        elif data:
+            self.literals.append((offset, bytearray(data)))
+
+
+def _wide(fields: bytes) -> bytes:
+    """The extra field of 64-bit sizes and offsets; nothing where none is needed."""
+    return struct.pack("<HH", 1, len(fields)) + fields if fields else b""
+
+
+def _known_crc32(storage: NewStorage) -> int:
+    """The checksum of a storage whose bytes are all at hand; otherwise 0."""
+    if not all(isinstance(part, Bytes) for part in storage.fill):
+        return 0
+    parts = sorted(storage.fill, key=lambda part: part.start)
+    return zlib.crc32(b"".join(part.data for part in parts if isinstance(part, Bytes)))
+
+
+def _check_view(tensor: NewTensor, storage: NewStorage, strides: tuple[int, ...]) -> None:
+    """A view outside its storage is a writer's bug."""
+    reach = Extent("", tensor.offset * tensor.dtype.itemsize, tensor.dtype, tensor.shape, strides).end
+    assert tensor.dtype == storage.dtype, f"a view of {tensor.dtype} in a storage of {storage.dtype}"
+    assert 0 in tensor.shape or reach <= storage.numel * storage.dtype.itemsize, "a view ends outside its storage"
+
+
+def _carried(stored: StoredTensor) -> NewTensor:
+    """A tensor of a training state that was read, with its bytes and its strides."""
+    extent = stored.extent
+    length = max(0, extent.end - extent.offset)
+    if length > MAX_CARRIED:
+        raise LossError(
+            "a tensor of the training state is too large to be carried along",
+            path=extent.path,
+            expected=f"at most {MAX_CARRIED} bytes",
+            found=f"{extent.dtype} of shape {list(extent.shape)}",
+        )
+    descriptor = pickles.open_file(extent.path)
+    try:
+        data = pickles.read_at(descriptor, extent.path, extent.offset, length)
+    finally:
+        os.close(descriptor)
+    storage = NewStorage(extent.dtype, length // extent.dtype.itemsize, (Bytes(data),))
+    return NewTensor(
+        extent.dtype, extent.shape, (), stored.requires_grad, stored.attributes, storage, 0, extent.strides
+    )
+
+
+__all__ = [
+    "Bytes",
+    "FromSource",
+    "NewStorage",
+    "NewTensor",
+    "Part",
+    "Zeros",
+    "copy_of",
+    "number",
+    "torch_file",
+    "torch_item",
+]

@@ -1,0 +1,383 @@
+"""What each GPU will hold in training, by strategy: pure arithmetic on shapes.
+
+Model states follow the accounting of the ZeRO paper (Rajbhandari et al. 2020, section 3.1) and what the engines
+allocate, with their padding, of the rank that holds most:
+
+* ddp: torch.nn.parallel.DistributedDataParallel.  Its buckets are a second copy of the gradients (torch docs,
+  `gradient_as_bucket_view`), and autocast keeps 16-bit copies of matrices until the backward pass is done.
+* zero1, zero2: DeepSpeed 0.19 runtime/zero/stage_1_and_2.py.  16-bit parameters whole, flat, padded to twice the number
+  of ranks; float32 masters and states of one part; at the step, float32 gradients of that part.  Gradients are all
+  there under zero1 until they are reduced; zero2 keeps those of each parameter that reaches into a rank's part, whole.
+* zero3: runtime/zero/stage3.py and partition_parameters.py.  Every parameter in as many parts as there are ranks, each
+  padded alone; whole copies of those in use (`stage3_max_live_parameters`) and of the smallest
+  (`stage3_param_persistence_threshold`).
+* Offload: DeepSpeed's `offload_optimizer` and `offload_param` with device cpu, FSDP2's CPUOffloadPolicy.
+* fsdp1, fsdp2: torch.distributed.fsdp, one unit for each layer and one for the rest, which stays gathered between
+  forward and backward.  FSDP2 cuts dim 0 of each parameter in equal chunks; FSDP1 cuts a unit's flat parameter, in
+  which each parameter begins at 16 bytes.
+* megatron: megatron-core 0.16, tensor and pipeline parallel, gradients in float32, distributed optimizer
+  (distributed/param_and_grad_buffer.py: parameters begin at multiples of 64, buffers end at one of 128 and of the data
+  parallel size).
+
+Sizes are bytes.  Not counted: the CUDA context, NCCL's own buffers, and what an allocator loses to fragments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, lcm, prod
+
+from ckpt.errors import UsageError
+from ckpt.estimate import activations
+from ckpt.estimate.activations import Activations
+from ckpt.estimate.parameters import EXPERT, LINEAR, Block, Model, Parameter, Stage, num_elements
+
+DDP, ZERO1, ZERO2, ZERO3, FSDP1, FSDP2 = "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"
+ZERO2_OFFLOAD, ZERO3_OFFLOAD, ZERO3_OFFLOAD_ALL = "zero2-offload", "zero3-offload", "zero3-offload-params"
+FSDP2_OFFLOAD, MEGATRON = "fsdp2-offload", "megatron"
+
+#: In the order of a table: what shards more comes later.
+STRATEGIES = (
+    DDP,
+    ZERO1,
+    ZERO2,
+    ZERO2_OFFLOAD,
+    ZERO3,
+    ZERO3_OFFLOAD,
+    ZERO3_OFFLOAD_ALL,
+    FSDP1,
+    FSDP2,
+    FSDP2_OFFLOAD,
+    MEGATRON,
+)
+
+ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+#: How many states an optimizer keeps for each parameter.
+OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "lion": 1, "momentum": 1, "sgd": 0}
+
+_FP32 = 4
+#: FSDP1's flat parameters under use_orig_params, in bytes (_flat_param.py `_get_aligned_numel`).
+_FLAT_ALIGNMENT = 16
+#: bitsandbytes 4-bit: elements of a block that share a scale, and blocks whose 8-bit scales share a float32 one.
+_NF4_BLOCK, _NF4_NESTED = 64, 256
+#: Its tables: 16 values, 256 values for the scales, and their offset, in float32.
+_NF4_TABLES = (16 + 256 + 1) * _FP32
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """DeepSpeed's `zero_optimization` options that decide sizes of buffers, in elements, with its defaults."""
+
+    reduce_bucket_size: int = 500_000_000
+    overlap_comm: bool = False
+    max_live_parameters: int = 1_000_000_000
+    param_persistence_threshold: int = 100_000
+    sub_group_size: int = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A run.
+
+    `dtype` is what the model computes in.  `mixed` is for ddp and fsdp: float32 parameters under autocast or
+    MixedPrecision; otherwise everything is in `dtype`.  `batch` is the micro batch of one GPU, in sequences.  With
+    `lora_rank` the model is frozen, and `lora_targets` are the names of the modules that get adapters, None for PEFT's
+    "all-linear"; `quantized` holds the linear layers of the frozen model in 4 bits (QLoRA).
+    """
+
+    gpus: int
+    dtype: str = "bf16"
+    mixed: bool = True
+    optimizer: str = "adam"
+    batch: int = 1
+    length: int = 4096
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] | None = None
+    quantized: bool = False
+    zero: Zero = Zero()
+    distributed_optimizer: bool = True
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def states(self) -> int:
+        return OPTIMIZER_STATES[self.optimizer]
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the GPU that holds most.
+
+    `gathered` are whole copies of what is sharded, or cast, while it is used; `buffers` are those of communication,
+    `late` where they are largest at the end of the backward pass, when few activations are left.  `step` is what the
+    optimizer's step needs when there are none.  `activations` is None where the layers are not known.  `host` is what
+    one rank holds in the host's memory.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    masters: int
+    gathered: int = 0
+    buffers: int = 0
+    step: int = 0
+    host: int = 0
+    late: bool = False
+    activations: Activations | None = None
+
+    @property
+    def states(self) -> int:
+        """Parameters, gradients, optimizer states and masters."""
+        return self.parameters + self.gradients + self.optimizer + self.masters
+
+    def total(self, *, checkpointing: bool) -> int:
+        """At the peak: in the backward pass, with gradients of earlier micro batches, or in the optimizer's step."""
+        backward = 0
+        if self.activations is not None:
+            backward = self.activations.checkpointed if checkpointing else self.activations.kept
+        backward = max(backward, self.buffers) if self.late else backward + self.buffers
+        return self.states + max(self.gathered + backward, self.step)
+
+
+def estimate(model: Model, strategy: str, setup: Setup) -> Memory:
+    """A data-parallel strategy on all GPUs; UsageError for what it cannot do."""
+    frozen, trained = _split(model, setup)
+    if not setup.lora_rank and setup.quantized:
+        raise UsageError("4-bit weights are not trained", expected="--lora-r with --qlora")
+    made = {
+        DDP: _ddp,
+        ZERO1: _zero12,
+        ZERO2: _zero12,
+        ZERO2_OFFLOAD: _zero12,
+        ZERO3: _zero3,
+        ZERO3_OFFLOAD: _zero3,
+        ZERO3_OFFLOAD_ALL: _zero3,
+        FSDP1: _fsdp,
+        FSDP2: _fsdp,
+        FSDP2_OFFLOAD: _fsdp,
+    }[strategy](frozen, trained, strategy, setup)
+    if not model.blocks:
+        return made
+    of_layers = activations.transformers(model.blocks, model.vocabulary, setup.tokens, setup.itemsize)
+    return replace(made, activations=of_layers)
+
+
+def megatron(
+    stages: Sequence[Stage], blocks: Sequence[Block], vocabulary: int, setup: Setup, tp: int, ep: int = 1
+) -> Memory:
+    """The pipeline stage that holds most, of a model cut `tp` ways in each; `vocabulary` is that of the whole model."""
+    if setup.lora_rank:
+        raise UsageError("LoRA is not estimated for Megatron", found="--lora-r with the strategy megatron")
+    pp = len(stages)
+    if setup.gpus % (tp * pp) or setup.gpus % (ep * pp):
+        raise UsageError(
+            "the GPUs do not divide among the parallel axes", found=f"{setup.gpus} GPUs, tp {tp}, pp {pp}, ep {ep}"
+        )
+    found = []
+    for number, stage in enumerate(stages):
+        memory = _stage(stage, setup, setup.gpus // (tp * pp), setup.gpus // (pp * (tp if ep == 1 else ep)))
+        if blocks:
+            mine = [blocks[layer] for layer in stage.layers]
+            of_layers = activations.megatron(
+                mine, pp - number, vocabulary, setup.tokens, setup.itemsize, tp, has_loss=stage.is_last
+            )
+            memory = replace(memory, activations=of_layers)
+        found.append(memory)
+    return max(found, key=lambda memory: memory.total(checkpointing=False))
+
+
+# -- data parallel -------------------------------------------------------------------------------------------
+
+
+def _split(model: Model, setup: Setup) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+    """Frozen and trained parameters."""
+    if not setup.lora_rank:
+        return (), model.parameters
+    made = [adapter for parameter in model.parameters for adapter in _adapters(parameter, setup)]
+    if not made:
+        raise UsageError("no module of the model is called so", found=", ".join(setup.lora_targets or ()))
+    return model.parameters, tuple(made)
+
+
+def _adapters(parameter: Parameter, setup: Setup) -> Iterable[Parameter]:
+    """The two factors of a matrix's adapter; those of all experts of a layer are one pair."""
+    times = parameter.adapter
+    if setup.lora_targets is not None:
+        module = parameter.name.removesuffix(".weight")
+        times = int(parameter.kind == LINEAR and module.rpartition(".")[2] in setup.lora_targets)
+    if times:
+        rank, (rows, columns) = times * setup.lora_rank, parameter.shape[-2:]
+        yield replace(parameter, name=f"{parameter.name}.lora_A", shape=(rank, columns))
+        yield replace(parameter, name=f"{parameter.name}.lora_B", shape=(rows, rank))
+
+
+def _frozen_bytes(parameter: Parameter, setup: Setup, itemsize: int) -> int:
+    """A frozen parameter; in 4 bits it has one 8-bit scale for each block and one float32 for so many of these.
+
+    QLoRA (Dettmers et al. 2023), section 3, double quantization; transformers quantizes linear layers, not the output
+    layer and not experts that are one tensor (integrations/bitsandbytes.py).
+    """
+    if not (setup.quantized and parameter.kind == LINEAR):
+        return parameter.numel * itemsize
+    blocks = ceil(parameter.numel / _NF4_BLOCK)
+    return ceil(parameter.numel / 2) + blocks + ceil(blocks / _NF4_NESTED) * _FP32 + _NF4_TABLES
+
+
+def _ddp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strategy: str, setup: Setup) -> Memory:
+    # Adapters are held in float32 (PEFT's `autocast_adapter_dtype`), the frozen model as it was loaded.
+    held = _FP32 if setup.mixed or frozen else setup.itemsize
+    count = num_elements(trained)
+    casts = setup.itemsize * sum(p.numel for p in trained if len(p.shape) > 1) if setup.itemsize < held else 0
+    return Memory(
+        parameters=held * count + sum(_frozen_bytes(p, setup, setup.itemsize) for p in frozen),
+        gradients=held * count,
+        optimizer=held * setup.states * count,
+        masters=0,
+        gathered=casts,
+        buffers=held * count if setup.gpus > 1 else 0,
+    )
+
+
+def _zero12(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strategy: str, setup: Setup) -> Memory:
+    item, count = setup.itemsize, num_elements(trained)
+    padded = _multiple(count, 2 * setup.gpus)
+    part = padded // setup.gpus
+    made = Memory(
+        parameters=item * padded + sum(_frozen_bytes(p, setup, item) for p in frozen),
+        gradients=item * (count if strategy == ZERO1 else _touching(trained, part)),
+        optimizer=_FP32 * setup.states * part,
+        masters=_FP32 * part,
+        buffers=item * setup.zero.reduce_bucket_size * (2 if setup.zero.overlap_comm else 1),
+        step=_FP32 * part,
+    )
+    if strategy != ZERO2_OFFLOAD:
+        return made
+    # In the host: masters, states, float32 gradients, and the updated parameters on their way back.  A gradient of the
+    # largest parameter is on its way, on either side.
+    largest = item * max(p.numel // p.count for p in trained)
+    host = made.optimizer + made.masters + _FP32 * part + item * part + largest
+    return replace(made, gradients=0, optimizer=0, masters=0, step=0, buffers=made.buffers + largest, host=host)
+
+
+def _touching(parameters: Sequence[Parameter], part: int) -> int:
+    """Elements of all parameters that reach into one part of `part` elements of them all, of the part with most."""
+    found = {0: 0}
+    start = 0
+    for parameter in (p for p in parameters if p.numel):
+        for rank in range(start // part, (start + parameter.numel - 1) // part + 1):
+            found[rank] = found.get(rank, 0) + parameter.numel
+        start += parameter.numel
+    return max(found.values())
+
+
+def _zero3(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strategy: str, setup: Setup) -> Memory:
+    item, ranks, zero = setup.itemsize, setup.gpus, setup.zero
+    part = sum(p.count * ceil(p.numel // p.count / ranks) for p in trained)
+    every = (*frozen, *trained)
+    whole = num_elements(every)
+    largest = max(p.numel // p.count for p in every)
+    kept = item * sum(p.numel for p in every if p.numel // p.count <= zero.param_persistence_threshold)
+    live = item * min(whole, max(zero.max_live_parameters, largest))
+    made = Memory(
+        parameters=item * part + sum(_frozen_part(p, setup) for p in frozen),
+        gradients=item * part,
+        optimizer=_FP32 * setup.states * part,
+        masters=_FP32 * part,
+        gathered=min(live + kept, item * whole) + item * max(p.numel // p.count for p in trained),
+        buffers=item * zero.reduce_bucket_size,
+        step=_FP32 * min(part, zero.sub_group_size),
+    )
+    if strategy == ZERO3:
+        return made
+    host = made.gradients + made.optimizer + made.masters + _FP32 * part
+    made = replace(made, gradients=0, optimizer=0, masters=0, step=0, host=host)
+    if strategy == ZERO3_OFFLOAD:
+        return made
+    return replace(made, parameters=0, host=host + made.parameters)
+
+
+def _frozen_part(parameter: Parameter, setup: Setup) -> int:
+    """One rank's part of a frozen parameter under zero3."""
+    if setup.quantized and parameter.kind == LINEAR:
+        return ceil(_frozen_bytes(parameter, setup, setup.itemsize) / setup.gpus)
+    return setup.itemsize * parameter.count * ceil(parameter.numel // parameter.count / setup.gpus)
+
+
+def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strategy: str, setup: Setup) -> Memory:
+    held = setup.itemsize if frozen or not setup.mixed else _FP32  # one dtype in a unit: adapters have the model's
+    item = setup.itemsize
+    part = _flat_parts(trained, setup) if strategy == FSDP1 else _chunks(trained, setup.gpus)
+    still = _flat_parts(frozen, setup) if strategy == FSDP1 else _chunks(frozen, setup.gpus)
+    units: dict[int | None, int] = {}
+    gradients: dict[int | None, int] = {}
+    for parameter in (*frozen, *trained):
+        units[parameter.layer] = units.get(parameter.layer, 0) + parameter.numel
+    for parameter in trained:
+        gradients[parameter.layer] = gradients.get(parameter.layer, 0) + parameter.numel
+    root = units.pop(None, 0)
+    # The root stays gathered; of the layers two are, one of them ahead of its use.  A unit's gradients are whole in the
+    # compute dtype, and again in that of the reduction.
+    layers = 2 * max(units.values(), default=0)
+    parameters = held * (part + still)
+    if setup.quantized:
+        parameters = held * part + ceil(sum(_frozen_bytes(p, setup, item) for p in frozen) / setup.gpus)
+    made = Memory(
+        parameters=parameters,
+        gradients=held * part,
+        optimizer=held * setup.states * part,
+        masters=0,
+        gathered=item * (root + layers),
+        buffers=(item + held) * max(gradients.values()),
+        late=True,
+    )
+    if strategy != FSDP2_OFFLOAD:
+        return made
+    return replace(made, parameters=0, gradients=0, optimizer=0, host=made.states)
+
+
+def _chunks(parameters: Iterable[Parameter], ranks: int) -> int:
+    """Elements of the first rank's chunks of dim 0, which are the largest; what has no dim is whole everywhere."""
+    return sum(p.count * ceil((*p.shape, 1)[0] / ranks) * prod(p.shape[1:]) for p in parameters)
+
+
+def _flat_parts(parameters: Iterable[Parameter], setup: Setup) -> int:
+    """Elements of one rank's parts of flat parameters, of which each unit has one."""
+    aligned = _FLAT_ALIGNMENT // setup.itemsize
+    units: dict[int | None, int] = {}
+    for parameter in parameters:
+        units[parameter.layer] = _multiple(units.get(parameter.layer, 0), aligned) + parameter.numel
+    return sum(ceil(numel / setup.gpus) for numel in units.values())
+
+
+# -- Megatron ------------------------------------------------------------------------------------------------
+
+
+def _stage(stage: Stage, setup: Setup, dp: int, expert_dp: int) -> Memory:
+    item = setup.itemsize
+    experts = [p for p in stage.parameters if p.kind == EXPERT]
+    others = [p for p in stage.parameters if p.kind != EXPERT]
+    whole = part = 0
+    for parameters, ranks in ((others, dp), (experts, expert_dp)):
+        if setup.distributed_optimizer:
+            starts = sum(p.count * _multiple(p.numel // p.count, 64) for p in parameters)
+            numel = _multiple(starts, lcm(ranks, 128))
+            whole, part = whole + numel, part + numel // ranks
+        else:
+            whole, part = whole + num_elements(parameters), part + num_elements(parameters)
+    return Memory(
+        parameters=item * whole,
+        gradients=_FP32 * whole,
+        optimizer=_FP32 * setup.states * part,
+        masters=0 if setup.dtype == "fp32" else _FP32 * part,
+    )
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of

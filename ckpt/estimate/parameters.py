@@ -1,0 +1,86 @@
+"""What a model is made of, as its memory depends on it: parameters with their shapes, and the sizes of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from ckpt.plan.tensors import Shape
+
+#: Kinds of parameters: matrices of linear layers, all experts of a layer in one, and what chooses among these.
+EMBEDDING, HEAD, LINEAR, EXPERT, ROUTER, OTHER = "embedding", "head", "linear", "expert", "router", "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter, or `count` of them that are alike.
+
+    `layer` is the number of the layer that it belongs to, None outside all.  `adapter` says how many times the rank of
+    a LoRA adapter it gets where all linear layers have one.
+    """
+
+    name: str
+    shape: Shape
+    kind: str
+    layer: int | None = None
+    count: int = 1
+    adapter: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of all `count` of them."""
+        return self.count * prod(self.shape)
+
+
+def num_elements(parameters: Iterable[Parameter]) -> int:
+    """Elements of all of them together."""
+    return sum(parameter.numel for parameter in parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer, as its activations depend on it; all sizes are elements per token.
+
+    `queries`, `keys`, `values` are those of all heads, `attended` what attention gives to its output layer, `latent`
+    the low-rank queries, keys and values of latent attention.  `qk_norms` is the number of heads whose queries or keys
+    are normalised.  `ffn` is the width of a dense MLP or of shared experts, `ffn_saved` the number of tensors of that
+    width that the backward pass needs; the same of one expert, of which each token takes `top`.
+    """
+
+    hidden: int
+    queries: int
+    keys: int
+    values: int
+    attended: int
+    heads: int
+    latent: int
+    qk_norms: int
+    layer_norm: bool
+    ffn: int
+    ffn_saved: int
+    gated: bool
+    expert_ffn: int = 0
+    expert_saved: int = 0
+    num_experts: int = 0
+    top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model in the form in which transformers holds it; `blocks` is empty where its layers are not known."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    blocks: tuple[Block, ...]
+    hidden: int
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one tensor-parallel rank of a pipeline stage of megatron-core's holds, and of which layers."""
+
+    parameters: tuple[Parameter, ...]
+    layers: range
+    is_last: bool

@@ -1,0 +1,176 @@
+"""What PEFT itself does to adapters: several made one (`add_weighted_adapter`), and those of transformers 4 converted.
+
+PEFT needs a model to hold the adapters.  It gets one whose weights take no memory: every parameter is one zero, seen in
+the parameter's shape.  The combinations read the adapters' factors only, so the bits are those of the real model, the
+random draws of `dare_*` too where the seed is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ckpt import api, registry
+from ckpt.errors import LossError, UsageError
+from ckpt.lora.find import Adapter, Factor
+from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
+from ckpt.plan.precision import choices
+from ckpt.state import adapter as names
+from ckpt.state.adapter import parse_config, parse_name
+
+COMBINATIONS = (
+    *("linear", "cat", "svd", "ties", "dare_linear", "dare_ties", "magnitude_prune"),
+    *("ties_svd", "dare_linear_svd", "dare_ties_svd", "magnitude_prune_svd"),
+)
+_NAME = "combined"
+
+
+def combine(
+    adapters: Sequence[Adapter],
+    weights: Sequence[float],
+    base: Checkpoint,
+    combination: str,
+    density: float | None = None,
+    seed: int | None = None,
+) -> Adapter:
+    """One adapter of several: `weights` are theirs, `combination` is PEFT's `combination_type`.
+
+    `density` is the part that ties, dare and magnitude_prune keep; `seed` that of dare's draws.  Raises UsageError for
+    what PEFT does not combine.
+    """
+    _check(adapters, weights, combination, density, seed)
+    _require_peft("combining adapters")
+    import torch
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    model = _hollow(api.to_namespace(base, TRANSFORMERS))
+    configs = [LoraConfig.from_peft_type(**one.config.raw) for one in adapters]
+    every = [f"adapter{number}" for number in range(len(adapters))]  # a bare number would be taken for a layer's
+    wrapped = get_peft_model(model, configs[0], adapter_name=every[0])
+    for name, one, config in zip(every, adapters, configs, strict=True):
+        if name != every[0]:
+            wrapped.add_adapter(name, config)
+        state = {fqn: factor.load() for fqn, factor in one.factors.items() if parse_name(fqn).kind != names.BASE}
+        set_peft_model_state_dict(wrapped, state, adapter_name=name)
+    if seed is not None:
+        torch.manual_seed(seed)
+    options = {} if density is None else {"density": density}
+    try:
+        with torch.no_grad():
+            wrapped.add_weighted_adapter(every, list(weights), _NAME, combination, **options)
+    except ValueError as error:
+        raise UsageError(f"PEFT does not combine these adapters: {error}", path=adapters[0].path) from error
+    combined = get_peft_model_state_dict(wrapped, adapter_name=_NAME, save_embedding_layers=False)
+    first = adapters[0]
+    factors = {fqn: factor for one in adapters for fqn, factor in one.factors.items() if _is_base(fqn)}
+    factors |= {fqn: _in_memory(fqn, tensor, first.checkpoint) for fqn, tensor in combined.items()}
+    settings = parse_config(_plain(wrapped.peft_config[_NAME].to_dict()), Path(first.config.path))
+    shares = " and ".join(f"{weight} of {one.path}" for one, weight in zip(adapters, weights, strict=True))
+    notes = (*(note for one in adapters for note in one.notes), f"combined by PEFT ({combination}): {shares}")
+    return Adapter(first.path, first.folder, settings, first.checkpoint, factors, notes)
+
+
+def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
+    """An adapter of single experts, as transformers 4 has them, as PEFT loads it onto transformers 5's stacked ones.
+
+    LossError where PEFT has no place for a tensor of it.
+    """
+    _require_peft("this adapter is of a model with single experts; stacking it")
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    whole = {"modules_to_save": None, "trainable_token_indices": None, "bias": "none"}
+    config = LoraConfig.from_peft_type(**{**adapter.config.raw, **whole})
+    lora = {fqn: f for fqn, f in adapter.factors.items() if parse_name(fqn).kind not in (names.BASE, names.TOKENS)}
+    try:
+        wrapped = get_peft_model(_hollow(api.to_namespace(base, TRANSFORMERS)), config)
+        result = set_peft_model_state_dict(wrapped, {fqn: factor.load() for fqn, factor in lora.items()})
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"PEFT does not load this adapter: {error}", path=adapter.path) from error
+    missing = [name for name in result.missing_keys if ".lora_" in name]
+    if result.unexpected_keys or missing:
+        raise LossError(
+            "PEFT has no place for a part of this adapter in the model as transformers 5 has it",
+            path=adapter.path,
+            fqn=(result.unexpected_keys or missing)[0],
+        )
+    state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    factors = {fqn: factor for fqn, factor in adapter.factors.items() if fqn not in lora}
+    factors |= {fqn: _in_memory(fqn, tensor, adapter.checkpoint) for fqn, tensor in state.items()}
+    kept = {key: adapter.config.raw.get(key) for key in whole}
+    settings = parse_config(_plain(wrapped.peft_config["default"].to_dict()) | kept, Path(adapter.config.path))
+    note = "the adapter is of single experts; PEFT has converted it to the stacked ones of transformers 5"
+    return replace(adapter, config=settings, factors=factors, notes=(*adapter.notes, note))
+
+
+def _require_peft(what: str) -> None:
+    if find_spec("peft") is None or find_spec("transformers") is None:
+        raise UsageError(f"{what} takes PEFT", hint="pip install peft transformers")
+
+
+def _check(
+    adapters: Sequence[Adapter], weights: Sequence[float], combination: str, density: float | None, seed: int | None
+) -> None:
+    if len(weights) != len(adapters):
+        raise UsageError(
+            "--adapter-weights needs one weight for each adapter", expected=len(adapters), found=len(weights)
+        )
+    if combination not in COMBINATIONS:
+        raise UsageError("there is no such combination", expected=" ".join(COMBINATIONS), found=combination)
+    prunes = combination.startswith(("ties", "dare", "magnitude"))
+    if prunes != (density is not None):
+        raise UsageError(f"--combination {combination} " + ("needs --density" if prunes else "takes no --density"))
+    if density is not None and not 0 < density <= 1:
+        raise UsageError("--density is above 0 and at most 1", found=density)
+    if combination.startswith("dare") != (seed is not None):
+        raise UsageError(
+            f"--combination {combination} " + ("drops at random: give a --seed" if seed is None else "takes no --seed")
+        )
+    for one in adapters:
+        config = one.config
+        for what, is_there in (
+            ("DoRA", config.use_dora),
+            ("target_parameters", config.target_parameters),
+            ("modules_to_save", config.saved),
+            ("trained biases", config.bias != "none"),
+            ("trained tokens", config.token_indices),
+        ):
+            if is_there:
+                raise UsageError(f"adapters with {what} are not combined", path=config.path)
+
+
+def _hollow(base: Checkpoint) -> Any:
+    """The model of `base` with its shapes and dtypes, and no weights."""
+    import torch
+    from torch import nn
+
+    chosen = choices(base, None)
+    shapes = {fqn: choice.tensor.shape for fqn, choice in chosen.items()}
+    model = import_module(registry.TRANSFORMERS_NAMES).build_model(base.config, shapes) if base.config else None
+    if model is None:
+        raise UsageError("only adapters of a model that transformers knows are combined", path=base.path)
+    dtypes = {fqn: getattr(torch, choice.dtype.name) for fqn, choice in chosen.items()}
+    hollow: dict[nn.Parameter, nn.Parameter] = {}  # by the parameter that it stands for: tied ones stay one
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            dtype = dtypes.get(f"{path}.{name}".lstrip("."), parameter.dtype)
+            zero = torch.zeros((), dtype=dtype).expand(parameter.shape)
+            made = hollow.setdefault(parameter, nn.Parameter(zero, requires_grad=False))
+            setattr(module, name, made)
+    return model
+
+
+def _is_base(fqn: str) -> bool:
+    return parse_name(fqn).kind == names.BASE
+
+
+def _in_memory(fqn: str, tensor: Any, of: Checkpoint) -> Factor:
+    return Factor(fqn, tuple(tensor.shape), lambda: tensor, of, is_held=True)
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A LoraConfig's dict as its file has it."""
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}

@@ -1,0 +1,301 @@
+"""Finding an adapter, the base that it was trained on, and whether the two belong together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt import api, registry
+from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
+from ckpt.move.files import translate_os_errors
+from ckpt.move.lazy import LazyTensor
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, TrainingState
+from ckpt.plan.precision import Choice
+from ckpt.plan.tensors import Shape, Tensor
+from ckpt.run_folder.steps import trainer_steps
+from ckpt.state import adapter as names
+from ckpt.state.adapter import AdapterConfig, parse_name
+
+if TYPE_CHECKING:
+    import torch
+
+PEFT = "peft"
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+#: What names of quantized copies of a model end with.
+_QUANTIZED = re.compile(r"(?i)[-_](unsloth[-_])?(bnb[-_])?(4bit|8bit|int4|int8|nf4|mxfp4|fp8|gptq|awq)([-_].*)?$")
+#: And of copies in another floating dtype.
+_FLOATING = re.compile(r"(?i)[-_](bf16|fp16|fp32)$")
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A tensor of the checkpoint `of`, an adapter's for one: its shape, and how to have it.
+
+    `is_held` says that it is not from a file but as PEFT holds it, in the dtype in which it is merged.
+    """
+
+    fqn: str
+    shape: Shape
+    load: Callable[[], torch.Tensor]
+    of: Checkpoint
+    is_held: bool = False
+
+    @classmethod
+    def stored(cls, fqn: str, choice: Choice, of: Checkpoint) -> Factor:
+        return cls(fqn, choice.tensor.shape, lambda: load(choice, of), of)
+
+
+def load(choice: Choice, of: Checkpoint) -> torch.Tensor:
+    """The tensor of a choice of the checkpoint `of`, in the choice's dtype."""
+    import torch
+
+    tensor = LazyTensor(choice.tensor, of)[...]
+    return tensor.to(getattr(torch, choice.dtype.name)) if choice.is_cast else tensor
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that has been found: its config, its tensors by the names of PEFT's files, and where they are from."""
+
+    path: str
+    folder: Path
+    config: AdapterConfig
+    checkpoint: Checkpoint
+    factors: Mapping[str, Factor]
+    notes: tuple[str, ...] = ()
+
+
+# -- adapters ------------------------------------------------------------------------------------------------
+
+
+def open_adapter(where: str, *, config: str | None = None, tag: str | None = None) -> Adapter:
+    """The adapter at `where`: a PEFT folder, a run folder (the newest in it), a sharded checkpoint, or a Hub id.
+
+    `config` is the folder that has `adapter_config.json`, where the checkpoint's own do not; `tag` names a step.  Hub
+    ids are looked up in the local cache only.
+    """
+    path = Path(where)
+    if not path.exists() and _HUB_ID.fullmatch(where):
+        path = cached_snapshot(where, None)
+    with translate_os_errors(path):
+        if not path.exists():
+            raise NotFoundError("no such adapter", path=where, expected="a folder, or a Hub id in the local cache")
+        checkpoint = _open(path, config, tag)
+    folders = [config] if config and Path(config).is_dir() else []
+    found = names.find_config([*folders, *checkpoint.folders])
+    if found is None:
+        raise NotFoundError(
+            f"there is no {names.CONFIG}, and the weights do not tell alpha or the adapter's other options",
+            path=checkpoint.path,
+            hint="give the folder that has it with --config",
+        )
+    settings = names.read_config(found)
+    chosen = names.tensors(checkpoint, settings.raw)
+    folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
+    if checkpoint.format != PEFT:
+        folder = found.parent  # of a sharded checkpoint: the run's files stand beside the config
+    factors = {fqn: Factor.stored(fqn, choice, checkpoint) for fqn, choice in chosen.items()}
+    return Adapter(where, folder, settings, checkpoint, factors, checkpoint.notes)
+
+
+def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
+    saved = [] if tag is not None and not (path / tag).is_dir() else list(_saved_adapters(path / tag if tag else path))
+    if saved:
+        newest = saved[0]
+        checkpoint = api.open(newest, PEFT)
+        empty = [fqn for (fqn, _), tensor in checkpoint.tensors.items() if tensor.numel == 0]
+        if not empty:
+            others = [f"{p} is older" for p in saved[1:2]]
+            taken = [f"taking the adapter {newest}"] if newest != path else []
+            return replace(checkpoint, notes=(*taken, *others, *checkpoint.notes))
+        sharded = _open_sharded(newest, path, config, tag)
+        if sharded is None:
+            raise CorruptError(
+                "the adapter was saved without its partitions: its tensors are empty",
+                path=newest,
+                fqn=empty[0],
+                found=f"{len(empty)} of {len(checkpoint.tensors)} tensors of shape [0]",
+                hint="the sharded checkpoint that it was saved from still has them; give that",
+            )
+        note = f"the adapter file in {newest} is empty, as ZeRO-3 leaves it; its partitions are taken instead"
+        return replace(sharded, notes=(note, *sharded.notes))
+    checkpoint = api.open(path, tag=tag, config=config)
+    if not names.is_adapter(fqn for fqn, _ in checkpoint.tensors):
+        raise NotFoundError(
+            "there is no LoRA adapter here", path=path, found=f"a checkpoint of format {checkpoint.format}"
+        )
+    return checkpoint
+
+
+def _saved_adapters(path: Path) -> Iterator[Path]:
+    """PEFT folders in a run folder, newest first: its own, which is saved at the end, and its checkpoints'."""
+    find = registry.get(PEFT).find
+    steps = [folder for folder in trainer_steps(path) if find(folder, None) is not None]
+    own = [path] if find(path, None) is not None else []
+    if own and steps and _mtime(steps[0]) > _mtime(path):
+        own, steps = steps[:1], [*own, *steps[1:]]  # training went on after the run folder's was saved
+    yield from [*own, *steps]
+
+
+def _mtime(folder: Path) -> int:
+    return max((p.stat().st_mtime_ns for p in folder.glob("adapter_model.*")), default=0)
+
+
+def _open_sharded(folder: Path, run: Path, config: str | None, tag: str | None) -> Checkpoint | None:
+    """The sharded checkpoint beside an adapter file, if there is one with an adapter."""
+    for place in dict.fromkeys((folder, run)):
+        for one in registry.names():
+            if one in (PEFT, "hf"):
+                continue
+            try:
+                checkpoint = api.open(place, one, tag=tag, config=config)
+            except CkptError:
+                continue
+            if names.is_adapter(fqn for fqn, _ in checkpoint.tensors):
+                return checkpoint
+    return None
+
+
+# -- bases ---------------------------------------------------------------------------------------------------
+
+
+def own_base(adapter: Adapter) -> Checkpoint | None:
+    """The base model in the checkpoint that the adapter was trained in, where it is stored there whole."""
+    checkpoint = adapter.checkpoint
+    if checkpoint.format == PEFT:
+        return None
+    tensors: dict[Key, Tensor] = {}
+    for (fqn, role), tensor in checkpoint.tensors.items():
+        name = parse_name(fqn)
+        if name.kind == names.BASE and role in (WEIGHT, MASTER, BUFFER):
+            tensors[name.module, role] = tensor.renamed(name.module)
+    adapted = {parse_name(fqn).module for fqn in adapter.factors}
+    present = {fqn.rpartition(".")[0] for fqn, _ in tensors}
+    if not all(module.partition(".base_layer")[0] in present for module in adapted if _is_module(module, adapter)):
+        return None
+    ties = {parse_name(alias).module: parse_name(owner).module for alias, owner in checkpoint.ties.items()}
+    kept = {alias: owner for alias, owner in ties.items() if (owner, WEIGHT) in tensors or (owner, MASTER) in tensors}
+    notes = ("the base is the model that the checkpoint itself holds",)
+    return replace(checkpoint, tensors=tensors, ties=kept, notes=notes, state=TrainingState())
+
+
+def _is_module(module: str, adapter: Adapter) -> bool:
+    return any(parse_name(fqn).module == module and parse_name(fqn).kind != names.BASE for fqn in adapter.factors)
+
+
+def open_base(adapter: Adapter, where: str | None, *, config: str | None = None, accept: bool = False) -> Checkpoint:
+    """The base to merge into: `where`, or the checkpoint's own, or the one that the adapter's config records.
+
+    Raises UsageError where `where` is known to be another model than the recorded one, unless `accept`.
+    """
+    if where is None:
+        own = own_base(adapter)
+        if own is not None:
+            return own
+    recorded = adapter.config.base
+    given = where or recorded
+    if given is None:
+        raise UsageError(
+            "the adapter does not say which model it was trained on",
+            path=adapter.config.path,
+            hint="give it with --base",
+        )
+    path = Path(given)
+    if not path.exists():
+        if not _HUB_ID.fullmatch(given):
+            raise NotFoundError(
+                "the base model is not there",
+                path=given,
+                found=None if where else f"base_model_name_or_path of {adapter.config.path}",
+                hint="give the folder of the base with --base",
+            )
+        try:
+            path = cached_snapshot(given, adapter.config.revision if given == recorded else None)
+        except NotFoundError as error:
+            if where is None and _is_quantized(given):
+                error.hint = (
+                    f"it is a quantized copy: give the full-precision {_QUANTIZED.sub('', given)}, or what that was "
+                    f"made from, with --base; or fetch it, hf download {given}, and add --dequantize"
+                )
+            raise
+    note = None if accept else _check_identity(adapter.config, path, given)
+    base = api.open(path, config=config)
+    if not accept:
+        _check_architecture(adapter.checkpoint, base)
+    return replace(base, notes=(*base.notes, note)) if note else base
+
+
+def _check_architecture(adapter: Checkpoint, base: Checkpoint) -> None:
+    """UsageError where the config beside the adapter is that of another model: names and shapes alone may still fit."""
+    for key in ("model_type", "num_hidden_layers"):
+        trained, given = ((of.config or {}).get(key) for of in (adapter, base))
+        if None not in (trained, given) and trained != given:
+            raise UsageError(
+                "this is not the base that the adapter was trained on",
+                path=base.path,
+                expected=f"{key} {trained}, as the config beside the adapter has it",
+                found=f"{key} {given}",
+                hint="--accept-base merges all the same",
+            )
+
+
+def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None:
+    """A note where `path` may be another model than the recorded one; UsageError where it is."""
+    if config.base is None:
+        return f"the adapter names no base; that {given} is the one it was trained on is taken on trust"
+    is_same = given == config.base or (Path(config.base).exists() and Path(config.base).resolve() == path.resolve())
+    found = _hub_id(path) or (given if _HUB_ID.fullmatch(given) and not Path(given).exists() else "")
+    refusal = UsageError(
+        "this is not the base that the adapter was trained on",
+        path=path,
+        expected=config.base + (f" at revision {config.revision}" if config.revision else ""),
+        found=found or str(path),
+        hint="--accept-base merges all the same",
+    )
+    if not is_same and found and _HUB_ID.fullmatch(config.base) and _model_name(found) != _model_name(config.base):
+        raise refusal
+    commit = _SNAPSHOT.search(str(path.resolve()))
+    if commit and config.revision and _COMMIT.fullmatch(config.revision) and commit["commit"] != config.revision:
+        raise refusal
+    if is_same or found == config.base:
+        return None
+    if found and _is_quantized(config.base) and not _is_quantized(found):
+        return (
+            f"the adapter was trained on {config.base}, which is quantized, and {found} is taken as the same model in "
+            f"full precision; --base {config.base} --dequantize merges onto the very values that it was trained over"
+        )
+    if found:
+        return f"the adapter was trained on {config.base}, and {found} is taken as the same model in another precision"
+    return f"the adapter was trained on {config.base}; that {given} is the same model is taken on trust"
+
+
+def _model_name(repo_id: str) -> str:
+    """The name without what tells a copy's precision."""
+    return _FLOATING.sub("", _QUANTIZED.sub("", repo_id.rpartition("/")[2])).lower()
+
+
+def _is_quantized(repo_id: str) -> bool:
+    return _QUANTIZED.search(repo_id.rpartition("/")[2]) is not None
+
+
+def _hub_id(path: Path) -> str | None:
+    match = _SNAPSHOT.search(f"{path.resolve()}/")
+    return match["id"].replace("--", "/") if match else None
+
+
+def cached_snapshot(repo_id: str, revision: str | None) -> Path:
+    """The folder of a Hub repository in the local cache; nothing is fetched."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
+    except Exception as error:  # the library raises its own, and OS errors
+        at = f" --revision {revision}" if revision else ""
+        raise NotFoundError(
+            f"{repo_id!r} is not in the local Hugging Face cache", hint=f"fetch it first: hf download {repo_id}{at}"
+        ) from error

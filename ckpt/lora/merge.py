@@ -1,0 +1,502 @@
+"""Merging LoRA adapters into a base model, tensor by tensor.
+
+A merge is a conversion of the base in which some tensors are computed: each adapted one is read, merged and written by
+itself, everything else is copied as in any other conversion.  So memory is bounded by the largest adapted tensor (its
+base, and its delta in fp32).  `ckpt.lora.arithmetic` is the arithmetic; here is what it is applied to.
+
+Names are transformers' in memory, which is what an adapter's are; a base with the Hub's names is taken through the
+relation of the two, and the result back.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import import_module
+from itertools import permutations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt import api, registry
+from ckpt.errors import CorruptError, LossError, UsageError
+from ckpt.lora.combine import loaded
+from ckpt.lora.find import Adapter, Factor
+from ckpt.move.run import Resources
+from ckpt.plan.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
+from ckpt.plan.dtypes import DType
+from ckpt.plan.planner import make_plan
+from ckpt.plan.precision import CAST_SOURCES, choices
+from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
+from ckpt.run_folder.companions import CONFIG, PATTERNS, TEMPLATES, companions, dump_config, parse_json
+from ckpt.run_folder.left_out import training_left_out
+from ckpt.state import adapter as names
+from ckpt.state.adapter import AdapterConfig, AdapterName, parse_name
+
+if TYPE_CHECKING:
+    import torch
+
+    Update = Callable[[torch.Tensor], torch.Tensor]
+
+#: How the parts of a quantized weight go on behind the layer's name: GPTQ, AWQ, MXFP4.
+_PACKED = re.compile(r"\.(qweight|\w+_blocks)$")
+#: A layer of a single expert.
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+#: Files of a tokenizer, among those that stand beside a model's weights.
+_TOKENIZER = tuple(p for p in PATTERNS if p != "generation_config.json" and "processor" not in p)
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """A tensor of the merged model: `source`, rounded to `dtype`, with every update in turn."""
+
+    source: Factor
+    dtype: DType
+    updates: tuple[Update, ...]
+
+    def __call__(self) -> memoryview:
+        import torch
+
+        torch.set_num_threads(1)  # of this thread: tensors are computed side by side already
+        with torch.no_grad():
+            weight = self.source.load().to(getattr(torch, self.dtype.name))
+            for update in self.updates:
+                weight = update(weight)
+            return memoryview(weight.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def plan(
+    adapters: Sequence[Adapter],
+    base: Checkpoint,
+    layout: Layout | None = None,
+    resources: Resources | None = None,
+    notes: Sequence[str] = (),
+) -> api.Conversion:
+    """The conversion of `base` with `adapters` merged into it, one after the other, to a Hugging Face folder.
+
+    `base` may be of any format, with the names of the Hub or of transformers.  Raises LossError where an adapter does
+    not fit the base, and UsageError for what is not merged.
+    """
+    layout = layout or Layout()
+    merge = _Merge(api.to_namespace(base, TRANSFORMERS), layout)
+    given, adapters = adapters, [_stacked(one, merge) for one in adapters]
+    for one, before in zip(adapters, given, strict=True):
+        merge.add(one)
+        notes = (*notes, *one.notes[len(before.notes) :])
+    merged = api.to_namespace(merge.checkpoint(), HUB)
+    target = registry.get("hf").lay_out(merged, layout)
+    api.check_casts(merged, target, layout)
+    target = _with_config(target, merge.untied)
+    for one in adapters:
+        target = _with_tokenizer(target, one)
+    notes = (*notes, *merge.notes(), *target.notes)
+    left_out = dict.fromkeys(line for one in given for line in training_left_out(one.checkpoint))
+    target = replace(target, notes=notes, dropped=(*left_out, *target.dropped))
+    return api.Conversion(make_plan(merged, target), resources or Resources(), "hf")
+
+
+def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:
+    """The adapter, made to fit stacked experts where it is of single ones and the base has none of these."""
+    modules = {parse_name(fqn).module for fqn in adapter.factors}
+    if not any(_EXPERT.search(module) and f"{module}.weight" not in merge.shapes for module in modules):
+        return adapter
+    return loaded(adapter, merge.base)
+
+
+@dataclass
+class _Merge:
+    """What becomes of the tensors of `base`, which has transformers' names."""
+
+    base: Checkpoint
+    layout: Layout
+    updates: dict[str, list[Update]] = field(default_factory=dict)
+    replaced: dict[str, Factor] = field(default_factory=dict)
+    untied: set[str] = field(default_factory=set)
+    normed: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.chosen = choices(self.base, self.layout.dtype)
+        self.shapes = {fqn: choice.tensor.shape for fqn, choice in self.chosen.items()}
+        self.quantized = api.quantized_parts(self.base)
+
+    # -- what an adapter changes -----------------------------------------------------------------------------
+
+    def add(self, adapter: Adapter) -> None:
+        """Place every tensor of `adapter`."""
+        modules: dict[str, dict[str, Factor]] = {}
+        for fqn, factor in adapter.factors.items():
+            name = parse_name(fqn)
+            if name.kind in (names.BASE, names.SAVED):
+                self._replace(adapter, fqn, name, factor)
+            else:
+                modules.setdefault(name.module, {})[name.kind] = factor
+        nested: dict[str, list[str]] = {}
+        # an embedding before its tied output head, as the model registers them
+        for module in sorted(modules, key=lambda m: names.EMBEDDING_A not in modules[m]):
+            parts = modules[module]
+            _check_complete(adapter, module, parts)
+            if names.TOKENS in parts:
+                self._place_tokens(adapter, module, parts[names.TOKENS])
+            if names.EMBEDDING_A in parts:
+                self._place_embedding(adapter, module, parts)
+            elif names.A in parts:
+                inner = _without_wrappers(module)
+                if any(adapter.config.targets_parameter(fqn) for fqn in self._own_parameters(inner)):
+                    nested.setdefault(inner, []).append(module)
+                else:
+                    self._place_linear(adapter, module, parts)
+        for inner, wrappers in nested.items():
+            self._place_parameters(adapter, inner, [modules[m] for m in sorted(wrappers, key=len, reverse=True)])
+
+    def _replace(self, adapter: Adapter, fqn: str, name: AdapterName, factor: Factor) -> None:
+        """A parameter that was trained as a whole (`modules_to_save`, biases), or saved beside its adapter."""
+        target = f"{name.module}.{name.rest}" if name.kind == names.SAVED else name.module
+        owner = self.base.ties.get(target, target)
+        if owner not in self.chosen:
+            raise _misfit(adapter, fqn, "a parameter of the base", "none of this name")
+        if ".base_layer." not in fqn and _is_saved_module(adapter.config, target):
+            # the module is a copy of the base's, which no longer shares its weight with another
+            if target != owner:
+                self.untied.add(target)
+                self.chosen[target] = self.chosen[owner]
+                self.shapes[target] = self.shapes[owner]
+                owner = target
+            else:
+                self.untied |= {alias for alias, o in self.base.ties.items() if o == owner}
+        if factor.shape != self.shapes[owner]:
+            raise _misfit(adapter, fqn, f"shape {list(self.shapes[owner])}", f"shape {list(factor.shape)}")
+        if owner in self.replaced and self.replaced[owner].of is not adapter.checkpoint:
+            raise UsageError("two adapters bring their own copy of this parameter", path=adapter.path, fqn=target)
+        if owner not in self.replaced or target != owner:  # of a tied weight's two copies PEFT loads the alias's last
+            self.replaced[owner] = factor
+
+    def _place_tokens(self, adapter: Adapter, module: str, rows: Factor) -> None:
+        owner = self._weight(adapter, module)
+        index = _token_index(adapter.config, module)
+        num, dim = self.shapes[owner]
+        if rows.shape != (len(index), dim) or not all(0 <= i < num for i in index):
+            raise _misfit(adapter, rows.fqn, f"{len(index)} rows of {dim}", f"shape {list(rows.shape)}")
+
+        def update(weight: torch.Tensor) -> torch.Tensor:
+            from ckpt.lora import arithmetic as lora_math
+
+            return lora_math.replace_rows(weight, rows.load(), index)
+
+        self._update(owner, update)
+
+    def _place_embedding(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
+        a, b, magnitude = parts[names.EMBEDDING_A], parts[names.EMBEDDING_B], parts.get(names.MAGNITUDE)
+        owner = self._weight(adapter, module)
+        _check_shape(adapter, a, (adapter.config.rank_of(module), self.shapes[owner][0]))
+        _check_shape(adapter, b, (self.shapes[owner][1], adapter.config.rank_of(module)))
+        scaling = adapter.config.scaling(module)
+
+        def update(weight: torch.Tensor) -> torch.Tensor:
+            from ckpt.lora import arithmetic as lora_math
+
+            low, high = _cast(weight, a), _cast(weight, b)
+            if magnitude is None:
+                return lora_math.merge_embedding(weight, low, high, scaling)
+            return lora_math.merge_embedding_dora(weight, low, high, scaling, _cast(weight, magnitude))
+
+        self._update(owner, update)
+
+    def _place_linear(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
+        """A linear layer or a convolution."""
+        a, b, magnitude = parts[names.A], parts[names.B], parts.get(names.MAGNITUDE)
+        owner = self._weight(adapter, module)
+        shape, rank = self.shapes[owner], adapter.config.rank_of(module)
+        scaling = adapter.config.scaling(module)
+        is_conv = len(shape) > 2
+        transposed = not is_conv and self._is_transposed(adapter, module, shape, a, b)
+        if is_conv:
+            _check_shape(adapter, a, (rank, *shape[1:]))
+            _check_shape(adapter, b, (shape[0], rank, *(1,) * (len(shape) - 2)))
+        else:
+            num_out, num_in = reversed(shape) if transposed else shape
+            _check_shape(adapter, a, (rank, num_in))
+            _check_shape(adapter, b, (num_out, rank))
+
+        def update(weight: torch.Tensor) -> torch.Tensor:
+            from ckpt.lora import arithmetic as lora_math
+
+            low, high = _cast(weight, a), _cast(weight, b)
+            size = None if magnitude is None else _cast(weight, magnitude)
+            if is_conv and size is None:
+                return lora_math.merge_conv(weight, low, high, scaling)
+            if is_conv:
+                return lora_math.merge_conv_dora(weight, low, high, scaling, size)
+            if size is None:
+                return lora_math.merge_linear(weight, low, high, scaling, transposed=transposed)
+            return lora_math.merge_linear_dora(weight, low, high, scaling, size, transposed=transposed)
+
+        if owner in self.updates and (magnitude is not None or owner in self.normed):
+            raise UsageError("DoRA is not merged onto a weight that is adapted twice", path=adapter.path, fqn=owner)
+        if magnitude is not None:
+            self.normed.add(owner)
+        self._update(owner, update)
+        if names.BIAS in parts:
+            self._place_bias(adapter, module, parts[names.BIAS], scaling)
+
+    def _place_bias(self, adapter: Adapter, module: str, factor: Factor, scaling: float) -> None:
+        fqn = f"{module}.bias"
+        if fqn not in self.shapes:
+            raise _misfit(adapter, factor.fqn, f"a base layer with a bias, {fqn}", "none")
+        _check_shape(adapter, factor, self.shapes[fqn])
+
+        def update(bias: torch.Tensor) -> torch.Tensor:
+            from ckpt.lora import arithmetic as lora_math
+
+            return lora_math.merge_bias(bias, _cast(bias, factor), scaling)
+
+        self._update(fqn, update)
+
+    def _place_parameters(self, adapter: Adapter, module: str, wrappers: Sequence[Mapping[str, Factor]]) -> None:
+        """Parameters that `target_parameters` names: wrappers of one module, the innermost first."""
+        targeted = [fqn for fqn in self._own_parameters(module) if adapter.config.targets_parameter(fqn)]
+        if len(targeted) != len(wrappers):
+            raise _misfit(
+                adapter, wrappers[0][names.A].fqn, f"{len(targeted)} adapted parameters", f"{len(wrappers)} adapters"
+            )
+        fitting = [order for order in permutations(targeted) if all(map(self._fits(adapter), order, wrappers))]
+        if not fitting:
+            raise _misfit(
+                adapter,
+                wrappers[0][names.A].fqn,
+                " and ".join(f"a factor for {fqn} {list(self.shapes[fqn])}" for fqn in targeted),
+                " and ".join(f"{list(w[names.A].shape)} x {list(w[names.B].shape)}" for w in wrappers),
+                "PEFT before 2026-04 stored some of these with the roles of A and B exchanged",
+            )
+        order = fitting[0] if len(fitting) == 1 else self._registered(adapter, module, targeted)
+        for fqn, parts in zip(order, wrappers, strict=True):
+            self._place_parameter(adapter, module, fqn, parts)
+
+    def _fits(self, adapter: Adapter) -> Callable[[str, Mapping[str, Factor]], bool]:
+        def fits(fqn: str, parts: Mapping[str, Factor]) -> bool:
+            (num, num_in), (num_out, num_b) = parts[names.A].shape, parts[names.B].shape
+            shape = self.shapes[fqn]
+            num_experts = shape[0] if len(shape) == 3 else 1
+            return num == num_b == num_experts * adapter.config.rank_of(fqn) and shape[-2:] in (
+                (num_out, num_in),
+                *([(num_in, num_out)] if len(shape) == 3 else []),
+            )
+
+        return fits
+
+    def _place_parameter(self, adapter: Adapter, module: str, fqn: str, parts: Mapping[str, Factor]) -> None:
+        a, b, shape, scaling = parts[names.A], parts[names.B], self.shapes[fqn], adapter.config.scaling(fqn)
+        input_last = shape[-2:] == (b.shape[0], a.shape[1])
+        if len(shape) == 3 and shape[-1] == shape[-2]:
+            input_last = not self._module(adapter, module).is_transposed
+        if not input_last and shape[0] == 1:
+            raise UsageError("PEFT does not merge into a single expert of this orientation", path=adapter.path, fqn=fqn)
+        if any(kind not in (names.A, names.B) for kind in parts):
+            raise UsageError("a targeted parameter has neither DoRA nor a bias", path=adapter.path, fqn=fqn)
+
+        def update(weight: torch.Tensor) -> torch.Tensor:
+            from ckpt.lora import arithmetic as lora_math
+
+            return lora_math.merge_parameter(weight, _cast(weight, a), _cast(weight, b), scaling, input_last=input_last)
+
+        self._update(self.base.ties.get(fqn, fqn), update)
+
+    # -- what the base is ------------------------------------------------------------------------------------
+
+    def _weight(self, adapter: Adapter, module: str) -> str:
+        """The tensor that holds the weight of `module`."""
+        fqn = f"{module}.weight"
+        owner = fqn if fqn in self.untied else self.base.ties.get(fqn, fqn)
+        inner = _without_wrappers(module)
+        packed = next((n for n in self.shapes if n.startswith(inner) and _PACKED.match(n, len(inner))), None)
+        if owner not in self.shapes and packed is not None:
+            raise self._quantized(packed)
+        if owner not in self.shapes:
+            raise _misfit(adapter, module, f"a layer of the base with {fqn}", "none of this name")
+        if owner in self.quantized or self.chosen[owner].dtype not in CAST_SOURCES:
+            raise self._quantized(owner)
+        if len(self.shapes[owner]) < 2:
+            raise _misfit(adapter, module, "a matrix", f"shape {list(self.shapes[owner])}")
+        return owner
+
+    def _own_parameters(self, module: str) -> list[str]:
+        return [fqn for fqn in self.shapes if fqn.rpartition(".")[0] == module]
+
+    def _is_transposed(self, adapter: Adapter, module: str, shape: Shape, a: Factor, b: Factor) -> bool:
+        """Whether the weight is [in, out], as in transformers' Conv1D.  PEFT tells by the class, so do we."""
+        wanted = (b.shape[0], a.shape[-1])
+        if wanted[0] != wanted[1] or shape != wanted:
+            return shape == wanted[::-1] and shape != wanted
+        conv1d = import_module(registry.TRANSFORMERS_MODULES).has_conv1d(self.base.config)
+        if conv1d is None:
+            return adapter.config.fan_in_fan_out  # a model of the user's own: what PEFT recorded
+        return bool(conv1d) and self._module(adapter, module).is_conv1d
+
+    def _module(self, adapter: Adapter, module: str) -> Any:
+        found = self._modules.get(module)
+        if found is None:
+            raise UsageError(
+                "the shapes do not tell how the adapter lies in this layer, and its class is not known",
+                path=adapter.path,
+                fqn=module,
+                hint="is transformers installed, and does the base have its config.json?",
+            )
+        return found
+
+    @cached_property
+    def _modules(self) -> Mapping[str, Any]:
+        describe = import_module(registry.TRANSFORMERS_MODULES).describe
+        found = describe(self.base.config, self.shapes, {fqn.rpartition(".")[0] for fqn in self.shapes})
+        return dict(found or {})
+
+    def _registered(self, adapter: Adapter, module: str, fqns: Iterable[str]) -> list[str]:
+        order = self._module(adapter, module).parameters
+        return sorted(fqns, key=lambda fqn: order.index(fqn.rpartition(".")[2]))
+
+    # -- the result ------------------------------------------------------------------------------------------
+
+    def _update(self, fqn: str, update: Update) -> None:
+        if self.chosen[fqn].dtype not in CAST_SOURCES:
+            raise self._quantized(fqn)
+        self.updates.setdefault(fqn, []).append(update)
+
+    def _quantized(self, fqn: str) -> UsageError:
+        quantization = (self.base.config or {}).get("quantization_config")
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        return UsageError(
+            "this weight of the base is quantized, and an adapter is merged onto plain floating point only",
+            path=self.base.path,
+            fqn=fqn,
+            expected=" or ".join(sorted(d.name for d in CAST_SOURCES)),
+            found=self.chosen[fqn].dtype.name + (f", {method}" if method else ""),
+            hint="give the full-precision model with --base; or --dequantize, which merges onto the plain values of "
+            "weights in MXFP4, FP8 or of bitsandbytes",
+        )
+
+    def checkpoint(self) -> Checkpoint:
+        """The base with the merged tensors in place of its own."""
+        changed = {*self.updates, *self.replaced}
+        tensors: dict[Key, Tensor] = {key: t for key, t in self.base.tensors.items() if key[0] not in changed}
+        for alias in self.untied - changed:
+            owner = self.chosen[self.base.ties[alias]].tensor
+            tensors[alias, owner.role] = owner.renamed(alias)
+        computed = dict(self.base.computed)
+        for fqn in changed:
+            choice = self.chosen[fqn]
+            source = self.replaced.get(fqn) or Factor.stored(fqn, choice, self.base)
+            path = f"merged:{fqn}"
+            computed[path] = _Merged(source, choice.dtype, tuple(self.updates.get(fqn, ())))
+            extent = Extent.contiguous(path, 0, choice.dtype, choice.tensor.shape)
+            tensors[fqn, WEIGHT] = Tensor(fqn, WEIGHT, choice.dtype, choice.tensor.shape, Whole(extent))
+        ties = {alias: owner for alias, owner in self.base.ties.items() if alias not in self.untied}
+        return replace(self.base, tensors=tensors, computed=computed, ties=ties)
+
+    def notes(self) -> list[str]:
+        lines = [f"merged into {_count(len(self.updates), 'tensor')}"]
+        if whole := self.replaced.keys() - self.updates.keys():
+            lines.append(f"{_count(len(whole), 'tensor')} taken from the adapter as a whole")
+        if self.untied:
+            lines.append(f"no longer tied: {', '.join(sorted(self.untied))}")
+        return lines
+
+
+def _cast(weight: torch.Tensor, factor: Factor) -> torch.Tensor:
+    from ckpt.lora import arithmetic as lora_math
+
+    tensor = factor.load()
+    return tensor if factor.is_held else tensor.to(lora_math.adapter_dtype(weight.dtype))
+
+
+def _without_wrappers(module: str) -> str:
+    """The module that nested wrappers of its parameters wrap."""
+    while module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+    return module
+
+
+def _check_complete(adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
+    for one, other in ((names.A, names.B), (names.EMBEDDING_A, names.EMBEDDING_B), (names.BIAS, names.B)):
+        if ((one in parts) != (other in parts) and one in parts) or (
+            other in parts and one not in parts and one != names.BIAS
+        ):
+            missing = other if one in parts else one
+            raise CorruptError(
+                "the adapter lacks one of a layer's factors", path=adapter.path, fqn=f"{module}.{missing}"
+            )
+    adapted = names.A in parts or names.EMBEDDING_A in parts
+    if (names.MAGNITUDE in parts) != adapter.config.use_dora and adapted and not adapter.config.target_parameters:
+        raise CorruptError(
+            "the adapter's config and its weights do not agree on DoRA",
+            path=adapter.path,
+            fqn=module,
+            expected=f"use_dora: {adapter.config.use_dora}",
+            found="a magnitude vector" if names.MAGNITUDE in parts else "no magnitude vector",
+        )
+
+
+def _check_shape(adapter: Adapter, factor: Factor, expected: Shape) -> None:
+    if factor.shape != expected:
+        raise _misfit(adapter, factor.fqn, f"shape {list(expected)}", f"shape {list(factor.shape)}")
+
+
+def _misfit(adapter: Adapter, fqn: str, expected: str, found: str, hint: str | None = None) -> LossError:
+    trained = f"it says that it was trained on {adapter.config.base!r}" if adapter.config.base else None
+    return LossError(
+        "the adapter does not fit this base",
+        path=adapter.path,
+        fqn=fqn,
+        expected=expected,
+        found=found,
+        hint=hint or trained or "give the model that it was trained on with --base",
+    )
+
+
+def _is_saved_module(config: AdapterConfig, fqn: str) -> bool:
+    """Whether `modules_to_save` names the module of this parameter (peft `_set_trainable`)."""
+    module = fqn.rpartition(".")[0]
+    return any(module == name or module.endswith(f".{name}") or f".{name}." in f".{fqn}" for name in config.saved)
+
+
+def _token_index(config: AdapterConfig, module: str) -> list[int]:
+    given = config.token_indices
+    if isinstance(given, list):
+        return given
+    for name, index in (given or {}).items():
+        if module == name or module.endswith(f".{name}"):
+            return index
+    raise CorruptError(
+        "the adapter's config does not tell which tokens were trained", path=config.path, fqn=module, found=repr(given)
+    )
+
+
+def _with_config(target: Target, untied: Iterable[str]) -> Target:
+    """`target` with a config that says that embeddings are not tied, where the merge has untied them."""
+    if not untied:
+        return target
+
+    def changed(file: TargetFile) -> TargetFile:
+        if file.name != CONFIG:
+            return file
+        config = parse_json(file.literals[0][1], Path(file.name))
+        return TargetFile.of_bytes(CONFIG, dump_config({**config, "tie_word_embeddings": False}))
+
+    return replace(target, files=tuple(map(changed, target.files)))
+
+
+def _is_tokenizer(name: str) -> bool:
+    return name.startswith(TEMPLATES) or any(fnmatch.fnmatchcase(name, pattern) for pattern in _TOKENIZER)
+
+
+def _with_tokenizer(target: Target, adapter: Adapter) -> Target:
+    """`target` with the tokenizer that was saved with the adapter, if one was: it is the one trained with."""
+    found = [c for c in companions([adapter.folder]) if _is_tokenizer(c.name)]
+    if not any(c.name == "tokenizer_config.json" for c in found):
+        return target
+    files = [file for file in target.files if not _is_tokenizer(file.name)]
+    files += [TargetFile.of_bytes(c.name, c.content) for c in found]
+    return replace(target, files=tuple(files), notes=(*target.notes, "the tokenizer is the adapter's"))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -1,0 +1,75 @@
+"""Casts between floating dtypes, on raw bits: round to nearest, ties to even, as the frameworks cast.
+
+numpy knows no bfloat16, so bfloat16 is handled as the upper half of a float32.  A NaN stays a NaN: its sign and the
+upper bits of its payload are kept and it is made quiet, which is what hardware conversions do.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
+
+#: Dtypes between which casts exist.
+FLOATS = (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)
+
+#: How numpy sees the raw elements; every other dtype is bytes of its item size and is never computed with.
+_NUMPY: dict[DType, np.dtype] = {FLOAT64: np.dtype("<f8"), FLOAT32: np.dtype("<f4"), FLOAT16: np.dtype("<f2")}
+_RAW: dict[int, np.dtype] = {
+    1: np.dtype("u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+    16: np.dtype("V16"),
+}
+
+_CACHE_SIZED = 1 << 15  # elements per step: the temporaries of a step stay in the processor's cache
+
+
+def storage_dtype(dtype: DType) -> np.dtype:
+    """The numpy dtype that carries the bits of `dtype` unchanged."""
+    return _RAW[dtype.itemsize]
+
+
+def can_cast(source: DType, target: DType) -> bool:
+    return source == target or (source in FLOATS and target in FLOATS)
+
+
+def cast_bits(bits: NDArray, source: DType, target: DType) -> NDArray:
+    """The 1-d array `bits` (elements of `source`, as raw bits) converted to raw bits of `target`."""
+    result = np.empty(bits.shape, storage_dtype(target))
+    for start in range(0, bits.size, _CACHE_SIZED):
+        step = slice(start, start + _CACHE_SIZED)
+        result[step] = _step(bits[step], source, target)
+    return result
+
+
+def _step(bits: NDArray, source: DType, target: DType) -> NDArray:
+    wide: NDArray
+    if source == BFLOAT16:
+        wide = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        wide = bits.view(_NUMPY[source])
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        if source == FLOAT64 and target in (FLOAT16, BFLOAT16):
+            wide = wide.astype(np.float32)  # as torch does: it rounds twice
+        if target == BFLOAT16:
+            return _round_to_bfloat16(wide.astype(np.float32, copy=False))
+        narrow: NDArray = wide.astype(_NUMPY[target]).view(storage_dtype(target))
+        return narrow
+
+
+def _round_to_bfloat16(values: NDArray) -> NDArray:
+    bits = values.view(np.uint32)
+    # Adding half of the last kept bit, plus that bit itself, carries exactly when round-half-to-even goes up.
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    result = rounded.astype(np.uint16)
+    if np.isnan(values.max(initial=0)):  # max() hands a NaN on, and is one pass without a temporary
+        nan = np.isnan(values)
+        result[nan] = (bits[nan] >> np.uint32(16)).astype(np.uint16) | np.uint16(0x0040)
+    return result

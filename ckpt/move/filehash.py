@@ -1,0 +1,114 @@
+"""Digests of files piece by piece: each tensor's bytes, and all the rest together.
+
+They are made while a file that was just written is still in memory, and tell later which part of it has changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from xxhash import xxh3_128
+
+from ckpt.errors import CorruptError
+from ckpt.move.files import translate_os_errors
+from ckpt.plan.checkpoint import TargetFile
+
+#: A piece that is hashed on its own, as offset and length in bytes; None stands for what lies outside of all pieces.
+Piece = tuple[int, int]
+
+CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the processor's cache
+_JOB = 32 << 20  # small pieces are handed to a thread together, up to this many bytes
+_MAX_PIECES = 4096  # of a file, and of all files together, so that digests take little room
+_MAX_PIECES_TOGETHER = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """A file's size in bytes, the xxh3-128 of each piece, and that of everything else in it, in order."""
+
+    size: int
+    pieces: dict[Piece, str]
+    rest: str
+
+
+def max_pieces(num_files: int) -> int:
+    """How many pieces a file may have where so many are written."""
+    return max(1, min(_MAX_PIECES, _MAX_PIECES_TOGETHER // max(1, num_files)))
+
+
+def pieces_of(file: TargetFile, at_most: int) -> list[Piece]:
+    """The pieces of a file that is to be written: one for each slot, as far as they do not interleave.
+
+    Of more than `at_most` slots, neighbours are one piece together, each about as large as the others.
+    """
+    spans = sorted((slot.extent.offset, slot.extent.end) for slot in file.slots if slot.extent.numel)
+    least = file.size // at_most if len(spans) > at_most else 0
+    pieces: list[Piece] = []
+    start = stop = 0
+    for low, high in spans:
+        if pieces and (low < stop or stop - start < least):
+            pieces.pop()
+            stop = max(stop, high)
+        else:
+            start, stop = low, high
+        pieces.append((start, stop - start))
+    return pieces
+
+
+def digest_of_bytes(content: bytes) -> FileDigest:
+    """The digest of a file without pieces."""
+    return FileDigest(len(content), {}, xxh3_128(content).hexdigest())
+
+
+def jobs(pieces: Iterable[Piece]) -> Iterator[list[Piece] | None]:
+    """What is to be hashed, in portions of some size for several threads: lists of pieces, and None for the rest."""
+    job: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        job.append(piece)
+        size += piece[1]
+        if size >= _JOB:
+            yield job
+            job, size = [], 0
+    if job:
+        yield job
+    yield None
+
+
+class Hasher:
+    """One thread that hashes, in a buffer of `chunk` bytes; `advance` is called with the number of bytes read."""
+
+    def __init__(self, chunk: int = CHUNK, advance: Callable[[int], None] = lambda _: None) -> None:
+        self._buffer = memoryview(bytearray(chunk))
+        self._advance = advance
+
+    def pieces(self, descriptor: int, path: str, pieces: Iterable[Piece]) -> dict[Piece, str]:
+        """The digest of each piece of an open file."""
+        return {piece: self._hash(descriptor, path, [piece]) for piece in pieces}
+
+    def rest(self, descriptor: int, path: str, size: int, pieces: Iterable[Piece]) -> str:
+        """The digest of what lies outside of `pieces`, which are in order, in an open file of `size` bytes."""
+        return self._hash(descriptor, path, _between(size, pieces))
+
+    def _hash(self, descriptor: int, path: str, ranges: Iterable[Piece]) -> str:
+        hasher = xxh3_128()
+        for offset, length in ranges:
+            while length:
+                with translate_os_errors(path):
+                    count = os.preadv(descriptor, (self._buffer[:length],), offset)
+                if not count:
+                    raise CorruptError("the file ends while it is being read", path=path, found=f"at byte {offset}")
+                hasher.update(self._buffer[:count])
+                offset, length = offset + count, length - count
+                self._advance(count)
+        return hasher.hexdigest()
+
+
+def _between(size: int, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    end = 0
+    for offset, length in (*pieces, (size, 0)):
+        if offset > end:
+            yield end, offset - end
+        end = offset + length

@@ -1,0 +1,4 @@
+"""What a checkpoint is, what a target needs, and the proof that the one makes the other: pure, no file is opened.
+
+Imports nothing of ckpt but `errors` and `sizes`; numpy for index arithmetic, never torch.
+"""

@@ -1,0 +1,278 @@
+"""From a checkpoint and a target to copies, with the proof that every byte is covered exactly once.
+
+Pure: no I/O, no torch.  A plan can be printed, counted and dealt out by target file; `ckpt.move.run` carries it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from math import prod
+
+from ckpt.errors import CorruptError, LossError
+from ckpt.plan.checkpoint import Checkpoint, Key, Slot, Target, TargetFile
+from ckpt.plan.dtypes import CASTABLE, FLOAT64, DType
+from ckpt.plan.tensors import (
+    Box,
+    Extent,
+    FlatRange,
+    Fragment,
+    Region,
+    Shape,
+    Tensor,
+    check_tiling,
+    flat_boxes,
+    overlay,
+    whole,
+)
+
+_FEW = 4
+_CASTABLE = frozenset(CASTABLE.values()) | {FLOAT64}
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The elements of `source` go to `target`: the same shape, and a cast where the dtypes differ.
+
+    `target.path` is relative to the target folder.
+    """
+
+    source: Extent
+    target: Extent
+
+    @property
+    def is_span(self) -> bool:
+        """Whether it is a plain range of bytes on both sides."""
+        same = self.source.dtype == self.target.dtype
+        return same and self.source.is_contiguous and self.target.is_contiguous
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """How many tensors a plan casts from one dtype to another."""
+
+    source: DType
+    target: DType
+    num_tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is going to happen.  Made by `make_plan`, which has proved it."""
+
+    checkpoint: Checkpoint
+    target: Target
+    num_copies: int
+    span_bytes: int
+    buffered_bytes: int
+    casts: tuple[Cast, ...]
+    #: Bytes of the largest content that is computed as a whole.
+    largest_computed: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the files to be written."""
+        return sum(file.size for file in self.target.files)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of tensor data to be written."""
+        return self.span_bytes + self.buffered_bytes
+
+    def copies(self, file: TargetFile) -> Iterator[tuple[Slot, list[Copy]]]:
+        """The slots of `file` and the copies from files that fill each."""
+        computed = self.checkpoint.computed
+        for slot, copies in self._all_copies(file):
+            yield slot, [copy for copy in copies if copy.source.path not in computed]
+
+    def computed_copies(self, file: TargetFile) -> dict[str, list[Copy]]:
+        """The copies of what is computed, by the name of what it is in `Checkpoint.computed`."""
+        found: dict[str, list[Copy]] = {}
+        if self.checkpoint.computed:
+            for copy in (copy for _, copies in self._all_copies(file) for copy in copies):
+                if copy.source.path in self.checkpoint.computed:
+                    found.setdefault(copy.source.path, []).append(copy)
+        return found
+
+    def _all_copies(self, file: TargetFile) -> Iterator[tuple[Slot, Iterator[Copy]]]:
+        for slot in file.slots:
+            tensor = self.checkpoint.tensors[slot.key]
+            yield slot, _slot_copies(tensor.fragments(), tensor.shape, slot)
+
+
+def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
+    """Prove that `target` can be made from `checkpoint`, and count what it takes.
+
+    Raises CorruptError where fragments of a tensor leave a hole or overlap, LossError where a target range is filled
+    by nothing, a tensor goes nowhere, or a cast is none that is ever made.
+    """
+    regions: dict[Key, dict[Region, None]] = {}
+    few: dict[Key, tuple[Fragment, ...]] = {}  # of tensors with few fragments, which many slots may ask for
+    casts: dict[tuple[DType, DType], dict[Key, int]] = {}
+    num_copies = span_bytes = buffered_bytes = largest = 0
+    for file in target.files:
+        _check_file_cover(file)
+        for slot in file.slots:
+            tensor = checkpoint.tensors.get(slot.key)
+            if tensor is None:
+                raise LossError(
+                    f"the target needs the {slot.key[1]} of a tensor that the source does not have",
+                    path=file.name,
+                    fqn=slot.key[0],
+                )
+            if slot.key not in regions:
+                check_source(tensor)
+                first = tuple(islice(tensor.fragments(), _FEW + 1))
+                if len(first) <= _FEW:
+                    few[slot.key] = first
+            regions.setdefault(slot.key, {})[slot.region] = None
+            if slot.extent.dtype != tensor.dtype:
+                _check_cast(tensor, slot.extent.dtype)
+                per_key = casts.setdefault((tensor.dtype, slot.extent.dtype), {})
+                per_key[slot.key] = per_key.get(slot.key, 0) + slot.extent.nbytes
+            assert fits(slot.extent, slot.region), f"{file.name}: a slot of {slot.key} has another shape"
+            filled = 0
+            fragments = few.get(slot.key) or tensor.fragments()
+            for copy in _slot_copies(fragments, tensor.shape, slot):
+                num_copies += 1
+                filled += copy.target.numel
+                is_computed = copy.source.path in checkpoint.computed
+                largest = max(largest, copy.source.end) if is_computed else largest
+                if copy.is_span and not is_computed:
+                    span_bytes += copy.target.nbytes
+                else:
+                    buffered_bytes += copy.target.nbytes
+            if filled != slot.extent.numel:
+                raise LossError(
+                    "part of the target is filled by nothing",
+                    path=file.name,
+                    fqn=tensor.fqn,
+                    expected=f"{slot.extent.numel} elements",
+                    found=f"{filled} elements",
+                )
+    _check_every_source_used(checkpoint, target, regions)
+    counted = tuple(Cast(a, b, len(keys), sum(keys.values())) for (a, b), keys in casts.items())
+    return Plan(checkpoint, target, num_copies, span_bytes, buffered_bytes, counted, largest)
+
+
+def check_source(tensor: Tensor) -> None:
+    """Raise CorruptError unless the tensor's fragments tile it and fit their extents."""
+    regions = []
+    for fragment in tensor.fragments():
+        if not fits(fragment.extent, fragment.region) or fragment.extent.dtype != tensor.dtype:
+            raise CorruptError(
+                "a fragment does not fit the part of the tensor that it should hold",
+                path=fragment.extent.path,
+                rank=fragment.rank,
+                fqn=tensor.fqn,
+                expected=f"{tensor.dtype} for {fragment.region}",
+                found=f"{fragment.extent.dtype} of shape {list(fragment.extent.shape)}",
+            )
+        regions.append(fragment.region)
+    fault = check_tiling(regions, tensor.shape)
+    if fault is not None:
+        words = {
+            "hole": "part of a tensor is stored nowhere",
+            "overlap": "part of a tensor is stored twice",
+            "outside": "a stored part lies outside its tensor",
+        }
+        raise CorruptError(
+            words[fault.kind],
+            path=_file_of(tensor, fault.region),
+            fqn=tensor.fqn,
+            expected=f"fragments that tile shape {list(tensor.shape)}",
+            found=f"{fault.kind} at {fault.region}",
+        )
+
+
+def fits(extent: Extent, region: Region) -> bool:
+    """Whether an extent has the shape of what `region` says it holds."""
+    if isinstance(region, Box):
+        return extent.shape == region.sizes
+    return extent.shape == (region.numel,) and extent.is_contiguous
+
+
+def _file_of(tensor: Tensor, region: Region) -> str | None:
+    """A file to name in a message about `region`: the one whose fragment touches it, or the first."""
+    first = None
+    for fragment in tensor.fragments():
+        first = first or fragment.extent.path
+        if fragment.region == region:
+            return fragment.extent.path
+    return first
+
+
+def _slot_copies(fragments: Iterable[Fragment], shape: Shape, slot: Slot) -> Iterator[Copy]:
+    for common in overlay(fragments, [Fragment(slot.region, slot.extent)], shape):
+        source, target = common.a, common.b
+        if source.is_contiguous and target.is_contiguous:
+            source, target = source.reshape((source.numel,)), target.reshape((target.numel,))
+        yield Copy(source, target)
+
+
+def _check_cast(tensor: Tensor, target: DType) -> None:
+    if tensor.dtype not in _CASTABLE or target not in _CASTABLE:
+        raise LossError(f"there is no cast from {tensor.dtype} to {target}", fqn=tensor.fqn)
+
+
+def _check_file_cover(file: TargetFile) -> None:
+    """Every byte of a target file comes from one literal or one slot.  A failure is a writer's bug."""
+    spans = [(offset, offset + len(data)) for offset, data in file.literals]
+    spans += [(offset, offset + length) for offset, length in file.zeros]
+    spans += [(s.extent.offset, s.extent.end) for s in file.slots if s.extent.is_contiguous and s.extent.numel]
+    strided = sum(s.extent.nbytes for s in file.slots if not s.extent.is_contiguous)
+    covered = strided + sum(stop - start for start, stop in spans)
+    spans.sort()
+    overlapping = any(stop > start for (_, stop), (start, _) in pairwise(spans))
+    outside = any(s.extent.offset < 0 or s.extent.end > file.size for s in file.slots)
+    if covered != file.size or overlapping or outside or (spans and not 0 <= spans[0][0] <= spans[-1][1] <= file.size):
+        raise AssertionError(f"{file.name}: literals and slots cover {covered} of {file.size} bytes")
+
+
+def _check_every_source_used(checkpoint: Checkpoint, target: Target, regions: dict[Key, dict[Region, None]]) -> None:
+    for key, tensor in checkpoint.tensors.items():
+        if key in regions:
+            # A target may hold an element more than once: as a master and, rounded, as a weight.
+            fault = check_tiling(list(regions[key]), tensor.shape, overlaps=True)
+            if fault is not None:
+                raise LossError(
+                    "part of a tensor would not be written", fqn=tensor.fqn, found=f"{fault.kind} at {fault.region}"
+                )
+        elif key not in target.leaves_out:
+            raise LossError("a tensor of the source goes nowhere in the target", fqn=key[0], found=f"role {key[1]}")
+
+
+def choose_replica(checkpoint: Checkpoint, rank: int) -> Checkpoint:
+    """`checkpoint` with replicated tensors taken from `rank`, and no others compared with it."""
+
+    def chosen(tensor: Tensor) -> Tensor:
+        for source in (tensor.source, *tensor.replicas):
+            if any(fragment.rank == rank for fragment in source.fragments(tensor.shape)):
+                return replace(tensor, source=source, replicas=())
+        raise LossError(f"rank {rank} holds no replica of this tensor", fqn=tensor.fqn)
+
+    tensors = {key: chosen(t) if t.replicas else t for key, t in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=tensors)
+
+
+def first_index(region: Region, shape: tuple[int, ...], position: int) -> tuple[int, ...]:
+    """The index in the tensor of the element at `position`, in row-major order, of `region`."""
+    if isinstance(region, FlatRange):
+        position += region.start
+        region = whole(shape)
+    index = []
+    for dim, (offset, step) in enumerate(zip(region.offsets, region.all_steps, strict=True)):
+        inner = prod(region.sizes[dim + 1 :])
+        index.append(offset + position // inner * step)
+        position %= inner
+    return tuple(index)
+
+
+def region_boxes(region: Region, shape: tuple[int, ...]) -> Iterator[Box]:
+    """`region` as boxes."""
+    if isinstance(region, Box):
+        yield region
+    else:
+        yield from flat_boxes(shape, region.start, region.stop)

@@ -1,0 +1,119 @@
+"""Which stored tensor a weights-only target takes for each parameter, and in which dtype.
+
+The rules are those of the frameworks themselves: weights that are stored in the model's dtype are taken as
+they are; where only fp32 masters are stored (a ZeRO optimizer), the model's weights are their rounding to the
+model's dtype, which is exactly what the engine computes after each step.  No other cast happens unless
+`--dtype` asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
+from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
+from ckpt.plan.tensors import Tensor
+
+#: Only these are ever the source of a cast: integers, bools, complex numbers, fp8 and fp4 keep their bits.
+CAST_SOURCES = frozenset({FLOAT64, FLOAT32, BFLOAT16, FLOAT16})
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tensor that is written for a parameter or buffer, and the dtype it is written in."""
+
+    tensor: Tensor
+    dtype: DType
+
+    @property
+    def key(self) -> Key:
+        return self.tensor.fqn, self.tensor.role
+
+    @property
+    def is_cast(self) -> bool:
+        return self.dtype != self.tensor.dtype
+
+
+def choose(weight: Tensor | None, master: Tensor | None, dtype: DType | None) -> Choice:
+    """What to write for a parameter that is stored as `weight`, as `master` or as both.
+
+    `dtype` None keeps the model's own precision.
+    """
+    either = weight or master
+    assert either is not None
+    if dtype is None or either.dtype not in CAST_SOURCES:
+        if weight is not None:
+            return Choice(weight, weight.dtype)
+        native = either.native if either.native in CAST_SOURCES and either.dtype in CAST_SOURCES else None
+        return Choice(either, native or either.dtype)
+    if weight is not None and weight.dtype == dtype:
+        return Choice(weight, dtype)
+    return Choice(master or either, dtype)
+
+
+def choices(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
+    """One choice per parameter and buffer, by fqn.  Buffers keep their bits whatever `dtype` says."""
+    weights: dict[str, Tensor] = {}
+    masters: dict[str, Tensor] = {}
+    found: dict[str, Choice] = {}
+    for (fqn, role), tensor in checkpoint.tensors.items():
+        if role == BUFFER:
+            found[fqn] = Choice(tensor, tensor.dtype)
+        elif role == WEIGHT:
+            weights[fqn] = tensor
+        elif role == MASTER:
+            masters[fqn] = tensor
+    for fqn in {**weights, **masters}:
+        found[fqn] = choose(weights.get(fqn), masters.get(fqn), dtype)
+    return found
+
+
+def describe(chosen: Mapping[str, Choice], checkpoint: Checkpoint, asked: DType | None) -> list[str]:
+    """What a user should know about the precision that was chosen, and which option gives the other."""
+    parameters = [c for c in chosen.values() if c.tensor.role in (WEIGHT, MASTER)]
+    has_master = {fqn for fqn, role in checkpoint.tensors if role == MASTER}
+    rounded = [c for c in parameters if c.tensor.role == MASTER and c.is_cast]
+    exact = [c for c in parameters if c.tensor.role == MASTER and not c.is_cast]
+    beside = [c for c in parameters if c.tensor.role == WEIGHT and c.tensor.fqn in has_master]
+    cast = [c for c in parameters if c.tensor.role == WEIGHT and c.is_cast]
+    notes = []
+    if rounded:
+        names = _dtypes(rounded)
+        whose = "the model's dtype, " if asked is None else ""
+        notes.append(
+            f"{_count(rounded)} written in {names}, {whose}rounded from the {_stored(rounded)} masters; "
+            "--dtype fp32 writes the masters as they are"
+        )
+    if exact:
+        native = sorted({c.tensor.native.name for c in exact if c.tensor.native and c.tensor.native != c.dtype})
+        other = f"; --dtype keep writes the model's own dtype, {' and '.join(native)}" if native and asked else ""
+        notes.append(f"{_count(exact)} written as the {_stored(exact)} masters are, bit for bit{other}")
+    if beside:
+        masters = [checkpoint.tensors[c.tensor.fqn, MASTER] for c in beside]
+        differ = [m for m, c in zip(masters, beside, strict=True) if m.dtype != c.dtype]
+        if differ:
+            notes.append(
+                f"{_count(beside)} written as the model's {_stored(beside)} weights are; "
+                "--dtype fp32 writes the fp32 masters"
+            )
+        else:
+            notes.append(f"{_count(beside)} written as the model's {_stored(beside)} weights are")
+    if cast:
+        notes.append(f"{_count(cast)} cast from {_stored(cast)} to {_dtypes(cast)}, as --dtype asks")
+    kept = [c for c in parameters if asked is not None and c.dtype != asked]
+    if kept:
+        notes.append(f"{_count(kept)} kept in {_dtypes(kept)}: --dtype casts only fp64, fp32, bf16 and fp16")
+    return notes
+
+
+def _count(chosen: list[Choice]) -> str:
+    return f"{len(chosen)} parameter" + ("s" if len(chosen) != 1 else "")
+
+
+def _dtypes(chosen: list[Choice]) -> str:
+    return " and ".join(sorted({c.dtype.name for c in chosen}))
+
+
+def _stored(chosen: list[Choice]) -> str:
+    return " and ".join(sorted({c.tensor.dtype.name for c in chosen}))

@@ -1,0 +1,348 @@
+"""Declared, invertible relations between two namespaces of the same tensors.
+
+A relation is a list of links, each saying that a box of one tensor is a box of another, dim by dim.  Renaming,
+stacking, splitting, interleaving and transposing are all of this kind, so a relation is declared once and inverted
+mechanically, and the proof that nothing is left over on either side is the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt.errors import CorruptError, LossError
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import (
+    ZEROS,
+    Box,
+    Extent,
+    FlatRange,
+    Fragment,
+    Shape,
+    Source,
+    Tensor,
+    TilingFault,
+    check_tiling,
+    flat_boxes,
+    flat_range,
+    stepped,
+    whole,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Box `a_box` of tensor `a` is box `b_box` of tensor `b`.
+
+    `dims[d]` is the dim of `b` that dim `d` of `a` becomes; None for a dim of size 1 in the box that `b` does not
+    have.  Dims of `b` that no dim of `a` becomes have size 1 in `b_box`.
+    """
+
+    a: str
+    a_box: Box
+    b: str
+    b_box: Box
+    dims: tuple[int | None, ...]
+
+    @classmethod
+    def rename(cls, a: str, b: str, shape: Shape) -> Link:
+        return cls(a, whole(shape), b, whole(shape), tuple(range(len(shape))))
+
+    def inverse(self) -> Link:
+        back: list[int | None] = [None] * len(self.b_box.sizes)
+        for dim, target in enumerate(self.dims):
+            if target is not None:
+                back[target] = dim
+        return Link(self.b, self.b_box, self.a, self.a_box, tuple(back))
+
+    @property
+    def is_one_to_one(self) -> bool:
+        """Whether every dim of either box is one of the other of the same size, or has size 1."""
+        kept = {target: self.a_box.sizes[dim] for dim, target in enumerate(self.dims) if target is not None}
+        dropped = [self.a_box.sizes[dim] for dim, target in enumerate(self.dims) if target is None]
+        return (
+            len(self.dims) == len(self.a_box.sizes) == len(kept) + len(dropped)
+            and all(size == 1 for size in dropped)
+            and all(0 <= target < len(self.b_box.sizes) for target in kept)
+            and all(size == kept.get(dim, 1) for dim, size in enumerate(self.b_box.sizes))
+        )
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether row-major order within the two boxes is the same."""
+        kept = [d for d in self.dims if d is not None]
+        return kept == sorted(kept)
+
+
+@dataclass(frozen=True)
+class Relation:
+    """Links between all tensors of two namespaces, with the shapes on either side.
+
+    `a_padding` are boxes of tensors of `a` that have no counterpart in `b`, and mean nothing: rows of a vocabulary
+    that are there to make it divisible.  They are left out on the way to `b`, and zero on the way back.  `a_copies`
+    maps tensors of `a` to others of `a` that hold the same; `b` has only these.  The same holds of `b`.
+    """
+
+    links: tuple[Link, ...]
+    a_shapes: Mapping[str, Shape]
+    b_shapes: Mapping[str, Shape]
+    a_padding: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
+    b_padding: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
+    a_copies: Mapping[str, str] = field(default_factory=dict)
+    b_copies: Mapping[str, str] = field(default_factory=dict)
+
+    def inverse(self) -> Relation:
+        return Relation(
+            tuple(link.inverse() for link in self.links),
+            self.b_shapes,
+            self.a_shapes,
+            self.b_padding,
+            self.a_padding,
+            self.b_copies,
+            self.a_copies,
+        )
+
+    def check(self) -> None:
+        """Prove that every element on either side is placed exactly once; LossError otherwise."""
+        for link in self.links:
+            if not link.is_one_to_one:
+                raise LossError(
+                    "the name mapping links boxes of different sizes",
+                    fqn=link.a,
+                    found=f"{link.a_box} is {link.b_box} of {link.b!r}",
+                )
+        a_boxes = _boxes_by_name((link.a, link.a_box) for link in self.links)
+        b_boxes = _boxes_by_name((link.b, link.b_box) for link in self.links)
+        _check_side(a_boxes, self.a_shapes, self.a_padding, self.a_copies)
+        _check_side(b_boxes, self.b_shapes, self.b_padding, self.b_copies)
+
+
+def _boxes_by_name(placed: Iterable[tuple[str, Box]]) -> dict[str, list[Box]]:
+    boxes: dict[str, list[Box]] = {}
+    for name, box in placed:
+        boxes.setdefault(name, []).append(box)
+    return boxes
+
+
+def _check_side(
+    placed: Mapping[str, list[Box]],
+    shapes: Mapping[str, Shape],
+    padding: Mapping[str, tuple[Box, ...]],
+    copies: Mapping[str, str],
+) -> None:
+    """Prove that links and padding together tile every tensor, and that copies are of tensors that are linked."""
+    for name in [*placed, *padding, *copies, *copies.values()]:
+        if name not in shapes:
+            raise LossError("the name mapping places a tensor that is not there", fqn=name)
+    for name, shape in shapes.items():
+        if name in copies and name not in placed and copies[name] not in copies and shapes[copies[name]] == shape:
+            continue
+        boxes = [*placed.get(name, ()), *padding.get(name, ())]
+        if boxes == [whole(shape)]:  # nearly all of them, and there may be tens of thousands
+            continue
+        fault = check_tiling(boxes, shape)
+        if not boxes:  # which tiles a tensor without elements
+            fault = TilingFault("hole", whole(shape))
+        if fault is not None:
+            raise LossError(
+                "the name mapping does not place this tensor exactly once",
+                fqn=name,
+                found=f"{fault.kind} at {fault.region} of shape {list(shape)}",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Linked:
+    """A tensor put together from boxes of others, as links say, and of zeros where its `padding` is."""
+
+    parts: tuple[tuple[Link, Shape, Source], ...]
+    padding: tuple[Box, ...]
+    dtype: DType
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        for link, a_shape, source in self.parts:
+            a_flat, b_flat = flat_range(link.a_box, a_shape), flat_range(link.b_box, shape)
+            for fragment in source.fragments(a_shape):
+                if isinstance(fragment.region, FlatRange) and a_flat and b_flat and link.keeps_order:
+                    yield from _shift(fragment, a_flat, b_flat)
+                else:
+                    yield from _carry(fragment, a_shape, link)
+        for box in self.padding:
+            yield Fragment(box, Extent.contiguous(ZEROS, 0, self.dtype, box.sizes))
+
+
+def _shift(fragment: Fragment, a: FlatRange, b: FlatRange) -> Iterator[Fragment]:
+    region = fragment.region
+    assert isinstance(region, FlatRange)
+    start, stop = max(region.start, a.start), min(region.stop, a.stop)
+    if start < stop:
+        extent = fragment.extent.flat(start - region.start, stop - region.start)
+        move = b.start - a.start
+        yield Fragment(FlatRange(start + move, stop + move), extent, fragment.rank)
+
+
+def _carry(fragment: Fragment, a_shape: Shape, link: Link) -> Iterator[Fragment]:
+    for box, extent in _boxes(fragment, a_shape):
+        common = box.intersect(link.a_box)
+        if common is None:
+            continue
+        part, linked = extent.narrow(common.relative_to(box)), common.relative_to(link.a_box)
+        num_dims = len(link.b_box.sizes)
+        offsets, sizes, steps, strides = [0] * num_dims, [1] * num_dims, [1] * num_dims, [0] * num_dims
+        for dim, target in enumerate(link.dims):
+            if target is not None:
+                offsets[target] = linked.offsets[dim]
+                sizes[target] = common.sizes[dim]
+                strides[target] = part.strides[dim]
+        if linked.steps:
+            for dim, target in enumerate(link.dims):
+                if target is not None:
+                    steps[target] = linked.steps[dim]
+        region = link.b_box.inside(stepped(tuple(offsets), tuple(sizes), tuple(steps)))
+        placed = Extent(part.path, part.offset, part.dtype, tuple(sizes), tuple(strides))
+        yield Fragment(region, placed, fragment.rank)
+
+
+def _boxes(fragment: Fragment, shape: Shape) -> Iterator[tuple[Box, Extent]]:
+    region = fragment.region
+    if isinstance(region, Box):
+        yield region, fragment.extent
+        return
+    done = 0
+    for box in flat_boxes(shape, region.start, region.stop):
+        yield box, fragment.extent.flat(done, done + box.numel).reshape(box.sizes)
+        done += box.numel
+
+
+def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Checkpoint:
+    """`checkpoint` under the names of the relation's `b` side.
+
+    Every role of a tensor is carried: what holds for a weight holds element by element for its master and for the
+    optimizer's states.  Raises LossError where the relation does not place a tensor.
+    """
+    relation.check()
+    into: dict[str, list[Link]] = {name: [] for name in relation.b_shapes}
+    onto: dict[str, list[str]] = {name: [] for name in relation.a_shapes}
+    for link in relation.links:
+        into[link.b].append(link)
+        if link.b not in onto[link.a]:
+            onto[link.a].append(link.b)
+
+    roles: dict[str, list[str]] = {}
+    for fqn, role in checkpoint.tensors:
+        roles.setdefault(fqn, []).append(role)
+    for fqn in roles:
+        if fqn not in onto:
+            raise LossError("the name mapping has no place for this tensor", fqn=fqn)
+    checkpoint = _with_copies_as_replicas(checkpoint, relation.a_copies, roles)
+
+    tensors: dict[Key, Tensor] = {}
+    for name, links in into.items():
+        for role in dict.fromkeys(role for link in links for role in roles.get(link.a, (WEIGHT,))):
+            tensors[name, role] = _combine(checkpoint, name, role, relation, links)
+    for name, owner in relation.b_copies.items():
+        for role in [role for role in (WEIGHT, MASTER, BUFFER) if (owner, role) in tensors]:
+            tensors[name, role] = tensors[owner, role].renamed(name)
+    return replace(
+        checkpoint,
+        tensors=tensors,
+        namespace=namespace,
+        ties=_translate_ties(checkpoint.ties, onto),
+        state=_translate_state(checkpoint.state, onto),
+    )
+
+
+def _with_copies_as_replicas(
+    checkpoint: Checkpoint, copies: Mapping[str, str], roles: Mapping[str, list[str]]
+) -> Checkpoint:
+    """`checkpoint` in which a tensor that has a copy of another name has it as a replica, to be compared with it."""
+    if not copies:
+        return checkpoint
+    tensors = dict(checkpoint.tensors)
+    for copy, owner in copies.items():
+        for role in roles.get(copy, ()):
+            one, other = tensors.pop((copy, role)), tensors.get((owner, role))
+            if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+                raise LossError(
+                    "a tensor that the model has once is stored twice, and not the same way",
+                    fqn=copy,
+                    expected=f"the {role} of {owner!r} again" + (f", {other.dtype}" if other else ""),
+                    found="no such tensor" if other is None else f"{one.dtype} of shape {list(one.shape)}",
+                )
+            tensors[owner, role] = replace(other, replicas=(*other.replicas, one.source, *one.replicas))
+    return replace(checkpoint, tensors=tensors)
+
+
+def _combine(checkpoint: Checkpoint, name: str, role: str, relation: Relation, links: list[Link]) -> Tensor:
+    shape, parts = relation.b_shapes[name], []
+    for link in links:
+        tensor = checkpoint.get(link.a, role)
+        if tensor is None:
+            raise LossError(
+                f"{name!r} is made from several tensors, and one of them has no {role!r}",
+                fqn=link.a,
+                expected=role,
+            )
+        parts.append((link, tensor))
+    first = parts[0][1]
+    padding = relation.b_padding.get(name, ())
+    if not padding and links == [Link.rename(first.fqn, name, relation.a_shapes[first.fqn])]:
+        return first.renamed(name)
+    for link, tensor in parts:
+        if tensor.shape != relation.a_shapes[link.a]:
+            raise LossError(
+                f"{name!r} is made from parts of tensors, and the {role!r} of one has a shape of its own",
+                fqn=link.a,
+                expected=f"shape {list(relation.a_shapes[link.a])}",
+                found=f"shape {list(tensor.shape)}",
+            )
+    dtypes: set[DType] = {tensor.dtype for _, tensor in parts}
+    if len(dtypes) > 1:
+        raise CorruptError(
+            f"{name!r} is made from tensors of several dtypes",
+            fqn=first.fqn,
+            found=", ".join(sorted(map(str, dtypes))),
+        )
+
+    def linked(number: int | None) -> Source:
+        """The parts' sources, or their replicas of that number where they have one."""
+        chosen = []
+        for link, tensor in parts:
+            replica = () if number is None else tensor.replicas[number : number + 1]
+            chosen.append((link, tensor.shape, replica[0] if replica else tensor.source))
+        return _Linked(tuple(chosen), padding, first.dtype)
+
+    replicas = tuple(linked(number) for number in range(max(len(tensor.replicas) for _, tensor in parts)))
+    return Tensor(name, role, first.dtype, shape, linked(None), first.native, replicas)
+
+
+def _translate_ties(ties: Mapping[str, str], onto: Mapping[str, list[str]]) -> dict[str, str]:
+    """Ties under the new names.  An alias holds no tensor of its own, so it is named like its owner's kind."""
+    result = {}
+    for alias, owner in ties.items():
+        owners = onto.get(owner, [owner])
+        aliases = onto.get(alias, [alias])
+        result.update(dict(zip(aliases, owners, strict=False)))
+    return result
+
+
+def _translate_state(state: TrainingState, onto: Mapping[str, list[str]]) -> TrainingState:
+    def names(fqns: Iterable[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(new for fqn in fqns for new in onto.get(fqn, [fqn])))
+
+    groups = tuple(ParamGroup(names(group.fqns), group.options) for group in state.param_groups)
+    scalars: dict[str, dict[str, Any]] = {}
+    for name, values in state.scalars.items():
+        translated = scalars.setdefault(name, {})
+        for fqn, value in values.items():
+            for new in onto.get(fqn, [fqn]):
+                if translated.setdefault(new, value) != value:
+                    raise LossError(
+                        f"{new!r} is made from parameters that differ in {name!r}",
+                        fqn=fqn,
+                        expected=translated[new],
+                        found=value,
+                    )
+    return replace(state, param_groups=groups, scalars=scalars)

@@ -1,0 +1,603 @@
+"""Boxes, extents, fragments and logical tensors: pure arithmetic, no I/O, no torch.
+
+A logical tensor is an fqn, a role, a dtype and a shape.  Its elements lie in fragments: a region of the
+tensor and the extent of a file that holds that region.  Everything that converts, compares or reshards is
+the intersection of two such descriptions (`overlay`), and the proof that one of them leaves no hole and no
+overlap (`check_tiling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import gcd, lcm, prod
+from typing import Protocol, runtime_checkable
+
+from ckpt.plan.dtypes import DType
+
+Shape = tuple[int, ...]
+
+
+#: A file of zeros without end: where padding lies that no source has stored.
+ZEROS = "/dev/zero"
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """`sizes` elements from `offsets` on, in every dim of a tensor.  A 0-d tensor has the empty box `Box((), ())`.
+
+    `steps` is empty where the elements are neighbours, as nearly everywhere; otherwise it says for each dim how far
+    apart they are: rows 1, 3, 5 of a tensor that interleaves two others are offset 1, size 3, step 2.
+    """
+
+    offsets: Shape
+    sizes: Shape
+    steps: Shape = ()
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, or None where there is none."""
+        if self.steps or other.steps:
+            return _intersect_steps(self, other)
+        offsets, sizes = [], []
+        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            start, stop = max(a, b), min(a + n, b + m)
+            if start >= stop:
+                return None
+            offsets.append(start)
+            sizes.append(stop - start)
+        return Box(tuple(offsets), tuple(sizes))
+
+    def relative_to(self, outer: Box) -> Box:
+        """This box in the coordinates of a tensor that holds just `outer`."""
+        offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
+        if not (self.steps or outer.steps):
+            return Box(offsets, self.sizes)
+        steps = outer.all_steps
+        inner = tuple(s // t for s, t in zip(self.all_steps, steps, strict=True))
+        return stepped(tuple(o // t for o, t in zip(offsets, steps, strict=True)), self.sizes, inner)
+
+    def inside(self, inner: Box) -> Box:
+        """`inner`, given in the coordinates of a tensor that holds just this box, in those that this box is in."""
+        steps = self.all_steps
+        offsets = tuple(a + b * t for a, b, t in zip(self.offsets, inner.offsets, steps, strict=True))
+        if not (self.steps or inner.steps):
+            return Box(offsets, inner.sizes)
+        return stepped(offsets, inner.sizes, tuple(s * t for s, t in zip(inner.all_steps, steps, strict=True)))
+
+    @property
+    def all_steps(self) -> Shape:
+        """The steps, of every dim."""
+        return self.steps or (1,) * len(self.sizes)
+
+    @property
+    def ends(self) -> Shape:
+        """Behind the last element, in every dim."""
+        return tuple(a + (n - 1) * s + 1 for a, n, s in zip(self.offsets, self.sizes, self.all_steps, strict=True))
+
+    def __str__(self) -> str:
+        parts = zip(self.offsets, self.ends, self.all_steps, strict=True)
+        return "[" + ", ".join(f"{a}:{b}" + (f":{s}" if s != 1 else "") for a, b, s in parts) + "]"
+
+
+def stepped(offsets: Shape, sizes: Shape, steps: Shape) -> Box:
+    """The box with these steps; those of dims with one element have no say, so that equal boxes compare equal."""
+    steps = tuple(step if size > 1 else 1 for size, step in zip(sizes, steps, strict=True))
+    return Box(offsets, sizes, steps if any(step != 1 for step in steps) else ())
+
+
+def _intersect_steps(one: Box, other: Box) -> Box | None:
+    """What two arithmetic progressions have in common, dim by dim, is one too."""
+    offsets, sizes, steps = [], [], []
+    dims = zip(one.offsets, one.sizes, one.all_steps, other.offsets, other.sizes, other.all_steps, strict=True)
+    for a, n, s, b, m, t in dims:
+        common = gcd(s, t)
+        if (b - a) % common or not n or not m:
+            return None
+        step = s // common * t
+        first = a + (b - a) // common * pow(s // common, -1, t // common) % (t // common) * s
+        start = max(a, b)
+        first += -((first - start) // step) * step
+        stop = min(a + (n - 1) * s, b + (m - 1) * t) + 1
+        if first >= stop:
+            return None
+        offsets.append(first)
+        sizes.append((stop - 1 - first) // step + 1)
+        steps.append(step)
+    return stepped(tuple(offsets), tuple(sizes), tuple(steps))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRange:
+    """Elements `start` to `stop` of a tensor in row-major order.
+
+    Flat partitions (one long buffer cut among ranks) are of this kind.  A flat range is at most 2*ndim - 1 boxes
+    (`flat_boxes`); kept whole it is one copy instead of several, which is what a thousand ranks need.
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"elements {self.start}:{self.stop}"
+
+
+Region = Box | FlatRange
+
+
+def whole(shape: Shape) -> Box:
+    """The box that is all of a tensor of this shape."""
+    return Box((0,) * len(shape), shape)
+
+
+def contiguous_strides(shape: Shape) -> Shape:
+    """Row-major strides, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def is_contiguous(shape: Shape, strides: Shape) -> bool:
+    """Whether the elements lie one after the other in row-major order (dims of size 1 have no say)."""
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return size == 0 or 0 in shape
+        step *= size
+    return True
+
+
+def flat_range(box: Box, shape: Shape) -> FlatRange | None:
+    """`box` as a flat range of a tensor of `shape`, or None where it is not one.
+
+    It is one where, after leading dims of size 1, one dim is cut freely and all dims behind it are whole.
+    """
+    if box.numel == 0:
+        return FlatRange(0, 0)
+    if box.steps:
+        return None
+    start, step, cut = 0, 1, False
+    for offset, size, full in zip(reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True):
+        if cut and size != 1:
+            return None
+        cut = cut or size != full
+        start += offset * step
+        step *= full
+    return FlatRange(start, start + box.numel)
+
+
+def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """The flat range `start:stop` of a tensor of `shape` as disjoint boxes, in row-major order.
+
+    At most 2*ndim - 1 of them: a ragged head and tail per dim around one block of whole rows.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    if len(shape) == 1:
+        yield Box((start,), (stop - start,))
+        return
+    row = prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+
+    def partial(index: int, a: int, b: int) -> Iterator[Box]:
+        for box in flat_boxes(shape[1:], a, b):
+            yield Box((index, *box.offsets), (1, *box.sizes))
+
+    if first == last:
+        yield from partial(first, head, tail)
+        return
+    if head:
+        yield from partial(first, head, row)
+        first += 1
+    if first < last:
+        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+    if tail:
+        yield from partial(last, 0, tail)
+
+
+def flat_regions(box: Box, shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, int]]:
+    """Elements `start:stop` of `box`, in row-major order, as regions of a tensor of `shape`.
+
+    With each comes the number of the element of the box that it begins with.
+    """
+    flat = flat_range(box, shape)
+    if flat is not None:
+        yield FlatRange(flat.start + start, flat.start + stop), start
+        return
+    for inner in flat_boxes(box.sizes, start, stop):
+        yield box.inside(inner), start
+        start += inner.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A strided array in a file: `offset` in bytes from the file's start, `strides` in elements."""
+
+    path: str
+    offset: int
+    dtype: DType
+    shape: Shape
+    strides: Shape
+
+    @classmethod
+    def contiguous(cls, path: str, offset: int, dtype: DType, shape: Shape) -> Extent:
+        return cls(path, offset, dtype, shape, contiguous_strides(shape))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements (not of the gaps that strides leave between them)."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """The offset behind the last byte that this extent touches."""
+        if 0 in self.shape:
+            return self.offset
+        reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.offset + (reach + 1) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        return is_contiguous(self.shape, self.strides)
+
+    def narrow(self, box: Box) -> Extent:
+        """The part of this array that `box`, in its own coordinates, cuts out."""
+        skip = sum(offset * stride for offset, stride in zip(box.offsets, self.strides, strict=True))
+        strides = self.strides
+        if box.steps:
+            strides = tuple(stride * step for stride, step in zip(strides, box.steps, strict=True))
+        return Extent(self.path, self.offset + skip * self.dtype.itemsize, self.dtype, box.sizes, strides)
+
+    def flat(self, start: int, stop: int) -> Extent:
+        """Elements `start:stop` of a contiguous array, as a 1-d extent."""
+        offset = self.offset + start * self.dtype.itemsize
+        return Extent(self.path, offset, self.dtype, (stop - start,), (1,))
+
+    def reshape(self, shape: Shape) -> Extent:
+        """A contiguous array under another shape of the same number of elements."""
+        return Extent(self.path, self.offset, self.dtype, shape, contiguous_strides(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A region of a tensor and the extent that holds it.
+
+    With a `Box` the extent has the box's sizes as its shape; with a `FlatRange` it is 1-d and contiguous.
+    `rank` says who wrote it, for messages; None where no rank is known.
+    """
+
+    region: Region
+    extent: Extent
+    rank: int | None = None
+
+
+class Source(Protocol):
+    """Where a tensor's elements are: a rule that produces fragments when they are asked for.
+
+    A rule keeps what differs between tensors and not one object per rank, so that the description of 50,000
+    tensors on 1,024 ranks stays small.
+    """
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        """Fragments that tile the tensor; flat ones in rising order."""
+        ...
+
+
+@runtime_checkable
+class Padded(Protocol):
+    """A source that knows of padding which its format stores behind the tensor's elements."""
+
+    def padding(self, shape: Shape) -> Iterator[Fragment]:
+        """Flat ranges behind the last element, as if the tensor went on there; what they hold means nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor that lies in one place."""
+
+    extent: Extent
+    rank: int | None = None
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        yield Fragment(whole(shape), self.extent, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A tensor whose fragments are listed one by one."""
+
+    pieces: tuple[Fragment, ...]
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        yield from self.pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A logical tensor: one fqn in one role (`weight`, `master`, `buffer`, or an optimizer state's own name).
+
+    `native` is the dtype the model itself uses for this fqn, where the tensor's own is another one: an fp32
+    master of a bf16 model has `dtype` float32 and `native` bfloat16.  `replicas` hold the same elements again.
+    """
+
+    fqn: str
+    role: str
+    dtype: DType
+    shape: Shape
+    source: Source
+    native: DType | None = None
+    replicas: tuple[Source, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def fragments(self) -> Iterator[Fragment]:
+        return self.source.fragments(self.shape)
+
+    def renamed(self, fqn: str) -> Tensor:
+        return replace(self, fqn=fqn)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What two descriptions of a tensor have in common: the region, and the same elements in either extent."""
+
+    region: Region
+    a: Extent
+    b: Extent
+    a_rank: int | None = None
+    b_rank: int | None = None
+
+
+def _as_flat(fragment: Fragment, shape: Shape) -> Fragment | None:
+    """The fragment with a `FlatRange` and a 1-d extent, where both are possible."""
+    if isinstance(fragment.region, FlatRange):
+        return fragment
+    if not fragment.extent.is_contiguous:
+        return None
+    flat = flat_range(fragment.region, shape)
+    if flat is None:
+        return None
+    return Fragment(flat, fragment.extent.reshape((flat.numel,)), fragment.rank)
+
+
+def _all_flat(fragments: list[Fragment], shape: Shape) -> list[Fragment] | None:
+    """The fragments as flat ones, or None where one of them cannot be."""
+    found = []
+    for fragment in fragments:
+        flat = _as_flat(fragment, shape)
+        if flat is None:
+            return None
+        found.append(flat)
+    return found
+
+
+def _as_boxes(fragment: Fragment, shape: Shape) -> Iterator[Fragment]:
+    """The fragment as fragments of boxes."""
+    region = fragment.region
+    if isinstance(region, Box):
+        yield fragment
+        return
+    done = 0
+    for box in flat_boxes(shape, region.start, region.stop):
+        extent = fragment.extent.flat(done, done + box.numel).reshape(box.sizes)
+        yield Fragment(box, extent, fragment.rank)
+        done += box.numel
+
+
+def overlay(a: Iterable[Fragment], b: Iterable[Fragment], shape: Shape) -> Iterator[Overlap]:
+    """Every region that a fragment of `a` and one of `b` have in common, with both extents narrowed to it.
+
+    Where both sides are flat it is a merge of two sorted lists; otherwise boxes are intersected.
+    """
+    a, b = list(a), list(b)
+    flat_b = _all_flat(b, shape)
+    flat_a = None if flat_b is None else _all_flat(a, shape)
+    if flat_a is not None and flat_b is not None:
+        yield from _overlay_flat(flat_a, flat_b)
+    else:
+        boxes_b = sorted((g for f in b for g in _as_boxes(f, shape)), key=_first_offset)
+        for fragment in a:
+            for piece in _as_boxes(fragment, shape):
+                yield from _overlay_boxes(piece, boxes_b)
+
+
+def _first_offset(fragment: Fragment) -> int:
+    assert isinstance(fragment.region, Box)
+    return fragment.region.offsets[0] if fragment.region.offsets else 0
+
+
+def _overlay_boxes(piece: Fragment, others: list[Fragment]) -> Iterator[Overlap]:
+    assert isinstance(piece.region, Box)
+    end = piece.region.ends[0] if piece.region.sizes else 1
+    for other in others:
+        assert isinstance(other.region, Box)
+        if _first_offset(other) >= end:
+            break
+        common = piece.region.intersect(other.region)
+        if common is None:
+            continue
+        yield Overlap(
+            common,
+            piece.extent.narrow(common.relative_to(piece.region)),
+            other.extent.narrow(common.relative_to(other.region)),
+            piece.rank,
+            other.rank,
+        )
+
+
+def _flat_start(fragment: Fragment) -> int:
+    assert isinstance(fragment.region, FlatRange)
+    return fragment.region.start
+
+
+def _overlay_flat(a: list[Fragment], b: list[Fragment]) -> Iterator[Overlap]:
+    a.sort(key=_flat_start)
+    b.sort(key=_flat_start)
+    j = 0
+    for f in a:
+        assert isinstance(f.region, FlatRange)
+        while j < len(b) and b[j].region.stop <= f.region.start:  # type: ignore[union-attr]
+            j += 1
+        k = j
+        while k < len(b) and b[k].region.start < f.region.stop:  # type: ignore[union-attr]
+            g = b[k]
+            assert isinstance(g.region, FlatRange)
+            start, stop = max(f.region.start, g.region.start), min(f.region.stop, g.region.stop)
+            if start < stop:
+                yield Overlap(
+                    FlatRange(start, stop),
+                    f.extent.flat(start - f.region.start, stop - f.region.start),
+                    g.extent.flat(start - g.region.start, stop - g.region.start),
+                    f.rank,
+                    g.rank,
+                )
+            k += 1
+
+
+@dataclass(frozen=True, slots=True)
+class TilingFault:
+    """Why regions do not tile a tensor: `kind` is `hole`, `overlap` or `outside`."""
+
+    kind: str
+    region: Region
+
+
+def check_tiling(regions: Sequence[Region], shape: Shape, *, overlaps: bool = False) -> TilingFault | None:
+    """None if the regions cover every element of `shape` exactly once; otherwise the first fault found.
+
+    With `overlaps`, at least once will do.
+    """
+    return next(tiling_faults(regions, shape, overlaps=overlaps), None)
+
+
+def tiling_faults(regions: Sequence[Region], shape: Shape, *, overlaps: bool = False) -> Iterator[TilingFault]:
+    """Every fault that `check_tiling` looks for; a region that lies outside covers nothing.
+
+    One hole or overlap may come in several parts.
+    """
+    total = prod(shape)
+    inside = []
+    for region in regions:
+        if is_inside(region, shape):
+            inside.append(region)
+        else:
+            yield TilingFault("outside", region)
+    flat: list[FlatRange] = []
+    for region in inside:
+        as_flat = region if isinstance(region, FlatRange) else flat_range(region, shape)
+        if as_flat is None:
+            yield from _box_faults(inside, shape, overlaps)
+            return
+        if as_flat.numel:
+            flat.append(as_flat)
+    flat.sort(key=lambda r: r.start)
+    reached = 0
+    for r in flat:
+        if r.start > reached:
+            yield TilingFault("hole", FlatRange(reached, r.start))
+        if r.start < reached and not overlaps:
+            yield TilingFault("overlap", FlatRange(r.start, min(reached, r.stop)))
+        reached = max(reached, r.stop)
+    if reached < total:
+        yield TilingFault("hole", FlatRange(reached, total))
+
+
+def is_inside(region: Region, shape: Shape) -> bool:
+    """Whether `region` is one of a tensor of `shape`."""
+    if isinstance(region, FlatRange):
+        return 0 <= region.start <= region.stop <= prod(shape)
+    if not len(region.offsets) == len(region.sizes) == len(shape):
+        return False
+    dims = zip(region.offsets, region.sizes, region.ends, shape, strict=True)
+    return all(start >= 0 and size >= 0 and end <= full for start, size, end, full in dims)
+
+
+def _box_faults(regions: Sequence[Region], shape: Shape, overlaps: bool) -> Iterator[TilingFault]:
+    boxes: list[Box] = []
+    for region in regions:
+        parts = [region] if isinstance(region, Box) else flat_boxes(shape, region.start, region.stop)
+        boxes += [box for box in parts if box.numel]
+    return _sweep(boxes, (), (), shape, overlaps)
+
+
+def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool) -> Iterator[TilingFault]:
+    """Cut space into slabs at every edge of the next dim and check each slab in the dims that are left.
+
+    `offsets` and `sizes` are the slab so far.
+    """
+    dim = len(offsets)
+    if not boxes:
+        yield TilingFault("hole", Box(offsets + (0,) * (len(shape) - dim), sizes + shape[dim:]))
+        return
+    if dim == len(shape):
+        if len(boxes) > 1 and not overlaps:
+            yield TilingFault("overlap", Box(offsets, sizes))
+        return
+    if any(box.steps and box.steps[dim] != 1 for box in boxes):
+        yield from _sweep_residues(boxes, offsets, sizes, shape, overlaps)
+        return
+    edges = sorted({0, shape[dim]} | {e for b in boxes for e in (b.offsets[dim], b.offsets[dim] + b.sizes[dim])})
+    is_rest = boxes[0].offsets[dim:] == (0,) * (len(shape) - dim) and boxes[0].sizes[dim:] == shape[dim:]
+    if len(boxes) == 1 and is_rest:
+        return
+    by_start = sorted(boxes, key=lambda b: b.offsets[dim])
+    active: list[Box] = []
+    upcoming = 0
+    for start, stop in pairwise(edges):
+        active = [b for b in active if b.offsets[dim] + b.sizes[dim] > start]
+        while upcoming < len(by_start) and by_start[upcoming].offsets[dim] <= start:
+            active.append(by_start[upcoming])
+            upcoming += 1
+        yield from _sweep(active, (*offsets, start), (*sizes, stop - start), shape, overlaps)
+
+
+def _sweep_residues(
+    boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool
+) -> Iterator[TilingFault]:
+    """Check a dim with steps as several dims without: one of every residue."""
+    dim = len(offsets)
+    step = lcm(*(box.all_steps[dim] for box in boxes))
+    for residue in range(min(step, shape[dim])):
+        comb = Box((residue,), ((shape[dim] - residue - 1) // step + 1,), (step,))
+        inside = []
+        for box in boxes:
+            common = Box((box.offsets[dim],), (box.sizes[dim],), (box.all_steps[dim],)).intersect(comb)
+            if common is not None:
+                part = common.relative_to(comb)
+                inside.append(_with_dim(box, dim, part.offsets[0], part.sizes[0]))
+        for fault in _sweep(inside, offsets, sizes, (*shape[:dim], *comb.sizes, *shape[dim + 1 :]), overlaps):
+            assert isinstance(fault.region, Box)
+            within = fault.region.offsets[dim] * step + residue, fault.region.sizes[dim], step
+            yield replace(fault, region=_with_dim(fault.region, dim, *within))
+
+
+def _with_dim(box: Box, dim: int, offset: int, size: int, step: int = 1) -> Box:
+    def put(values: Shape, value: int) -> Shape:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    return stepped(put(box.offsets, offset), put(box.sizes, size), put(box.all_steps, step))

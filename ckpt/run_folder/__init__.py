@@ -1,0 +1,4 @@
+"""What stands in a run's folder beside the tensors: step folders, config, tokenizer, and what is left out.
+
+Imports `plan`, `move`, `containers` and `errors`.
+"""

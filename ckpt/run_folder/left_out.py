@@ -1,0 +1,33 @@
+"""What of a run has no place in a folder of weights, said to the user."""
+
+from __future__ import annotations
+
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.run_folder.companions import run_files
+from ckpt.sizes import show_size
+
+
+def training_left_out(checkpoint: Checkpoint) -> list[str]:
+    """Optimizer states, hyperparameters and training state of `checkpoint`, a line per kind that it has."""
+    lines = []
+    if names := checkpoint.optimizer_states:
+        tensors = list(checkpoint.with_role(*set(names) - {WEIGHT, MASTER, BUFFER}))
+        size = show_size(sum(t.nbytes for t in tensors))
+        lines.append(f"optimizer states {', '.join(names)} ({_count(len(tensors), 'tensor')}, {size})")
+    if groups := checkpoint.state.param_groups:
+        lines.append(f"hyperparameters of {_count(len(groups), 'param group')}")
+    step = [] if checkpoint.state.step is None else [f"step {checkpoint.state.step}"]
+    if state := step + sorted(checkpoint.state.items):
+        lines.append(f"training state {', '.join(state)}")
+    return lines
+
+
+def run_files_left_out(checkpoint: Checkpoint) -> list[str]:
+    """A line with the files of the run beside `checkpoint`, but for those that its optimizer was read from."""
+    read = {file.path for file in checkpoint.files} if checkpoint.optimizer_states else set()
+    names = run_files(checkpoint.folders, read)
+    return [f"files of the run {', '.join(names)}"] if names else []
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

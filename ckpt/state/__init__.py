@@ -1,0 +1,4 @@
+"""What a training state means whatever the format: an optimizer's states, a schedule, an adapter's names.
+
+Imports `plan` and `errors`.
+"""

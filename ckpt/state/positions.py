@@ -1,0 +1,56 @@
+"""How far a run has come, under the names by which each framework's schedules and data loaders know it.
+
+A checkpoint records the steps taken and most record the sequences seen.  Between DeepSpeed's and torch's schedules on
+one side and Megatron's on the other that is all that is carried: the shape of a schedule is the next run's own option.
+
+Format facts: megatron-core 0.16.1 (optimizer_param_scheduler.py), Megatron-LM core_v0.16.1 (training/checkpointing.py,
+`load_checkpoint`, which loads no optimizer without `opt_param_scheduler`; training/training.py counts its steps in
+sequences), deepspeed 0.19.8 (runtime/lr_schedules.py: -1 before the first step), torch 2.13 (optim/lr_scheduler.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.containers.torchfile.scalars import read_scalar
+
+#: Entries of a Megatron schedule's state beside its position: what the shape is.
+_SHAPE = (
+    "max_lr",
+    "min_lr",
+    "lr_warmup_steps",
+    "lr_decay_steps",
+    "lr_decay_style",
+    "start_wd",
+    "end_wd",
+    "wd_incr_style",
+    "wd_incr_steps",
+)
+
+
+def sequences_seen(items: Mapping[str, Any]) -> int | None:
+    """Sequences consumed so far: DeepSpeed's count, that of a trainer's `train_state`, or Megatron-LM's argument."""
+    count = items.get("global_samples")
+    for name, key in (("train_state", "sequences"), ("args", "consumed_train_samples")):
+        holder = items.get(name)
+        if count is None and isinstance(holder, Mapping):
+            count = holder.get(key)
+    if isinstance(count, StoredTensor):
+        count = read_scalar(count.extent)
+    return count if type(count) is int and count >= 0 else None
+
+
+def megatron_schedule(sequences: int) -> dict[str, Any]:
+    """The state of Megatron's schedule after so many sequences.
+
+    With `--override-opt-param-scheduler` its loader takes the position alone; without, it compares the shape with that
+    of the run's options, and says so of the first entry that is None here.
+    """
+    return {"num_steps": sequences, **dict.fromkeys(_SHAPE)}
+
+
+def deepspeed_schedule(steps: int) -> dict[str, Any]:
+    """The state of DeepSpeed's own schedules after so many steps, and of torch's, of which each takes its own part."""
+    return {"last_batch_iteration": steps - 1, "last_epoch": steps, "_step_count": steps + 1}

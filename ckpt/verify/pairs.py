@@ -1,0 +1,639 @@
+"""Compare two checkpoints: which tensors stand on both sides, and whether they hold the same bits.
+
+Tensors are paired by fqn and by what they are for, whatever the two formats are.  What one side as a whole has no place
+for (optimizer states, in a folder of weights) is listed as not compared, and never taken for equal.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
+from ckpt.move.files import translate_os_errors
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.plan.dtypes import BY_NAME
+from ckpt.plan.planner import check_source
+from ckpt.plan.tensors import Fragment, Tensor
+from ckpt.show.overview import one_line, summary_text
+from ckpt.sizes import show_size
+from ckpt.verify.compare import Difference, Element, Reader, check_replicas, compare, narrower
+
+Only = Literal["all", "weights", "optimizer"]
+#: Called with the bytes of side A that were compared since the last call.
+Progress = Callable[[int], None]
+
+EQUAL, DIFFERENT, ONLY_A, ONLY_B, UNREADABLE = "=", "*", "-", "+", "!"
+
+_FAMILY = (WEIGHT, MASTER, BUFFER)  # roles of the model itself; every other one is an optimizer state
+_SHOWN = 20  # results of a kind that are listed without `verbose`
+_MAX_NODES = 1000  # values looked at in one hyperparameter
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came out for one tensor.
+
+    `status` is one of rclone's signs: `=` equal, `*` different, `-` only in A, `+` only in B, `!` not readable.
+    `kind` says how: `equal`, `values`, `shape`, `dtype`, `scalar`, `missing`, `extra` or `unreadable`.  `fqn` and
+    `role` are those of side A where the tensor stands there; `b_fqn` and `b_role` those of side B.  `a` and `b` are the
+    shapes, dtypes or scalars that differ; `cast` the dtype in which the two were compared, where it is not their own.
+    `is_scalar` marks an optimizer state that is one number (Adam's step) and no tensor.
+    """
+
+    status: str
+    kind: str
+    fqn: str
+    role: str
+    b_fqn: str
+    b_role: str
+    nbytes: int = 0
+    difference: Difference | None = None
+    a: str | None = None
+    b: str | None = None
+    cast: str | None = None
+    error: str | None = None
+    is_scalar: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NotCompared:
+    """Tensors of one side, all of one role, that were not compared, and why."""
+
+    side: str
+    role: str
+    count: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"not compared: {one_line(self.role)} of {self.count} tensors of {self.side}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a verification.  `num_bytes` counts those of side A that were compared."""
+
+    a: Checkpoint
+    b: Checkpoint
+    results: tuple[Result, ...]
+    not_compared: tuple[NotCompared, ...]
+    num_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything that was to be compared is the same, and some tensor was compared."""
+        return self.num_compared > 0 and all(result.status == EQUAL for result in self.results)
+
+    @property
+    def num_compared(self) -> int:
+        """Tensors whose elements were compared."""
+        return sum(result.kind in ("equal", "values") and not result.is_scalar for result in self.results)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many results there are of each status, in the order in which they are shown."""
+        found = Counter(result.status for result in self.results)
+        return {status: found[status] for status in (EQUAL, DIFFERENT, ONLY_A, ONLY_B, UNREADABLE)}
+
+    def of_kind(self, kind: str) -> tuple[Result, ...]:
+        return tuple(result for result in self.results if result.kind == kind)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values, all of them finite and free of control characters."""
+        return {
+            "equal": self.equal,
+            "a": {"path": one_line(self.a.path), "format": one_line(self.a.format)},
+            "b": {"path": one_line(self.b.path), "format": one_line(self.b.format)},
+            "counts": self.counts,
+            "kinds": dict(Counter(result.kind for result in self.results)),
+            "bytes_compared": self.num_bytes,
+            "not_compared": [
+                {"side": n.side, "role": one_line(n.role), "count": n.count, "why": n.why} for n in self.not_compared
+            ],
+            "notes": [one_line(note) for note in self.notes],
+            "tensors": [_result_json(result) for result in self.results],
+        }
+
+    def lines(self, verbose: bool = False) -> Iterator[str]:
+        """The report as text: what differs, line by line (with `verbose` also what does not), then the outcome."""
+        shown: Counter[str] = Counter()
+        for result in self.results:
+            if verbose or (result.status != EQUAL and shown[result.kind] < _SHOWN):
+                yield _result_line(result, self.a, self.b)
+                shown[result.kind] += 1
+        if not verbose:
+            for kind, count in Counter(r.kind for r in self.results if r.status != EQUAL).items():
+                if count > _SHOWN:
+                    yield f"... and {count - _SHOWN} more of the kind {kind}; -v lists them all"
+        yield from map(str, self.not_compared)
+        yield from (f"note: {one_line(note)}" for note in self.notes)
+        yield self.outcome
+
+    @property
+    def outcome(self) -> str:
+        """One line that says it all."""
+        counts = self.counts
+        if self.equal:
+            tensors = _count(self.num_compared, "tensor")
+            num_scalars = counts[EQUAL] - self.num_compared
+            scalars = f" and {_count(num_scalars, 'scalar')}" if num_scalars else ""
+            how = "equal after rounding" if any(result.cast for result in self.results) else "equal"
+            return f"{how}: {tensors} ({show_size(self.num_bytes)}){scalars}, every bit compared"
+        if counts[EQUAL] == len(self.results):
+            return "different: no tensor was compared"
+        kinds = Counter(result.kind for result in self.results)
+        words = {
+            "values": "differ",
+            "shape": "differ in shape",
+            "dtype": "differ in dtype",
+            "scalar": "differ as scalars",
+            "missing": "only in A",
+            "extra": "only in B",
+            "unreadable": "could not be read",
+            "equal": "equal",
+        }
+        return "different: " + ", ".join(f"{kinds[kind]} {word}" for kind, word in words.items() if kinds[kind])
+
+
+def verify(
+    a: Checkpoint, b: Checkpoint, *, only: Only = "all", cast: bool = False, progress: Progress | None = None
+) -> Report:
+    """Compare every tensor of two checkpoints under the same names, bit for bit.
+
+    `only` confines it to the model's tensors or to the optimizer's.  With `cast`, the wider of two floating dtypes is
+    cast to the narrower one first; a master is always rounded for a weight in the model's own recorded dtype.  What
+    cannot be read is a result of its own; UsageError where one side holds nothing of what `only` asks for, CorruptError
+    where a file was replaced meanwhile.
+    """
+    for checkpoint in (a, b):
+        _check_holds(checkpoint, only)
+    work = _pair_up(a, b, only)
+    results, num_bytes = _carry_out(work, cast, progress)
+    for file in (*a.files, *b.files):
+        file.check_unchanged()
+    notes = [*work.notes, *_notes(a, b, results)]
+    return Report(a, b, tuple(results), tuple(work.not_compared()), num_bytes, tuple(notes))
+
+
+def _check_holds(checkpoint: Checkpoint, only: Only) -> None:
+    roles = {role for _, role in checkpoint.tensors}
+    if only not in ("all", "weights", "optimizer"):
+        raise UsageError("there is no such choice", expected="all, weights or optimizer", found=only)
+    if only == "weights" and not roles & set(_FAMILY):
+        raise UsageError("this checkpoint holds no weights that could be compared", path=checkpoint.path)
+    if only == "optimizer" and not roles - {WEIGHT, BUFFER} and not any(checkpoint.state.scalars.values()):
+        raise UsageError(
+            "this checkpoint holds no optimizer states that could be compared",
+            path=checkpoint.path,
+            found=f"a checkpoint of the format {checkpoint.format}",
+            hint="--only weights compares the model's tensors",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scalar:
+    """An optimizer state that is one number."""
+
+    fqn: str
+    role: str
+    value: Any
+
+
+_Thing = Tensor | _Scalar
+_Roles = dict[str, _Thing]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """What a checkpoint holds: things by fqn and role, and which roles it knows at all."""
+
+    label: str
+    names: Mapping[str, _Roles]
+    roles: frozenset[str]
+    trains: bool
+
+    @classmethod
+    def of(cls, label: str, checkpoint: Checkpoint) -> _Side:
+        names: dict[str, _Roles] = {}
+        for (fqn, role), tensor in checkpoint.tensors.items():
+            names.setdefault(fqn, {})[role] = tensor
+        for role, values in checkpoint.state.scalars.items():
+            for fqn, value in values.items():
+                names.setdefault(fqn, {}).setdefault(role, _Scalar(fqn, role, value))
+        roles = frozenset(role for things in names.values() for role in things)
+        optimizes = bool(roles - {WEIGHT, BUFFER}) or bool(checkpoint.state.param_groups)
+        return cls(label, names, roles, optimizes)
+
+    def why_without(self, thing: _Thing) -> str | None:
+        """Why this side as a whole has no place for the kind of `thing`; None where it has one."""
+        if thing.role in self.roles:
+            return None
+        if thing.role == MASTER:
+            return f"{self.label} holds no masters"
+        if not self.trains:
+            return f"{self.label} holds no optimizer states"
+        return f"{self.label} does not record it" if isinstance(thing, _Scalar) else None
+
+
+@dataclass
+class _Work:
+    """What is to be compared, and what is known without comparing."""
+
+    a: _Side
+    b: _Side
+    pairs: list[tuple[_Thing, _Thing] | Result] = field(default_factory=list)
+    skipped: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+    def skip(self, side: _Side, thing: _Thing, why: str) -> None:
+        self.skipped[side.label, thing.role, why] += 1
+
+    def alone(self, side: _Side, other: _Side, thing: _Thing) -> None:
+        """Note that the other side has nothing that `thing` could be compared with."""
+        why = other.why_without(thing)
+        if why is not None:
+            self.skip(side, thing, why)
+            return
+        self.missing(side, thing)
+
+    def missing(self, side: _Side, thing: _Thing) -> None:
+        status, kind = (ONLY_A, "missing") if side is self.a else (ONLY_B, "extra")
+        self.pairs.append(Result(status, kind, thing.fqn, thing.role, thing.fqn, thing.role))
+
+    def not_compared(self) -> Iterator[NotCompared]:
+        for (side, role, why), count in self.skipped.items():
+            yield NotCompared(side, role, count, why)
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """The name of one parameter on either side; None where it has none.
+
+    `second` marks an alias whose owner is matched under its own name already.
+    """
+
+    a: str | None
+    b: str | None
+    second: bool = False
+
+
+def _match(a: _Side, b: _Side, a_ties: Mapping[str, str], b_ties: Mapping[str, str]) -> Iterator[_Match]:
+    """Which name of A is which name of B.
+
+    A name that one side stores and the other records as tied is the other side's owner of that tie.
+    """
+    tied: dict[tuple[str, str], None] = {}
+    for fqn in a.names:
+        if fqn not in b.names:
+            owner = _owner(fqn, b_ties, b.names)
+            if owner is not None:
+                tied[fqn, owner] = None
+    for fqn in b.names:
+        if fqn not in a.names:
+            owner = _owner(fqn, a_ties, a.names)
+            if owner is not None:
+                tied[owner, fqn] = None
+    met_a, met_b = {x for x, _ in tied}, {y for _, y in tied}
+    for fqn in a.names:
+        if fqn in b.names:
+            yield _Match(fqn, fqn)
+        elif fqn not in met_a:
+            yield _Match(fqn, None)
+    for x, y in tied:
+        yield _Match(x, y, second=x in b.names or y in a.names)
+    for fqn in b.names:
+        if fqn not in a.names and fqn not in met_b:
+            yield _Match(None, fqn)
+
+
+def _owner(fqn: str, ties: Mapping[str, str], names: Mapping[str, Any]) -> str | None:
+    """The stored tensor that `fqn` is tied to, through any number of ties."""
+    seen = set()
+    while fqn in ties and fqn not in seen:
+        seen.add(fqn)
+        fqn = ties[fqn]
+        if fqn in names:
+            return fqn
+    return None
+
+
+def _pair_up(a: Checkpoint, b: Checkpoint, only: Only) -> _Work:
+    work = _Work(_Side.of("A", a), _Side.of("B", b))
+    num_common = num_tied = 0
+    for match in _match(work.a, work.b, a.ties, b.ties):
+        a_roles = work.a.names[match.a] if match.a is not None else {}
+        b_roles = work.b.names[match.b] if match.b is not None else {}
+        num_common += bool(a_roles and b_roles)
+        num_tied += match.a is not None and match.b is not None and match.a != match.b
+        model = _model_tensors(a_roles, b_roles)
+        if only != "optimizer":
+            _put_model(work, a_roles, b_roles, model)
+        if only != "weights":
+            _put_states(work, a_roles, b_roles, model if only == "all" else (None, None), match.second)
+    if num_tied:
+        work.notes.append(f"{_count(num_tied, 'tensor')} compared with the owner of a tie that the other side records")
+    if not num_common and work.a.names and work.b.names:
+        work.notes.append(
+            f"no name stands on both sides (A {a.namespace}, B {b.namespace}): are they checkpoints of one model?"
+        )
+    return work
+
+
+def _model_tensors(a: _Roles, b: _Roles) -> tuple[_Thing | None, _Thing | None]:
+    """What stands for the parameter or buffer itself on either side.
+
+    A weight goes with a weight and a master with a master.  Where that leaves one side without a partner, its weight
+    goes with the other's master; so does a weight that has the dtype of the other's master and not of its weight.
+    """
+    x, y = a.get(WEIGHT) or a.get(BUFFER), b.get(WEIGHT) or b.get(BUFFER)
+    x_master, y_master = a.get(MASTER), b.get(MASTER)
+    if x is not None and y is not None:
+        if _dtype(x) != _dtype(y):
+            if x_master is not None and y_master is None and _dtype(x_master) == _dtype(y):
+                return x_master, y
+            if y_master is not None and x_master is None and _dtype(y_master) == _dtype(x):
+                return x, y_master
+        return x, y
+    if x_master is not None and y_master is not None:
+        return x_master, y_master
+    return x or x_master, y or y_master
+
+
+def _dtype(thing: _Thing) -> object:
+    return thing.dtype if isinstance(thing, Tensor) else None
+
+
+def _put_model(work: _Work, a: _Roles, b: _Roles, model: tuple[_Thing | None, _Thing | None]) -> None:
+    x, y = model
+    if x is None or y is None:
+        for side, thing in ((work.a, x), (work.b, y)):
+            if thing is not None:
+                work.missing(side, thing)
+        return
+    work.pairs.append((x, y))
+    for side, other, roles in ((work.a, work.b, a), (work.b, work.a, b)):
+        thing = roles.get(WEIGHT) or roles.get(BUFFER)
+        if thing is not None and thing is not x and thing is not y:
+            work.skip(side, thing, f"{other.label} holds these only in the form of the masters, which were compared")
+
+
+def _put_states(work: _Work, a: _Roles, b: _Roles, done: tuple[_Thing | None, _Thing | None], second: bool) -> None:
+    """Masters and optimizer states.  A master that stands for the parameter itself is `done` already."""
+    for role in dict.fromkeys((*a, *b)):
+        x, y = a.get(role), b.get(role)
+        if role in (WEIGHT, BUFFER):
+            continue
+        if x is not None and y is not None:
+            if x is not done[0] or y is not done[1]:
+                work.pairs.append((x, y))
+        elif x is not None and x is not done[0] and not second:
+            work.alone(work.a, work.b, x)
+        elif y is not None and y is not done[1] and not second:
+            work.alone(work.b, work.a, y)
+
+
+def _carry_out(work: _Work, cast: bool, progress: Progress | None) -> tuple[list[Result], int]:
+    """The results in the order of `work`, reading in the order in which side A lies in its files."""
+    results: list[Result | None] = []
+    jobs: list[tuple[int, Tensor, Tensor]] = []
+    for item in work.pairs:
+        if isinstance(item, Result):
+            results.append(item)
+        elif isinstance(item[0], Tensor) and isinstance(item[1], Tensor):
+            jobs.append((len(results), item[0], item[1]))
+            results.append(None)
+        else:
+            results.append(_compare_scalars(work, *item))
+    jobs.sort(key=lambda job: _location(job[1]))
+    advance = progress or (lambda _: None)
+    with Reader(advance) as reader, Reader() as other_ranks:
+        for slot, x, y in jobs:
+            result = results[slot] = _compare_tensors(x, y, reader, other_ranks, cast)
+            if result.kind in ("shape", "dtype"):  # decided without reading
+                advance(x.nbytes)
+    done = [result for result in results if result is not None]
+    return done, sum(result.nbytes for result in done)
+
+
+def _location(tensor: Tensor) -> tuple[str, int]:
+    first: Fragment | None = next(iter(tensor.fragments()), None)
+    return (first.extent.path, first.extent.offset) if first else ("", 0)
+
+
+def _compare_tensors(a: Tensor, b: Tensor, reader: Reader, other_ranks: Reader, cast: bool) -> Result:
+    names = a.fqn, a.role, b.fqn, b.role
+    try:
+        for tensor in (a, b):
+            check_source(tensor)
+            check_replicas(tensor, other_ranks)
+        if a.shape != b.shape:
+            return Result(DIFFERENT, "shape", *names, a=str(list(a.shape)), b=str(list(b.shape)))
+        rounds = cast or _is_rounded_master(a, b) or _is_rounded_master(b, a)
+        common = narrower(a.dtype, b.dtype) if rounds else a.dtype
+        if common is None or (not rounds and a.dtype != b.dtype):
+            return Result(DIFFERENT, "dtype", *names, a=a.dtype.name, b=b.dtype.name)
+        difference = compare(a.shape, a.fragments(), b.fragments(), reader, cast=rounds)
+    except (CorruptError, NotFoundError, StorageError) as error:
+        return Result(UNREADABLE, "unreadable", *names, error=_error_text(error))
+    cast_to = common.name if a.dtype != b.dtype else None
+    if difference is None:
+        return Result(EQUAL, "equal", *names, nbytes=a.nbytes, cast=cast_to)
+    return Result(DIFFERENT, "values", *names, nbytes=a.nbytes, difference=difference, cast=cast_to)
+
+
+def _is_rounded_master(master: Tensor, weight: Tensor) -> bool:
+    """Whether one side holds only the master of a weight that the other holds in the model's recorded dtype.
+
+    The engine's own weight is the master rounded to that dtype, so that is what the other side must equal.
+    """
+    return master.role == MASTER and weight.role == WEIGHT and master.native == weight.dtype
+
+
+def _error_text(error: CkptError) -> str:
+    facts = [f"{name}: {value}" for name, value in error.facts().items() if name != "tensor"]
+    return "; ".join([printable(error.what), *facts])
+
+
+def _compare_scalars(work: _Work, a: _Thing, b: _Thing) -> Result | None:
+    """Compare two numbers, one of which may be stored as a tensor of one element.  None where they are no numbers."""
+    names = a.fqn, a.role, b.fqn, b.role
+    try:
+        x, y = _number(a), _number(b)
+    except (CorruptError, NotFoundError, StorageError) as error:
+        return Result(UNREADABLE, "unreadable", *names, error=_error_text(error), is_scalar=True)
+    same = same_value(x, y)
+    if same is None:
+        work.skip(work.a, a, "the values are of kinds that cannot be compared")
+        return None
+    if same:
+        return Result(EQUAL, "equal", *names, is_scalar=True)
+    return Result(DIFFERENT, "scalar", *names, a=summary_text(x), b=summary_text(y), is_scalar=True)
+
+
+def _number(thing: _Thing) -> Any:
+    if isinstance(thing, _Scalar):
+        return thing.value
+    if thing.numel != 1:
+        return list(thing.shape)  # equal to no number
+    check_source(thing)
+    extent = next(fragment.extent for fragment in thing.fragments() if fragment.extent.numel)
+    with translate_os_errors(extent.path):
+        return read_scalar(extent)
+
+
+def same_value(a: Any, b: Any) -> bool | None:
+    """Whether two plain values are the same; numbers by value, so that 4 is 4.0, and NaN is NaN.
+
+    None where a value is neither plain nor a list or mapping of plain values, or has too many parts to look at.
+    """
+    left, unknown = [(a, b)], False
+    for _ in range(_MAX_NODES):
+        if not left:
+            return None if unknown else True
+        x, y = left.pop()
+        if isinstance(x, int | float) and isinstance(y, int | float):
+            if x != y and not (x != x and y != y):
+                return False
+        elif isinstance(x, list | tuple) and isinstance(y, list | tuple):
+            if len(x) != len(y):
+                return False
+            left += zip(x[:_MAX_NODES], y[:_MAX_NODES], strict=True)
+        elif isinstance(x, dict) and isinstance(y, dict):
+            if x.keys() != y.keys():
+                return False
+            left += [(x[key], y[key]) for _, key in zip(range(_MAX_NODES), x, strict=False)]
+        elif _is_plain(x) and _is_plain(y):
+            if x != y:
+                return False
+        else:
+            unknown = True
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, int | float | str | bytes | list | tuple | dict)
+
+
+def _notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iterator[str]:
+    """What a user should know beside the results."""
+    results = list(results)
+    if not any(r.status in (EQUAL, DIFFERENT) for r in results):
+        yield "nothing was compared, so nothing was found equal"
+    castable = sum(r.kind == "dtype" and _castable(r) for r in results)
+    if castable:
+        yield f"{_count(castable, 'tensor')} differ in dtype; --cast rounds the wider side to the narrower first"
+    casts = Counter(r.cast for r in results if r.cast is not None)
+    for name, count in casts.items():
+        yield f"{_count(count, 'tensor')} compared in {name}, to which the wider side was rounded"
+    crossed = Counter((r.role, r.b_role) for r in results if r.role != r.b_role and r.kind in ("equal", "values"))
+    for (role, b_role), count in crossed.items():
+        if {role, b_role} != {WEIGHT, BUFFER}:
+            yield f"{_count(count, 'tensor')} compared across roles: {role} of A with {b_role} of B"
+    if a.state.step is not None and b.state.step is not None and a.state.step != b.state.step:
+        yield f"the training steps differ: {a.state.step} in A, {b.state.step} in B"
+    yield from _hyperparameter_notes(a, b)
+
+
+def _castable(result: Result) -> bool:
+    assert result.a is not None and result.b is not None
+    return narrower(BY_NAME[result.a], BY_NAME[result.b]) is not None
+
+
+def _hyperparameter_notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
+    """Options of param groups that differ, by how many parameters they hold for.  No difference of the checkpoints."""
+    a_groups, b_groups = a.state.param_groups, b.state.param_groups
+    group_in_b = {fqn: number for number, group in enumerate(b_groups) for fqn in group.fqns}
+    common = Counter(
+        (number, group_in_b[fqn]) for number, group in enumerate(a_groups) for fqn in group.fqns if fqn in group_in_b
+    )
+    found: Counter[str] = Counter()
+    for (x, y), count in common.items():
+        one, other = a_groups[x].options, b_groups[y].options
+        for name in one:
+            if name in other and same_value(one[name], other[name]) is False:
+                found[f"{name} is {summary_text(one[name])} in A, {summary_text(other[name])} in B"] += count
+    for text, count in list(found.items())[:_SHOWN]:
+        yield f"hyperparameter {text}, for {_count(count, 'parameter')}"
+    if len(found) > _SHOWN:
+        yield f"{len(found) - _SHOWN} more hyperparameters differ"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number != 1 else "")
+
+
+def _result_line(result: Result, a: Checkpoint, b: Checkpoint) -> str:
+    roles = one_line(result.role)
+    if result.b_role != result.role:
+        roles += f" against {one_line(result.b_role)}"
+    name = f"{result.status} {one_line(result.fqn)} ({roles})"
+    if result.b_fqn != result.fqn:
+        name += f", in B {one_line(result.b_fqn)}"
+    if result.difference is not None:
+        one, other = result.difference.a, result.difference.b
+        return f"{name}: {result.difference}; A: {_place(one, a)}; B: {_place(other, b)}"
+    if result.kind in ("shape", "dtype", "scalar"):
+        return f"{name}: {result.kind} {result.a} in A, {result.b} in B"
+    if result.error is not None:
+        return f"{name}: {one_line(result.error)}"
+    return name
+
+
+def _place(element: Element, checkpoint: Checkpoint) -> str:
+    path = os.path.relpath(element.path, checkpoint.path)
+    if path.startswith(os.pardir) or path == os.curdir:
+        path = element.path
+    rank = "" if element.rank is None else f" (rank {element.rank})"
+    return f"{one_line(path)}{rank} at byte {element.offset}"
+
+
+def _result_json(result: Result) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "status": result.status,
+        "kind": result.kind,
+        "fqn": one_line(result.fqn),
+        "role": one_line(result.role),
+    }
+    if (result.b_fqn, result.b_role) != (result.fqn, result.role):
+        found |= {"b_fqn": one_line(result.b_fqn), "b_role": one_line(result.b_role)}
+    if result.nbytes:
+        found["bytes"] = result.nbytes
+    for name, text in (("a", result.a), ("b", result.b), ("cast", result.cast), ("error", result.error)):
+        if text is not None:
+            found[name] = one_line(text)
+    if result.difference is not None:
+        found["difference"] = _difference_json(result.difference)
+    return found
+
+
+def _difference_json(difference: Difference) -> dict[str, Any]:
+    return {
+        "num_different": difference.num_different,
+        "numel": difference.numel,
+        "index": list(difference.index),
+        "a": _element_json(difference.a),
+        "b": _element_json(difference.b),
+        "largest": _finite(difference.largest),
+        "num_nan": difference.num_nan,
+    }
+
+
+def _element_json(element: Element) -> dict[str, Any]:
+    return {
+        "value": _finite(element.value),
+        "bits": element.bits,
+        "file": one_line(element.path),
+        "offset": element.offset,
+        "rank": element.rank,
+    }
+
+
+def _finite(value: int | float | str | None) -> int | float | str | None:
+    """`value`, or its name where JSON has no such number."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

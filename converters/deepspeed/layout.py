@@ -1,0 +1,142 @@
+"""The order and the places that DeepSpeed gives parameters in flat buffers, computed for any number of ranks.
+
+Pure arithmetic over numbers of elements.  `zero_partitions` has the same rules from the reader's side.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import TypeVar
+
+from converters.deepspeed.partitions import slot_size
+
+T = TypeVar("T")
+
+#: stage_1_and_2.py, `nccl_start_alignment_factor`: a group is padded to a multiple of this times the number of ranks.
+START_ALIGNMENT = 2
+#: runtime/zero/config.py, `sub_group_size`.
+SUB_GROUP_SIZE = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements `start:stop` of parameter number `index` lie from element `at` on of a rank's buffer."""
+
+    index: int
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """A parameter group of stages 1 and 2: one flat buffer, cut evenly among the ranks.
+
+    `starts` and `numels` are of each parameter, `paddings` what `parameter_alignment` puts behind it; `used` elements
+    are in use, and every rank has `partition` of them.
+    """
+
+    starts: tuple[int, ...]
+    numels: tuple[int, ...]
+    paddings: tuple[int, ...]
+    used: int
+    partition: int
+
+    def padding(self, rank: int) -> int:
+        """Elements at the end of the rank's partition that belong to no parameter; several last ranks may have some."""
+        return min(self.partition, max(0, (rank + 1) * self.partition - self.used))
+
+    def parts(self, rank: int) -> Iterator[Part]:
+        """What the rank holds, in rising order."""
+        first, last = rank * self.partition, (rank + 1) * self.partition
+        for index in range(max(0, bisect_right(self.starts, first) - 1), len(self.starts)):
+            begin, end = self.starts[index], self.starts[index] + self.numels[index]
+            if begin >= last:
+                return
+            start, stop = max(begin, first), min(end, last)
+            if start < stop:
+                yield Part(index, start - begin, stop - begin, start - first)
+
+
+def flat_layout(numels: Sequence[int], num_ranks: int, alignment: int = 1) -> FlatLayout:
+    """stage_1_and_2.py, `__init__` and `flatten_dense_tensors_aligned`.
+
+    `alignment` is in elements; the last parameter has no padding of its own.
+    """
+    starts, paddings = [], []
+    position = 0
+    for index, numel in enumerate(numels):
+        starts.append(position)
+        position += numel
+        padding = -position % alignment if index < len(numels) - 1 else 0
+        paddings.append(padding)
+        position += padding
+    whole = START_ALIGNMENT * num_ranks
+    padded = -(-position // whole) * whole
+    return FlatLayout(tuple(starts), tuple(numels), tuple(paddings), position, padded // num_ranks)
+
+
+def parameter_alignment(itemsize: int) -> int:
+    """Elements that `parameter_alignment` aligns to: 16 bytes of the model's dtype."""
+    return 16 // gcd(16, itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """A sub-group of stage 3: every rank has a slot for every parameter, `offsets` into its buffer of `length`."""
+
+    offsets: tuple[int, ...]
+    numels: tuple[int, ...]
+    length: int
+    num_ranks: int
+
+    def parts(self, rank: int) -> Iterator[Part]:
+        """What the rank holds, in rising order; the rest of its slots is padding."""
+        for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
+            slot = slot_size(numel, self.num_ranks)
+            start, stop = min(rank * slot, numel), min((rank + 1) * slot, numel)
+            if start < stop:
+                yield Part(index, start, stop, offset)
+
+
+def slot_layout(numels: Sequence[int], num_ranks: int) -> SlotLayout:
+    """partition_parameters.py, `_partition_param`; stage3.py, `_create_fp16_partitions_with_defragmentation`."""
+    offsets, position = [], 0
+    for numel in numels:
+        offsets.append(position)
+        position += slot_size(numel, num_ranks)
+    return SlotLayout(tuple(offsets), tuple(numels), position, num_ranks)
+
+
+def sub_groups(numels: Sequence[int], num_ranks: int, size: int = SUB_GROUP_SIZE) -> list[range]:
+    """The parameters of a group in sub-groups: stage3.py, `_create_fp16_sub_groups`.
+
+    A sub-group ends with the parameter that fills it; sizes are those of one rank's slots.
+    """
+    found, first, filled = [], 0, 0
+    for index, numel in enumerate(numels):
+        filled += slot_size(numel, num_ranks)
+        if filled >= size:
+            found.append(range(first, index + 1))
+            first, filled = index + 1, 0
+    if first < len(numels):
+        found.append(range(first, len(numels)))
+    return found
+
+
+def dealt(items: Sequence[T], num_ranks: int) -> list[T]:
+    """The order in which `round_robin_gradients` flattens: stage_1_and_2.py, `_round_robin_reorder`."""
+    return [item for first in range(num_ranks) for item in items[first::num_ranks]]
+
+
+def undealt(items: Sequence[T], num_ranks: int) -> list[T]:
+    """The order before `dealt`."""
+    places = dealt(range(len(items)), num_ranks)
+    return [item for _, item in sorted(zip(places, items, strict=True), key=lambda pair: pair[0])]

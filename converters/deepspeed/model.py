@@ -1,0 +1,485 @@
+"""What a DeepSpeed checkpoint holds, whatever the source: groups in flattening order, masters, states, weights.
+
+Shared by the writers of ZeRO files and of universal checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.containers.torchfile.pickles import Record
+from ckpt.errors import LossError
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, ParamGroup
+from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
+from ckpt.plan.precision import CAST_SOURCES, Choice, choices
+from ckpt.plan.tensors import Tensor
+from ckpt.state import adam, positions
+
+#: The version whose files these are, for sources that DeepSpeed did not write.
+VERSION = "0.19.8"
+
+# fmt: off
+#: Training state with a place of its own in a model file (engine.py, `_common_checkpoint_state`).
+MODEL_ITEMS = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples")
+#: Training state with a place of its own in an optimizer file (`state_dict` of the stages).
+OPTIMIZER_ITEMS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+#: What a pipeline of Megatron-DeepSpeed was read from, so that it can be written again.
+PIPELINE = "pipeline"
+#: Items of Megatron-DeepSpeed that are made of others.
+_DERIVED = ("args", PIPELINE)
+#: Items that are taken apart: neither copied through nor part of an optimizer file.
+_TAKEN_APART = frozenset({"ds_config", "client_state", "extra_state", "base_optimizer_state_step"})
+#: Entries of a model file that a client state must not overwrite.
+RESERVED = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", *MODEL_ITEMS, "global_steps", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",
+    "ds_config", "ds_version", "num_experts", "ds_autoep_layers", "universal_checkpoint_info",
+})
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model and its optimizer as DeepSpeed sees them.
+
+    `groups` are those of the optimizer, in its own order; `resumable` is False where the source does not say what
+    they are (then there is one per parameter).  `weights` has every parameter, `masters` the trainable ones; `states`
+    has the optimizer's tensors by fqn and role, `scalars` its numbers by name and fqn.
+    """
+
+    checkpoint: Checkpoint
+    groups: tuple[ParamGroup, ...]
+    resumable: bool
+    weights: Mapping[str, Choice]
+    masters: Mapping[str, Tensor]
+    states: Mapping[str, Mapping[str, Tensor]]
+    buffers: Mapping[str, Tensor]
+    left_out: frozenset[Key]
+    dropped: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def frozen(self) -> list[str]:
+        """Parameters that the optimizer does not own: frozen, or without elements."""
+        return [fqn for fqn in self.weights if fqn not in self.masters]
+
+    @property
+    def items(self) -> Mapping[str, Any]:
+        return self.checkpoint.state.items
+
+    @property
+    def dtype(self) -> DType:
+        """The model's own: that of most of its elements.
+
+        Of another framework's model, of those that are trained: others may have been kept as they are stored.
+        """
+        counts: dict[DType, int] = {}
+        trained = [self.weights[fqn] for fqn in self.masters] if not self.is_deepspeed else []
+        for choice in trained or self.weights.values():
+            counts[choice.dtype] = counts.get(choice.dtype, 0) + choice.tensor.numel
+        return max(counts, key=lambda dtype: counts[dtype], default=FLOAT32)
+
+    @property
+    def samples(self) -> int | None:
+        """Sequences consumed so far: DeepSpeed's own count, that of another trainer's `train_state`, or Megatron's."""
+        return positions.sequences_seen(self.items)
+
+    @property
+    def schedule(self) -> Any:
+        """The LR schedule's state: what the source recorded, or else the position that its steps tell."""
+        recorded, steps = self.items.get("lr_scheduler"), self.checkpoint.state.step
+        if recorded is not None or self.is_deepspeed or steps is None or not self.states:
+            return recorded
+        return positions.deepspeed_schedule(steps)
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Alias to owner."""
+        return _ties(self.checkpoint)
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed wrote the source."""
+        return _is_deepspeed(self.checkpoint)
+
+    @property
+    def version(self) -> str:
+        """DeepSpeed's, as the source records it."""
+        return (self.checkpoint.framework or "").partition("deepspeed ")[2] or VERSION
+
+    def roles(self, fqns: Iterable[str]) -> list[str]:
+        """The optimizer's tensor states that any of these has."""
+        return list(dict.fromkeys(role for fqn in fqns for role in self.states.get(fqn, ())))
+
+    def master_dtype(self, fqns: Sequence[str]) -> DType:
+        """One dtype for a flat buffer of masters: fp32, unless all are stored as masters of another one."""
+        masters = [self.masters[fqn] for fqn in fqns]
+        stored = {master.dtype for master in masters}
+        if len(stored) == 1 and all(master.role == MASTER for master in masters):
+            return stored.pop()
+        return FLOAT32
+
+    def state_dtype(self, fqns: Iterable[str], role: str) -> DType:
+        """One dtype for a flat buffer of states: that of the source, or fp32 where they differ."""
+        stored = {self.states[fqn][role].dtype for fqn in fqns if role in self.states.get(fqn, ())}
+        return stored.pop() if len(stored) == 1 else FLOAT32
+
+    def numbers(self, fqns: Sequence[str]) -> dict[str, Any]:
+        """States that are one number for all of these, such as Adam's step.
+
+        Raises LossError where they differ: a flat buffer has one of each.
+        """
+        found: dict[str, Any] = {}
+        for name, values in self.checkpoint.state.scalars.items():
+            for fqn in fqns:
+                if fqn in values and found.setdefault(name, values[fqn]) != values[fqn]:
+                    raise LossError(
+                        f"parameters of one group have taken different numbers of steps ({name}), which ZeRO's flat "
+                        "buffers cannot tell apart",
+                        fqn=fqn,
+                        expected=f"{name} {found[name]}",
+                        found=f"{name} {values[fqn]}",
+                    )
+        return found
+
+
+def _is_deepspeed(checkpoint: Checkpoint) -> bool:
+    return (checkpoint.framework or "").startswith("deepspeed")
+
+
+def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
+    """`checkpoint` as a DeepSpeed model; `dtype` None keeps the model's own."""
+    recorded = None if dtype is not None else _recorded_dtype(checkpoint)
+    dtype = dtype or recorded
+    aliases = set(_ties(checkpoint))
+    chosen = {fqn: choice for fqn, choice in choices(checkpoint, dtype).items() if fqn not in aliases}
+    buffers = {fqn: choice.tensor for fqn, choice in chosen.items() if _is_buffer(choice.tensor)}
+    weights = {fqn: choice for fqn, choice in chosen.items() if fqn not in buffers}
+    groups, resumable = _groups(checkpoint, weights)
+    masters = {fqn: _master(checkpoint, fqn) for group in groups for fqn in group.fqns}
+    kept = _kept_as_stored(checkpoint, weights, masters, resumable)
+    weights |= kept
+    states, misfits = _states(checkpoint, masters)
+    if not _is_deepspeed(checkpoint):
+        groups = [_completed(group, states) for group in groups]
+    dropped = _misfit_lines(misfits)
+    notes = [
+        *_dtype_notes(checkpoint, dtype, recorded),
+        *_kept_notes(kept),
+        *_gap_notes(groups, states),
+        *_unknown_group_notes(resumable),
+        *_schedule_notes(checkpoint),
+    ]
+    left_out = misfits | {
+        key
+        for fqn in masters
+        for key in ((fqn, WEIGHT),)
+        if key in checkpoint.tensors and (fqn, MASTER) in checkpoint.tensors
+    }
+    left_out |= {key for key in checkpoint.tensors if key[0] in aliases}
+    return Model(
+        checkpoint,
+        tuple(groups),
+        resumable,
+        weights,
+        masters,
+        states,
+        buffers,
+        frozenset(left_out),
+        tuple(dropped),
+        tuple(notes),
+    )
+
+
+def _recorded_dtype(checkpoint: Checkpoint) -> DType | None:
+    """The dtype that the model's config gives a model whose weights were trained in float32, as FSDP keeps them.
+
+    A 16-bit model of DeepSpeed has weights of its own beside float32 masters.
+    """
+    config = checkpoint.config or {}
+    named = BY_NAME.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."))
+    stored = {tensor.dtype for tensor in checkpoint.with_role(WEIGHT)}
+    if _is_deepspeed(checkpoint) or named not in (BFLOAT16, FLOAT16) or stored != {FLOAT32}:
+        return None
+    return named
+
+
+def _dtype_notes(checkpoint: Checkpoint, dtype: DType | None, recorded: DType | None) -> Iterator[str]:
+    if recorded is not None:
+        yield (
+            f"the model is {recorded}, as its config says, and its float32 weights are the masters; "
+            "--dtype fp32 makes it a float32 model"
+        )
+    elif dtype is None and "ds_config" not in checkpoint.state.items:
+        yield "no DeepSpeed config is recorded: the files are those of a model in its stored precision (--dtype)"
+
+
+def _kept_as_stored(
+    checkpoint: Checkpoint, weights: Mapping[str, Choice], masters: Mapping[str, Tensor], resumable: bool
+) -> dict[str, Choice]:
+    """What no optimizer owns, where the source does not tell buffers from frozen parameters.
+
+    An engine rounds the latter to its dtype as it loads them, and a buffer, which it keeps as it is, must not be.
+    """
+    if _is_deepspeed(checkpoint) or not resumable or any(True for _ in checkpoint.with_role(BUFFER)):
+        return {}
+    others = {fqn: choice for fqn, choice in weights.items() if fqn not in masters and choice.is_cast}
+    return {fqn: Choice(choice.tensor, choice.tensor.dtype) for fqn, choice in others.items()}
+
+
+def _kept_notes(kept: Mapping[str, Choice]) -> Iterator[str]:
+    if kept:
+        yield (
+            f"{_named(list(kept))} kept as stored: the optimizer does not own it, and the source does not tell frozen "
+            "parameters from buffers; DeepSpeed rounds the former as it loads them"
+        )
+
+
+def _ties(checkpoint: Checkpoint) -> dict[str, str]:
+    """Aliases of tensors that are there."""
+    found = {fqn for fqn, _ in checkpoint.tensors}
+    return {alias: owner for alias, owner in checkpoint.ties.items() if owner in found}
+
+
+def _is_buffer(tensor: Tensor) -> bool:
+    """A tensor that no optimizer could own is taken for a buffer where the source does not tell them apart."""
+    return tensor.role == BUFFER or (tensor.role == WEIGHT and tensor.dtype not in CAST_SOURCES)
+
+
+def _master(checkpoint: Checkpoint, fqn: str) -> Tensor:
+    return checkpoint.get(fqn, MASTER) or checkpoint.tensors[fqn, WEIGHT]
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def _groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> tuple[list[ParamGroup], bool]:
+    """The optimizer's groups, and whether the source records them with their hyperparameters."""
+    known = _known_groups(checkpoint, weights)
+    if known and all(group.options for group in known):
+        return known, True
+    names = [fqn for group in known for fqn in group.fqns] or _trainable(checkpoint, weights)
+    return [ParamGroup((fqn,), {}) for fqn in names], False
+
+
+def _known_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[ParamGroup]:
+    """Groups as recorded, each parameter under its own name and once, without those that have no elements."""
+    found: list[ParamGroup] = []
+    taken: set[str] = set()
+    for group in checkpoint.state.param_groups:
+        fqns = []
+        for name in group.fqns:
+            fqn = checkpoint.ties.get(name, name)
+            if fqn not in weights:
+                raise LossError("a parameter group names a parameter that the source does not have", fqn=name)
+            if fqn not in taken and weights[fqn].tensor.numel:
+                fqns.append(fqn)
+                taken.add(fqn)
+        if fqns:
+            found.append(ParamGroup(tuple(fqns), group.options))
+    astray = [fqn for fqn, role in checkpoint.tensors if role == MASTER and fqn in weights and fqn not in taken]
+    if found and astray:
+        raise LossError("a parameter has a master, but no parameter group names it", fqn=astray[0])
+    return found
+
+
+def _completed(group: ParamGroup, states: Mapping[str, Mapping[str, Tensor]]) -> ParamGroup:
+    """A group of another framework's Adam with the options that DeepSpeed's own cannot do without."""
+    roles = {role for fqn in group.fqns for role in states.get(fqn, ())}
+    if not adam.is_adam(group.options, roles):
+        return group
+    return ParamGroup(group.fqns, {**group.options, **adam.missing_for_deepspeed(group.options)})
+
+
+def _trainable(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[str]:
+    """Where no groups are recorded: parameters with masters, or else with states, or else all that have elements."""
+    others = {fqn for fqn, role in checkpoint.tensors if role not in (WEIGHT, MASTER, BUFFER)}
+    for names in ({fqn for fqn, role in checkpoint.tensors if role == MASTER}, others):
+        if found := [fqn for fqn in weights if fqn in names]:
+            return found
+    return [fqn for fqn, choice in weights.items() if choice.tensor.numel]
+
+
+def _unknown_group_notes(resumable: bool) -> Iterator[str]:
+    if not resumable:
+        yield (
+            "the source records no parameter groups with hyperparameters, so DeepSpeed resumes no optimizer from this: "
+            "load it with load_checkpoint(..., load_optimizer_states=False)"
+        )
+
+
+def _schedule_notes(checkpoint: Checkpoint) -> Iterator[str]:
+    if not _is_deepspeed(checkpoint) and "lr_scheduler" not in checkpoint.state.items:
+        yield (
+            "the source records no LR schedule of DeepSpeed's or torch's: where DeepSpeed has the scheduler, "
+            + (
+                "load this with load_checkpoint(..., load_lr_scheduler_states=False)"
+                if checkpoint.state.step is None or not checkpoint.optimizer_states
+                else f"it goes on as the config has it after {checkpoint.state.step} steps"
+            )
+        )
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def _states(
+    checkpoint: Checkpoint, masters: Mapping[str, Tensor]
+) -> tuple[dict[str, dict[str, Tensor]], frozenset[Key]]:
+    """The optimizer's tensors by fqn and role, and those that fit no flat buffer: of another shape than theirs."""
+    states: dict[str, dict[str, Tensor]] = {}
+    misfits = set()
+    for (fqn, role), tensor in checkpoint.tensors.items():
+        if role in (WEIGHT, MASTER, BUFFER):
+            continue
+        if fqn in masters and tensor.shape == masters[fqn].shape:
+            states.setdefault(fqn, {})[role] = tensor
+        else:
+            misfits.add((fqn, role))
+    return states, frozenset(misfits)
+
+
+def _misfit_lines(misfits: Iterable[Key]) -> list[str]:
+    by_role: dict[str, list[str]] = {}
+    for fqn, role in sorted(misfits):
+        by_role.setdefault(role, []).append(fqn)
+    return [
+        f"optimizer state {role} of {_named(fqns)}: not shaped like a trainable parameter, as ZeRO's flat buffers are"
+        for role, fqns in by_role.items()
+    ]
+
+
+def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[str]:
+    """Parameters that never had a gradient have no states; DeepSpeed, which flattens, has zeros for them."""
+    gaps: dict[str, list[str]] = {}
+    for group in groups:
+        roles = dict.fromkeys(role for fqn in group.fqns for role in states.get(fqn, ()))
+        for role in roles:
+            missing = [fqn for fqn in group.fqns if role not in states.get(fqn, ())]
+            if missing:
+                gaps.setdefault(role, []).extend(missing)
+    for role, fqns in gaps.items():
+        yield f"optimizer state {role} of {_named(fqns)} is not in the source: zeros, as DeepSpeed starts it"
+
+
+def _named(fqns: Sequence[str]) -> str:
+    return fqns[0] if len(fqns) == 1 else f"{len(fqns)} parameters ({fqns[0]}, ...)"
+
+
+# -- what is recorded beside tensors -----------------------------------------------------------------------------------
+
+
+def zero_options(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The `zero_optimization` section of the DeepSpeed config that the source records."""
+    config = checkpoint.state.items.get("ds_config")
+    options = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return options if isinstance(options, Mapping) else {}
+
+
+def ds_config(model: Model, stage: int, asked: DType | None) -> tuple[dict[str, Any], list[str]]:
+    """The DeepSpeed config of the source with the stage and the precision that are written, and notes on that.
+
+    It is a record: a run that loads the checkpoint has a config of its own.
+    """
+    recorded = model.items.get("ds_config")
+    config = dict(recorded) if isinstance(recorded, Mapping) else {}
+    options = dict(zero_options(model.checkpoint)) | {"stage": stage}
+    notes = []
+    if stage == 3 and options.get("elastic_checkpoint"):
+        options["elastic_checkpoint"] = False
+        notes.append("ds_config: elastic_checkpoint is off, as ZeRO-3 has none")
+    config["zero_optimization"] = options
+    if asked is not None or not recorded:  # otherwise the run's own config has the precision
+        config |= {
+            "bf16": _section(config, "bf16") | {"enabled": model.dtype == BFLOAT16},
+            "fp16": _section(config, "fp16") | {"enabled": model.dtype == FLOAT16},
+        }
+    device = _section(options, "offload_optimizer").get("device")
+    if device == "nvme":
+        notes.append(
+            "ds_config: the run offloads its optimizer to NVMe and would look for swap files; the state is in the "
+            "optimizer files, so resume without offload_optimizer or with its device cpu"
+        )
+    return config, notes
+
+
+def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return dict(section) if isinstance(section, Mapping) else {}
+
+
+def is_enabled(config: Mapping[str, Any], name: str) -> bool:
+    """Whether `bf16` or `fp16` is enabled in a DeepSpeed config."""
+    names = (name, "bfloat16") if name == "bf16" else (name,)
+    return any(_section(config, one).get("enabled") for one in names)
+
+
+def is_bf16_optimizer(config: Mapping[str, Any]) -> bool:
+    """Whether the engine of a DeepSpeed config has BF16_Optimizer, which deals no parameters and aligns none.
+
+    engine.py, `_do_optimizer_sanity_check`: bf16 with gradients in float32 under stage 1 without offload, or no ZeRO.
+    """
+    types, options = _section(config, "data_types"), _section(config, "zero_optimization")
+    stage = options.get("stage", 0)
+    is_offloaded = _section(options, "offload_optimizer").get("device") not in (None, "none")
+    in_fp32 = str(types.get("grad_accum_dtype")) in ("torch.float32", "fp32", "float32", "float")
+    return is_enabled(config, "bf16") and (stage == 0 or (stage == 1 and in_fp32 and not is_offloaded))
+
+
+def loss_scaler(model: Model, config: Mapping[str, Any]) -> Record:
+    """The loss scaler of the source, or the one that DeepSpeed starts with: runtime/fp16/loss_scaler.py."""
+    recorded = model.items.get("loss_scaler")
+    if isinstance(recorded, Record):
+        return recorded
+    module = "deepspeed.runtime.fp16.loss_scaler"
+    if not is_enabled(config, "fp16"):
+        return Record(module, "LossScaler", state={"cur_scale": 1.0, "dynamic": False})
+    fp16 = _section(config, "fp16")
+    if fp16.get("loss_scale"):
+        return Record(module, "LossScaler", state={"cur_scale": fp16["loss_scale"], "dynamic": False})
+    hysteresis = fp16.get("hysteresis", 2)
+    state = {
+        "cur_scale": 2 ** fp16.get("initial_scale_power", 16),
+        "dynamic": True,
+        "cur_iter": 0,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": fp16.get("loss_scale_window", 1000),
+        "min_scale": fp16.get("min_loss_scale", 1),
+        "delayed_shift": hysteresis,
+        "cur_hysteresis": hysteresis,
+        "consecutive_hysteresis": fp16.get("consecutive_hysteresis", False),
+        "raise_error_at_min_scale": True,
+        "dtype": FLOAT16,
+    }
+    return Record(module, "DynamicLossScaler", state=state)
+
+
+def optimizer_items(model: Model) -> dict[str, Any]:
+    """What an optimizer file holds beside tensors, as the source recorded it."""
+    if _is_deepspeed(model.checkpoint):
+        others = (*MODEL_ITEMS, *_TAKEN_APART, *_DERIVED)
+        return {name: value for name, value in model.items.items() if name not in others}
+    return {name: model.items[name] for name in OPTIMIZER_ITEMS if name in model.items}
+
+
+def client_state(model: Model) -> tuple[dict[str, Any], list[str]]:
+    """The user's own entries of a model file, and what of the training state has no place there.
+
+    What other engines record and DeepSpeed has no place for is handed to the user as client state.
+    """
+    recorded = model.items.get("client_state")
+    client = dict(recorded) if isinstance(recorded, Mapping) else {}
+    dropped = []
+    if not _is_deepspeed(model.checkpoint):
+        known = (*MODEL_ITEMS, *OPTIMIZER_ITEMS, *_TAKEN_APART)
+        client |= {name: value for name, value in model.items.items() if name not in known}
+    pipeline = model.items.get(PIPELINE)
+    if isinstance(pipeline, Mapping) and pipeline.get("of_slices"):
+        dropped.append(f"training state of the pipeline's ranks: {', '.join(pipeline['of_slices'])}")
+    for name in [name for name in client if name in RESERVED]:
+        del client[name]
+        dropped.append(f"training state {name!r}: DeepSpeed's files have an entry of their own under this name")
+    return client, dropped

@@ -1,0 +1,90 @@
+"""Where ZeRO puts the elements of a parameter: two rules, one for stages 1 and 2, one for stage 3.
+
+Pure arithmetic over extents.  A rule is kept once per flat group (or per slot offset), never once per rank and tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ckpt.plan.tensors import Extent, FlatRange, Fragment, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """One flat buffer cut evenly: rank r holds elements `r*partition` on, as many as its extent has.
+
+    Extents may be shorter than `partition` (padding stripped at the end) or have padding behind the last parameter.
+    """
+
+    extents: Sequence[Extent]
+    partition: int
+
+
+@dataclass(frozen=True, slots=True)
+class InFlatGroup:
+    """Stages 1 and 2: a parameter begins at element `start` of a flat group; `behind` elements of padding follow it.
+
+    deepspeed/runtime/zero/stage_1_and_2.py: parameters are laid end to end (with `parameter_alignment`, padded in
+    between), and the whole is padded to a multiple of twice the world size and cut evenly.
+    """
+
+    group: FlatGroup
+    start: int
+    behind: int = 0
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        return self._between(0, prod(shape))
+
+    def padding(self, shape: Shape) -> Iterator[Fragment]:
+        return self._between(prod(shape), prod(shape) + self.behind)
+
+    def _between(self, begin: int, end: int) -> Iterator[Fragment]:
+        """What is stored of elements `begin` to `end`, counted from the parameter's first."""
+        if begin == end:
+            return
+        start, stop, partition = self.start + begin, self.start + end, self.group.partition
+        for rank in range(start // partition, min((stop - 1) // partition + 1, len(self.group.extents))):
+            extent = self.group.extents[rank]
+            first = max(start, rank * partition)
+            last = min(stop, rank * partition + min(partition, extent.numel))
+            if first < last:
+                part = extent.flat(first - rank * partition, last - rank * partition)
+                yield Fragment(FlatRange(first - self.start, last - self.start), part, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class InSlots:
+    """Stage 3: every rank has a slot of ceil(numel / ranks) elements for the parameter, `offset` into its extent.
+
+    deepspeed/runtime/zero/partition_parameters.py, `_partition_param`.  What is left of the last slots is padding of
+    arbitrary content.
+    """
+
+    extents: Sequence[Extent]
+    offset: int
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        size = prod(shape)
+        slot = slot_size(size, len(self.extents))
+        for rank, extent in enumerate(self.extents):
+            first, last = rank * slot, min((rank + 1) * slot, size)
+            if first >= last:
+                return
+            yield Fragment(FlatRange(first, last), extent.flat(self.offset, self.offset + last - first), rank)
+
+    def padding(self, shape: Shape) -> Iterator[Fragment]:
+        size = prod(shape)
+        slot = slot_size(size, len(self.extents))
+        for rank, extent in enumerate(self.extents):
+            first, last = max(rank * slot, size), rank * slot + min(slot, extent.numel - self.offset)
+            if first < last:
+                at = self.offset + first - rank * slot
+                yield Fragment(FlatRange(first, last), extent.flat(at, at + last - first), rank)
+
+
+def slot_size(numel: int, num_ranks: int) -> int:
+    """Elements of a rank's slot for a parameter of `numel` elements under stage 3."""
+    return -(-numel // num_ranks)

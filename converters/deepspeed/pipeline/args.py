@@ -1,0 +1,60 @@
+"""Arguments of Megatron-DeepSpeed, whose sources branched off in 2021, and those that Megatron-LM has now.
+
+After deepspeedai/Megatron-DeepSpeed, megatron/arguments.py and checkpointing.py (`check_checkpoint_args`), and
+EleutherAI/gpt-neox, megatron/checkpointing.py, which compares every recorded argument with one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.containers.torchfile.pickles import Record
+
+_NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
+#: What both call the sizes of a layout.
+_TP, _PP = ("tensor_model_parallel_size", "model_parallel_size"), ("pipeline_model_parallel_size", "pipe_parallel_size")
+
+
+def attributes(args: Any) -> Mapping[str, Any]:
+    """The recorded arguments by name: Megatron-DeepSpeed saves a Namespace, GPT-NeoX a dict."""
+    if isinstance(args, Record):
+        return args.attributes
+    return args if isinstance(args, Mapping) else {}
+
+
+def current(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, with those that have new names since also under these."""
+    found = dict(args)
+    groups, heads = args.get("num_key_value_heads"), args.get("num_attention_heads")
+    if isinstance(groups, int):
+        found.setdefault("num_query_groups", groups)
+        found.setdefault("group_query_attention", groups != heads)
+    if "layernorm_epsilon" in args:
+        found.setdefault("norm_epsilon", args["layernorm_epsilon"])
+    norm = str(args.get("normalization", "")).lower()
+    found |= next(({"normalization": new} for new, old in _NORMS.items() if norm == old), {})
+    return found
+
+
+def recorded(args: Any, sizes: Mapping[str, Any]) -> Any:
+    """The object that was recorded, with the target's `sizes` for what it has of them."""
+    known = attributes(args)
+    changed = {name: size for name, size in sizes.items() if name in known}
+    changed |= {new: sizes[old] for old, new in (_TP, _PP) if new in known}
+    if isinstance(args, Record):
+        return Record(args.module, args.name, state={**known, **changed})
+    return {**known, **changed}
+
+
+def namespace(args: Mapping[str, Any], sizes: Mapping[str, Any]) -> Record:
+    """Megatron-LM's arguments as Megatron-DeepSpeed's, for a source that recorded none of the latter."""
+    found = {**args, **sizes}
+    if "num_attention_heads" in args:
+        groups = args.get("num_query_groups") if args.get("group_query_attention") else None
+        found["num_key_value_heads"] = groups or args["num_attention_heads"]
+    if "norm_epsilon" in args:
+        found["layernorm_epsilon"] = args["norm_epsilon"]
+    if args.get("normalization") in _NORMS:
+        found["normalization"] = _NORMS[args["normalization"]]
+    return Record("argparse", "Namespace", state=found)

@@ -1,0 +1,176 @@
+"""Megatron-DeepSpeed: DeepSpeed's pipeline of tensor parallel layers, with ZeRO-1 partitions of the optimizer.
+
+    <run>/latest                                                       "global_step100"
+    <run>/global_step100/layer_LL-model_TT-model_states.pt             a layer's weights on a tensor parallel rank
+    <run>/global_step100/mp_rank_SS_model_states.pt                    training state; S = pp * TP + tp
+    <run>/global_step100/[bf16_]zero_pp_rank_D_mp_rank_SS_optim_states.pt    masters and states of data rank D
+
+L counts the layers of the whole pipeline; `-model_TT` is there where the topology has an axis `model`.  An embedding
+that is also the output layer has one file, and is in the optimizer of the first and of the last stage.
+
+Format facts: deepspeed 0.19.8, runtime/pipe/module.py (`save_state_dict`, `ckpt_layer_path`), runtime/pipe/topology.py,
+runtime/pipe/engine.py, runtime/bf16_optimizer.py, runtime/zero/stage_1_and_2.py; for names
+`converters.deepspeed.pipeline.names`.  What is in the files is in `converters.deepspeed.pipeline.read`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt.errors import CorruptError
+from ckpt.move.files import confined, translate_os_errors
+from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
+from ckpt.plan.checkpoint import Checkpoint, Layout, ReadRequest, Target, TrainingState
+from ckpt.run_folder.companions import read_config
+from converters.deepspeed.model import MODEL_ITEMS, PIPELINE
+from converters.deepspeed.pipeline.args import attributes, current
+from converters.deepspeed.pipeline.read import (
+    Reading,
+    is_pipeline,
+    list_folder,
+    read_layers,
+    read_partitions,
+    read_slices,
+    stage_sizes,
+)
+from converters.deepspeed.pipeline.write import OF_SLICES, lay_out
+from converters.deepspeed.rank_files import RankFile
+from converters.names.megatron.model import EMBEDDING, OUTPUT
+
+# fmt: off
+#: Entries of a model file that describe tensors or the run's shape, or that are described otherwise.
+_KNOWN = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "sparse_tensor_module_names", "global_steps", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "num_experts", "ds_version", "ds_config", *MODEL_ITEMS, *OF_SLICES,
+})
+#: The same of an optimizer's file.
+_KNOWN_OF_OPTIMIZER = frozenset({
+    "base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "zero_stage",
+    "group_paddings", "param_alignment_paddings", "partition_count", "ds_version", "param_slice_mappings",
+    "universal_checkpoint_info",
+})
+# fmt: on
+_MAX_LATEST = 4096
+
+
+class MegatronDeepSpeed:
+    """The format `megatron-deepspeed`."""
+
+    name = "megatron-deepspeed"
+    title = "Megatron-DeepSpeed, pipeline"
+    reads = True
+    writes = True
+    carries_optimizer = True
+    namespace: str | None = NAMESPACE
+
+    def find(self, path: Path, tag: str | None) -> Path | None:
+        """A step's folder: `path` itself, the one that `tag` names, or the one that `latest` records."""
+        if not path.is_dir():
+            return None
+        if tag is not None:
+            named = confined(path, f"global_step{tag}" if tag.isdigit() else tag)
+            return named if is_pipeline(named) else None
+        if is_pipeline(path):
+            return path
+        latest = path / "latest"
+        others = [entry for entry in sorted(path.iterdir()) if is_pipeline(entry)]
+        if not others:
+            return None
+        recorded = ""
+        if latest.is_file():
+            with translate_os_errors(latest), open(latest, "rb") as file:
+                recorded = file.read(_MAX_LATEST).decode("utf-8", "replace").strip()
+        named = confined(path, recorded) if recorded else path
+        if is_pipeline(named):
+            return named
+        if recorded and named.is_dir():
+            return None  # the latest step is of another format
+        raise CorruptError(
+            "`latest` does not say which step is meant",
+            path=latest,
+            expected="the name of a step folder",
+            found=recorded or "no such file",
+            hint="there is " + ", ".join(entry.name for entry in others[-8:]) + " (--tag takes one)",
+        )
+
+    def read(self, path: Path, request: ReadRequest) -> Checkpoint:
+        """Describe the checkpoint of one step."""
+        reading = Reading(list_folder(path))
+        try:
+            return self._read(reading, path, request)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CorruptError(
+                "the files are not built as those of any known version of DeepSpeed",
+                path=path,
+                expected="the structure that versions up to 0.19.8 write",
+                found=f"{type(error).__name__}: {error}",
+            ) from error
+
+    def _read(self, reading: Reading, path: Path, request: ReadRequest) -> Checkpoint:
+        read_layers(reading)
+        slices = read_slices(reading)
+        optimizer = read_partitions(reading, slices)
+        first = slices[0]
+        folders = tuple(p for p in (request.config, path, path.parent) if p)
+        dp, step = (first.content.get(name) for name in ("dp_world_size", "global_steps"))
+        version = first.content.get("ds_version")
+        return Checkpoint(
+            path=str(path),
+            format=self.name,
+            tensors=reading.tensors(),
+            files=tuple(reading.files),
+            framework=f"deepspeed {version}" if version else "deepspeed",
+            world_size=len(slices) * dp if isinstance(dp, int) else None,
+            namespace=NAMESPACE,
+            ties={OUTPUT: EMBEDDING} if reading.layers.tied else {},
+            state=TrainingState(
+                step if isinstance(step, int) else None,
+                reading.param_groups(),
+                reading.scalars,
+                _items(reading, slices, optimizer),
+            ),
+            config=read_config(folders),
+            folders=tuple(str(p) for p in folders if p.is_dir()),
+            notes=tuple(reading.notes),
+        )
+
+    def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        """The files of a run folder; see `converters.deepspeed.pipeline.write`."""
+        return lay_out(checkpoint, layout)
+
+
+MEGATRON_DEEPSPEED = MegatronDeepSpeed()
+
+
+def _items(reading: Reading, slices: Sequence[RankFile], optimizer: RankFile | None) -> dict[str, Any]:
+    """What describes the run, by the names in the files.
+
+    The client's entries are one item, as of other files of DeepSpeed's; `args` has the run's arguments also under the
+    names that Megatron-LM has now, and `pipeline` what the same layout is written again from.
+    """
+    first = slices[0].content
+    items = {name: first[name] for name in (*MODEL_ITEMS, "ds_config") if first.get(name) is not None}
+    if optimizer is not None:
+        items |= {k: v for k, v in optimizer.content.items() if k not in _KNOWN_OF_OPTIMIZER and v is not None}
+    client = {str(name): value for name, value in first.items() if name not in _KNOWN and value is not None}
+    items |= {"client_state": client} if client else {}
+    items["args"] = current(attributes(first.get("args"))) | {
+        "tensor_model_parallel_size": reading.folder.tp,
+        "pipeline_model_parallel_size": reading.folder.pp,
+        "untie_embeddings_and_output_weights": not reading.layers.tied,
+    }
+    of_slices = {
+        name: {file.rank: file.content[name] for file in slices if file.content.get(name) is not None}
+        for name in OF_SLICES
+    }
+    items[PIPELINE] = {
+        "kinds": {number: kind.value for number, kind in reading.layers.kinds.items()},
+        "neox": reading.layers.neox,
+        "stages": stage_sizes(reading, slices),
+        "recomputed": reading.recomputed,
+        "of_slices": {name: found for name, found in of_slices.items() if found},
+    }
+    return items

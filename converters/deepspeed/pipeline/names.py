@@ -1,0 +1,210 @@
+"""What Megatron-DeepSpeed and GPT-NeoX call the layers of a pipeline and what is in them.
+
+Pure.  A layer's kind is told from the names in it, not from its number: how many functions without a file stand before
+the first transformer layer differs between Megatron-DeepSpeed, BLOOM's version of it and GPT-NeoX.
+
+After deepspeedai/Megatron-DeepSpeed, megatron/model/gpt_model.py (`GPTModelPipe`), language_model.py (`EmbeddingPipe`,
+`LMHeadPipe`), transformer.py; EleutherAI/gpt-neox, megatron/model/gpt2_model.py (`GPT2ModelPipe.init_specs`),
+transformer.py, word_embeddings.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from ckpt.errors import CorruptError, LossError
+from converters.names.megatron.model import EMBEDDING, OUTPUT
+
+
+class Kind(Enum):
+    """What a layer of the pipeline is, in the order in which a model has them."""
+
+    EMBEDDING = "embedding"
+    TRANSFORMER = "transformer"
+    NORM = "final norm"
+    OUTPUT = "output layer"
+
+
+_EMBEDDING = {
+    "word_embeddings.weight": EMBEDDING,
+    "position_embeddings.weight": "embedding.position_embeddings.weight",
+}
+_NORM = {
+    f"{prefix}{name}": f"decoder.final_layernorm.{name}" for prefix in ("", "norm.") for name in ("weight", "bias")
+}
+_OUTPUT = {"lm_head.weight": OUTPUT, "final_linear.weight": OUTPUT}
+_TRANSFORMER = {
+    "input_layernorm": "self_attention.linear_qkv.layer_norm_",
+    "self_attention.query_key_value": "self_attention.linear_qkv.",
+    "self_attention.dense": "self_attention.linear_proj.",
+    "post_attention_layernorm": "mlp.linear_fc1.layer_norm_",
+    "mlp.dense_h_to_4h": "mlp.linear_fc1.",
+    "mlp.dense_4h_to_h": "mlp.linear_fc2.",
+}
+_ATTENTION = re.compile(r"(?:self_)?attention\.")
+#: The frequencies of rotary positions, which every model computes anew.
+_RECOMPUTED = re.compile(r"(?:self_)?attention\.rotary_emb\.inv_freq")
+#: What an entry of a transformer layer is called, in the order of its modules, by the rest of its name in the model.
+_ENTRIES = {
+    canonical + parameter: f"{module}.{parameter}"
+    for module, canonical in _TRANSFORMER.items()
+    for parameter in ("weight", "bias")
+}
+_LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+#: The key under which both libraries tie the embedding and the output layer.
+_TIE = "embed"
+_TIED = re.compile(r"tied_modules\.(?P<key>[^.]+)\.(?P<rest>.+)")
+_NUMBERED = re.compile(r"(?P<layer>\d+)\.(?P<rest>.+)")
+
+
+def is_recomputed(name: str) -> bool:
+    """Whether an entry of a layer is no part of the model."""
+    return _RECOMPUTED.fullmatch(name) is not None
+
+
+def is_neox(names: Collection[str]) -> bool:
+    """Whether a transformer layer's names are GPT-NeoX's: `attention` for Megatron-DeepSpeed's `self_attention`."""
+    return any(name.startswith("attention.") for name in names)
+
+
+def kind_of(names: Collection[str]) -> Kind | None:
+    """The kind of the layer that has these entries; None for one that neither library has."""
+    if "word_embeddings.weight" in names:
+        return Kind.EMBEDDING
+    if any(_ATTENTION.match(name) for name in names):
+        return Kind.TRANSFORMER
+    if any(name in _OUTPUT for name in names):
+        return Kind.OUTPUT
+    return Kind.NORM if names and all(name in _NORM for name in names) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers of a pipeline that have parameters: kinds by their number in the pipeline, rising.
+
+    `neox` says that names are GPT-NeoX's.
+    """
+
+    kinds: Mapping[int, Kind]
+    neox: bool = False
+
+    @classmethod
+    def of_model(cls, num_layers: int, *, tied: bool) -> Layers:
+        """As Megatron-DeepSpeed numbers them, in which layer 0 is a function."""
+        order = [Kind.EMBEDDING, *[Kind.TRANSFORMER] * num_layers, Kind.NORM, *([] if tied else [Kind.OUTPUT])]
+        return cls(dict(enumerate(order, 1)))
+
+    @classmethod
+    def of_names(cls, names: Mapping[int, Iterable[str]], path: str) -> Layers:
+        """From the entries of each layer.
+
+        LossError for a layer that neither library has, CorruptError where one is missing between others.
+        """
+        kinds = {}
+        for layer in sorted(names):
+            entries = list(names[layer])
+            kind = kind_of(entries)
+            if kind is None:
+                raise LossError(
+                    "a layer of the pipeline is none that Megatron-DeepSpeed or GPT-NeoX has",
+                    path=path,
+                    expected="word_embeddings, transformer layers, a final norm, lm_head or final_linear",
+                    found=f"layer {layer}: " + ", ".join(entries[:4]),
+                )
+            kinds[layer] = kind
+        order = list(Kind)
+        places = [order.index(kind) for kind in kinds.values()]
+        transformers = [layer for layer, kind in kinds.items() if kind is Kind.TRANSFORMER]
+        single = all(list(kinds.values()).count(kind) == 1 for kind in (Kind.EMBEDDING, Kind.NORM))
+        gaps = set(range(min(transformers, default=0), max(transformers, default=-1) + 1)) - set(transformers)
+        if gaps:
+            raise CorruptError(
+                "the files of a transformer layer are missing", path=path, expected=f"layer_{min(gaps):02d}"
+            )
+        if places != sorted(places) or not single or list(kinds.values()).count(Kind.OUTPUT) > 1:
+            raise CorruptError(
+                "the files of layers do not make a model",
+                path=path,
+                expected="an embedding, transformer layers, a final norm and perhaps an output layer",
+                found=", ".join(f"{layer} {kind.value}" for layer, kind in kinds.items()),
+            )
+        return cls(kinds, any(is_neox(list(names[layer])) for layer in transformers))
+
+    @property
+    def transformers(self) -> list[int]:
+        """The numbers of transformer layers in the pipeline."""
+        return [layer for layer, kind in self.kinds.items() if kind is Kind.TRANSFORMER]
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return Kind.OUTPUT not in self.kinds.values()
+
+    def canonical(self, layer: int, name: str) -> str | None:
+        """The name in the whole model of entry `name` of layer number `layer`; None for one without a rule."""
+        kind = self.kinds.get(layer)
+        if kind is Kind.TRANSFORMER:
+            prefix = f"decoder.layers.{layer - self.transformers[0]}."
+            module, _, parameter = name.rpartition(".")
+            if module.startswith("attention."):
+                module = f"self_{module}"
+            if module not in _TRANSFORMER or parameter not in ("weight", "bias"):
+                return None
+            return prefix + _TRANSFORMER[module] + parameter
+        tables = {Kind.EMBEDDING: _EMBEDDING, Kind.NORM: _NORM, Kind.OUTPUT: _OUTPUT}
+        return tables[kind].get(name) if kind else None
+
+    def of_parameter(self, name: str) -> str | None:
+        """The same for a parameter as the pipeline's module names it: `3.mlp...`, `tied_modules.embed...`."""
+        if match := _TIED.fullmatch(name):
+            return _EMBEDDING.get(match["rest"])
+        match = _NUMBERED.fullmatch(name)
+        return self.canonical(int(match["layer"]), match["rest"]) if match else None
+
+    def place(self, fqn: str) -> tuple[int, str] | None:
+        """The inverse of `canonical`: the layer's number in the pipeline, and the entry's name in it."""
+        if match := _LAYER.fullmatch(fqn):
+            transformers, layer = self.transformers, int(match["layer"])
+            name = _ENTRIES.get(match["rest"])
+            if name is None or layer >= len(transformers):
+                return None
+            return transformers[layer], name.removeprefix("self_") if self.neox else name
+        for kind, names in ((Kind.EMBEDDING, _EMBEDDING), (Kind.NORM, _NORM), (Kind.OUTPUT, _OUTPUT)):
+            spelled = [name for name, known in names.items() if known == fqn]
+            if spelled and kind in self.kinds.values():
+                number = next(number for number, one in self.kinds.items() if one is kind)
+                return number, spelled[-1 if self.neox else 0]
+        return None
+
+    def parameter(self, fqn: str) -> str:
+        """What the pipeline's module calls a tensor that has a place: the inverse of `of_parameter`."""
+        number, name = self._placed(fqn)
+        return f"tied_modules.{_TIE}.{name}" if self._is_tied(number) else f"{number}.{name}"
+
+    def order(self, fqn: str) -> tuple[int, int, int]:
+        """A sort key that puts the tensors of a stage in the order in which its module lists them.
+
+        Tied modules come first (deepspeed, runtime/pipe/module.py, `__init__`).
+        """
+        number, name = self._placed(fqn)
+        entries = list(_ENTRIES if self.kinds[number] is Kind.TRANSFORMER else _EMBEDDING | _NORM | _OUTPUT)
+        match = _LAYER.fullmatch(fqn)
+        position = entries.index(match["rest"] if match else name)
+        return (0 if self._is_tied(number) else 1, number, position)
+
+    def _placed(self, fqn: str) -> tuple[int, str]:
+        place = self.place(fqn)
+        if place is None:
+            raise LossError("a pipeline of Megatron-DeepSpeed has no place for this tensor", fqn=fqn)
+        return place
+
+    def _is_tied(self, number: int) -> bool:
+        return self.tied and self.kinds[number] is Kind.EMBEDDING
+
+
+def is_tied(name: str) -> bool:
+    """Whether a parameter belongs to a module that several stages have a copy of."""
+    return _TIED.fullmatch(name) is not None

@@ -1,0 +1,618 @@
+"""Megatron-DeepSpeed: which bytes of the layers' and ranks' files hold which part of which tensor.
+
+Format facts: see `converters.deepspeed.pipeline.format`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.errors import CorruptError, LossError, NotFoundError
+from ckpt.move.files import translate_os_errors
+from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, SourceFile
+from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, Tensor, Whole, flat_regions
+from converters.deepspeed.layout import undealt
+from converters.deepspeed.partitions import FlatGroup, InFlatGroup
+from converters.deepspeed.pipeline.args import attributes
+from converters.deepspeed.pipeline.names import Layers, is_neox, is_recomputed, is_tied
+from converters.deepspeed.rank_files import (
+    RankFile,
+    base_state,
+    check_same,
+    expect_groups,
+    flat_buffers,
+    hyperparameters,
+    inner_file,
+    is_dealt,
+    number_states,
+    numeric_options,
+    param_shapes,
+    parameter_starts,
+    partition_size,
+)
+from converters.names.megatron.model import Split, full_shape, is_gated, rank_boxes, registered, second_linear, split_of
+
+_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_SLICE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_states\.pt")
+_OLDEST_ORDER = 2.0
+#: A note of the reader that the writer looks for.
+OTHER_ORDER = "the pipeline's parameters are in another order than those of Megatron-DeepSpeed and GPT-NeoX"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The files of one step: of layers by number and tensor rank, of slices, of partitions by data rank and slice.
+
+    A slice is a rank of a pipeline stage and of its tensor ranks: number pp * TP + tp.
+    """
+
+    path: Path
+    layers: Mapping[tuple[int, int], str]
+    slices: Mapping[int, str]
+    partitions: Mapping[tuple[int, int], str]
+
+    @property
+    def tp(self) -> int:
+        return 1 + max((rank for _, rank in self.layers), default=0)
+
+    @property
+    def pp(self) -> int:
+        return max(1, (1 + max(self.slices, default=0)) // self.tp)
+
+
+def is_pipeline(path: Path) -> bool:
+    """Whether it is a folder with files of a pipeline's layers."""
+    return path.is_dir() and any(_LAYER.fullmatch(name) for name in os.listdir(path))
+
+
+def list_folder(path: Path) -> Folder:
+    """Sort the files of a step by what they are; CorruptError for two of one rank and for those that are missing."""
+    layers: dict[tuple[int, int], str] = {}
+    slices: dict[int, str] = {}
+    partitions: dict[tuple[int, int], str] = {}
+    with translate_os_errors(path):
+        names = sorted(os.listdir(path))
+    for name in names:
+        if _EXPERT.fullmatch(name):
+            raise NotFoundError(
+                "this checkpoint holds experts that DeepSpeed-MoE spread over ranks, which is not supported",
+                path=path / name,
+            )
+        if match := _LAYER.fullmatch(name):
+            _put(layers, (int(match[1]), int(match[2] or 0)), path, name)
+        elif match := _SLICE.fullmatch(name):
+            _put(slices, int(match[1]), path, name)
+        elif match := _PARTITION.fullmatch(name):
+            _put(partitions, (int(match[1]), int(match[2])), path, name)
+    folder = Folder(path, layers, slices, partitions)
+    numbers = sorted({number for number, _ in layers})
+    _check_all(path, "the file of a layer", [(number, rank) for number in numbers for rank in range(folder.tp)], layers)
+    _check_all(path, "the model file of a rank", range(max(1, len(slices), folder.tp)), slices)
+    if len(slices) % folder.tp:
+        raise CorruptError(
+            "model files of ranks are missing: their number is no multiple of the tensor parallel ranks",
+            path=path,
+            expected=f"a multiple of {folder.tp}",
+            found=len(slices),
+        )
+    return folder
+
+
+def _put(files: dict[Any, str], key: Any, path: Path, name: str) -> None:
+    if key in files:
+        raise CorruptError(
+            "two files of one rank: one of them is left over from an earlier run",
+            path=path / name,
+            found=f"also {os.path.basename(files[key])}",
+            hint="remove the one that does not belong to this run",
+        )
+    files[key] = str(path / name)
+
+
+def _check_all(path: Path, what: str, expected: Sequence[Any], found: Mapping[Any, str]) -> None:
+    missing = [key for key in expected if key not in found]
+    if missing:
+        raise CorruptError(
+            f"{what} is missing",
+            path=path,
+            rank=", ".join(str(key) for key in missing[:8]),
+            expected=f"{len(expected)} files",
+            found=f"{len(expected) - len(missing)} files",
+        )
+
+
+# -- where a rank's tensor is in the whole one ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's tensor of shape `shape`: where its elements are, and which boxes of the whole tensor they are.
+
+    `boxes` are the rank's part of the whole tensor, one behind the other along the first dim.  `ranks` are those of the
+    run that have it, by their data parallel rank, which is the one that `source` knows; None where that is not known.
+    """
+
+    shape: Shape
+    boxes: tuple[Box, ...]
+    source: Source
+    ranks: range | None
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        """What it holds of the whole tensor, which has this shape."""
+        for found in self.source.fragments(self.shape):
+            fragment = replace(found, rank=self.ranks[found.rank or 0] if self.ranks else None)
+            if isinstance(fragment.region, Box):  # a whole tensor of a layer's file
+                at = 0
+                for box in self.boxes:
+                    inner = Box((at, *(0,) * (len(box.sizes) - 1)), box.sizes) if box.sizes else box
+                    yield Fragment(box, fragment.extent.narrow(inner), fragment.rank)
+                    at += box.sizes[0] if box.sizes else 0
+                continue
+            begin = 0
+            for box in self.boxes:
+                start = max(fragment.region.start, begin)
+                stop = min(fragment.region.stop, begin + box.numel)
+                if start < stop:
+                    yield from _placed(fragment, box, shape, begin, start, stop)
+                begin += box.numel
+
+
+def _placed(fragment: Fragment, box: Box, shape: Shape, begin: int, start: int, stop: int) -> Iterator[Fragment]:
+    """Elements `start:stop` of a rank's tensor, in which `box` begins at element `begin`, in the whole tensor."""
+    assert isinstance(fragment.region, FlatRange)
+    for region, offset in flat_regions(box, shape, start - begin, stop - begin):
+        at = begin + offset - fragment.region.start
+        extent = fragment.extent.flat(at, at + region.numel)
+        yield Fragment(region, extent.reshape(region.sizes) if isinstance(region, Box) else extent, fragment.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A tensor of which each tensor parallel rank has a part."""
+
+    parts: tuple[Part, ...]
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        found = [fragment for part in self.parts for fragment in part.fragments(shape)]
+        if all(isinstance(fragment.region, FlatRange) for fragment in found):
+            found.sort(key=lambda fragment: fragment.region.start)  # type: ignore[union-attr]
+        yield from found
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A rank's part of a tensor, before it is known which ranks have the others.
+
+    `layer` is whose file has it; None for what lies in partitions, whose files are of slices.
+    """
+
+    slice: int
+    tp: int
+    split: Split
+    dtype: Any
+    shape: Shape
+    source: Source
+    layer: int | None = None
+
+
+#: A param group over all slices: its options, and its number among those of a slice that have the same.
+_GroupKey = tuple[str, int]
+
+
+@dataclass
+class Reading:
+    """What has been read so far of one step folder."""
+
+    folder: Folder
+    layers: Layers = field(default_factory=lambda: Layers({}))
+    files: list[SourceFile] = field(default_factory=list)
+    held: dict[Key, list[_Held]] = field(default_factory=dict)
+    natives: dict[str, Any] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: dict[_GroupKey, tuple[dict[str, None], Mapping[str, Any]]] = field(default_factory=dict)
+    group_order: list[_GroupKey] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    gated: dict[str, bool] = field(default_factory=dict)
+    recomputed: dict[int, dict[str, StoredTensor]] = field(default_factory=dict)
+    dp: int = 1
+    stages: dict[int, int] = field(default_factory=dict)  # of layers
+
+    def load(self, path: str, rank: int) -> RankFile:
+        with translate_os_errors(Path(path)):
+            self.files.append(SourceFile.stat(path))
+        root = torchfile.read(path).root
+        if not isinstance(root, Mapping):
+            raise CorruptError("this is no file of DeepSpeed", path=path, rank=rank, expected="a dict")
+        return RankFile(path, rank, root)
+
+    def split(self, fqn: str, path: str) -> Split:
+        split = split_of(fqn, gated=self.gated.get(fqn, False))
+        if split is None:
+            raise LossError("nothing is known of how tensor parallel ranks share this tensor", path=path, fqn=fqn)
+        return split
+
+    def tensors(self) -> dict[Key, Tensor]:
+        """A tensor for every name and role, in the model's order; a part that several ranks hold has replicas."""
+        return {key: self._tensor(*key) for key in sorted(self.held, key=lambda key: registered(key[0]))}
+
+    def param_groups(self) -> tuple[ParamGroup, ...]:
+        """The groups, each with its parameters in the order of the model."""
+        groups = [self.groups[key] for key in self.group_order]
+        return tuple(ParamGroup(tuple(sorted(fqns, key=registered)), options) for fqns, options in groups)
+
+    def _tensor(self, fqn: str, role: str) -> Tensor:
+        tp = self.folder.tp
+        held = self.held[fqn, role]
+        first = held[0]
+        shape = full_shape(first.split, first.shape, tp)
+        copies: dict[int, dict[int, Part]] = {}
+        for one in held:
+            if (one.shape, one.dtype) != (first.shape, first.dtype):
+                raise CorruptError(
+                    f"ranks hold parts of different tensors under one name ({role})",
+                    path=self.folder.path,
+                    rank=one.slice,
+                    fqn=fqn,
+                    expected=f"{first.dtype} {list(first.shape)}",
+                    found=f"{one.dtype} {list(one.shape)}",
+                )
+            part = Part(one.shape, rank_boxes(one.split, shape, tp, one.tp), one.source, self._ranks(one))
+            copies.setdefault(one.slice - one.tp, {})[one.tp] = part
+        sources: list[Source] = []
+        for stage, parts in copies.items():
+            missing = [rank for rank in range(tp) if rank not in parts]
+            if missing:
+                raise CorruptError(
+                    f"a tensor parallel rank has no part of a tensor that others have ({role})",
+                    path=self.folder.path,
+                    rank=stage + missing[0],
+                    fqn=fqn,
+                )
+            if first.split is Split.WHOLE:
+                sources += [Joined((parts[rank],)) for rank in range(tp)]
+            else:
+                sources.append(Joined(tuple(parts[rank] for rank in range(tp))))
+        native = self.natives.get(fqn)
+        return Tensor(
+            fqn, role, first.dtype, shape, sources[0], native if native != first.dtype else None, tuple(sources[1:])
+        )
+
+    def _ranks(self, held: _Held) -> range | None:
+        """The ranks of the run that have a part, by data parallel rank.
+
+        runtime/pipe/topology.py, `PipeModelDataParallelTopology`: the axes are pipe, data, model, the last one's ranks
+        being neighbours.  All data parallel ranks have a layer, of which the first writes the file.
+        """
+        tp = self.folder.tp
+        stage = held.slice // tp if held.layer is None else self.stages.get(held.layer)
+        if stage is None:
+            return None
+        first = stage * self.dp * tp + held.tp
+        return range(first, first + self.dp * tp, tp)
+
+
+# -- layers --------------------------------------------------------------------------------------------------
+
+
+def read_layers(reading: Reading) -> None:
+    """Note the tensors of all layers' files; LossError for names without a rule."""
+    folder = reading.folder
+    contents = {key: reading.load(path, key[1]) for key, path in folder.layers.items()}
+    names = {
+        layer: [name for name in file.content if not is_recomputed(name)]
+        for (layer, rank), file in contents.items()
+        if rank == 0
+    }
+    reading.layers = Layers.of_names({layer: entries for layer, entries in names.items() if entries}, str(folder.path))
+    for (layer, rank), file in contents.items():
+        entries = {name: value for name, value in file.content.items() if not is_recomputed(name)}
+        if len(entries) < len(file.content) and rank == 0 and layer == reading.layers.transformers[0]:
+            reading.notes.append("rotary frequencies (rotary_emb.inv_freq) are left out: every model computes them")
+        if rank == 0:
+            left = {name: value for name, value in file.content.items() if name not in entries}
+            reading.recomputed |= {layer: left} if left else {}
+        if is_neox(entries):
+            _check_neox(entries, file, folder.tp)
+        _note_gated(reading, layer, entries)
+        for name, value in entries.items():
+            _note_weight(reading, layer, rank, file, name, value)
+
+
+def _note_weight(reading: Reading, layer: int, rank: int, file: RankFile, name: str, value: Any) -> None:
+    fqn = reading.layers.canonical(layer, name)
+    if fqn is None:
+        raise LossError("nothing is known of this entry of a layer", path=file.path, rank=rank, fqn=f"{layer}.{name}")
+    if not isinstance(value, StoredTensor):
+        raise CorruptError("an entry of a layer is no tensor", path=file.path, fqn=name, found=type(value).__name__)
+    extent = value.extent
+    split = reading.split(fqn, file.path)
+    held = _Held(rank, rank, split, extent.dtype, extent.shape, Whole(extent, 0), layer)
+    reading.held.setdefault((fqn, WEIGHT), []).append(held)
+    reading.natives[fqn] = extent.dtype
+
+
+def _note_gated(reading: Reading, layer: int, entries: Mapping[str, Any]) -> None:
+    """Whether the rows of the first matrix of an MLP are gate and up: the shape of the second tells."""
+    shapes = {
+        reading.layers.canonical(layer, name): value.shape
+        for name, value in entries.items()
+        if isinstance(value, StoredTensor)
+    }
+    for fqn, shape in shapes.items():
+        second = shapes.get(second_linear(fqn)) if fqn else None
+        if fqn and shape and second and len(second) == 2:
+            reading.gated[fqn] = is_gated(shape, second)
+
+
+def _check_neox(entries: Mapping[str, Any], file: RankFile, tp: int) -> None:
+    """What GPT-NeoX does otherwise than Megatron, and no box can say."""
+    biases = [name for name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias") if name in entries]
+    if biases and tp > 1:
+        raise LossError(
+            "under --gpt-j-residual GPT-NeoX adds up the ranks' biases of this layer, and otherwise each has the same "
+            "one; the file does not say which of the two it is",
+            path=file.path,
+            fqn=biases[0],
+            hint="convert it with GPT-NeoX's tools/ckpts/convert_neox_to_hf.py",
+        )
+    qkv, dense = (entries.get(f"attention.{name}.weight") for name in ("query_key_value", "dense"))
+    if isinstance(qkv, StoredTensor) and isinstance(dense, StoredTensor) and qkv.shape[0] != 3 * dense.shape[1]:
+        raise LossError(
+            "GPT-NeoX orders the rows of grouped queries otherwise than Megatron, which is not supported",
+            path=file.path,
+            expected=f"{3 * dense.shape[1]} rows",
+            found=f"{qkv.shape[0]}",
+        )
+
+
+# -- slices --------------------------------------------------------------------------------------------------
+
+
+def read_slices(reading: Reading) -> list[RankFile]:
+    """The model files of all slices: param shapes, training state, and no weights."""
+    folder = reading.folder
+    files = [reading.load(folder.slices[number], number) for number in range(len(folder.slices))]
+    check_same("step", [(file, file.content.get("global_steps")) for file in files])
+    check_same("dp_world_size", [(file, file.content.get("dp_world_size")) for file in files])
+    for file in files:
+        degrees = file.content.get("checkpoint_parallel_dimensions")
+        recorded = (degrees.get("tp_degree"), degrees.get("pp_degree")) if isinstance(degrees, Mapping) else None
+        slices = file.content.get("mp_world_size", len(files))
+        if recorded not in (None, (folder.tp, folder.pp)) or slices != len(files):
+            raise CorruptError(
+                "there are files of other ranks than the run had",
+                path=file.path,
+                rank=file.rank,
+                expected=f"TP {recorded[0]}, PP {recorded[1]}" if recorded else f"{slices} model files",
+                found=f"TP {folder.tp}, PP {folder.pp}: {len(files)} model files",
+            )
+        if file.content.get("module") is not None:
+            raise NotFoundError(
+                "a model file holds a module of its own beside a pipeline's layers, which is not supported",
+                path=file.path,
+            )
+        if file.content.get("optimizer") is not None:
+            raise NotFoundError(
+                "the optimizer of a run without ZeRO lies in the model files, which is not supported", path=file.path
+            )
+    _check_order(files[0])
+    _check_layers(reading, files)
+    recorded_dp = files[0].content.get("dp_world_size")
+    ranks = (rank for rank, _ in folder.partitions)
+    reading.dp = recorded_dp if isinstance(recorded_dp, int) else 1 + max(ranks, default=0)
+    reading.stages = _stages(reading, files)
+    return files
+
+
+def _check_order(file: RankFile) -> None:
+    """The rows of query_key_value have been interleaved by head since checkpoint version 2.0."""
+    version = file.content.get("checkpoint_version", _OLDEST_ORDER)
+    if not isinstance(version, int | float) or version < _OLDEST_ORDER:
+        raise NotFoundError(
+            "this version of Megatron's checkpoints orders the rows of query_key_value otherwise",
+            path=file.path,
+            expected=f"checkpoint_version {_OLDEST_ORDER} or later",
+            found=version,
+            hint="load and save it with Megatron-DeepSpeed, which reorders them",
+        )
+
+
+def _check_layers(reading: Reading, files: Sequence[RankFile]) -> None:
+    """Every layer that a slice has parameters of must have its files, and none may be left over."""
+    recorded = attributes(files[0].content.get("args")).get("num_layers")
+    found = len(reading.layers.transformers)
+    if isinstance(recorded, int) and recorded != found:
+        raise CorruptError(
+            "the files of transformer layers are missing, or left from another run",
+            path=reading.folder.path,
+            expected=f"{recorded} layers, as the run's arguments say",
+            found=f"{found} layers",
+        )
+    for file in files:
+        for shapes in param_shapes(file) if file.content.get("param_shapes") is not None else []:
+            for name in shapes:
+                number = name.partition(".")[0]
+                if number.isdigit() and int(number) not in reading.layers.kinds:
+                    raise CorruptError(
+                        "the file of a layer is missing",
+                        path=reading.folder.path,
+                        rank=file.rank,
+                        fqn=name,
+                        expected=f"layer_{int(number):02d}-model_{file.rank % reading.folder.tp:02d}-model_states.pt",
+                        found="no file",
+                    )
+
+
+def _stages(reading: Reading, files: Sequence[RankFile]) -> dict[int, int]:
+    """The pipeline stage of each layer that some slice has parameters of; tied ones are on the first and the last."""
+    found: dict[int, int] = {}
+    tied: list[int] = []
+    for file in files:
+        stage = file.rank // reading.folder.tp
+        for shapes in param_shapes(file) if file.content.get("param_shapes") is not None else []:
+            for name in shapes:
+                number = name.partition(".")[0]
+                if number.isdigit():
+                    found.setdefault(int(number), stage)
+                elif is_tied(name):
+                    tied.append(stage)
+    for layer in reading.layers.kinds:
+        if layer not in found and tied:
+            found[layer] = min(tied) if layer < reading.layers.transformers[0] else max(tied)
+    return found
+
+
+# -- partitions ----------------------------------------------------------------------------------------------
+
+
+def read_partitions(reading: Reading, slices: Sequence[RankFile]) -> RankFile | None:
+    """Note masters and optimizer states of all slices; returns the first rank's optimizer, None where there is none."""
+    folder = reading.folder
+    if not folder.partitions:
+        reading.notes.append("there are no optimizer files: weights only")
+        return None
+    first, dp = None, reading.dp
+    expected = [(rank, number) for number in range(len(slices)) for rank in range(dp)]
+    _check_all(folder.path, "the partition of an optimizer (data parallel rank, slice)", expected, folder.partitions)
+    extra = [key for key in folder.partitions if key not in set(expected)]
+    if extra:
+        raise CorruptError(
+            "there are partitions of more ranks than the run had: left over from an earlier, larger run",
+            path=folder.partitions[extra[0]],
+            expected=f"{dp} data parallel ranks of {len(slices)} slices",
+            found=f"{len(folder.partitions)} files",
+            hint="move them away if they do not belong to this run",
+        )
+    for slice_file in slices:
+        inners = [inner_file(reading.load(folder.partitions[rank, slice_file.rank], rank)) for rank in range(dp)]
+        _read_slice(reading, slice_file, inners)
+        first = first or inners[0]
+    return first
+
+
+def stage_sizes(reading: Reading, slices: Sequence[RankFile]) -> list[int] | None:
+    """Numbers of transformer layers of the pipeline's stages; None where the files do not tell of all layers."""
+    transformers = set(reading.layers.transformers)
+    sizes = []
+    for file in slices[:: reading.folder.tp]:
+        groups = param_shapes(file) if file.content.get("param_shapes") is not None else []
+        numbers = {name.partition(".")[0] for shapes in groups for name in shapes}
+        sizes.append(len(transformers & {int(number) for number in numbers if number.isdigit()}))
+    return sizes if sum(sizes) == len(transformers) else None
+
+
+def _read_slice(reading: Reading, file: RankFile, inners: list[RankFile]) -> None:
+    groups = param_shapes(file)
+    expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
+    _check_partitions(inners)
+    options = hyperparameters(inners[0].content.get("base_optimizer_state"))
+    keys: list[_GroupKey] = []
+    for number, shapes in enumerate(groups):
+        partition = partition_size(inners, number)
+        starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
+        buffers = flat_buffers(inners, number)
+        numbers = number_states(inners, partial(base_state, group=number))
+        fqns: dict[str, None] = {}
+        for name, shape in shapes.items():
+            fqn = reading.layers.of_parameter(name)
+            if fqn is None:
+                raise LossError("nothing is known of this parameter", path=file.path, rank=file.rank, fqn=name)
+            if is_tied(name) and file.rank >= reading.folder.tp and fqn.endswith("position_embeddings.weight"):
+                _note_stale(reading, fqn)
+                continue
+            fqns[fqn] = None
+            _check_shape(reading, file, fqn, shape)
+            split = reading.split(fqn, file.path)
+            tp = file.rank % reading.folder.tp
+            for role, extents in buffers.items():
+                source = InFlatGroup(FlatGroup(extents, partition), starts[name])
+                held = _Held(file.rank, tp, split, extents[0].dtype, shape, source)
+                reading.held.setdefault((fqn, role), []).append(held)
+            for state, value in numbers.items():
+                _note_number(reading, file, fqn, state, value)
+        _check_parameter_order(reading, undealt(list(shapes), len(inners)) if is_dealt(file, inners[0]) else shapes)
+        if fqns:
+            chosen = options[number] if number < len(options) else {}
+            same = repr(sorted(chosen.items()))
+            keys.append((same, sum(key[0] == same for key in keys)))
+            known, _ = reading.groups.setdefault(keys[-1], ({}, chosen))
+            known |= fqns
+    _merge_order(reading.group_order, keys)
+
+
+def _merge_order(order: list[_GroupKey], keys: Sequence[_GroupKey]) -> None:
+    """Put the groups of a slice into the order of all: a stage may lack some that others have between these."""
+    place = 0
+    for key in keys:
+        if key not in order:
+            order.insert(place, key)
+        place = order.index(key) + 1
+
+
+def _check_parameter_order(reading: Reading, names: Iterable[str]) -> None:
+    """Note where the optimizer of a slice has its parameters in another order than that of the modules we know."""
+    fqns = [fqn for name in names if (fqn := reading.layers.of_parameter(name)) is not None]
+    if fqns != sorted(fqns, key=reading.layers.order) and OTHER_ORDER not in reading.notes:
+        reading.notes.append(OTHER_ORDER)
+
+
+def _check_partitions(inners: Sequence[RankFile]) -> None:
+    """All of one run: as many partitions as there are files, and hyperparameters of the same step."""
+    for inner in inners:
+        counts = inner.need("partition_count")
+        counts = counts if isinstance(counts, Sequence) else [counts]
+        if any(count != len(inners) for count in counts):
+            raise CorruptError(
+                "files of different runs in one folder",
+                path=inner.path,
+                rank=inner.rank,
+                expected=f"{len(inners)} data parallel ranks",
+                found=", ".join(map(str, counts)),
+            )
+    options = [numeric_options(inner) for inner in inners]
+    for name in options[0]:
+        check_same(name, [(inner, found.get(name)) for inner, found in zip(inners, options, strict=True)])
+
+
+def _check_shape(reading: Reading, file: RankFile, fqn: str, shape: Shape) -> None:
+    """The optimizer's part of a parameter must be as large as the layer's."""
+    weights = reading.held.get((fqn, WEIGHT))
+    if not weights or prod(weights[0].shape) != prod(shape) or weights[0].shape != shape:
+        raise CorruptError(
+            "the optimizer's part of a parameter is not that of the layer's file",
+            path=file.path,
+            rank=file.rank,
+            fqn=fqn,
+            expected=list(weights[0].shape) if weights else "a layer that has it",
+            found=list(shape),
+        )
+
+
+def _note_number(reading: Reading, file: RankFile, fqn: str, state: str, value: Any) -> None:
+    known = reading.scalars.setdefault(state, {}).setdefault(fqn, value)
+    if known != value:
+        raise CorruptError(
+            f"ranks disagree in the optimizer's {state!r} of a parameter",
+            path=file.path,
+            rank=file.rank,
+            fqn=fqn,
+            expected=known,
+            found=value,
+        )
+
+
+def _note_stale(reading: Reading, fqn: str) -> None:
+    note = f"{fqn} of the last stage is left out: only the word embedding there is kept equal to the first stage's"
+    if note not in reading.notes:
+        reading.notes.append(note)

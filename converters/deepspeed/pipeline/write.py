@@ -1,0 +1,441 @@
+"""Megatron-DeepSpeed: write, for any tensor, pipeline and data parallel sizes.
+
+What is written is what a run of that layout would have saved, so that DeepSpeed's pipeline engine takes it by
+`load_checkpoint`.  Partitions have the schema of ZeRO-1, which BF16_Optimizer loads as well.
+
+Format facts: see `converters.deepspeed.pipeline.format`; for stages deepspeed 0.19.8, runtime/utils.py,
+`partition_balanced`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ckpt.containers.torchfile.pickler import Size
+from ckpt.containers.torchfile.pickles import StoredDict
+from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_file
+from ckpt.errors import LossError, UsageError
+from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key, Layout, ParamGroup, Target, TargetFile
+from ckpt.plan.precision import Choice
+from converters.deepspeed import model as zero_model
+from converters.deepspeed.model import PIPELINE, Model
+from converters.deepspeed.pipeline.args import namespace, recorded
+from converters.deepspeed.pipeline.names import Kind, Layers
+from converters.deepspeed.pipeline.read import OTHER_ORDER
+from converters.deepspeed.write import (
+    Group,
+    Local,
+    batch_notes,
+    common_root,
+    flat_group,
+    master_notes,
+    optimizer_name,
+    partitions,
+    stage12_items,
+    step_folder,
+)
+from converters.megatron.folder import TRACKER, run_files
+from converters.names.megatron.model import (
+    EMBEDDING,
+    OUTPUT,
+    STAGE_ARGS,
+    Grid,
+    Stages,
+    is_gated,
+    rank_boxes,
+    rank_shape,
+    second_linear,
+    split_of,
+)
+
+#: Entries of a model file that each slice has for itself: random states of Megatron-DeepSpeed and of GPT-NeoX.
+OF_SLICES = (
+    "rng_state",
+    "random_rng_state",
+    "np_rng_state",
+    "torch_rng_state",
+    "cuda_rng_state",
+    "rng_tracker_states",
+)
+_UNIVERSAL = "universal_checkpoint_info"
+_POSITIONS = "embedding.position_embeddings.weight"
+
+
+def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
+    """The files of a run folder: a step's folder, `latest`, Megatron's tracker, config and tokenizer.
+
+    Raises UsageError for a layout that does not fit the model, LossError for what the format has no place for.
+    """
+    pipeline = _describe(checkpoint, layout)
+    model, step = pipeline.model, checkpoint.state.step
+    folder = step_folder(checkpoint)
+    client, dropped = _client(pipeline)
+    files = [torch_file(f"{folder}/{name}", root) for name, root in _files(pipeline, client)]
+    trackers = [TargetFile.of_bytes("latest", folder.encode())]
+    if step is not None:
+        trackers.append(TargetFile.of_bytes(TRACKER, str(step).encode()))
+    return Target(
+        files=(*files, *run_files(checkpoint), *trackers),
+        leaves_out=model.left_out | pipeline.without_groups,
+        dropped=(*model.dropped, *dropped, *_dropped_states(pipeline)),
+        notes=(*pipeline.notes, *model.notes, *_notes(pipeline)),
+    )
+
+
+# -- what is to be written -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """The source as DeepSpeed sees it, and the layout that it is to have.
+
+    `record` is what the reader of this format noted of the source's own pipeline.
+    """
+
+    model: Model
+    layers: Layers
+    grid: Grid
+    stages: Stages
+    dp: int
+    config: dict[str, Any]
+    record: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self.model.checkpoint
+
+    @cached_property
+    def tensors(self) -> dict[str, Choice]:
+        """What is in the layers' files, in the order of the modules."""
+        buffers = {fqn: Choice(tensor, tensor.dtype) for fqn, tensor in self.model.buffers.items()}
+        found = {**self.model.weights, **buffers}
+        return {fqn: found[fqn] for fqn in sorted(found, key=self.layers.order)}
+
+    @cached_property
+    def has_optimizer(self) -> bool:
+        """Whether there are param groups with hyperparameters: what an engine could resume."""
+        return self.model.resumable and bool(self.model.masters)
+
+    @cached_property
+    def without_groups(self) -> frozenset[Key]:
+        """Masters and states that go nowhere, as there are no groups to partition."""
+        if self.has_optimizer:
+            return frozenset()
+        return frozenset(key for key in self.checkpoint.tensors if key[1] not in (WEIGHT, BUFFER))
+
+    def stage_of(self, number: int) -> int:
+        """The pipeline stage of a layer."""
+        kind = self.layers.kinds[number]
+        if kind is Kind.TRANSFORMER:
+            return self.stages.place(self.layers.transformers.index(number))[0]
+        return 0 if kind is Kind.EMBEDDING else self.grid.pp - 1
+
+    @cached_property
+    def members(self) -> list[dict[str, None]]:
+        """The names of each stage's parameters, in the order of its module: a tied embedding is in the last as well."""
+        found: list[dict[str, None]] = [{} for _ in range(self.grid.pp)]
+        for fqn in self.tensors:
+            place = self.layers.place(fqn)
+            assert place is not None
+            found[self.stage_of(place[0])][fqn] = None
+            if self.layers.tied and self.layers.kinds[place[0]] is Kind.EMBEDDING:
+                found[-1][fqn] = None
+        return [dict.fromkeys(sorted(names, key=self.layers.order)) for names in found]
+
+    def local(self, fqn: str, tp: int) -> Local:
+        """What a tensor parallel rank has of a tensor."""
+        shape, second = self.tensors[fqn].tensor.shape, self.tensors.get(second_linear(fqn) or "")
+        split = split_of(fqn, gated=second is not None and is_gated(shape, second.tensor.shape))
+        if split is None:
+            raise LossError("nothing is known of how tensor parallel ranks share this tensor", fqn=fqn)
+        try:
+            boxes = rank_boxes(split, shape, self.grid.tp, tp)
+        except UsageError as error:
+            error.fqn = fqn
+            raise
+        return Local(self.layers.parameter(fqn), rank_shape(split, shape, self.grid.tp), boxes)
+
+
+def _describe(checkpoint: Checkpoint, layout: Layout) -> _Pipeline:
+    items = checkpoint.state.items
+    record, args = items.get(PIPELINE), items.get("args")
+    record = record if isinstance(record, Mapping) else {}
+    args = args if isinstance(args, Mapping) else {}
+    # A pipeline's own entries are written here and not by what is shared with ZeRO's files.
+    others = {name: value for name, value in items.items() if name != PIPELINE}
+    model = zero_model.describe(replace(checkpoint, state=replace(checkpoint.state, items=others)), layout.dtype)
+    layers = _layers(model, record)
+    grid = _grid(args, layout)
+    recorded_stage = zero_model.zero_options(checkpoint).get("stage")
+    stage = 0 if recorded_stage == 0 and record else 1
+    config, notes = zero_model.ds_config(model, stage, layout.dtype)
+    pipeline = _Pipeline(
+        model,
+        layers,
+        grid,
+        _stages(len(layers.transformers), grid, layout, record.get("stages")),
+        _data_parallel_size(checkpoint, grid, layout),
+        config,
+        record,
+        tuple(notes),
+    )
+    _check(pipeline, args)
+    return pipeline
+
+
+def _layers(model: Model, record: Mapping[str, Any]) -> Layers:
+    """The source's own numbering, or Megatron-DeepSpeed's."""
+    names = (*model.weights, *model.buffers)
+    if record:
+        layers = Layers({number: Kind(kind) for number, kind in record["kinds"].items()}, record["neox"])
+    else:
+        numbers = {int(fqn.split(".")[2]) for fqn in names if fqn.startswith("decoder.layers.")}
+        layers = Layers.of_model(len(numbers), tied=OUTPUT not in names)
+    for fqn in names:
+        layers.order(fqn)  # LossError for one without a place
+    for fqn in (EMBEDDING, "decoder.final_layernorm.weight"):
+        if fqn not in names:
+            raise LossError("the source lacks a tensor that every model of Megatron-DeepSpeed has", fqn=fqn)
+    return layers
+
+
+def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
+    """The sizes that were asked for, and otherwise the source's."""
+    for name, value in layout.megatron_options.items():
+        if name not in ("tp", "pp", *STAGE_ARGS, "make_vocab_size_divisible_by") and value != 1:
+            raise UsageError(
+                "Megatron-DeepSpeed's pipelines have no such layout",
+                expected="--tp, --pp, --world-size, how layers are dealt to stages and the vocabulary padded",
+                found=f"--{name.replace('_', '-')} {value}",
+            )
+    source = Grid.of_args(args)
+    grid = Grid(layout.tp or source.tp, layout.pp or source.pp)
+    heads = args.get("num_attention_heads")
+    groups = args.get("num_query_groups") if args.get("group_query_attention") else None
+    if any(isinstance(count, int) and count % grid.tp for count in (heads, groups)):
+        raise UsageError(
+            "attention does not divide among the tensor parallel ranks",
+            expected="heads and query groups that --tp divides",
+            found=f"{heads} heads, {groups or heads} query groups, tp {grid.tp}",
+        )
+    return grid
+
+
+def _stages(num_layers: int, grid: Grid, layout: Layout, recorded: Any) -> Stages:
+    """As asked for; otherwise the source's stages where there are as many, and balanced ones where there are not."""
+    if num_layers < grid.pp:
+        raise UsageError("there are more pipeline stages than layers", expected=f"--pp {num_layers} or less")
+    even = Stages(num_layers, grid.pp)
+    asked = {name: value for name in STAGE_ARGS if (value := getattr(layout, name))}
+    if asked:
+        stages = even.with_args(asked)
+        stages.check()
+        return stages
+    counts = recorded if recorded and len(recorded) == grid.pp else balanced(num_layers, grid.pp)
+    return replace(even, layout=tuple(("decoder",) * count for count in counts))
+
+
+def balanced(num_layers: int, num_stages: int) -> list[int]:
+    """How many transformer layers `partition_balanced` deals to each stage by `type:transformer`: the rest goes first.
+
+    Both libraries ask for that by default.
+    """
+    each, rest = divmod(num_layers, num_stages)
+    return [each + (stage < rest) for stage in range(num_stages)]
+
+
+def _data_parallel_size(checkpoint: Checkpoint, grid: Grid, layout: Layout) -> int:
+    slices = grid.tp * grid.pp
+    num_ranks = layout.world_size or checkpoint.world_size or slices
+    if num_ranks % slices:
+        raise UsageError(
+            f"{num_ranks} ranks do not divide into this layout",
+            expected=f"a multiple of TP x PP, {slices}",
+            found=f"--world-size {num_ranks}" if layout.world_size else f"{num_ranks} ranks, as the source has",
+            hint="--world-size says how many there are",
+        )
+    return num_ranks // slices
+
+
+def _check(pipeline: _Pipeline, args: Mapping[str, Any]) -> None:
+    if pipeline.has_optimizer and OTHER_ORDER in pipeline.checkpoint.notes:
+        raise LossError(
+            f"{OTHER_ORDER}, and partitions are cut from parameters in their order",
+            path=pipeline.checkpoint.path,
+            hint="convert the weights alone, by way of hf",
+        )
+    rows = (".linear_proj.bias", ".linear_fc2.bias")
+    biases = [fqn for fqn in pipeline.tensors if fqn.endswith(rows)] if pipeline.layers.neox else []
+    if biases and pipeline.grid.tp > 1:
+        raise LossError(
+            "under --gpt-j-residual GPT-NeoX adds up the ranks' biases of this layer, and otherwise each has the same "
+            "one; the source does not say which of the two it is",
+            fqn=biases[0],
+            hint="--tp 1",
+        )
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+#: A file: its name in the step folder, and the object that torch.load is to give.
+_File = tuple[str, dict[Any, Any]]
+
+
+def _files(pipeline: _Pipeline, client: Mapping[str, Any]) -> Iterator[_File]:
+    yield from _layer_files(pipeline)
+    for pp in range(pipeline.grid.pp):
+        for tp in range(pipeline.grid.tp):
+            yield from _slice_files(pipeline, client, pp, tp)
+
+
+def _layer_files(pipeline: _Pipeline) -> Iterator[_File]:
+    """runtime/pipe/module.py, `save_state_dict`."""
+    entries: dict[int, list[tuple[str, str]]] = {number: [] for number in pipeline.layers.kinds}
+    for fqn in pipeline.tensors:
+        place = pipeline.layers.place(fqn)
+        assert place is not None
+        entries[place[0]].append((place[1], fqn))
+    for number, names in entries.items():
+        for tp in range(pipeline.grid.tp):
+            state = StoredDict("OrderedDict")
+            for name, fqn in names:
+                state[name] = _part(pipeline.tensors[fqn], pipeline.local(fqn, tp))
+            state.update(pipeline.record.get("recomputed", {}).get(number, {}))
+            yield f"layer_{number:02d}-model_{tp:02d}-model_states.pt", state
+
+
+def _part(choice: Choice, local: Local) -> NewTensor:
+    parts, at = [], 0
+    for box in local.boxes:
+        parts.append(FromSource(choice.key, box, at))
+        at += box.numel
+    return NewTensor(choice.dtype, local.shape, tuple(parts))
+
+
+def _slice_files(pipeline: _Pipeline, client: Mapping[str, Any], pp: int, tp: int) -> Iterator[_File]:
+    """The model file of a slice, and its partitions."""
+    model, config, dp = pipeline.model, pipeline.config, pipeline.dp
+    number = pp * pipeline.grid.tp + tp
+    local = {fqn: pipeline.local(fqn, tp) for fqn in pipeline.members[pp]}
+    groups = list(_groups(pipeline, local)) if pipeline.has_optimizer else []
+    own: dict[str, Any] = {
+        "module": None,
+        "buffer_names": [],
+        "frozen_param_shapes": None,
+        "shared_params": {},
+        "frozen_param_fragments": None,
+    }
+    shapes = [group.shapes(model) for group in groups] if pipeline.has_optimizer else [_all_shapes(local)]
+    root = common_root(model, config, dp, shapes, own, tp=pipeline.grid.tp, pp=pipeline.grid.pp)
+    yield f"mp_rank_{number:02d}_model_states.pt", {**root, **client, **_of_slice(pipeline, number)}
+    if not pipeline.has_optimizer:
+        return
+    items = stage12_items(model, config, dp, 1, len(groups))
+    for rank in range(dp):
+        inner = items | partitions(model, groups, rank)
+        root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
+        yield optimizer_name(rank, config, number), root
+
+
+def _groups(pipeline: _Pipeline, local: Mapping[str, Local]) -> Iterator[Group]:
+    """The param groups of a slice, each with its parameters in the order of the module; a slice may lack some."""
+    for group in pipeline.model.groups:
+        members = set(group.fqns)
+        fqns = tuple(fqn for fqn in local if fqn in members)
+        if fqns:
+            yield flat_group(pipeline.model, pipeline.config, ParamGroup(fqns, group.options), pipeline.dp, local)
+
+
+def _all_shapes(local: Mapping[str, Local]) -> StoredDict:
+    shapes = StoredDict("OrderedDict")
+    for one in local.values():
+        shapes[one.name] = Size(one.shape)
+    return shapes
+
+
+# -- training state ------------------------------------------------------------------------------------------
+
+
+def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
+    """The entries of a model file that Megatron-DeepSpeed hands to DeepSpeed, and what is not written.
+
+    Of another format's training state, only what has a place of its own in DeepSpeed's files is kept.
+    """
+    model, checkpoint = pipeline.model, pipeline.checkpoint
+    sizes = _sizes(pipeline)
+    if model.is_deepspeed:
+        client, dropped = zero_model.client_state(model)
+        stated = model.items.get("client_state")
+        if isinstance(stated, Mapping) and _UNIVERSAL in stated and pipeline.record:
+            client[_UNIVERSAL] = stated[_UNIVERSAL]
+            dropped = [line for line in dropped if repr(_UNIVERSAL) not in line]
+    else:
+        known = (*zero_model.MODEL_ITEMS, *zero_model.OPTIMIZER_ITEMS, "args", "ds_config", "train_state")
+        client, dropped = {}, [f"training state {name}" for name in model.items if name not in known]
+    if "args" in client:
+        client["args"] = recorded(client["args"], sizes)
+    elif not pipeline.record:
+        args = model.items.get("args")
+        client["args"] = namespace(args if isinstance(args, Mapping) else {}, sizes)
+        client["checkpoint_version"] = 3.0  # the order of the rows of query_key_value, which the reader relies on
+    client.setdefault("iteration", checkpoint.state.step or 0)
+    of_slices = pipeline.record.get("of_slices", {})
+    if of_slices and not _keeps_slices(pipeline):
+        dropped.append(f"{', '.join(of_slices)}: the layout is another one; resume with --no-load-rng")
+    return client, dropped
+
+
+def _sizes(pipeline: _Pipeline) -> dict[str, Any]:
+    """The target's layout as Megatron's arguments."""
+    grid = pipeline.grid
+    return {
+        "num_layers": len(pipeline.layers.transformers),
+        "tensor_model_parallel_size": grid.tp,
+        "pipeline_model_parallel_size": grid.pp,
+        "data_parallel_size": pipeline.dp,
+        "world_size": grid.tp * grid.pp * pipeline.dp,
+        "padded_vocab_size": pipeline.tensors[EMBEDDING].tensor.shape[0],
+        "untie_embeddings_and_output_weights": not pipeline.layers.tied,
+    }
+
+
+def _keeps_slices(pipeline: _Pipeline) -> bool:
+    """Whether the target's slices are the source's."""
+    args = pipeline.model.items.get("args")
+    source = Grid.of_args(args if isinstance(args, Mapping) else {})
+    return (source.tp, source.pp) == (pipeline.grid.tp, pipeline.grid.pp)
+
+
+def _of_slice(pipeline: _Pipeline, number: int) -> dict[str, Any]:
+    if not _keeps_slices(pipeline):
+        return {}
+    found = pipeline.record.get("of_slices", {})
+    return {name: of_ranks[number] for name, of_ranks in found.items() if number in of_ranks}
+
+
+def _dropped_states(pipeline: _Pipeline) -> Iterator[str]:
+    roles = sorted({role for _, role in pipeline.without_groups})
+    if roles:
+        yield f"{', '.join(roles)}: without hyperparameters of param groups there is no optimizer to partition"
+
+
+def _notes(pipeline: _Pipeline) -> Iterator[str]:
+    grid, before = pipeline.grid, pipeline.checkpoint.world_size
+    ranks = grid.tp * grid.pp * pipeline.dp
+    changed = f", from {before} ranks" if before not in (None, ranks) else ""
+    yield f"DeepSpeed's pipeline for TP {grid.tp}, PP {grid.pp}, DP {pipeline.dp}{changed}"
+    if pipeline.has_optimizer:
+        yield from master_notes(pipeline.model)
+    counts = [len(pipeline.stages.layers(pp)) for pp in range(grid.pp)]
+    if len(set(counts)) > 1:
+        yield f"transformer layers of the stages: {', '.join(map(str, counts))}"
+    yield from batch_notes(pipeline.config, pipeline.dp)
+    if pipeline.layers.tied and grid.pp > 1 and _POSITIONS in pipeline.tensors:
+        yield f"the last stage's own {_POSITIONS}, which nothing reads, is the first stage's"
+
+
+__all__ = ["OF_SLICES", "balanced", "lay_out"]

@@ -1,0 +1,250 @@
+"""What one rank wrote into a file of DeepSpeed's, and how ZeRO's optimizer files say what they hold.
+
+Shared by the readers of formats that have such files.  Facts: see `converters.deepspeed.zero`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.errors import CorruptError
+from ckpt.plan.checkpoint import MASTER
+from ckpt.plan.tensors import Extent, Shape
+from converters.deepspeed.model import is_bf16_optimizer
+
+#: Files that a message lists at most.
+_SHOWN = 16
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank wrote into one file."""
+
+    path: str
+    rank: int
+    content: Mapping[str, Any]
+
+    def need(self, key: str) -> Any:
+        if key not in self.content:
+            raise CorruptError("an entry is missing", path=self.path, rank=self.rank, expected=repr(key))
+        return self.content[key]
+
+
+#: The optimizer's states of a group on one rank.
+_States = Callable[[RankFile], Mapping[str, Any]]
+
+
+def inner_file(file: RankFile) -> RankFile:
+    content = file.need("optimizer_state_dict")
+    if not isinstance(content, Mapping):
+        raise CorruptError("this is no DeepSpeed optimizer file", path=file.path, rank=file.rank)
+    return RankFile(file.path, file.rank, content)
+
+
+def shape_dict(value: Any, file: RankFile, what: str) -> dict[str, Shape]:
+    """A dict of fqn to shape, as recorded (torch.Size, tuple or list)."""
+    if not isinstance(value, Mapping):
+        raise CorruptError(f"{what} is no dict of shapes", path=file.path, rank=file.rank)
+    shapes = {}
+    for fqn, shape in value.items():
+        sizes = tuple(shape) if isinstance(shape, Sequence) else None
+        if not isinstance(fqn, str) or sizes is None or not all(type(n) is int and n >= 0 for n in sizes):
+            raise CorruptError(f"{what} is no dict of shapes", path=file.path, rank=file.rank, fqn=str(fqn))
+        shapes[fqn] = sizes
+    return shapes
+
+
+def param_shapes(model: RankFile) -> list[dict[str, Shape]]:
+    """Shapes of trainable parameters in flattening order: one dict per group (stages 1, 2) or sub-group (stage 3)."""
+    recorded = model.need("param_shapes")
+    groups = recorded if isinstance(recorded, Sequence) else [recorded]  # one dict, in very old files
+    return [shape_dict(group, model, "param_shapes") for group in groups]
+
+
+def is_dealt(model: RankFile, inner: RankFile) -> bool:
+    """Whether parameters lie in the order in which `round_robin_gradients` deals them to ranks, not the optimizer's.
+
+    BF16_Optimizer, which records no stage, deals none.
+    """
+    config = model.content.get("ds_config")
+    if not isinstance(config, Mapping) or "zero_stage" not in inner.content or is_bf16_optimizer(config):
+        return False
+    options = config.get("zero_optimization")
+    return bool(isinstance(options, Mapping) and options.get("round_robin_gradients"))
+
+
+def expect_groups(inners: list[RankFile], key: str, count: int) -> None:
+    for inner in inners:
+        found = inner.need(key)
+        if len(found) != count:
+            raise CorruptError(
+                "the optimizer file and the model file do not belong together",
+                path=inner.path,
+                rank=inner.rank,
+                expected=f"{count} parameter groups",
+                found=f"{len(found)}",
+            )
+
+
+def base_state(inner: RankFile, group: int) -> Mapping[str, Any]:
+    """The optimizer's states of a group: a dict by state name, empty before the first step."""
+    base = inner.content.get("base_optimizer_state")
+    if isinstance(base, Mapping):
+        state = base.get("state") or {}
+        ids = [i for g in (base.get("param_groups") or [])[group : group + 1] for i in g.get("params", [])]
+        return state.get(ids[0] if ids else group) or {}
+    if isinstance(base, Sequence) and group < len(base):  # elastic_checkpoint
+        state = dict(base[group])
+        if "base_optimizer_state_step" in inner.content:
+            state["step"] = inner.content["base_optimizer_state_step"]
+        return state
+    return {}
+
+
+def partition_size(inners: list[RankFile], group: int) -> int:
+    """Elements of the group's flat buffer per rank, padding included.
+
+    What rank 0 keeps and what it says it stripped.  Not so on other ranks: before DeepSpeed 0.16.4 the last rank
+    recorded the padding of all of them.  BF16_Optimizer strips nothing.
+    """
+    first = inners[0]
+    size = flat_extent(first.need("single_partition_of_fp32_groups")[group], first).numel
+    paddings = first.content.get("group_paddings")
+    if paddings and "zero_stage" in first.content:
+        size += int(paddings[group])
+    for inner in inners:
+        kept = flat_extent(inner.need("single_partition_of_fp32_groups")[group], inner).numel
+        if kept > size:
+            raise CorruptError(
+                "ranks hold partitions of different sizes",
+                path=inner.path,
+                rank=inner.rank,
+                expected=f"at most {size} elements in group {group}",
+                found=f"{kept} elements",
+            )
+    return size
+
+
+def parameter_starts(shapes: Mapping[str, Shape], inner: RankFile, group: int, size: int) -> dict[str, int]:
+    """Where each parameter begins in the group's flat buffer, with `parameter_alignment` paddings behind it."""
+    recorded = inner.content.get("param_alignment_paddings")
+    paddings = list(recorded[group]) if recorded else [0] * len(shapes)
+    if len(paddings) != len(shapes) or not all(type(padding) is int and padding >= 0 for padding in paddings):
+        raise CorruptError(
+            "parameter paddings and parameters do not match",
+            path=inner.path,
+            expected=f"{len(shapes)} paddings",
+            found=f"{len(paddings)} in group {group}",
+        )
+    starts, position = {}, 0
+    for (fqn, shape), padding in zip(shapes.items(), paddings, strict=True):
+        starts[fqn] = position
+        position += prod(shape) + padding
+    if position > size:
+        raise CorruptError(
+            "the partitions are too short for their parameters",
+            path=inner.path,
+            expected=f"{position} elements on all ranks together in group {group}",
+            found=f"{size} elements",
+        )
+    return starts
+
+
+def flat_buffers(inners: list[RankFile], group: int) -> dict[str, list[Extent]]:
+    """Per role, every rank's 1-d extent of a group."""
+    buffers = {MASTER: [flat_extent(inner.need("single_partition_of_fp32_groups")[group], inner) for inner in inners]}
+    for name in state_names(inners, partial(base_state, group=group)):
+        buffers[name] = [state_extent(base_state(inner, group), name, inner) for inner in inners]
+    return buffers
+
+
+def flat_extent(stored: Any, inner: RankFile) -> Extent:
+    if not isinstance(stored, StoredTensor) or len(stored.extent.shape) != 1 or not stored.extent.is_contiguous:
+        raise CorruptError(
+            "a rank's partition is no flat tensor", path=inner.path, rank=inner.rank, found=type(stored).__name__
+        )
+    return stored.extent
+
+
+def state_extent(states: Mapping[str, Any], name: str, inner: RankFile) -> Extent:
+    if name not in states:
+        raise CorruptError("a rank lacks an optimizer state", path=inner.path, rank=inner.rank, expected=name)
+    return flat_extent(states[name], inner)
+
+
+def state_names(inners: list[RankFile], states: _States) -> list[str]:
+    """Names of the states that are tensors like the parameters, as any rank has them."""
+    names = {
+        name: None
+        for inner in inners
+        for name, value in states(inner).items()
+        if isinstance(value, StoredTensor) and len(value.extent.shape) == 1
+    }
+    return list(names)
+
+
+def number_states(inners: list[RankFile], states: _States) -> dict[str, Any]:
+    """States that are one number, such as Adam's step.  All ranks must agree: they took the same steps."""
+    by_name: dict[str, list[tuple[RankFile, Any]]] = {}
+    for inner in inners:
+        for name, value in _numbers(states(inner)):
+            by_name.setdefault(name, []).append((inner, value))
+    for name, said in by_name.items():
+        check_same(name, said)
+    return {name: said[0][1] for name, said in by_name.items()}
+
+
+def check_same(name: str, said: list[tuple[RankFile, Any]]) -> None:
+    """Raise CorruptError, with which file says what, unless all say the same."""
+    by_value: dict[Any, list[RankFile]] = {}
+    for file, value in said:
+        by_value.setdefault(value, []).append(file)
+    if len(by_value) <= 1:
+        return
+    common = max(by_value, key=lambda value: len(by_value[value]))
+    odd = next(file for file, value in said if value != common)
+
+    def listed(value: Any) -> str:
+        names = [Path(file.path).name for file in by_value[value]]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return f"{name} {value} in {', '.join(names[:_SHOWN])}{more}"
+
+    raise CorruptError(
+        "ranks of different steps in one folder",
+        path=odd.path,
+        rank=odd.rank,
+        expected=f"{name} {common}, as in {len(by_value[common])} of {len(said)} files",
+        found="; ".join(listed(value) for value in by_value),
+    )
+
+
+def _numbers(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in states.items():
+        if isinstance(value, StoredTensor):
+            if not value.extent.shape:
+                yield name, read_scalar(value.extent)
+        elif isinstance(value, int | float | bool):
+            yield name, value
+
+
+def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups or []]
+
+
+def numeric_options(inner: RankFile) -> dict[str, Any]:
+    """Hyperparameters that are plain values (a tensor `lr` is an extent, which says nothing about its value)."""
+    optimizer = inner.content.get("base_optimizer_state") or inner.content.get("optimizer_state_dict")
+    return {
+        f"{name} of group {number}": value
+        for number, group in enumerate(hyperparameters(optimizer))
+        for name, value in group.items()
+        if isinstance(value, int | float | str | tuple)
+    }

@@ -1,0 +1,495 @@
+"""DeepSpeed Universal Checkpoint: `zero/<fqn>/{fp32,exp_avg,...}.pt`, a folder per parameter, for any number of ranks.
+
+Format facts are from deepspeed 0.19.8: checkpoint/ds_to_universal.py writes it, `load_universal` reads it
+(runtime/base_optimizer.py and checkpoint/universal_checkpoint.py for stages 1 and 2, runtime/zero/stage3.py for 3).
+There are two forms:
+
+    stages 1, 2   a dict {param, cat_dim} of the whole tensor; step.pt; mp_rank_00_model_states.pt
+    stage 3       the bare tensor, flat; the step in zero/optimizer_state.pt; zero_pp_rank_*_mp_rank_00_model_states.pt
+
+Stage 3 takes the dict form too.  So what comes from no stage at all is written such that every stage loads it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.containers.torchfile.write import FromSource, NewTensor, Zeros, copy_of, torch_file
+from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.move.files import confined
+from ckpt.plan.checkpoint import (
+    BUFFER,
+    MASTER,
+    TRANSFORMERS,
+    WEIGHT,
+    Checkpoint,
+    Key,
+    Layout,
+    ParamGroup,
+    ReadRequest,
+    SourceFile,
+    Target,
+    TargetFile,
+    TrainingState,
+)
+from ckpt.plan.tensors import Extent, FlatRange, Shape, Tensor, Whole
+from ckpt.run_folder.carried import run_companions
+from converters.deepspeed import model as zero_model
+from converters.deepspeed import write as zero_writer
+from converters.deepspeed.layout import undealt
+from converters.deepspeed.model import Model
+from converters.deepspeed.partitions import InSlots, slot_size
+
+LATEST = "latest_universal"
+FP32 = "fp32"
+STEP = "step"
+
+_OPTIMIZER_STATE = "optimizer_state.pt"
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL_PER_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_MAX_LATEST = 4096
+#: What stage 3 loads, by name (stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`).
+_STAGE3_STATES = {"exp_avg", "exp_avg_sq"}
+#: Entries of `optimizer_state.pt` that describe tensors; the rest is training state.
+_STRUCTURE = frozenset(
+    {
+        *("optimizer_state_dict", "fp32_flat_groups", "zero_stage", "group_paddings", "param_alignment_paddings"),
+        *("partition_count", "ds_version", "param_groups", "ds_zero_partition_groups", "universal_checkpoint_info"),
+    }
+)
+
+
+class Universal:
+    """The format `universal`."""
+
+    name = "universal"
+    title = "DeepSpeed Universal Checkpoint"
+    reads = True
+    writes = True
+    carries_optimizer = True
+    namespace: str | None = TRANSFORMERS
+
+    def find(self, path: Path, tag: str | None) -> Path | None:
+        """The folder with `zero/`, which `path` is, `tag` names in it, or its `latest_universal` records."""
+        if not path.is_dir():
+            return None
+        if tag is None and _is_universal(path):
+            return path
+        latest = path / LATEST
+        if tag is None and latest.is_file():
+            with open(latest, "rb") as file:
+                tag = file.read(_MAX_LATEST).decode("utf-8", "replace").strip()
+            if not tag or not _is_universal(confined(path, tag)):
+                raise CorruptError(
+                    f"`{LATEST}` names a folder that is no universal checkpoint",
+                    path=latest,
+                    expected=f"a folder with zero/{_OPTIMIZER_STATE}",
+                    found=repr(tag),
+                )
+        folder = confined(path, tag) if tag else None
+        return folder if folder is not None and _is_universal(folder) else None
+
+    def read(self, path: Path, request: ReadRequest) -> Checkpoint:
+        """Describe it; the files of every parameter are opened, none of their data is read."""
+        try:
+            return _read(path)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CorruptError(
+                "the files are not built as those of any known version of DeepSpeed",
+                path=path,
+                expected="the structure that versions up to 0.19.8 write",
+                found=f"{type(error).__name__}: {error}",
+            ) from error
+
+    def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        """A folder that `load_checkpoint` takes with `"checkpoint": {"load_universal": true}` in its config."""
+        if layout.world_size is not None:
+            raise UsageError(
+                "a universal checkpoint has no ranks: any number of them loads it",
+                found=f"--world-size {layout.world_size}",
+            )
+        return _lay_out(checkpoint, layout)
+
+
+UNIVERSAL = Universal()
+
+
+def _is_universal(path: Path) -> bool:
+    return (path / "zero" / _OPTIMIZER_STATE).is_file()
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Reading:
+    """What has been read so far of one folder."""
+
+    path: Path
+    files: list[SourceFile] = field(default_factory=list)
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def load(self, path: Path) -> Any:
+        self.files.append(SourceFile.stat(str(path)))
+        return torchfile.read(path).root
+
+    def load_dict(self, path: Path) -> Mapping[str, Any]:
+        root = self.load(path)
+        if not isinstance(root, Mapping):
+            raise CorruptError("this is no DeepSpeed file", path=path, expected="a dict")
+        return root
+
+    def add(self, tensor: Tensor) -> None:
+        self.tensors[tensor.fqn, tensor.role] = tensor
+
+
+def _read(path: Path) -> Checkpoint:
+    reading = _Reading(path)
+    models = _model_files(reading)
+    model = models[0]
+    module, ties = _module(model, path), dict(model.get("shared_params") or {})
+    state = reading.load_dict(path / "zero" / _OPTIMIZER_STATE)
+    groups = [{fqn: tuple(shape) for fqn, shape in group.items()} for group in model["param_shapes"]]
+    buffers = {str(name) for name in model.get("buffer_names") or ()}
+    trained = {fqn for group in groups for fqn in group}
+    _add_module(reading, module, buffers, ties, trained)
+    _add_frozen(reading, models, ties)
+    for group in groups:
+        for fqn, shape in group.items():
+            _add_parameter(reading, fqn, shape, module.get(fqn))
+    _add_stage3_steps(reading, state, groups)
+    _check_complete(reading, groups)
+    world_size, version = model.get("dp_world_size"), model.get("ds_version")
+    step = model.get("global_steps")
+    return Checkpoint(
+        path=str(path),
+        format="universal",
+        tensors=reading.tensors,
+        files=tuple(reading.files),
+        framework=f"deepspeed {version}" if version else "deepspeed",
+        world_size=world_size if isinstance(world_size, int) else None,
+        ties=ties,
+        state=TrainingState(
+            step if isinstance(step, int) else None,
+            _param_groups(model, state, groups),
+            reading.scalars,
+            _items(model, state),
+        ),
+        folders=(str(path.parent),),
+    )
+
+
+def _model_files(reading: _Reading) -> list[Mapping[str, Any]]:
+    """The one model file of stages 1 and 2, or those of all ranks of stage 3."""
+    single: dict[int, Path] = {}
+    per_rank: dict[int, Path] = {}
+    for entry in sorted(reading.path.iterdir()):
+        if match := _MODEL.fullmatch(entry.name):
+            single[int(match[1])] = entry
+        elif match := _MODEL_PER_RANK.fullmatch(entry.name):
+            if int(match[2]):
+                single[int(match[2])] = entry
+            per_rank[int(match[1])] = entry
+    if any(rank != 0 for rank in single):
+        raise NotFoundError(
+            "tensor- or pipeline-parallel ranks (mp_rank other than 00) are not supported", path=reading.path
+        )
+    if single:
+        return [reading.load_dict(single[0])]
+    models = {rank: reading.load_dict(per_rank[rank]) for rank in sorted(per_rank)}
+    world_size = next((model.get("dp_world_size") for model in models.values()), None)
+    count = world_size if isinstance(world_size, int) else max(len(models), 1)
+    if sorted(models) != list(range(count)):
+        raise CorruptError(
+            "model files are missing, or are of a run of another number of ranks",
+            path=reading.path,
+            rank=", ".join(map(str, sorted(models.keys() ^ set(range(count)))[:16])),
+            expected="mp_rank_00_model_states.pt, or one zero_pp_rank_*_mp_rank_00_model_states.pt for each rank"
+            + (f": {count} files" if models else ""),
+            found=f"files of ranks {', '.join(map(str, sorted(models)))}" if models else "none",
+        )
+    return list(models.values())
+
+
+def _module(model: Mapping[str, Any], path: Path) -> dict[str, StoredTensor]:
+    module = model.get("module")
+    if not isinstance(module, Mapping):
+        raise NotFoundError("a DeepSpeed pipeline, which is not supported", path=path, found="no module")
+    return {fqn: value for fqn, value in module.items() if isinstance(value, StoredTensor)}
+
+
+def _whole(fqn: str, role: str, extent: Extent) -> Tensor:
+    return Tensor(fqn, role, extent.dtype, extent.shape, Whole(extent), extent.dtype)
+
+
+def _add_module(
+    reading: _Reading, module: Mapping[str, StoredTensor], buffers: set[str], ties: Mapping[str, str], trained: set[str]
+) -> None:
+    """Weights and buffers as the model file has them.  The copies in fp32 under `zero/` are of these."""
+    for fqn, stored in module.items():
+        if fqn in ties:
+            continue
+        if fqn in buffers:
+            reading.add(_whole(fqn, BUFFER, stored.extent))
+        elif fqn not in trained or stored.extent.numel:  # under stage 3, empty placeholders
+            reading.add(_whole(fqn, WEIGHT, stored.extent))
+
+
+def _add_frozen(reading: _Reading, models: Sequence[Mapping[str, Any]], ties: Mapping[str, str]) -> None:
+    """Frozen parameters: whole under stage 2, a slot in each rank's file under stage 3."""
+    shapes = models[0].get("frozen_param_shapes") or {}
+    for fqn, recorded in shapes.items():
+        shape: Shape = tuple(recorded)
+        extents = [model["frozen_param_fragments"][fqn].extent for model in models]
+        if fqn in ties or (len(models) == 1 and extents[0].shape == shape):
+            if fqn not in ties:
+                reading.add(_whole(fqn, WEIGHT, extents[0]))
+            continue
+        slot = slot_size(prod(shape), len(models))
+        if any(extent.shape != (slot,) for extent in extents):
+            raise CorruptError(
+                "a rank's part of a frozen parameter has another length",
+                path=reading.path,
+                fqn=fqn,
+                expected=f"{slot} elements in each of {len(models)} files",
+            )
+        reading.add(Tensor(fqn, WEIGHT, extents[0].dtype, shape, InSlots(extents, 0), extents[0].dtype))
+
+
+def _add_parameter(reading: _Reading, fqn: str, shape: Shape, native: StoredTensor | None) -> None:
+    """What `zero/<fqn>/` holds: master, states, step."""
+    folder = confined(reading.path / "zero", fqn)
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    if f"{FP32}.pt" not in names:
+        raise CorruptError("the master of a parameter is missing", path=folder, fqn=fqn, expected=f"a file {FP32}.pt")
+    for name in (name for name in names if name.endswith(".pt")):
+        role = name.removesuffix(".pt")
+        value = reading.load(confined(folder, name))
+        if role == STEP or not isinstance(value, Mapping | StoredTensor):
+            reading.scalars.setdefault(role, {})[fqn] = _number(value, folder / name)
+            continue
+        extent = _param(value, folder / name).extent
+        if extent.numel != prod(shape) or not extent.is_contiguous:
+            raise CorruptError(
+                "a tensor has another size than the model's files say",
+                path=folder / name,
+                fqn=fqn,
+                expected=f"{prod(shape)} elements, for shape {list(shape)}",
+                found=f"shape {list(extent.shape)}",
+            )
+        dtype = native.extent.dtype if native is not None else None
+        source = Whole(extent.reshape(shape))
+        reading.add(Tensor(fqn, MASTER if role == FP32 else role, extent.dtype, shape, source, dtype))
+
+
+def _param(value: Any, path: Path) -> StoredTensor:
+    """The tensor of a file of either form."""
+    stored = value.get("param") if isinstance(value, Mapping) else value
+    if not isinstance(stored, StoredTensor):
+        raise CorruptError("the file holds no tensor", path=path, expected="a tensor, or a dict with `param`")
+    return stored
+
+
+def _number(value: Any, path: Path) -> Any:
+    if isinstance(value, StoredTensor):
+        return read_scalar(value.extent)
+    if isinstance(value, int | float):
+        return value
+    raise CorruptError("a single number was expected", path=path, found=type(value).__name__)
+
+
+def _stage3_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    optimizer = state.get("optimizer_state_dict")
+    return optimizer if isinstance(optimizer, Mapping) else {}
+
+
+def _add_stage3_steps(reading: _Reading, state: Mapping[str, Any], groups: Sequence[Mapping[str, Shape]]) -> None:
+    """Stage 3 records the step of each sub-group with the optimizer's state of rank 0."""
+    states = _stage3_optimizer(state).get("state") or {}
+    for number, shapes in enumerate(groups):
+        step = (states.get(number) or {}).get(STEP)
+        if step is not None:
+            value = _number(step, reading.path / "zero" / _OPTIMIZER_STATE)
+            for fqn in shapes:
+                reading.scalars.setdefault(STEP, {}).setdefault(fqn, value)
+
+
+def _check_complete(reading: _Reading, groups: Sequence[Mapping[str, Shape]]) -> None:
+    """A state that one parameter of a group has, all have: DeepSpeed keeps them in one buffer."""
+    for group in groups:
+        roles = {role for fqn, role in reading.tensors if fqn in group and role != WEIGHT}
+        for fqn in group:
+            for role in sorted(roles):
+                if (fqn, role) not in reading.tensors:
+                    raise CorruptError(
+                        "an optimizer state of a parameter is missing",
+                        path=reading.path / "zero" / fqn,
+                        fqn=fqn,
+                        expected=f"a file {role}.pt",
+                    )
+
+
+def _param_groups(
+    model: Mapping[str, Any], state: Mapping[str, Any], shapes: Sequence[Mapping[str, Shape]]
+) -> tuple[ParamGroup, ...]:
+    """Groups by fqn, in the optimizer's order; stage 3 lists sub-groups where torch lists parameters."""
+    optimizer = _stage3_optimizer(state)
+    recorded = optimizer.get("param_groups") or state.get("param_groups") or []
+    options = [{key: value for key, value in group.items() if key != "params"} for group in recorded]
+    if optimizer:
+        members = [group["params"] for group in recorded]
+        return tuple(
+            ParamGroup(tuple(fqn for i in ids for fqn in shapes[i]), some)
+            for ids, some in zip(members, options, strict=True)
+        )
+    config = model.get("ds_config")
+    is_dealt = (
+        isinstance(config, Mapping)
+        and not zero_model.is_bf16_optimizer(config)
+        and (config.get("zero_optimization") or {}).get("round_robin_gradients")
+    )
+    orders = [undealt(list(group), model["dp_world_size"]) if is_dealt else list(group) for group in shapes]
+    return tuple(ParamGroup(tuple(order), some) for order, some in zip(orders, options, strict=True))
+
+
+def _items(model: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    names = (*zero_model.MODEL_ITEMS, "ds_config")
+    items = {name: model[name] for name in names if model.get(name) is not None}
+    items |= {name: value for name, value in state.items() if name not in _STRUCTURE and value is not None}
+    extra = {fqn: v for fqn, v in model["module"].items() if not isinstance(v, StoredTensor) and v is not None}
+    client = {name: value for name, value in model.items() if name not in zero_model.RESERVED}
+    return items | ({"extra_state": extra} if extra else {}) | ({"client_state": client} if client else {})
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
+    model = zero_model.describe(checkpoint, layout.dtype)
+    stage = _stage(checkpoint)
+    num_ranks = checkpoint.world_size or 1
+    config, notes = zero_model.ds_config(model, stage or 3, layout.dtype)
+    folder = f"{zero_writer.step_folder(checkpoint)}_universal"
+    beside = run_companions(checkpoint, num_ranks, layout.dtype)
+    _, dropped = zero_model.client_state(model)
+    return Target(
+        files=(
+            *(torch_file(f"{folder}/{name}", root) for name, root in _files(model, config, num_ranks, stage)),
+            *beside.files,
+            TargetFile.of_bytes(LATEST, folder.encode()),
+        ),
+        leaves_out=model.left_out,
+        dropped=(*model.dropped, *dropped, *_dropped_numbers(model), *beside.dropped),
+        notes=(*notes, *_notes(model, stage), *beside.notes),
+    )
+
+
+def _stage(checkpoint: Checkpoint) -> int | None:
+    """The stage whose form is written: the source's, or the one of its config.  None is the form that all load."""
+    if checkpoint.format in ("zero1", "zero2", "zero3"):
+        return int(checkpoint.format[-1])
+    recorded = zero_model.zero_options(checkpoint).get("stage")
+    return int(recorded) if recorded in (1, 2, 3) else None
+
+
+def _files(
+    model: Model, config: Mapping[str, Any], num_ranks: int, stage: int | None
+) -> Iterator[tuple[str, Mapping[str, Any] | NewTensor | Any]]:
+    roles = model.roles(model.masters)
+    for fqn in model.masters:
+        yield from _parameter_files(model, fqn, roles, bare=stage == 3)
+    yield f"zero/{_OPTIMIZER_STATE}", _optimizer_state(model, config, num_ranks, stage)
+    if stage != 3:
+        shapes = zero_writer.flat_param_shapes(model, config, num_ranks)
+        # Where no stage is known, the frozen parameters are recorded as stage 2 does.
+        yield "mp_rank_00_model_states.pt", zero_writer.model_root(model, config, num_ranks, shapes, 0, stage or 2)
+    if stage not in (1, 2):
+        shapes = zero_writer.slot_param_shapes(model, num_ranks)
+        for rank in range(num_ranks):
+            root = zero_writer.model_root(model, config, num_ranks, shapes, rank, 3)
+            yield f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", root
+
+
+def _parameter_files(model: Model, fqn: str, roles: Sequence[str], *, bare: bool) -> Iterator[tuple[str, Any]]:
+    """A parameter's files.  DeepSpeed has every state for every parameter: zeros for one that never had a gradient."""
+    master, states = model.masters[fqn], model.states.get(fqn, {})
+    for role in roles:
+        if role not in states:
+            shape = (master.numel,) if bare else master.shape or (1,)
+            zeros = NewTensor(model.state_dtype(model.masters, role), shape, (Zeros(master.numel),))
+            yield f"zero/{fqn}/{role}.pt", zeros if bare else {"cat_dim": 0, "param": zeros}
+    tensors = {FP32: master, **states}
+    for name, tensor in tensors.items():
+        dtype = model.master_dtype([fqn]) if name == FP32 else tensor.dtype
+        path = f"zero/{fqn}/{name}.pt"
+        if bare:
+            fill = (FromSource((tensor.fqn, tensor.role), FlatRange(0, tensor.numel)),)
+            yield path, NewTensor(dtype, (tensor.numel,), fill)
+        else:
+            # DeepSpeed cuts every tensor along a dim and fails on one without: 0-d ones get one.
+            yield path, {"cat_dim": 0, "param": replace(copy_of(tensor, dtype), shape=tensor.shape or (1,))}
+    step = model.checkpoint.state.scalars.get(STEP, {}).get(fqn)
+    if not bare and step is not None:
+        yield f"zero/{fqn}/{STEP}.pt", zero_writer.scalar(step)
+
+
+def _optimizer_state(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int | None) -> dict[str, Any]:
+    """What rank 0's optimizer file says beside tensors.  Stages 1 and 2 look for groups at the top, stage 3 within."""
+    if stage in (1, 2):
+        groups = zero_writer.flat_groups(model, config, num_ranks)
+        paddings = {
+            "group_paddings": [group.layout.padding(0) for group in groups],
+            "param_alignment_paddings": [list(group.layout.paddings) for group in groups],
+        }
+        items = zero_writer.stage12_items(model, config, num_ranks, stage) | paddings
+        return items | {"param_groups": zero_writer.param_groups(model, [[i] for i in range(len(groups))])}
+    slots = zero_writer.slot_groups(model, num_ranks)
+    groups_within = zero_writer.param_groups(model, slots.members)
+    states = {i: _only_step(model.numbers(fqns)) for i, fqns in enumerate(slots.fqns)}
+    inner = {"state": {i: state for i, state in states.items() if state}, "param_groups": groups_within}
+    items = zero_writer.stage3_items(model, config, num_ranks)
+    if stage is None:
+        items |= {"ds_version": model.version}
+    return items | {"optimizer_state_dict": inner, "param_groups": groups_within}
+
+
+def _only_step(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {STEP: zero_writer.scalar(numbers[STEP])} if STEP in numbers else {}
+
+
+def _dropped_numbers(model: Model) -> Iterator[str]:
+    for name in model.checkpoint.state.scalars:
+        if name != STEP:
+            yield f"optimizer state {name}: a universal checkpoint has no place for numbers other than the step"
+
+
+def _notes(model: Model, stage: int | None) -> Iterator[str]:
+    form = f"ZeRO-{stage} loads it" if stage else "any stage loads it, stage 3 from deepspeed 0.19.6 on"
+    yield f'universal checkpoint: {form}, on any number of ranks, with "checkpoint": {{"load_universal": true}}'
+    if model.frozen or model.buffers:
+        yield (
+            f"{len(model.frozen)} frozen parameters and {len(model.buffers)} buffers are in the model files, but "
+            "DeepSpeed takes only trained parameters from a universal checkpoint"
+        )
+    if stage != 3 and zero_model.zero_options(model.checkpoint).get("round_robin_gradients"):
+        yield (
+            "load this without round_robin_gradients: with it, DeepSpeed takes one parameter's elements for another's "
+            "when it loads a universal checkpoint"
+        )
+    if stage not in (1, 2):
+        states = set(model.roles(model.masters))
+        if states != _STAGE3_STATES or not model.checkpoint.state.scalars.get(STEP):
+            yield "ZeRO-3 loads an optimizer from a universal checkpoint only if it is Adam and has taken a step"
+        if any(group.options != model.groups[0].options for group in model.groups):
+            yield "ZeRO-3 gives all parameter groups the hyperparameters of the first when it loads this"
+    if not model.resumable:
+        yield "the source records no hyperparameters: the optimizer goes on with those of its own config"

@@ -1,0 +1,522 @@
+"""DeepSpeed ZeRO stages 1, 2 and 3: write, for any number of ranks.
+
+What is written is what the engine of that many ranks would have saved, so that `load_checkpoint` takes it without any
+option.  Format facts are from deepspeed 0.19.8: runtime/engine.py (`_common_checkpoint_state`, `_save_zero_checkpoint`,
+`_load_checkpoint`, `load_module_state_dict`), runtime/zero/stage_1_and_2.py and stage3.py (`state_dict`,
+`load_state_dict`), runtime/bf16_optimizer.py (whose engine loads ZeRO-1's own schema as well).
+
+Always the schema without `elastic_checkpoint`: an elastic engine loads it, while the elastic one records neither
+hyperparameters nor, with torch's optimizers, what its own loader asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.torchfile.pickler import Size
+from ckpt.containers.torchfile.pickles import Record, StoredDict
+from ckpt.containers.torchfile.write import FromSource, NewTensor, Part, Zeros, copy_of, number, torch_file
+from ckpt.errors import UsageError
+from ckpt.plan.checkpoint import BUFFER, MASTER, Checkpoint, Layout, ParamGroup, Target, TargetFile
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Box, FlatRange, Shape, Tensor, flat_regions
+from ckpt.run_folder.carried import run_companions
+from ckpt.state import adam
+from converters.deepspeed import model as zero_model
+from converters.deepspeed.layout import (
+    SUB_GROUP_SIZE,
+    FlatLayout,
+    SlotLayout,
+    dealt,
+    flat_layout,
+    parameter_alignment,
+    slot_layout,
+    sub_groups,
+)
+from converters.deepspeed.layout import Part as Place
+from converters.deepspeed.model import Model
+
+
+def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
+    """The files of a run folder of ZeRO-`stage`: the step folder, `latest`, and what stood beside the source's.
+
+    Raises UsageError where no number of ranks is known, LossError for what ZeRO cannot represent.
+    """
+    num_ranks = layout.world_size or checkpoint.world_size
+    if num_ranks is None:
+        raise UsageError("the source has no number of ranks of its own", hint="--world-size says how many there are")
+    model = zero_model.describe(checkpoint, layout.dtype)
+    config, notes = zero_model.ds_config(model, stage, layout.dtype)
+    tag = step_folder(checkpoint)
+    files = _stage3_files(model, config, num_ranks) if stage == 3 else _stage12_files(model, config, num_ranks, stage)
+    beside = run_companions(checkpoint, num_ranks, layout.dtype)
+    _, dropped = zero_model.client_state(model)
+    return Target(
+        files=(
+            *(torch_file(f"{tag}/{name}", root) for name, root in files),
+            *beside.files,
+            TargetFile.of_bytes("latest", tag.encode()),
+        ),
+        leaves_out=model.left_out,
+        dropped=(*model.dropped, *dropped, *beside.dropped),
+        notes=(*notes, *model.notes, *_notes(model, config, num_ranks, stage), *beside.notes),
+    )
+
+
+def step_folder(checkpoint: Checkpoint) -> str:
+    """The source's own name for its step, or DeepSpeed's default.  HF Trainer looks for `global_step*`."""
+    if checkpoint.format in ("zero1", "zero2", "zero3", "megatron-deepspeed"):
+        return Path(checkpoint.path).name
+    if checkpoint.format == "universal":
+        return Path(checkpoint.path).name.removesuffix("_universal")
+    return f"global_step{checkpoint.state.step or 0}"
+
+
+def _notes(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) -> Iterator[str]:
+    checkpoint = model.checkpoint
+    before = checkpoint.world_size
+    yield f"ZeRO-{stage} for {num_ranks} ranks" + (f", from {before}" if before not in (None, num_ranks) else "")
+    yield from master_notes(model)
+    left = [fqn for fqn in model.masters if (fqn, "weight") in model.left_out]
+    if stage == 3 and left:
+        yield f"weights of {len(left)} parameters are not stored: ZeRO-3 rounds the masters"
+    if stage == 3 and model.frozen and not model.is_deepspeed and not any(True for _ in checkpoint.with_role(BUFFER)):
+        yield (
+            f"{len(model.frozen)} tensors that the optimizer does not own are taken for frozen parameters: the source "
+            "does not tell them from buffers, and ZeRO-3 loads neither as the other"
+        )
+    yield from batch_notes(config, num_ranks)
+
+
+def master_notes(model: Model) -> Iterator[str]:
+    """Which masters are made of weights."""
+    upcast = [fqn for fqn, master in model.masters.items() if master.role != MASTER]
+    if upcast:
+        yield f"{len(upcast)} parameters have no master in the source: their weights are the masters"
+
+
+def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
+    """Whether the recorded batch fits the number of data parallel ranks."""
+    batch = config.get("train_batch_size")
+    if isinstance(batch, int) and batch % num_ranks:
+        yield f"ds_config: train_batch_size {batch} does not divide by {num_ranks} ranks; resume with one that does"
+
+
+# -- file names and the parts of files that stages share ---------------------------------------------------------------
+
+#: A file: its name in the step folder, and the object that torch.load is to give.
+File = tuple[str, dict[str, Any]]
+
+
+def optimizer_name(rank: int, config: Mapping[str, Any], mp_rank: int = 0) -> str:
+    """engine.py, `_get_zero_ckpt_prefix`: the prefix says that bf16 is enabled, and nothing else."""
+    prefix = "bf16_" if zero_model.is_enabled(config, "bf16") else ""
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+
+def model_root(
+    model: Model, config: Mapping[str, Any], num_ranks: int, param_shapes: list[Any], rank: int, stage: int
+) -> dict[str, Any]:
+    """What a model file holds that has the module of one rank without model parallelism."""
+    whole = stage < 3
+    module = _module(model) if whole else _placeholders(model)
+    shapes, fragments = (None, None) if stage == 1 else _frozen(model, module, None if whole else (rank, num_ranks))
+    own = {
+        "module": module,
+        "buffer_names": list(model.buffers),
+        "frozen_param_shapes": shapes,
+        "shared_params": dict(model.ties) if whole or rank == 0 else {},
+        "frozen_param_fragments": fragments,
+    }
+    client, _ = zero_model.client_state(model)
+    return common_root(model, config, num_ranks, param_shapes, own) | client
+
+
+def common_root(
+    model: Model,
+    config: Mapping[str, Any],
+    num_ranks: int,
+    param_shapes: list[Any],
+    own: Mapping[str, Any],
+    *,
+    tp: int = 1,
+    pp: int = 1,
+) -> dict[str, Any]:
+    """engine.py, `_common_checkpoint_state`, without the client's.
+
+    `num_ranks` are the data parallel ones of each of `tp` x `pp` parts of the model; `own` is what the file has of the
+    module.
+    """
+    items = model.items
+    root: dict[str, Any] = {
+        "module": own["module"],
+        "buffer_names": own["buffer_names"],
+        "optimizer": None,
+        "param_shapes": param_shapes,
+        "frozen_param_shapes": own["frozen_param_shapes"],
+        "shared_params": own["shared_params"],
+        "frozen_param_fragments": own["frozen_param_fragments"],
+        "lr_scheduler": model.schedule,
+        "data_sampler": items.get("data_sampler"),
+        "random_ltd": items.get("random_ltd"),
+        "skipped_steps": items.get("skipped_steps", 0),
+        "global_steps": model.checkpoint.state.step or 0,
+    }
+    if model.samples is not None:  # without it DeepSpeed multiplies steps by the batch size
+        root["global_samples"] = model.samples
+    return root | {
+        "dp_world_size": num_ranks,
+        "mp_world_size": tp * pp,
+        "checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": tp},
+        "ds_config": config,
+        "ds_version": model.version,
+    }
+
+
+def _module(model: Model) -> StoredDict:
+    """The module's whole state dict; a tied alias is the tensor of its owner."""
+    module = StoredDict("OrderedDict")
+    for fqn, choice in model.weights.items():
+        module[fqn] = copy_of(choice.tensor, choice.dtype)
+    return _with_the_rest(model, module)
+
+
+def _placeholders(model: Model) -> StoredDict:
+    """Stage 3: parameters are empty, as they are partitioned; buffers are there."""
+    module = StoredDict("OrderedDict")
+    for fqn, choice in model.weights.items():
+        module[fqn] = NewTensor(choice.dtype, (0,))
+    return _with_the_rest(model, module)
+
+
+def _with_the_rest(model: Model, module: StoredDict) -> StoredDict:
+    for fqn, buffer in model.buffers.items():
+        module[fqn] = copy_of(buffer)
+    for alias, owner in model.ties.items():
+        module[alias] = module[owner]
+    extra = model.items.get("extra_state")
+    if isinstance(extra, Mapping):
+        module.update(extra)
+    return module
+
+
+def _frozen(model: Model, module: StoredDict, part: tuple[int, int] | None) -> tuple[StoredDict | None, ...]:
+    """Shapes and elements of the parameters that the optimizer does not own, whole or this rank's slots of them.
+
+    None where there are none to be had: the loader takes None, but not a dict that lacks a frozen parameter (PEFT
+    saves without them).
+    """
+    if not model.frozen:
+        return None, None
+    shapes, fragments = StoredDict("OrderedDict"), StoredDict("OrderedDict")
+    for fqn in model.frozen:
+        choice = model.weights[fqn]
+        shapes[fqn] = Size(choice.tensor.shape)
+        fragments[fqn] = module[fqn] if part is None else _slot(choice.tensor, choice.dtype, *part)
+    return shapes, fragments
+
+
+def _slot(tensor: Tensor, dtype: DType, rank: int, num_ranks: int) -> NewTensor:
+    layout = slot_layout([tensor.numel], num_ranks)
+    return _flat(dtype, layout.length, [tensor], layout.parts(rank))
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a tensor parallel rank's module has of a parameter.
+
+    `name` is the module's own for it, `shape` that of its part, which is made of `boxes` of the whole tensor, one
+    behind the other.
+    """
+
+    name: str
+    shape: Shape
+    boxes: tuple[Box, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def parts(self, tensor: Tensor, start: int, stop: int, at: int) -> Iterator[FromSource]:
+        """Elements `start:stop` of the part, to lie from `at` on."""
+        begin = 0
+        for box in self.boxes:
+            first, last = max(start, begin), min(stop, begin + box.numel)
+            if first < last:
+                for region, offset in flat_regions(box, tensor.shape, first - begin, last - begin):
+                    yield FromSource((tensor.fqn, tensor.role), region, at + begin + offset - start)
+            begin += box.numel
+
+
+def _flat(
+    dtype: DType,
+    length: int,
+    tensors: Sequence[Tensor | None],
+    places: Iterator[Place],
+    local: Sequence[Local | None] = (),
+    **options: Any,
+) -> NewTensor:
+    """A 1-d tensor of a rank: parts of source tensors, and zeros between and where there is no tensor.
+
+    `local` says what the module at hand has of each of them, where that is not the whole.
+    """
+    fill: list[Part] = []
+    reached = 0
+    for place in places:
+        tensor = tensors[place.index]
+        if tensor is None:
+            continue
+        if place.at > reached:
+            fill.append(Zeros(place.at - reached, reached))
+        own = local[place.index] if local else None
+        if own is not None:
+            fill.extend(own.parts(tensor, place.start, place.stop, place.at))
+        else:
+            region = FlatRange(place.start, place.stop)
+            fill.append(FromSource((tensor.fqn, tensor.role), region, place.at))
+        reached = place.at + place.numel
+    if reached < length:
+        fill.append(Zeros(length - reached, reached))
+    return NewTensor(dtype, (length,), tuple(fill), **options)
+
+
+def _state(
+    model: Model,
+    fqns: Sequence[str],
+    length: int,
+    layout: FlatLayout | SlotLayout,
+    rank: int,
+    local: Sequence[Local | None] = (),
+) -> dict[str, Any]:
+    """The optimizer's states of a flat buffer, by name; none before the first step."""
+    numbers, roles = model.numbers(fqns), model.roles(fqns)
+    if "step" in numbers and not model.is_deepspeed and adam.has_states(roles):
+        numbers["step"] = adam.whole_steps(numbers["step"])
+    state: dict[str, Any] = {name: scalar(value) for name, value in numbers.items()}
+    for role in roles:
+        tensors = [model.states.get(fqn, {}).get(role) for fqn in fqns]
+        state[role] = _flat(model.state_dtype(fqns, role), length, tensors, layout.parts(rank), local)
+    return state
+
+
+def scalar(value: Any) -> Any:
+    """A state that is one number: torch's optimizers have a 0-d tensor of float32, DeepSpeed's a Python int."""
+    return number(value) if isinstance(value, float) else value
+
+
+def _named_shapes(model: Model, fqns: Sequence[str]) -> StoredDict:
+    shapes = StoredDict("OrderedDict")
+    for fqn in fqns:
+        shapes[fqn] = Size(model.masters[fqn].shape)
+    return shapes
+
+
+def param_groups(model: Model, members: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """As torch's optimizers record them: hyperparameters, then the numbers of the flat buffers."""
+    return [{**group.options, "params": list(ids)} for group, ids in zip(model.groups, members, strict=True)]
+
+
+def stage_record(stage: int) -> Record:
+    return Record("deepspeed.runtime.zero.config", "ZeroStageEnum", (stage,))
+
+
+# -- stages 1 and 2 ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A flat group: its parameters in flattening order, their order in the optimizer, and where each lies.
+
+    `local` has what a tensor parallel rank's module has of each of them; it is empty where that is the whole.
+    """
+
+    fqns: tuple[str, ...]
+    optimizer_order: tuple[str, ...]
+    options: Mapping[str, Any]
+    layout: FlatLayout
+    local: Mapping[str, Local] = field(default_factory=dict)
+
+    @property
+    def in_order(self) -> list[Local | None]:
+        return [self.local.get(fqn) for fqn in self.fqns]
+
+    def name(self, fqn: str) -> str:
+        """What the module calls it."""
+        return self.local[fqn].name if fqn in self.local else fqn
+
+    def shapes(self, model: Model) -> StoredDict:
+        """The group's entry of `param_shapes`."""
+        shapes = StoredDict("OrderedDict")
+        for fqn in self.fqns:
+            shapes[self.name(fqn)] = Size(self.local[fqn].shape if fqn in self.local else model.masters[fqn].shape)
+        return shapes
+
+
+def flat_group(
+    model: Model,
+    config: Mapping[str, Any],
+    group: ParamGroup,
+    num_ranks: int,
+    local: Mapping[str, Local] | None = None,
+) -> Group:
+    """A group as an engine with this config flattens it on `num_ranks` ranks."""
+    options = {} if zero_model.is_bf16_optimizer(config) else config.get("zero_optimization", {})
+    own = local or {}
+    fqns = dealt(group.fqns, num_ranks) if options.get("round_robin_gradients") else list(group.fqns)
+    alignment = 1
+    if options.get("parameter_alignment"):
+        alignment = parameter_alignment(model.weights[fqns[0]].dtype.itemsize)
+    numels = [own[fqn].numel if fqn in own else model.masters[fqn].numel for fqn in fqns]
+    return Group(tuple(fqns), group.fqns, group.options, flat_layout(numels, num_ranks, alignment), own)
+
+
+def flat_groups(model: Model, config: Mapping[str, Any], num_ranks: int) -> list[Group]:
+    """All groups, of which every rank has a partition."""
+    return [flat_group(model, config, group, num_ranks) for group in model.groups]
+
+
+def flat_param_shapes(model: Model, config: Mapping[str, Any], num_ranks: int) -> list[StoredDict]:
+    """`param_shapes` of stages 1 and 2: a dict per group, in flattening order."""
+    return [group.shapes(model) for group in flat_groups(model, config, num_ranks)]
+
+
+def _stage12_files(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) -> Iterator[File]:
+    shapes = flat_param_shapes(model, config, num_ranks)
+    yield "mp_rank_00_model_states.pt", model_root(model, config, num_ranks, shapes, 0, stage)
+    groups = flat_groups(model, config, num_ranks)
+    for rank in range(num_ranks):
+        inner = stage12_items(model, config, num_ranks, stage) | partitions(model, groups, rank)
+        root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
+        yield optimizer_name(rank, config), root
+
+
+def stage12_items(
+    model: Model, config: Mapping[str, Any], num_ranks: int, stage: int, num_groups: int | None = None
+) -> dict[str, Any]:
+    """What an optimizer file of stages 1 and 2 says beside its partitions.
+
+    What the source did not record is left to the engine (`_load_global_state`), which has its config for it.
+    """
+    items = zero_model.optimizer_items(model)
+    if "loss_scaler" not in items and not zero_model.is_enabled(config, "fp16"):
+        items = _scaler_items(model, config) | items
+    return {
+        **items,
+        "zero_stage": stage_record(stage),
+        "partition_count": [num_ranks] * (len(model.groups) if num_groups is None else num_groups),
+        "ds_version": model.version,
+    }
+
+
+def _scaler_items(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
+    scaler = zero_model.loss_scaler(model, config)
+    return {"loss_scaler": scaler, "dynamic_loss_scale": bool(scaler.get("dynamic")), "overflow": False}
+
+
+def partitions(model: Model, groups: list[Group], rank: int) -> dict[str, Any]:
+    """A rank's flat buffers: masters without padding, states with it."""
+    masters, states, mappings = [], {}, []
+    for index, group in enumerate(groups):
+        layout = group.layout
+        kept = layout.partition - layout.padding(rank)
+        tensors = [model.masters[fqn] for fqn in group.fqns]
+        dtype = model.master_dtype(group.fqns)
+        masters.append(_flat(dtype, kept, tensors, layout.parts(rank), group.in_order, requires_grad=True))
+        state = _state(model, group.fqns, layout.partition, layout, rank, group.in_order)
+        if state:
+            states[index] = state
+        mappings.append(_slice_mapping(group, rank))
+    return {
+        "base_optimizer_state": {
+            "state": states,
+            "param_groups": [{**group.options, "params": [index]} for index, group in enumerate(groups)],
+        },
+        "single_partition_of_fp32_groups": masters,
+        "group_paddings": [group.layout.padding(rank) for group in groups],
+        "param_alignment_paddings": [list(group.layout.paddings) for group in groups],
+        "param_slice_mappings": mappings,
+    }
+
+
+def _slice_mapping(group: Group, rank: int) -> StoredDict:
+    """Which elements of the rank's partition are of which parameter.
+
+    True also with `round_robin_gradients`, where DeepSpeed's own are those of the order before dealing.
+    """
+    places = {group.fqns[place.index]: place for place in group.layout.parts(rank)}
+    mapping = StoredDict("OrderedDict")
+    for fqn in group.optimizer_order:
+        if fqn in places:
+            address = {"numel": places[fqn].numel, "start": places[fqn].at}
+            mapping[group.name(fqn)] = Record("deepspeed.utils.tensor_fragment", "fragment_address", state=address)
+    return mapping
+
+
+# -- stage 3 -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _SubGroups:
+    """The sub-groups of all groups in one row: parameters and places of each, and the numbers of each group's."""
+
+    fqns: list[tuple[str, ...]]
+    layouts: list[SlotLayout]
+    members: list[list[int]]
+
+
+def slot_groups(model: Model, num_ranks: int) -> _SubGroups:
+    """The sub-groups as an engine with the recorded config makes them on `num_ranks` ranks."""
+    recorded = zero_model.zero_options(model.checkpoint).get("sub_group_size", SUB_GROUP_SIZE)
+    size = int(recorded) if isinstance(recorded, int | float) and recorded else SUB_GROUP_SIZE
+    found = _SubGroups([], [], [])
+    for group in model.groups:
+        numels = [model.masters[fqn].numel for fqn in group.fqns]
+        ranges = sub_groups(numels, num_ranks, size)
+        first = len(found.fqns)
+        found.members.append(list(range(first, first + len(ranges))))
+        for span in ranges:
+            found.fqns.append(group.fqns[span.start : span.stop])
+            found.layouts.append(slot_layout(numels[span.start : span.stop], num_ranks))
+    return found
+
+
+def slot_param_shapes(model: Model, num_ranks: int) -> list[StoredDict]:
+    """`param_shapes` of stage 3: a dict per sub-group."""
+    return [_named_shapes(model, fqns) for fqns in slot_groups(model, num_ranks).fqns]
+
+
+def _stage3_files(model: Model, config: Mapping[str, Any], num_ranks: int) -> Iterator[File]:
+    groups = slot_groups(model, num_ranks)
+    shapes = [_named_shapes(model, fqns) for fqns in groups.fqns]
+    items = stage3_items(model, config, num_ranks)
+    for rank in range(num_ranks):
+        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        yield name, model_root(model, config, num_ranks, shapes, rank, 3)
+        inner = items | _slots(model, groups, rank)
+        root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
+        yield optimizer_name(rank, config), root
+
+
+def stage3_items(model: Model, config: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+    """What an optimizer file of stage 3 says beside its slots.  The loader asks for all of these."""
+    items = zero_model.optimizer_items(model)
+    items = _scaler_items(model, config) | {name: value for name, value in items.items() if name != "clip_grad"}
+    return {"zero_stage": stage_record(3), **items, "partition_count": num_ranks}
+
+
+def _slots(model: Model, groups: _SubGroups, rank: int) -> dict[str, Any]:
+    """A rank's flat buffers, one per sub-group."""
+    masters, states = [], {}
+    for index, (fqns, layout) in enumerate(zip(groups.fqns, groups.layouts, strict=True)):
+        tensors = [model.masters[fqn] for fqn in fqns]
+        dtype = model.master_dtype(fqns)
+        masters.append(_flat(dtype, layout.length, tensors, layout.parts(rank), requires_grad=True))
+        state = _state(model, fqns, layout.length, layout, rank)
+        if state:
+            states[index] = state
+    optimizer = {"state": states, "param_groups": param_groups(model, groups.members)}
+    return {"optimizer_state_dict": optimizer, "fp32_flat_groups": masters}

@@ -1,0 +1,602 @@
+"""DeepSpeed ZeRO stages 1, 2 and 3: read.
+
+Format facts are from deepspeed 0.19.8: runtime/engine.py (`_save_checkpoint`, `_save_zero_checkpoint`),
+runtime/zero/stage_1_and_2.py and runtime/zero/stage3.py (`state_dict`), runtime/bf16_optimizer.py (`state_dict`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.pickles import Record, StoredTensor
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.plan.checkpoint import (
+    BUFFER,
+    MASTER,
+    TRANSFORMERS,
+    WEIGHT,
+    Checkpoint,
+    Key,
+    Layout,
+    ParamGroup,
+    ReadRequest,
+    SourceFile,
+    Target,
+    TrainingState,
+)
+from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
+from converters.deepspeed.folder import (
+    StepFolder,
+    find_step_folder,
+    list_step_folder,
+    newer_than_latest,
+    newest_complete,
+)
+from converters.deepspeed.layout import undealt
+from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
+from converters.deepspeed.rank_files import (
+    RankFile,
+    base_state,
+    check_same,
+    expect_groups,
+    flat_buffers,
+    flat_extent,
+    hyperparameters,
+    inner_file,
+    is_dealt,
+    number_states,
+    numeric_options,
+    param_shapes,
+    parameter_starts,
+    partition_size,
+    shape_dict,
+    state_names,
+)
+from converters.deepspeed.write import lay_out
+
+# fmt: off
+#: Entries of a model file that DeepSpeed itself writes; everything else there is the user's client state.
+_MODEL_FILE_KEYS = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
+    "global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "num_experts",
+    "ds_config", "ds_version", "ds_autoep_layers", "universal_checkpoint_info",
+})
+#: Entries of an optimizer file's inner dict that describe tensors; the rest is training state.
+_OPTIMIZER_KEYS = frozenset({
+    "base_optimizer_state", "optimizer_state_dict", "single_partition_of_fp32_groups", "fp32_flat_groups", "zero_stage",
+    "group_paddings", "param_alignment_paddings", "partition_count", "ds_version", "param_slice_mappings",
+    "ds_zero_partition_groups", "universal_checkpoint_info",
+})
+# fmt: on
+
+#: Ranks and files that a message lists at most.
+_SHOWN = 16
+
+
+@dataclass(frozen=True)
+class Zero:
+    """The three formats `zero1`, `zero2` and `zero3`."""
+
+    stage: int
+    reads: bool = True
+    writes: bool = True
+    carries_optimizer: bool = True
+    namespace: str | None = TRANSFORMERS  # a run's own: what its modules are called in memory
+
+    @property
+    def name(self) -> str:
+        return f"zero{self.stage}"
+
+    @property
+    def title(self) -> str:
+        return f"DeepSpeed ZeRO-{self.stage}"
+
+    def find(self, path: Path, tag: str | None) -> Path | None:
+        with _naming_a_complete_step(path):
+            folder = find_step_folder(path, tag)
+        if folder is None:
+            return None
+        with _naming_a_complete_step(folder.parent):
+            return folder if _stage_of_folder(folder) == self.stage else None
+
+    def read(self, path: Path, request: ReadRequest) -> Checkpoint:
+        with _naming_a_complete_step(path.parent):
+            checkpoint = _read_step(path)
+        ahead = newer_than_latest(path)
+        if ahead and request.tag is None:
+            note = f"{path.name} is what `latest` records; there is also {', '.join(ahead)} (--tag takes it)"
+            checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
+        return checkpoint
+
+    def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        return lay_out(checkpoint, layout, self.stage)
+
+
+ZERO1, ZERO2, ZERO3 = Zero(1), Zero(2), Zero(3)
+
+
+@contextlib.contextmanager
+def _naming_a_complete_step(path: Path) -> Iterator[None]:
+    """Give an error about a step folder in `path` the hint which of them can be read."""
+    try:
+        yield
+    except CorruptError as error:
+        if error.hint is None:
+            whole = newest_complete(path, _read_step)
+            if whole is not None:
+                error.hint = f"the newest complete step here is {whole.name}: --tag {whole.name}"
+            else:
+                error.hint = "is this folder complete? it may still be being written, or have been copied only in part"
+        raise
+
+
+@dataclass
+class _Reading:
+    """What has been read so far of one step folder."""
+
+    folder: StepFolder
+    files: list[SourceFile] = field(default_factory=list)
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    version: object = None
+
+    def load(self, path: str, rank: int) -> RankFile:
+        self.files.append(SourceFile.stat(path))
+        root = torchfile.read(path).root
+        if not isinstance(root, Mapping):
+            raise CorruptError("this is no DeepSpeed file", path=path, rank=rank, expected="a dict")
+        self.version = self.version or root.get("ds_version")
+        return RankFile(path, rank, root)
+
+    def add(self, tensor: Tensor) -> None:
+        self.tensors[tensor.fqn, tensor.role] = tensor
+
+
+def _framework(reading: _Reading) -> str:
+    return f"deepspeed {reading.version}" if reading.version else "deepspeed"
+
+
+def _stage_of_folder(folder: Path) -> int:
+    files = list_step_folder(folder).optimizer
+    first = files[min(files)]
+    return _stage(inner_file(_Reading(StepFolder(folder, files, {}, None)).load(first, min(files))))
+
+
+def _stage(inner: RankFile) -> int:
+    """1, 2 or 3.  BF16_Optimizer records no stage; it partitions like stage 1."""
+    stage = inner.content.get("zero_stage")
+    if isinstance(stage, Record):
+        stage = stage.args[0] if stage.args else None
+    if stage is None and "single_partition_of_fp32_groups" in inner.content:
+        return 1
+    if isinstance(stage, int) and 1 <= stage <= 3:
+        return int(stage)
+    raise CorruptError("the ZeRO stage is not recorded", path=inner.path, rank=inner.rank, found=stage)
+
+
+def _read_step(path: Path) -> Checkpoint:
+    reading = _Reading(list_step_folder(path))
+    try:
+        return _understand(reading)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CorruptError(
+            "the files are not built as those of any known version of DeepSpeed",
+            path=path,
+            expected="the structure that versions up to 0.19.8 write",
+            found=f"{_framework(reading)}; {type(error).__name__}: {error}",
+        ) from error
+
+
+def _understand(reading: _Reading) -> Checkpoint:
+    folder, path = reading.folder, reading.folder.path
+    first_rank = min(folder.optimizer)
+    first = inner_file(reading.load(folder.optimizer[first_rank], first_rank))
+    stage = _stage(first)
+    world_size = _world_size(first)
+    _check_ranks(folder.optimizer, world_size, path, "optim_states")
+    if stage == 3:
+        _check_ranks(folder.model_per_rank, world_size, path, "model_states")
+    elif folder.model is None:
+        raise CorruptError("the model file is missing", path=path, expected="mp_rank_00_model_states.pt")
+    others = [
+        inner_file(reading.load(folder.optimizer[rank], rank)) for rank in range(world_size) if rank != first_rank
+    ]
+    inners = sorted([first, *others], key=lambda inner: inner.rank)
+    for inner in inners:
+        if _stage(inner) != stage or _world_size(inner) != world_size:
+            raise CorruptError(
+                "files of different runs in one folder",
+                path=inner.path,
+                rank=inner.rank,
+                expected=f"ZeRO-{stage} on {world_size} ranks",
+                found=f"ZeRO-{_stage(inner)} on {_world_size(inner)} ranks",
+            )
+    if stage == 3:
+        model = _read_stage3(reading, inners)
+    else:
+        model = _read_stage12(reading, inners)
+    return _checkpoint(reading, model, inners, stage, world_size)
+
+
+def _world_size(inner: RankFile) -> int:
+    """Ranks that share a partition.  Not `dp_world_size`: MiCS partitions over a part of the data-parallel ranks."""
+    count = inner.need("partition_count")
+    if isinstance(count, Sequence) and not isinstance(count, str) and count:
+        if len(set(count)) > 1:
+            raise NotFoundError(
+                "parameter groups partitioned over different numbers of ranks (DeepSpeed-MoE) are not supported",
+                path=inner.path,
+            )
+        count = count[0]
+    if not isinstance(count, int) or count < 1:
+        raise CorruptError("the number of partitions is not recorded", path=inner.path, found=count)
+    return count
+
+
+def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: str) -> None:
+    missing = list(islice((rank for rank in range(world_size) if rank not in files), _SHOWN))
+    extra = [rank for rank in files if rank >= world_size]
+    if missing:
+        raise CorruptError(
+            f"{kind} files are missing: every parameter has a part in each of them",
+            path=path,
+            rank=", ".join(map(str, missing)) + (" and others" if len(missing) == _SHOWN else ""),
+            expected=f"{world_size} files, among them {_name_for_rank(files, missing[0], kind)}",
+            found=f"{len(files)} files",
+        )
+    if extra:
+        raise CorruptError(
+            f"{kind} files of more ranks than the run had: left over from an earlier, larger run",
+            path=path,
+            rank=", ".join(map(str, extra[:_SHOWN])),
+            expected=f"{world_size} ranks",
+            found=f"{len(files)} files",
+            hint="move them away if they do not belong to this run",
+        )
+
+
+def _name_for_rank(files: Mapping[int, str], rank: int, kind: str) -> str:
+    """What the file of `rank` would be called, judging by those that are there."""
+    for other, path in files.items():
+        return Path(path).name.replace(f"zero_pp_rank_{other}_", f"zero_pp_rank_{rank}_")
+    return f"zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"
+
+
+# -- the model files ---------------------------------------------------------------------------------------------------
+
+
+def _module(model: RankFile) -> dict[str, StoredTensor]:
+    """The tensors of the module's state dict.  What is no tensor (`_extra_state`) is training state, see `_items`."""
+    module, num_model_parallel = model.need("module"), model.content.get("mp_world_size")
+    if isinstance(num_model_parallel, int) and num_model_parallel > 1:
+        raise NotFoundError(
+            "model-parallel runs are not supported", path=model.path, found=f"mp_world_size {num_model_parallel}"
+        )
+    if not isinstance(module, Mapping):
+        raise NotFoundError(
+            "a DeepSpeed pipeline or a model-parallel run, which is not supported", path=model.path, found="no module"
+        )
+    if any(_is_component(fqn, value) for fqn, value in module.items()):
+        raise NotFoundError("a Megatron-DeepSpeed state dict (nested by component) is not supported", path=model.path)
+    return {fqn: value for fqn, value in module.items() if isinstance(value, StoredTensor)}
+
+
+def _is_component(name: str, value: Any) -> bool:
+    """Whether an entry of the module dict holds parameters of its own.  `_extra_state` may be a dict of anything."""
+    if not isinstance(value, Mapping) or name.endswith("_extra_state"):
+        return False
+    return any(isinstance(inner, StoredTensor | Mapping) for inner in value.values())
+
+
+def _ties(model: RankFile) -> dict[str, str]:
+    """Alias to owner.  Only the file of global rank 0 records them."""
+    shared = model.content.get("shared_params") or {}
+    pairs = shared.items() if isinstance(shared, Mapping) else shared
+    return {str(alias): str(owner) for alias, owner in pairs}
+
+
+def _whole(fqn: str, role: str, stored: StoredTensor, rank: int) -> Tensor:
+    extent = stored.extent
+    return Tensor(fqn, role, extent.dtype, extent.shape, Whole(extent, rank), extent.dtype)
+
+
+def _buffer_names(model: RankFile) -> set[str]:
+    return {str(name) for name in model.content.get("buffer_names") or ()}
+
+
+# -- stages 1 and 2 ----------------------------------------------------------------------------------------------------
+
+
+def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
+    assert reading.folder.model is not None
+    file = reading.load(reading.folder.model, 0)
+    module, ties, buffers = _module(file), _ties(file), _buffer_names(file)
+    groups = param_shapes(file)
+    frozen = file.content.get("frozen_param_fragments") or {}
+    for fqn, stored in {**frozen, **module}.items():
+        if isinstance(stored, StoredTensor) and fqn not in ties:
+            reading.add(_whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored, 0))
+    expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
+
+    orders: list[tuple[str, ...]] = []
+    scalars: dict[str, dict[str, Any]] = {}
+    for number, shapes in enumerate(groups):
+        orders.append(tuple(undealt(list(shapes), len(inners)) if is_dealt(file, inners[0]) else shapes))
+        partition = partition_size(inners, number)
+        starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
+        nexts = dict(zip(shapes, [*starts.values(), partition * len(inners)][1:], strict=True))
+        buffers_of = flat_buffers(inners, number)
+        for role, extents in buffers_of.items():
+            group = FlatGroup(extents, partition)
+            for fqn, shape in shapes.items():
+                native = module[fqn].extent.dtype if fqn in module else None
+                source = InFlatGroup(group, starts[fqn], nexts[fqn] - starts[fqn] - prod(shape))
+                reading.add(Tensor(fqn, role, extents[0].dtype, shape, source, native))
+        for name, value in number_states(inners, partial(base_state, group=number)).items():
+            scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
+    options = hyperparameters(inners[0].content.get("base_optimizer_state"))
+    param_groups = [ParamGroup(order, options[i] if i < len(options) else {}) for i, order in enumerate(orders)]
+    return _Model(file, ties, tuple(param_groups), scalars, [file])
+
+
+# -- stage 3 -----------------------------------------------------------------------------------------------------------
+
+
+def _read_stage3(reading: _Reading, inners: list[RankFile]) -> _Model:
+    world_size = len(inners)
+    models = [_light(reading.load(reading.folder.model_per_rank[rank], rank)) for rank in range(world_size)]
+    file = models[0]
+    module, ties, buffer_names = _module(file), _ties(file), _buffer_names(file)
+    sub_groups = param_shapes(file)
+    for model in models[1:]:
+        if param_shapes(model) != sub_groups:
+            raise CorruptError(
+                "ranks describe different models", path=model.path, rank=model.rank, expected=f"as {file.path}"
+            )
+    if inners[0].content.get("ds_zero_partition_groups"):
+        raise NotFoundError("experts that DeepSpeed AutoEP spread over ranks are not supported", path=inners[0].path)
+    _add_frozen(reading, models)
+    _add_buffers(reading, models, buffer_names)
+    expect_groups(inners, "fp32_flat_groups", len(sub_groups))
+
+    scalars: dict[str, dict[str, Any]] = {}
+    for number, shapes in enumerate(sub_groups):
+        length = sum(slot_size(prod(shape), world_size) for shape in shapes.values())
+        states = [_sub_group_state(inner, number) for inner in inners]
+        by_role = {
+            MASTER: [
+                _offloaded(reading, inner, inner.need("fp32_flat_groups")[number], None, length) for inner in inners
+            ]
+        }
+        for name in state_names(inners, partial(_sub_group_state, number=number)):
+            by_role[name] = [
+                _offloaded(reading, inner, state.get(name), name, length)
+                for inner, state in zip(inners, states, strict=True)
+            ]
+        for role, extents in by_role.items():
+            _check_lengths(inners, extents, length, role)
+            offset = 0
+            for fqn, shape in shapes.items():
+                native = module[fqn].extent.dtype if fqn in module else None
+                reading.add(Tensor(fqn, role, extents[0].dtype, shape, InSlots(extents, offset), native))
+                offset += slot_size(prod(shape), world_size)
+        for name, value in number_states(inners, partial(_sub_group_state, number=number)).items():
+            scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
+    _check_placeholders(reading, file, ties)
+    groups = _stage3_groups(inners[0], sub_groups)
+    return _Model(file, ties, groups, scalars, models)
+
+
+def _light(file: RankFile) -> RankFile:
+    """A rank's model file without what only rank 0's is read for, so that a thousand ranks fit in memory."""
+    if file.rank == 0:
+        return file
+    names = _buffer_names(file)
+    content = {key: value for key, value in file.content.items() if key not in ("ds_config", "optimizer")}
+    content["module"] = {fqn: value for fqn, value in _module(file).items() if fqn in names}
+    return RankFile(file.path, file.rank, content)
+
+
+def _add_frozen(reading: _Reading, models: list[RankFile]) -> None:
+    """Frozen parameters: each rank's slot of each, in the model's dtype, in its model file."""
+    shapes = shape_dict(models[0].content.get("frozen_param_shapes") or {}, models[0], "frozen_param_shapes")
+    ties = _ties(models[0])
+    for fqn, shape in shapes.items():
+        if fqn in ties:
+            continue
+        extents = []
+        for model in models:
+            stored = (model.content.get("frozen_param_fragments") or {}).get(fqn)
+            if not isinstance(stored, StoredTensor):
+                raise CorruptError(
+                    "a rank has no part of a frozen parameter", path=model.path, rank=model.rank, fqn=fqn
+                )
+            extents.append(flat_extent(stored, model))
+        _check_lengths(models, extents, slot_size(prod(shape), len(models)), fqn)
+        reading.add(Tensor(fqn, WEIGHT, extents[0].dtype, shape, InSlots(extents, 0), extents[0].dtype))
+
+
+def _add_buffers(reading: _Reading, models: list[RankFile], names: set[str]) -> None:
+    """Buffers are not partitioned: every rank wrote its own copy."""
+    copies = [_module(model) for model in models]
+    for fqn in (fqn for fqn in copies[0] if fqn in names):
+        tensor = _whole(fqn, BUFFER, copies[0][fqn], 0)
+        replicas = []
+        for model, module in zip(models[1:], copies[1:], strict=True):
+            stored = module.get(fqn)
+            if stored is None or (stored.extent.shape, stored.extent.dtype) != (tensor.shape, tensor.dtype):
+                raise CorruptError(
+                    "ranks hold different kinds of the same buffer",
+                    path=model.path,
+                    rank=model.rank,
+                    fqn=fqn,
+                    expected=f"{tensor.dtype} {list(tensor.shape)}",
+                    found="none" if stored is None else f"{stored.extent.dtype} {list(stored.extent.shape)}",
+                )
+            replicas.append(Whole(stored.extent, model.rank))
+        reading.add(replace(tensor, replicas=tuple(replicas)))
+
+
+def _check_placeholders(reading: _Reading, file: RankFile, ties: Mapping[str, str]) -> None:
+    """Every parameter of the module dict, an empty placeholder there, must have been found elsewhere."""
+    found = {fqn for fqn, _ in reading.tensors}
+    for fqn in _module(file):
+        if fqn not in found and fqn not in ties:
+            raise CorruptError(
+                "the elements of a parameter are stored nowhere",
+                path=file.path,
+                fqn=fqn,
+                expected="its shape in param_shapes or frozen_param_shapes",
+                found="a placeholder",
+                hint="DeepSpeed before 0.9.2 saved no frozen parameters under ZeRO-3",
+            )
+
+
+def _sub_group_state(inner: RankFile, number: int) -> Mapping[str, Any]:
+    optimizer = inner.content.get("optimizer_state_dict") or {}
+    return (optimizer.get("state") or {}).get(number) or {}
+
+
+def _offloaded(reading: _Reading, inner: RankFile, stored: Any, state: str | None, length: int) -> Extent:
+    """A rank's buffer of a sub-group, which with NVMe offload lies in a file of its own and is empty here.
+
+    deepspeed/runtime/swap_tensor/optimizer_utils.py: raw elements in `{ds_id}.tensor.swp`, for optimizer states
+    `{state}-{ds_id}.tensor.swp`, padded at the end; engine.py copies the folder to `offloaded_tensors/rankNN`.
+    """
+    extent = flat_extent(stored, inner)
+    name = (stored.attributes or {}).get("ds_id")
+    if extent.numel or not length or not isinstance(name, str):
+        return extent
+    if state is not None and not name.startswith(f"{state}-"):
+        name = f"{state}-{name}"
+    folder = reading.folder.path / "offloaded_tensors" / f"rank{inner.rank:02d}"
+    path = folder / f"{name}.tensor.swp"
+    if "/" in name or not path.is_file():
+        raise CorruptError(
+            "a buffer that was offloaded to NVMe is missing", path=path, rank=inner.rank, expected=f"{length} elements"
+        )
+    file = SourceFile.stat(str(path))
+    reading.files.append(file)
+    if file.size < length * extent.dtype.itemsize:
+        raise CorruptError(
+            "a file of offloaded elements is too short",
+            path=path,
+            rank=inner.rank,
+            expected=f"{length * extent.dtype.itemsize} bytes",
+            found=f"{file.size} bytes",
+        )
+    return Extent.contiguous(str(path), 0, extent.dtype, (length,))
+
+
+def _check_lengths(files: list[RankFile], extents: list[Extent], length: int, role: str) -> None:
+    for file, extent in zip(files, extents, strict=True):
+        if extent.numel < length:
+            raise CorruptError(
+                "a rank's partition is too short for its parameters",
+                path=file.path,
+                rank=file.rank,
+                expected=f"{length} elements of {role}",
+                found=f"{extent.numel} elements",
+            )
+
+
+def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple[ParamGroup, ...]:
+    """Param groups by fqn: a group lists its sub-groups where torch lists parameters."""
+    optimizer = inner.content.get("optimizer_state_dict") or {}
+    options = hyperparameters(optimizer)
+    members = [group.get("params") or [] for group in optimizer.get("param_groups") or []]
+    if sorted(i for ids in members for i in ids) != list(range(len(sub_groups))):
+        raise CorruptError("param groups do not list every sub-group once", path=inner.path, found=members)
+    fqns = [tuple(fqn for i in ids for fqn in sub_groups[i]) for ids in members]
+    return tuple(ParamGroup(names, opts) for names, opts in zip(fqns, options, strict=True))
+
+
+# -- what the stages share ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What the model files say: rank 0's file, ties, param groups by fqn, one-number states, and all model files."""
+
+    file: RankFile
+    ties: dict[str, str]
+    param_groups: tuple[ParamGroup, ...]
+    scalars: dict[str, dict[str, Any]]
+    all_files: list[RankFile]
+
+
+def _check_steps(models: list[RankFile], inners: list[RankFile]) -> None:
+    """Files of different steps: told from the step in model files, and from hyperparameters that a schedule moves."""
+    check_same("step", [(file, file.content.get("global_steps")) for file in models])
+    options = [numeric_options(inner) for inner in inners]
+    for name in options[0]:
+        check_same(name, [(inner, found.get(name)) for inner, found in zip(inners, options, strict=True)])
+
+
+def _step_note(model: _Model) -> tuple[str, ...]:
+    """A save that was cut off in a folder that is used again, as Accelerate's is, leaves files of two steps.
+
+    The optimizer's own count is no proof of it: it starts anew where only weights were loaded.
+    """
+    recorded, skipped = (model.file.content.get(name) for name in ("global_steps", "skipped_steps"))
+    taken = max(model.scalars.get("step", {}).values(), default=None)
+    if not (isinstance(recorded, int) and isinstance(skipped, int)) or taken in (None, recorded - skipped):
+        return ()
+    return (
+        f"the model file is of step {recorded} ({skipped} skipped), but the optimizer has taken {taken:g} steps: "
+        "are all files of one save?",
+    )
+
+
+def _check_ties(reading: _Reading, model: _Model) -> None:
+    """An alias is not read itself, so what it is tied to must be there."""
+    found = {fqn for fqn, _ in reading.tensors}
+    for alias, owner in model.ties.items():
+        if owner not in found:
+            raise CorruptError(
+                "a parameter is recorded as tied to one that is not there",
+                path=model.file.path,
+                fqn=alias,
+                expected=owner,
+            )
+
+
+def _items(model: RankFile, inner: RankFile) -> dict[str, Any]:
+    """Training state by name: what DeepSpeed records, and the user's client state as one item."""
+    content = model.content
+    names = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples", "ds_config")
+    items = {name: content[name] for name in names if content.get(name) is not None}
+    items |= {k: v for k, v in inner.content.items() if k not in _OPTIMIZER_KEYS and v is not None}
+    extra = {fqn: v for fqn, v in model.need("module").items() if not isinstance(v, StoredTensor) and v is not None}
+    client = {k: v for k, v in content.items() if k not in _MODEL_FILE_KEYS}
+    return items | ({"extra_state": extra} if extra else {}) | ({"client_state": client} if client else {})
+
+
+def _checkpoint(reading: _Reading, model: _Model, inners: list[RankFile], stage: int, world_size: int) -> Checkpoint:
+    _check_steps(model.all_files, inners)
+    _check_ties(reading, model)
+    step = model.file.content.get("global_steps")
+    folder = reading.folder.path
+    state = TrainingState(
+        step if isinstance(step, int) else None, model.param_groups, model.scalars, _items(model.file, inners[0])
+    )
+    return Checkpoint(
+        path=str(folder),
+        format=f"zero{stage}",
+        tensors=reading.tensors,
+        files=tuple(reading.files),
+        framework=_framework(reading),
+        world_size=world_size,
+        ties=model.ties,
+        state=state,
+        folders=(str(folder.parent),),
+        notes=_step_note(model),
+    )

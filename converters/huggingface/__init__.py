@@ -1,0 +1,1 @@
+"""Hugging Face folders (`hf`) and PEFT adapters (`peft`), both safetensors."""

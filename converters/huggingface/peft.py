@@ -1,0 +1,183 @@
+"""PEFT adapter folders: `adapter_config.json` with `adapter_model.safetensors` or `adapter_model.bin`.
+
+Format facts: peft 0.21.2 (`peft_model.py`, `save_pretrained`; `utils/save_and_load.py`, `get_peft_model_state_dict`;
+`utils/constants.py`).  See `ckpt.state.adapter` for the names.
+
+Written from any checkpoint of a model that PEFT has wrapped, sharded ones above all: what
+`get_peft_model_state_dict` would return on the gathered model, under the names that it would have in the file.  The
+config is the run's own, byte for byte; none is ever made up, since alpha and the flags stand nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.safetensors import Planned, build_header, read_header
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.move.files import confined, translate_os_errors
+from ckpt.plan.checkpoint import (
+    BUFFER,
+    MASTER,
+    OWN,
+    WEIGHT,
+    Checkpoint,
+    Layout,
+    ReadRequest,
+    Slot,
+    SourceFile,
+    Target,
+    TargetFile,
+)
+from ckpt.plan.precision import describe
+from ckpt.plan.tensors import Extent, Tensor, Whole, whole
+from ckpt.run_folder.companions import CONFIG, companions, read_json
+from ckpt.run_folder.left_out import training_left_out
+from ckpt.sizes import show_size
+from ckpt.state import adapter
+from converters.pytorch.state_dicts import is_state_dict
+
+SAFETENSORS = "adapter_model.safetensors"
+TORCH = "adapter_model.bin"
+METADATA = {"format": "pt"}
+
+
+class Peft:
+    name = "peft"
+    title = "PEFT adapter"
+    reads = True
+    writes = True
+    carries_optimizer = False
+    namespace: str | None = None
+
+    # -- find ------------------------------------------------------------------------------------------------
+
+    def find(self, path: Path, tag: str | None) -> Path | None:
+        """A folder with an adapter's config and weights (`tag` names one in it), or the file of the weights."""
+        if path.is_file():
+            return path if path.name in (SAFETENSORS, TORCH) else None
+        folder = path if tag is None else confined(path, tag)
+        return folder if folder.is_dir() and _weights(folder) is not None else None
+
+    # -- read ------------------------------------------------------------------------------------------------
+
+    def read(self, path: Path, request: ReadRequest) -> Checkpoint:
+        """Describe an adapter's tensors, under the names that they have in the file."""
+        folder = path.parent if path.is_file() else path
+        name = path.name if path.is_file() else _weights(folder)
+        if name is None:
+            raise NotFoundError("there are no weights of an adapter here", path=path, expected=SAFETENSORS)
+        file = confined(folder, name)
+        with translate_os_errors(file):
+            stat = SourceFile.stat(str(file))
+        extents = _safetensors(file) if name == SAFETENSORS else _torch(file)
+        return Checkpoint(
+            path=str(path),
+            format=self.name,
+            tensors={(fqn, WEIGHT): Tensor(fqn, WEIGHT, e.dtype, e.shape, Whole(e)) for fqn, e in extents.items()},
+            files=(stat,),
+            framework="peft",
+            namespace=OWN,
+            folders=tuple(str(p) for p in (request.config, folder) if p is not None),
+        )
+
+    # -- lay out ---------------------------------------------------------------------------------------------
+
+    def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        """The adapter of a checkpoint as one safetensors file, with its config and tokenizer beside it."""
+        if layout.world_size is not None:
+            raise UsageError("an adapter's folder has no ranks", found=f"--world-size {layout.world_size}")
+        config = _config(checkpoint)
+        chosen = adapter.tensors(checkpoint, config, layout.dtype)
+        header, placed = build_header((Planned(name, c.dtype, c.tensor.shape) for name, c in chosen.items()), METADATA)
+        slots = tuple(
+            Slot(chosen[p.name].key, whole(p.shape), Extent.contiguous(SAFETENSORS, offset, p.dtype, p.shape))
+            for p, offset in placed
+        )
+        size = len(header) + sum(slot.extent.nbytes for slot in slots)
+        beside = [
+            TargetFile.of_bytes(c.name, c.content)
+            for c in companions(map(Path, checkpoint.folders))
+            if c.name not in (CONFIG, "generation_config.json")
+        ]
+        written = {choice.key for choice in chosen.values()}
+        left = frozenset(key for key in checkpoint.tensors if key not in written)
+        return Target(
+            files=(
+                TargetFile(SAFETENSORS, size, ((0, header),), slots),
+                TargetFile.of_bytes(adapter.CONFIG, _config_bytes(checkpoint)),
+                *beside,
+            ),
+            leaves_out=left,
+            dropped=tuple(_dropped(checkpoint, left)),
+            notes=tuple(describe(chosen, checkpoint, layout.dtype)),
+        )
+
+
+PEFT = Peft()
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def _weights(folder: Path) -> str | None:
+    """The file of the weights, which PEFT looks for in this order.  Only beside a config is it an adapter."""
+    if not (folder / adapter.CONFIG).is_file():
+        return None
+    return next((name for name in (SAFETENSORS, TORCH) if (folder / name).is_file()), None)
+
+
+def _safetensors(path: Path) -> dict[str, Extent]:
+    entries = read_header(path).entries
+    return {e.name: Extent.contiguous(str(path), e.start, e.dtype, e.shape) for e in entries}
+
+
+def _torch(path: Path) -> dict[str, Extent]:
+    root = torchfile.read(path).root
+    if not is_state_dict(root):
+        raise CorruptError("the adapter's file holds no state dict", path=path, found=type(root).__name__)
+    for name, value in root.items():
+        if not isinstance(value, StoredTensor):
+            raise CorruptError("the adapter's file holds something else than tensors", path=path, fqn=name)
+    return {name: value.extent for name, value in root.items()}
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+def _config_path(checkpoint: Checkpoint) -> Path:
+    path = adapter.find_config(checkpoint.folders)
+    if path is None:
+        raise NotFoundError(
+            f"there is no {adapter.CONFIG}, and the weights do not tell alpha or the adapter's other options",
+            path=checkpoint.path,
+            hint="give the folder that has it with --config",
+        )
+    return path
+
+
+def _config(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    path = _config_path(checkpoint)
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise CorruptError("the adapter's config is not a JSON object", path=path, found=type(config).__name__)
+    return config
+
+
+def _config_bytes(checkpoint: Checkpoint) -> bytes:
+    path = _config_path(checkpoint)
+    with translate_os_errors(path):
+        return path.read_bytes()
+
+
+def _dropped(checkpoint: Checkpoint, left: frozenset[tuple[str, str]]) -> list[str]:
+    base = [key for key in left if key[1] in (WEIGHT, MASTER, BUFFER)] if checkpoint.format != PEFT.name else []
+    lines = []
+    if base:
+        size = show_size(sum(checkpoint.tensors[key].nbytes for key in base))
+        count = len({fqn for fqn, _ in base})
+        lines.append(f"the base model's {count} parameters and buffers ({size}), which were not trained")
+    return [*lines, *training_left_out(checkpoint)]

@@ -1,0 +1,1 @@
+"""Megatron-LM: `mp_rank_*` folders (`megatron`) and distributed checkpoints (`megatron-dist`)."""

@@ -1,0 +1,122 @@
+"""Megatron's `torch_dist` format: PyTorch's distributed checkpoint with megatron-core's keys.
+
+    <run>/latest_checkpointed_iteration.txt    "100", or "release"
+    <run>/iter_0000100/.metadata, __0_0.distcp, ...    as `ckpt.containers.dcp.metadata` and `dcp_items` describe them
+    <run>/iter_0000100/metadata.json           which backends wrote it
+    <run>/iter_0000100/common.pt               arguments, param groups, and what else all ranks have in common;
+                                               since 0.19 an item `common_state/shard_0_1` of the data files
+
+Tensors are whole in it, cut among ranks as it came: nothing depends on tensor, pipeline or expert parallel sizes.  Keys
+are in `converters.megatron.dist.keys`, the optimizer is in `converters.megatron.dist.optimizer`.
+
+`fsdp_dtensor`, which is DCP without these files, is read as well: see `converters.megatron.dist.fsdp`.
+
+Format facts: megatron-core 0.16.1, dist_checkpointing/ (serialization.py, strategies/torch.py, strategies/common.py,
+core.py); Megatron-LM of August 2026, training/checkpointing.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckpt.plan.checkpoint import (MASTER, WEIGHT, Checkpoint, Layout, ReadRequest, Target, TrainingState)
+from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
+from ckpt.run_folder.companions import read_config
+from ckpt.errors import NotFoundError
+from converters.megatron.dist import fsdp as megatron_fsdp
+from converters.megatron.dist.optimizer import (is_optimizers, read_optimizer)
+from converters.megatron.dist.read import (BACKENDS, COMMON, Reading, is_iteration, read_folder)
+from converters.megatron.dist.write import lay_out
+from converters.megatron.folder import find_iteration
+from converters.names.megatron.model import (EMBEDDING, OUTPUT)
+
+#: Entries of the common state that are described otherwise.
+_KNOWN = frozenset({"optimizer", "args", "iteration"})
+
+
+class MegatronDist:
+    """The format `megatron-dist`."""
+
+    name = "megatron-dist"
+    title = "Megatron-core, torch_dist format"
+    reads = True
+    writes = True
+    carries_optimizer = True
+    namespace: str | None = NAMESPACE
+
+    def find(self, path: Path, tag: str | None) -> Path | None:
+        found = find_iteration(path, tag, _is_read)
+        if found is None:
+            other = find_iteration(path, tag, _is_plain)
+            if other not in (None, path):
+                raise NotFoundError(
+                    "PyTorch's distributed checkpoint without megatron-core's files: Megatron-LM writes such with "
+                    "--ckpt-format torch_dcp, whose names in Megatron are not read",
+                    path=other,
+                    expected=f"{COMMON} or {BACKENDS}, or names of Megatron-FSDP's in the metadata",
+                    hint="load and save it with Megatron-LM, --ckpt-format torch_dist; the folder itself is read as "
+                    "dcp, under the names that it has",
+                )
+        return found
+
+    def read(self, path: Path, request: ReadRequest) -> Checkpoint:
+        """Describe the checkpoint of one iteration."""
+        if is_iteration(path):
+            reading = read_folder(path)
+            optimizers = read_optimizer(reading)
+        else:
+            reading, optimizers = megatron_fsdp.read_folder(path)
+        tensors = reading.tensors()
+        parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
+        folders = tuple(p for p in (request.config, path, path.parent) if p)
+        world_size = reading.args.get("world_size")
+        step = reading.common.get("iteration")
+        return Checkpoint(
+            path=str(path),
+            format=self.name,
+            tensors=tensors,
+            files=tuple(reading.data.files.values()),
+            framework="Megatron-LM" if reading.args else "megatron-core",
+            world_size=world_size if type(world_size) is int and world_size > 0 else reading.data.ranks,
+            namespace=NAMESPACE,
+            ties={OUTPUT: EMBEDDING} if EMBEDDING in parameters and OUTPUT not in parameters else {},
+            state=TrainingState(
+                step if type(step) is int else None,
+                optimizers.param_groups(parameters),
+                optimizers.scalars,
+                _items(reading) | optimizers.items,
+            ),
+            config=read_config(folders),
+            folders=tuple(str(p) for p in folders if p.is_dir()),
+            notes=(*reading.notes, *reading.data.notes),
+        )
+
+    def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        """The files of a run folder; see `converters.megatron.dist.write`."""
+        return lay_out(checkpoint, layout)
+
+
+MEGATRON_DIST = MegatronDist()
+
+
+def _is_read(folder: Path) -> bool:
+    return is_iteration(folder) or megatron_fsdp.is_iteration(folder)
+
+
+def _is_plain(folder: Path) -> bool:
+    return (folder / ".metadata").is_file() and not _is_read(folder)
+
+
+def _items(reading: Reading) -> dict[str, Any]:
+    """What describes the run; values that each rank has for itself by their place among them."""
+    items: dict[str, Any] = {}
+    if reading.args:
+        items["args"] = dict(reading.args)
+    for name, value in reading.common.items():
+        if name not in _KNOWN and value is not None:
+            items[str(name)] = value
+    for key, values in reading.objects.items():
+        if not is_optimizers(key):
+            items[key] = {str(place).rpartition("/")[2]: value for place, value in values.items()}
+    return items

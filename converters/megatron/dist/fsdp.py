@@ -1,0 +1,416 @@
+"""Megatron's `fsdp_dtensor` format: PyTorch's distributed checkpoint of a model under Megatron-FSDP.
+
+    <run>/latest_checkpointed_iteration.txt
+    <run>/iter_0000100/.metadata, __0_0.distcp, ...    and no file of megatron-core's
+
+    model.module.<name>                               parameters: fp32 masters in mixed precision, whose rounding to the
+                                                      model's dtype the ranks compute with, and nothing else
+    model.module.<...linear_fc1.weight>_w, _v         gate and up rows of a SwiGLU MLP
+    optimizer.state.module.module.module.<name>.exp_avg      (`_w` and `_v` here as well)
+    optimizer.param_to_group_meta.module.module.module.<name>.lr     the options of the param group it is in
+    args, iteration, checkpoint_version, opt_param_scheduler, rng_state.(0, 0), ...
+
+Names are those of the modules in memory, behind one `module.` for each wrapper, with experts numbered over the whole
+model (since 0.16).  Tensors are whole, cut among ranks at any row; nothing depends on how many ranks there were.  The
+one exception is a gated MLP that is no SwiGLU (or, in 0.15, one of experts): of each tensor parallel rank its gate rows
+and then its up rows, in one tensor.
+
+A state other than Adam's two is copied whole under `_w` and `_v`.
+
+Format facts: megatron-core 0.15.0, 0.16.1 and 0.19.0, transformer/fsdp_dtensor_checkpoint.py,
+optimizer/distrib_optimizer.py (`sharded_param_state_fsdp_dtensor`), distributed/fsdp/src/megatron_fsdp/
+(param_and_grad_buffer.py, uneven_dtensor.py); Megatron-LM core_v0.16.1 and of August 2026, training/checkpointing.py
+(`generate_state_dict`, `preprocess_fsdp_dtensor_state_dict`, `get_rng_state`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt.plan.checkpoint import (BUFFER, MASTER, WEIGHT)
+from ckpt.plan.dtypes import (BFLOAT16, FLOAT16, FLOAT32)
+from ckpt.errors import CorruptError, LossError, NotFoundError
+from ckpt.move.files import translate_os_errors
+from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.plan.tensors import (Box, Extent, Shape, whole)
+from ckpt.containers.dcp.metadata import (METADATA, Metadata, Path_, read_metadata)
+from converters.pytorch.keys import nest
+from ckpt.containers.dcp.tensors import FoundTensor
+from converters.megatron.dist.keys import (ObjectKey, TensorKey)
+from converters.megatron.dist.optimizer import (note_step, plain)
+from converters.megatron.dist.read import (BACKENDS, COMMON, Reading, is_models)
+from converters.names.megatron.model import (Grid, Spelling, is_expert, is_gated, layer_kinds, second_linear, split_layer)
+from converters.megatron.optimizer_read import Optimizers
+
+_MARK = re.compile(
+    rb"model\.module\.(embedding\.word_embeddings\.|decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.)))"
+)
+_MARKED = 1 << 20  # bytes of the metadata in which the first keys stand
+_HALF = re.compile(r"(?P<name>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])")
+_PLACE = re.compile(r"\((\d+), (\d+)\)")
+_PREFIX, _MODEL, _OPTIMIZER = "module.", "model", "optimizer"
+_STATES, _GROUPS = "state", "param_to_group_meta"
+_RNG = "rng_state"
+#: The one of Transformer Engine's states that is a copy of the parameter.
+_MASTER_STATE = "master_param"
+_BUFFERS = (".expert_bias",)
+_SINKS = ".softmax_offset"
+_EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<expert>\d+)(?P<after>\..*)")
+_LEGACY_EXPERTS = re.compile(r"\.mlp\.experts\.weight[12]$")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+def is_iteration(folder: Path) -> bool:
+    """Whether this is DCP's folder of a GPT model under Megatron-FSDP, by the first names in its metadata."""
+    path = folder / METADATA
+    if not path.is_file() or (folder / BACKENDS).is_file() or (folder / COMMON).is_file():
+        return False
+    with translate_os_errors(path), open(path, "rb") as file:
+        return _MARK.search(file.read(_MARKED)) is not None
+
+
+def read_folder(folder: Path) -> tuple[Reading, Optimizers]:
+    """The folder of one iteration.
+
+    Raises CorruptError for one that contradicts itself, LossError for one that does not hold all that was saved,
+    NotFoundError for states that are stored in a way that is not read.
+    """
+    stored = _Stored.of(folder)
+    reading = stored.reading
+    _note_model(stored)
+    _check_layers(reading)
+    _check_experts(reading)
+    _check_sinks(reading)
+    _note_random_states(stored)
+    found = Optimizers()
+    _note_states(stored, found)
+    _note_groups(stored, found)
+    return reading, found
+
+
+@dataclass
+class _Stored:
+    """The state dict that was saved.
+
+    `names` tells what each name of a parameter in it means, `shapes` what is stored under these names, `masters` which
+    of the parameters are fp32 copies.
+    """
+
+    reading: Reading
+    metadata: Metadata
+    tensors: Mapping[str, FoundTensor]
+    values: Mapping[str, Any]
+    rest: Mapping[str | int, Any]
+    names: Mapping[str, TensorKey]
+    grid: Grid
+    shapes: dict[TensorKey, Shape] = field(default_factory=dict)
+    masters: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, folder: Path) -> _Stored:
+        reading, metadata = Reading(folder), read_metadata(folder)
+        _refuse_flat(metadata)
+        tensors, values = reading.data.read(metadata)
+        reading.data.count_ranks(folder)
+        leaves = [
+            (path, values[key] if key in values else _value(reading, tensors[key]))
+            for key, path in metadata.paths.items()
+            if path[0] != _MODEL and path[:2] != (_OPTIMIZER, _STATES)
+        ]
+        rest = nest(leaves, metadata.path)
+        reading.common = {name: value for name, value in rest.items() if name not in (_OPTIMIZER, _RNG)}
+        dtypes = {"bf16": BFLOAT16, "fp16": FLOAT16}
+        reading.native = next((dtype for name, dtype in dtypes.items() if reading.args.get(name)), None)
+        grid = Grid.recorded(reading.args, folder)
+        names = _meanings(name for path in metadata.paths.values() if (name := _parameter(path)) is not None)
+        return cls(reading, metadata, tensors, values, rest, names, grid)
+
+    def under(self, *top: str | int) -> Iterator[tuple[str, Path_]]:
+        """Keys and paths of what stands under these names."""
+        return ((key, path) for key, path in self.metadata.paths.items() if path[: len(top)] == top)
+
+    def strange(self, key: str, expected: str) -> CorruptError:
+        return CorruptError(
+            "an entry is not what Megatron-FSDP stores there", path=self.metadata.path, fqn=key, expected=expected
+        )
+
+
+def _refuse_flat(metadata: Metadata) -> None:
+    """Megatron-LM's tools/checkpoint/checkpoint_inspector.py writes a state dict without levels."""
+    for key, path in metadata.paths.items():
+        if len(path) == 1 and key.startswith(f"{_MODEL}."):
+            raise NotFoundError(
+                "names of the state dict are not nested as Megatron-FSDP has them",
+                path=metadata.path,
+                fqn=key,
+                hint="was this made of a torch_dist checkpoint? convert that one, or what training goes on to save; "
+                "as dcp it is read under the names that it has",
+            )
+
+
+def _parameter(path: Path_) -> str | None:
+    """The name of the parameter that an entry is about."""
+    named: dict[Any, int] = {_MODEL: 1, (_OPTIMIZER, _STATES): 2, (_OPTIMIZER, _GROUPS): 2}
+    at = named.get(path[0], named.get(path[:2], len(path)))
+    return str(path[at]) if at < len(path) else None
+
+
+def _value(reading: Reading, found: FoundTensor) -> StoredTensor:
+    """A tensor of the training state, which every rank has for itself and the checkpoint has once."""
+    if len(found.placed) != 1 or found.placed[0][0] != whole(found.entry.shape):
+        raise CorruptError(
+            "a tensor of the training state is not stored in one piece", path=reading.folder, fqn=found.entry.key
+        )
+    return StoredTensor(found.placed[0][1])
+
+
+def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
+    """Tensor of the whole model and half of it, by the name that is stored."""
+    parts: dict[str, tuple[str, int | None]] = {}
+    for name in names:
+        bare = name
+        while bare.startswith(_PREFIX):
+            bare = bare.removeprefix(_PREFIX)
+        match = _HALF.fullmatch(bare)
+        parts[name] = (match["name"], "wv".index(match["half"])) if match else (bare, None)
+    own = {bare for bare, _ in parts.values()}
+    kinds, spelling = layer_kinds(own), Spelling.of_names(own)
+    return {
+        name: TensorKey(spelling.canonical(bare, kinds.get(split_layer(bare)[0]), 0, 0), half=half)
+        for name, (bare, half) in parts.items()
+    }
+
+
+# -- the model -----------------------------------------------------------------------------------------------
+
+
+def _note_model(stored: _Stored) -> None:
+    """Note the parameters and buffers.  Those that are fp32 in a model of 16 bits are the optimizer's masters."""
+    reading = stored.reading
+    found: dict[TensorKey, FoundTensor] = {}
+    for key, path in stored.under(_MODEL):
+        name = stored.names.get(str(path[1])) if len(path) == 2 else None
+        if name is None or not is_models(name.name) or key not in stored.tensors:
+            raise stored.strange(key, "a tensor of embedding., decoder., mtp. or output_layer.")
+        if name in found:
+            raise CorruptError("two keys are of the same tensor", path=stored.metadata.path, fqn=key)
+        found[name] = stored.tensors[key]
+        stored.shapes[name] = found[name].entry.shape
+    for name, tensor in found.items():
+        role = WEIGHT
+        if name.name.endswith(_BUFFERS):
+            role = BUFFER
+        elif reading.native is not None and tensor.entry.dtype == FLOAT32:
+            role = MASTER
+            stored.masters.add(name.name)
+        _note(stored, name, role, tensor)
+    if not reading.args:
+        reading.notes.append(
+            "no arguments of Megatron-LM are recorded: parameters are taken for weights in the dtype that they have "
+            "here, which in mixed precision is that of the masters"
+        )
+
+
+def _note(stored: _Stored, name: TensorKey, role: str, tensor: FoundTensor, copy: int = 0) -> None:
+    shape, placed = tensor.entry.shape, tensor.placed
+    if name.half is not None and not shape:
+        raise stored.strange(tensor.entry.key, "rows")
+    if name.half is None and (size := _tensor_ranks(stored, name.name, shape)) > 1:
+        placed = list(_by_halves(stored, tensor, size))
+    parts = [(inner, place) for box, extent in placed for _, inner, place in name.parts(shape, box, extent)]
+    stored.reading.add((name.name, role), name.shape(shape), tensor.entry.dtype, parts, copy)
+
+
+def _tensor_ranks(stored: _Stored, fqn: str, shape: Shape) -> int:
+    """How many ranks' rows of a gated MLP stand behind each other in its first layer; 1 for any other tensor."""
+    second = second_linear(fqn)
+    other = stored.shapes.get(TensorKey(second)) if second else None
+    if other is None or len(other) != 2 or not shape or not is_gated(shape, other):
+        return 1
+    if not stored.reading.args:
+        raise LossError(
+            "gate and up rows are stored by tensor parallel rank, and nothing records how many of these there were",
+            path=stored.metadata.path,
+            fqn=fqn,
+            expected="args",
+        )
+    return stored.grid.etp if is_expert(fqn) else stored.grid.tp
+
+
+def _by_halves(stored: _Stored, tensor: FoundTensor, size: int) -> Iterator[tuple[Box, Extent]]:
+    """Where the rows belong that are stored as gate and up rows of the first of `size` ranks, of the second, ..."""
+    rows, rest = tensor.entry.shape[0], divmod(tensor.entry.shape[0], 2 * size)[1]
+    if rest:
+        raise stored.strange(tensor.entry.key, f"rows that divide by twice {size} tensor parallel ranks")
+    each = rows // (2 * size)
+    for box, extent in tensor.placed:
+        start, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
+        for block in range(start // each, -(-stop // each)):
+            first, last = max(start, block * each), min(stop, (block + 1) * each)
+            rank, half = divmod(block, 2)
+            row = (half * size + rank) * each + first - block * each
+            inner = Box((first - start, *(0 for _ in box.offsets[1:])), (last - first, *box.sizes[1:]))
+            yield Box((row, *box.offsets[1:]), inner.sizes), extent.narrow(inner)
+
+
+def _number(reading: Reading, name: str) -> int | None:
+    """A recorded argument that is a number, where there is one."""
+    value = reading.args.get(name)
+    if value is not None and (type(value) is not int or value < 0):
+        raise CorruptError(f"the recorded argument {name} is no number", path=reading.folder, found=repr(value))
+    return value
+
+
+def _are_all(found: set[int], number: int) -> bool:
+    """Whether these are 0 to `number` - 1; a recorded number may be any, so they are counted first."""
+    return len(found) == number and found == set(range(number))
+
+
+def _check_layers(reading: Reading) -> None:
+    found = {int(match[1]) for fqn, _ in reading.placed if (match := _LAYER.match(fqn))}
+    number = _number(reading, "num_layers") or max(found, default=-1) + 1
+    if not _are_all(found, number):
+        raise LossError(
+            "layers of the model are missing: stages of a pipeline save theirs under the same names",
+            path=reading.folder,
+            expected=f"{number} layers",
+            found=f"{len(found)} layers",
+            hint="Megatron-FSDP is for --pipeline-model-parallel-size 1",
+        )
+
+
+def _check_experts(reading: Reading) -> None:
+    """Every expert must be there for each tensor that one has."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for fqn, _ in reading.placed:
+        if match := _EXPERT.fullmatch(fqn):
+            found.setdefault((match["before"], match["after"]), set()).add(int(match["expert"]))
+    most = max((max(numbers) + 1 for numbers in found.values()), default=0)
+    count = _number(reading, "num_experts") or _number(reading, "num_moe_experts") or most
+    for (before, after), numbers in found.items():
+        if not _are_all(numbers, count):
+            raise LossError(
+                "experts are missing: expert parallel ranks saved theirs under the same names",
+                path=reading.folder,
+                fqn=f"{before}*{after}",
+                expected=f"{count} experts",
+                found=f"{len(numbers)} experts",
+                hint="save with megatron-core 0.16 or later, whose names number experts over all ranks",
+            )
+    legacy = next((fqn for fqn, _ in reading.placed if _LEGACY_EXPERTS.search(fqn)), None)
+    if legacy is not None and _number(reading, "expert_model_parallel_size") not in (None, 1):
+        raise LossError(
+            "the experts of one expert parallel rank stand for those of all: megatron-core numbers no weights of "
+            "the legacy grouped GEMM",
+            path=reading.folder,
+            fqn=legacy,
+            hint="--expert-model-parallel-size 1, or another --ckpt-format",
+        )
+
+
+def _check_sinks(reading: Reading) -> None:
+    """Those of all heads must be there: megatron-core 0.16.1 does not mark them as shared by tensor parallel ranks."""
+    heads = reading.args.get("num_attention_heads")
+    for (fqn, _), (shape, _) in reading.shapes.items():
+        if fqn.endswith(_SINKS) and heads and shape != (heads,):
+            raise LossError(
+                "attention sinks of one tensor parallel rank stand for those of all",
+                path=reading.folder,
+                fqn=fqn,
+                expected=[heads],
+                found=list(shape),
+            )
+
+
+def _note_random_states(stored: _Stored) -> None:
+    """Each pipeline and tensor parallel rank's, at places as the `torch_dist` format has them."""
+    states = stored.rest.get(_RNG)
+    if states is None:
+        return
+    reading, grid = stored.reading, stored.grid
+    places = {str(name): _PLACE.fullmatch(str(name)) for name in states} if isinstance(states, Mapping) else {}
+    if not places or None in places.values():
+        raise stored.strange(_RNG, "(0, 0)")
+    if grid.ep > 1:
+        reading.notes.append("random state is left out: of ranks that share experts only one's is stored")
+        return
+    reading.objects[_RNG] = {
+        ObjectKey(_RNG, (int(match[1]), int(match[2])), (grid.pp, grid.tp)): states[name]
+        for name, match in places.items()
+        if match
+    }
+
+
+# -- the optimizer -------------------------------------------------------------------------------------------
+
+
+def _note_states(stored: _Stored, found: Optimizers) -> None:
+    for key, path in stored.under(_OPTIMIZER):
+        if len(path) == 4 and path[1] == _STATES:
+            _note_state(stored, found, key, stored.names[str(path[2])], str(path[3]))
+        elif len(path) < 4 or path[1] != _GROUPS:
+            raise NotFoundError(
+                "the optimizer's state is stored in a way that is not read",
+                path=stored.metadata.path,
+                fqn=key,
+                expected=f"{_STATES}.<parameter>.<name>, {_GROUPS}.<parameter>.<option>",
+            )
+
+
+def _note_state(stored: _Stored, found: Optimizers, key: str, name: TensorKey, state: str) -> None:
+    tensor, shape = stored.tensors.get(key), stored.shapes.get(name)
+    if tensor is None or tensor.number is not None:
+        number = stored.values.get(key) if tensor is None else tensor.number
+        if not isinstance(number, int | float):
+            raise stored.strange(key, "a tensor or a number")
+        _note_number(stored, found, name.name, state, number)
+        return
+    if tensor.entry.dtype not in (FLOAT32, BFLOAT16):
+        raise NotFoundError(
+            "a state of this dtype needs scales or remainders that are stored nowhere",
+            path=stored.metadata.path,
+            fqn=key,
+            expected="float32 or bfloat16",
+            found=tensor.entry.dtype,
+            hint="train without --use-precision-aware-optimizer, or with states in fp32",
+        )
+    role = MASTER if state == _MASTER_STATE else state
+    if role in (WEIGHT, BUFFER) or (role == MASTER and name.name in stored.masters):
+        raise stored.strange(key, "the name of a state")
+    if tensor.entry.shape == shape:
+        _note(stored, name, role, tensor)
+    elif shape is not None and name.half is not None and tensor.entry.shape == name.shape(shape):
+        _note(stored, replace(name, half=None), role, tensor, copy=name.half)
+    else:
+        raise CorruptError(
+            "an optimizer's tensor has not the shape of its parameter",
+            path=stored.metadata.path,
+            fqn=key,
+            expected="no tensor without a parameter" if shape is None else list(shape),
+            found=list(tensor.entry.shape),
+        )
+
+
+def _note_number(stored: _Stored, found: Optimizers, fqn: str, state: str, number: float) -> None:
+    if state == "step":
+        note_step(stored.reading, found, [fqn], number)
+    elif found.scalars.setdefault(state, {}).setdefault(fqn, number) != number:
+        raise CorruptError("halves of a parameter have different states", path=stored.metadata.path, fqn=fqn)
+
+
+def _note_groups(stored: _Stored, found: Optimizers) -> None:
+    """Parameters with the same options are a group."""
+    optimizer = stored.rest.get(_OPTIMIZER, {})
+    for name, described in optimizer.get(_GROUPS, {}).items():
+        if not isinstance(described, Mapping):
+            raise stored.strange(f"{_OPTIMIZER}.{_GROUPS}.{name}", "the options of a param group")
+        options = {option: plain(value) for option, value in described.items()}
+        fqn = stored.names[str(name)].name
+        fqns, _ = found.groups.setdefault((repr(sorted(options.items(), key=str)),), ({}, options))
+        fqns[fqn] = None
+        if isinstance(options.get("step"), int | float):
+            note_step(stored.reading, found, [fqn], options["step"])

@@ -1,0 +1,175 @@
+"""Keys of Megatron's `torch_dist` format, and the names of the whole model's tensors.
+
+    decoder.layers.<rest>            a tensor of all layers, [layers, ...], where the model's layers are alike
+    decoder.layers.3.<rest>          one layer's, where they are not, or by choice
+    ....mlp.experts.experts.linear_fc1.weight       of all experts, [experts, ...] behind the dim of layers
+    ....mlp.experts.experts.5.linear_fc1.weight_w   of one expert; the gate rows, and `_v` the up rows, of an MLP
+
+There is no rank, no stage and no model chunk in a key.  megatron-core's own layers are written under the names that
+Transformer Engine's have, but for latent attention; its norm in front of experts, which no linear layer holds, is
+`mlp.linear_fc1.layer_norm_weight` all the same.
+
+Pure.  After megatron-core 0.16.1: transformer/transformer_block.py, transformer_layer.py, mlp.py, moe/experts.py,
+multi_token_prediction.py (`sharded_state_dict` of each), models/gpt/gpt_layer_specs.py (`sharded_state_dict_keys_map`),
+optimizer/distrib_optimizer.py, optimizer/optimizer.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from ckpt.plan.checkpoint import MASTER
+from ckpt.plan.tensors import (Box, Extent, Shape)
+from converters.names.megatron.model import (LayerKind, Spelling, layer_kinds, split_layer)
+
+_STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(?P<rest>.+)")
+_EXPERTS = re.compile(r"(?P<before>.*\.mlp\.experts\.)experts\.(?:(?P<expert>\d+)\.)?(?P<rest>.+)")
+_LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+_EXPERT = re.compile(r"(?P<before>.*\.mlp\.experts\.)local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
+_HALF = re.compile(r"(?P<name>.*\.linear_fc1\.(?:weight|bias))_(?P<half>[wv])")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<key>.+)")
+_OBJECT = re.compile(r"(?P<key>.+)/shard_(?P<offsets>\d+(?:\.\d+)*)_(?P<sizes>\d+(?:\.\d+)*)")
+
+#: What the optimizer's parameters are called: by the distributed optimizer since 0.15, and by everything else.
+MASTERS = ("param", "fp32_param")
+_FUSED, _UNFUSED = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+
+
+def state_key(key: str) -> tuple[str, str] | None:
+    """(role, key of the model's tensor) where `key` is an optimizer's, which has the shape of that tensor."""
+    match = _STATE.fullmatch(key)
+    if match is None:
+        return None
+    return MASTER if match["state"] in MASTERS else match["state"], match["key"]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectKey:
+    """The key of a value that is no tensor: one of an array of them."""
+
+    key: str
+    offsets: Shape
+    sizes: Shape
+
+    @classmethod
+    def parse(cls, key: str) -> ObjectKey | None:
+        match = _OBJECT.fullmatch(key)
+        if match is None:
+            return None
+        numbers = (tuple(map(int, match[part].split("."))) for part in ("offsets", "sizes"))
+        return cls(match["key"], *numbers)
+
+    def __str__(self) -> str:
+        return f"{self.key}/shard_{'.'.join(map(str, self.offsets))}_{'.'.join(map(str, self.sizes))}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKey:
+    """What a key says: `name` has `{layer}` and `{expert}` where these are dims of the tensor.
+
+    `half` is 0 for gate rows and 1 for up rows that have a key of their own.
+    """
+
+    name: str
+    layers: bool = False
+    experts: bool = False
+    half: int | None = None
+
+    @classmethod
+    def parse(cls, key: str) -> TensorKey:
+        """The names are as megatron-core's layers spell them: see `Names`."""
+        half = None
+        if match := _HALF.fullmatch(key):
+            key, half = match["name"], "wv".index(match["half"])
+        layers = _STACKED.fullmatch(key)
+        if layers:
+            key = f"decoder.layers.{{layer}}.{layers['rest']}"
+        experts = _EXPERTS.fullmatch(key)
+        if experts:
+            key = f"{experts['before']}local_experts.{experts['expert'] or '{expert}'}.{experts['rest']}"
+        return cls(key, bool(layers), bool(experts and not experts["expert"]), half)
+
+    @property
+    def num_dims(self) -> int:
+        """Leading dims that count layers and experts."""
+        return self.layers + self.experts
+
+    def shape(self, shape: Shape) -> Shape:
+        """The shape of each of the model's tensors, of which there are `shape[: num_dims]`."""
+        inner = shape[self.num_dims :]
+        return inner if self.half is None else (2 * inner[0], *inner[1:])
+
+    def parts(self, shape: Shape, box: Box, extent: Extent) -> Iterator[tuple[str, Box, Extent]]:
+        """What box `box` of the key's tensor, which is of `shape`, holds at `extent`: names, boxes of these, places."""
+        count = self.num_dims
+        offsets = box.offsets[count:]
+        if self.half:
+            offsets = (offsets[0] + shape[count], *offsets[1:])
+        inner = Box(offsets, box.sizes[count:])
+        for index in product(*(range(n) for n in box.sizes[:count])):
+            skip = sum(number * stride for number, stride in zip(index, extent.strides, strict=False))
+            offset = extent.offset + skip * extent.dtype.itemsize
+            numbers = tuple(a + b for a, b in zip(box.offsets, index, strict=False))
+            yield (
+                self.at(numbers),
+                inner,
+                Extent(extent.path, offset, extent.dtype, inner.sizes, extent.strides[count:]),
+            )
+
+    def names(self, shape: Shape) -> Iterator[str]:
+        """Every name that the key, whose tensor is of `shape`, stands for."""
+        return map(self.at, product(*(range(n) for n in shape[: self.num_dims])))
+
+    def at(self, index: Shape) -> str:
+        """The name of the tensor with these numbers of layer and expert."""
+        name, numbers = self.name, list(index)
+        for field, present in (("{layer}", self.layers), ("{expert}", self.experts)):
+            if present:
+                name = name.replace(field, str(numbers.pop(0)))
+        return name
+
+
+def canonical_names(names: Collection[str]) -> dict[str, str]:
+    """The names of the whole model's tensors, by those that keys have."""
+    kinds = layer_kinds(names)
+    own = Spelling(local_spec=True)
+    found = {}
+    for name in names:
+        prefix, rest = split_layer(name)
+        kind = kinds.get(prefix)
+        if kind is not None and kind.moe and rest.startswith(_FUSED):
+            found[name] = prefix + _UNFUSED + rest.removeprefix(_FUSED)
+        else:
+            found[name] = own.canonical(name, kind, 0, 0)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class KeyWriter:
+    """The form of the keys to be written: `stacked` layers, and `local_spec` for megatron-core's own layers."""
+
+    stacked: bool
+    local_spec: bool
+
+    def key(self, name: str, kind: LayerKind | None) -> tuple[str, Shape]:
+        """The key of a tensor of the whole model (or an entry of a module), and its place in the key's leading dims."""
+        name = self._spelled(name, kind)
+        index: Shape = ()
+        if self.stacked and (match := _LAYER.fullmatch(name)):
+            index, name = (int(match["layer"]),), f"decoder.layers.{match['rest']}"
+        if match := _EXPERT.fullmatch(name):
+            index, name = (*index, int(match["expert"])), f"{match['before']}experts.{match['rest']}"
+        return name, index
+
+    def _spelled(self, name: str, kind: LayerKind | None) -> str:
+        if kind is None or not self.local_spec:
+            return name
+        if kind.latent:
+            return Spelling(local_spec=True).spelled(name, kind, 0, 0)
+        prefix, rest = split_layer(name)
+        if rest.startswith(_UNFUSED):
+            return prefix + _FUSED + rest.removeprefix(_UNFUSED)
+        return name

@@ -1,0 +1,415 @@
+"""Megatron's `torch_dist` format: the optimizer's param groups, and states that are stored as the optimizer holds them.
+
+Where the distributed optimizer's state is stored (`distrib_optim_sharding_type` of the content's metadata):
+
+    none                        not distributed: optimizer.state.{fp32_param,exp_avg,...}.<model's key>
+    fully_reshardable           optimizer.state.{param,exp_avg,exp_avg_sq}.<model's key>
+    fully_sharded_model_space   the same with fp32_param, each rank's range of the flattened parameter (up to 0.15)
+    dp_reshardable              optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(...).bucket_idx_0.exp_avg
+    dp_zero_gather_scatter      a value optimizer.distributed.dp_group_idx_0.param_state: what distrib_optim.pt holds
+
+The last two have the buffers of every model parallel rank as they are, without a name of a parameter: which elements
+are whose follows from the model, the recorded sizes of the parallel axes, and the lengths of buckets or buffers.
+
+Shifted states.  Up to 0.19.0 megatron-core wrote `fully_reshardable` from buffers that had lost the padding behind each
+bucket, with the places that parameters have in padded ones: states of all buckets but the first are shifted, and some
+of them are lost.  There is more than one bucket with `overlap_grad_reduce`, and where pipeline stages share the
+embedding.  A shifted master is not what the parameter was rounded from, and so `shifted` finds them.
+
+Format facts: megatron-core 0.16.1, optimizer/distrib_optimizer.py (`sharded_param_state_*`,
+`load_parameter_state_from_*`), optimizer/__init__.py (`data_parallel_group_idx`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.plan.checkpoint import (BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, TrainingState)
+from ckpt.plan.dtypes import (BFLOAT16, FLOAT16, FLOAT32)
+from ckpt.errors import CorruptError, LossError, NotFoundError
+from ckpt.move.files import translate_os_errors
+from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.plan.tensors import (Box, Extent)
+from ckpt.containers.dcp.tensors import Placed
+from converters.megatron.buffers import (ALIGNMENT, bucket_sizes, find_buffer)
+from converters.megatron.dist.keys import MASTERS
+from converters.megatron.dist.read import (Reading, flat_pieces)
+from converters.names.megatron.model import (Grid, Rank, Spelling, is_expert, layer_kinds, split_layer)
+from converters.megatron.optimizer_read import (IDENTITY, Optimizers, belongs)
+from converters.megatron.write import (Model, describe_model)
+from converters.megatron.write import Placed as Local
+
+_OBJECT = re.compile(
+    r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>\w+)"
+)
+_BUCKET = re.compile(
+    r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
+    r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_\([^)]*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
+)
+_KNOWN = (None, "fully_reshardable", "fully_sharded_model_space", "dp_reshardable", "dp_zero_gather_scatter")
+#: Elements of a parameter that are compared with those of its master.
+_COMPARED = 64
+
+
+def read_optimizer(reading: Reading) -> Optimizers:
+    """The param groups, with the states of `dp_reshardable` noted in `reading`; nothing where states are shifted.
+
+    Raises NotFoundError for a way of storing that is not read, CorruptError where buckets do not fit the model.
+    """
+    if reading.sharding not in _KNOWN:
+        raise NotFoundError(
+            "the distributed optimizer's state is stored in a way that is not read",
+            path=reading.folder,
+            expected=", ".join(str(name) for name in _KNOWN[1:]),
+            found=reading.sharding,
+            hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
+        )
+    _refuse_transposed(reading)
+    if reading.flat or reading.sharding == "dp_zero_gather_scatter":
+        _read_buffers(reading)
+    found = Optimizers()
+    if _drop_shifted(reading):
+        return found
+    for content in _contents(reading):
+        inner = content.get("optimizer", content)
+        if "grad_scaler" in content:
+            found.items.setdefault("grad_scaler", content["grad_scaler"])
+        if isinstance(inner, Mapping) and isinstance(inner.get("param_groups"), list):
+            _note_groups(reading, found, inner)
+    return found
+
+
+def _contents(reading: Reading) -> Iterator[Mapping[Any, Any]]:
+    """What each optimizer has beside its tensors: in the common state, or an object of every data parallel group."""
+    common = reading.common.get("optimizer")
+    if isinstance(common, Mapping):
+        chained = [value for key, value in common.items() if type(key) is int and isinstance(value, Mapping)]
+        yield from chained or [common]
+    by_place: dict[str, dict[str, Any]] = {}
+    for key, values in reading.objects.items():
+        if match := _OBJECT.fullmatch(key):
+            content = by_place.setdefault(key.removesuffix(match["what"]), {})
+            content[match["what"]] = next(iter(values.values()))
+    yield from by_place.values()
+
+
+def is_optimizers(key: str) -> bool:
+    """Whether an object is the distributed optimizer's."""
+    return _OBJECT.fullmatch(key) is not None
+
+
+def _refuse_transposed(reading: Reading) -> None:
+    """Legacy grouped GEMM keeps its weights transposed, and `fully_sharded_model_space` flattens them as they are."""
+    args = reading.args
+    legacy = args.get("moe_grouped_gemm") and (
+        args.get("transformer_impl") == "local" or args.get("moe_use_legacy_grouped_gemm")
+    )
+    if legacy and reading.sharding == "fully_sharded_model_space":
+        raise NotFoundError(
+            "the optimizer's state of experts in the legacy grouped GEMM is stored transposed, which is not read",
+            path=reading.folder,
+            hint="save it with megatron-core 0.15, --dist-ckpt-optim-fully-reshardable",
+        )
+
+
+# -- param groups --------------------------------------------------------------------------------------------
+
+
+def _note_groups(reading: Reading, found: Optimizers, inner: Mapping[Any, Any]) -> None:
+    """Which parameters a group has is not recorded; it follows from what Megatron puts into it."""
+    groups = [group for group in inner["param_groups"] if isinstance(group, Mapping)]
+    if len(groups) != len(inner["param_groups"]):
+        raise CorruptError("a param group is no dict", path=reading.folder)
+    state = inner.get("state")
+    common_step = state.get("common_step") if isinstance(state, Mapping) else None
+    for group in groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        members = list(_members(reading, group, len(groups) == 1))
+        key = tuple(str(options.get(name, options.get(f"pre_{name}"))) for name in IDENTITY)
+        fqns, _ = found.groups.setdefault(key, ({}, options))
+        fqns |= dict.fromkeys(members)
+        step = plain(options.get("step", common_step))
+        if type(step) in (int, float):
+            note_step(reading, found, members, step)
+
+
+def plain(value: Any) -> Any:
+    """A tensor of one number as that number."""
+    return read_scalar(value.extent) if isinstance(value, StoredTensor) and not value.shape else value
+
+
+def note_step(reading: Reading, found: Optimizers, members: Sequence[str], step: float) -> None:
+    """Take note of the step of parameters; CorruptError where it has been another one before."""
+    steps = found.scalars.setdefault("step", {})
+    for fqn in members:
+        if steps.setdefault(fqn, step) != step:
+            raise CorruptError(
+                "optimizers disagree in the step of a parameter",
+                path=reading.folder,
+                fqn=fqn,
+                expected=steps[fqn],
+                found=step,
+            )
+
+
+def _members(reading: Reading, group: Mapping[str, Any], alone: bool) -> Iterator[str]:
+    weights = [name for name, role in reading.placed if role == WEIGHT]
+    trained = {name for name, role in reading.placed if role not in (WEIGHT, BUFFER)} or set(weights)
+    kinds = layer_kinds(weights)
+    spelling = Spelling(local_spec=reading.args.get("transformer_impl") == "local")
+    experts = Grid.of_args(reading.args).ep > 1
+    for name in weights:
+        if name not in trained or (experts and is_expert(name) != bool(group.get("is_expert_parallel"))):
+            continue
+        own = spelling.spelled(name, kinds.get(split_layer(name)[0]), 0, 0)
+        if alone or belongs(own, len(reading.shapes[name, WEIGHT][0]), group, reading.args):
+            yield name
+
+
+# -- buffers -------------------------------------------------------------------------------------------------
+
+_Name = tuple[int, int, int]  # number of the optimizer, of the data parallel group, of the buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A buffer as it is stored: by bucket or, not `apart`, all buckets as one; where the elements of each state are."""
+
+    apart: bool
+    buckets: Mapping[int, Mapping[str, Placed]]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Elements of each bucket."""
+        states = [next(iter(self.buckets[number].values())) for number in sorted(self.buckets)]
+        return [max((box.offsets[0] + box.sizes[0] for box, _ in placed), default=0) for placed in states]
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """A buffer of a rank's model chunk: its parameters, in the order of the modules."""
+
+    name: _Name
+    pp: int
+    vp: int
+    chunk_numel: int
+    members: tuple[Local, ...]
+
+    def places(self, stored: _Stored, args: Mapping[str, Any]) -> Sequence[tuple[int, int]] | None:
+        """(bucket, first element in it) of each parameter; None where they do not fit."""
+        numels = [one.numel for one in self.members]
+        if stored.apart:
+            return bucket_places(numels, stored.lengths)
+        sizes = list(bucket_sizes(args, self.pp, self.vp, self.chunk_numel))
+        found = find_buffer(numels, [one.shared for one in self.members], sizes, *stored.lengths)
+        return None if found is None else [(0, start) for start in found.starts]
+
+
+def _read_buffers(reading: Reading) -> None:
+    """Note the states of `dp_reshardable` and `dp_zero_gather_scatter`."""
+    if not reading.args:
+        raise LossError(
+            "the optimizer's state is stored as buffers of each rank, and nothing records the ranks",
+            path=reading.folder,
+            expected="args in the common state",
+            hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
+        )
+    Grid.recorded(reading.args, reading.folder)
+    model = _model(reading)
+    known = _buckets(reading) | dict(_gathered(reading))
+    held: dict[Key, dict[Box, list[Placed]]] = {}
+    for buffer in _buffers(model):
+        stored = known.pop(buffer.name, None)
+        if stored is None:
+            raise _misfit(reading, "optimizer {}, group {}, buffer {}".format(*buffer.name), "no such buffer")
+        places = buffer.places(stored, reading.args)
+        if places is None:
+            numel = sum(one.numel for one in buffer.members)
+            raise _misfit(reading, f"{numel} elements and gaps", f"buckets of {stored.lengths}")
+        for one, (bucket, start) in zip(buffer.members, places, strict=True):
+            for state, elements in stored.buckets[bucket].items():
+                role = MASTER if state in MASTERS else state
+                for box, placed in _pieces(one, elements, start):
+                    held.setdefault((one.fqn, role), {}).setdefault(box, []).append(placed)
+    if known:
+        raise _misfit(reading, "no further buffer", "optimizer {}, group {}, buffer {}".format(*next(iter(known))))
+    for key, parts in held.items():
+        shape = model.chosen[key[0]].tensor.shape
+        for copy in range(max(map(len, parts.values()))):
+            placed = [part for copies in parts.values() for part in copies[min(copy, len(copies) - 1)]]
+            reading.add(key, shape, FLOAT32, placed, copy)
+
+
+def _model(reading: Reading) -> Model:
+    """The model as its ranks held it."""
+    tensors = {key: tensor for key, tensor in reading.tensors().items() if key[1] in (WEIGHT, BUFFER)}
+    state = TrainingState(items={"args": dict(reading.args)})
+    found = Checkpoint(str(reading.folder), "megatron-dist", tensors, (), namespace=MEGATRON, state=state)
+    return describe_model(found, Layout())
+
+
+def _buckets(reading: Reading) -> dict[_Name, _Stored]:
+    found: dict[_Name, dict[int, dict[str, Placed]]] = {}
+    for key, tensor in reading.flat.items():
+        match = _BUCKET.fullmatch(key)
+        if match is None or len(tensor.entry.shape) != 1:
+            raise CorruptError("this is no bucket of the distributed optimizer", path=reading.folder, fqn=key)
+        name = int(match["number"] or 0), int(match["group"]), int(match["buffer"])
+        placed = sorted(tensor.placed, key=lambda part: part[0].offsets)
+        found.setdefault(name, {}).setdefault(int(match["bucket"]), {})[match["state"]] = placed
+    return {name: _Stored(True, buckets) for name, buckets in found.items()}
+
+
+def _gathered(reading: Reading) -> Iterator[tuple[_Name, _Stored]]:
+    for key, values in reading.objects.items():
+        match = _OBJECT.fullmatch(key)
+        if match is None or match["what"] != "param_state":
+            continue
+        for buffers in values.values():
+            if not isinstance(buffers, Mapping) or not buffers.get("buckets_coalesced"):
+                raise CorruptError("this is no distributed optimizer's state", path=reading.folder, fqn=key)
+            for number, by_dtype in buffers.items():
+                if type(number) is not int:
+                    continue
+                tensors: Any = next(iter(by_dtype.values()), {}) if isinstance(by_dtype, Mapping) else {}
+                states = {
+                    str(state): [(Box((0,), value.shape), value.extent)]
+                    for state, value in (tensors.items() if isinstance(tensors, Mapping) else ())
+                    if isinstance(value, StoredTensor) and len(value.shape) == 1
+                }
+                if not states:
+                    raise CorruptError("a buffer of the distributed optimizer is empty", path=reading.folder, fqn=key)
+                yield (int(match["number"] or 0), int(match["group"]), number), _Stored(False, {0: states})
+
+
+def _buffers(model: Model) -> Iterator[_Buffer]:
+    """Every buffer once: data parallel ranks, and for dense parameters expert parallel ones, share it."""
+    apart = model.grid.ep > 1 and model.num_experts > 0
+    done: set[_Name] = set()
+    for rank in model.grid.ranks():
+        chunks = [model.chunk(rank, vp) for vp in range(model.grid.vpp)]
+        for number in range(1 + apart):
+            buffers: dict[tuple[int, str], list[Local]] = {}
+            for chunk in chunks:
+                for one in chunk.tensors:
+                    if model.chosen[one.fqn].tensor.role != BUFFER and (apart and is_expert(one.fqn)) == bool(number):
+                        buffers.setdefault((chunk.vp, model.chosen[one.fqn].dtype.name), []).append(one)
+            for index, ((vp, _), ones) in enumerate(sorted(buffers.items(), key=lambda item: item[0][0])):
+                name = number, _group(rank, model.grid, bool(number)), index
+                if name not in done:
+                    done.add(name)
+                    numel = sum(one.numel for one in chunks[vp].tensors)
+                    yield _Buffer(name, rank.pp, vp, numel, tuple(ones))
+
+
+def _group(rank: Rank, grid: Grid, experts: bool) -> int:
+    """The number of a rank among those that among them hold each parameter once."""
+    if experts:
+        return rank.pp * grid.etp * grid.ep + rank.ep * grid.etp + rank.etp
+    return rank.pp * grid.tp + rank.tp
+
+
+def bucket_places(numels: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]] | None:
+    """(bucket, first element in it) of each parameter, given in the model's order, in buckets of these lengths.
+
+    None where they do not fit.
+    """
+    places = [(0, 0)] * len(numels)
+    bucket = at = 0
+    for index in reversed(range(len(numels))):
+        if bucket >= len(lengths):
+            return None
+        at += -at % ALIGNMENT
+        places[index] = (bucket, at)
+        at += numels[index]
+        if at > lengths[bucket]:
+            return None
+        # A shared embedding ends the bucket before it where its own place would have been.
+        if lengths[bucket] in (at, at + -at % ALIGNMENT):
+            bucket, at = bucket + 1, 0
+    return places if bucket == len(lengths) else None
+
+
+def _pieces(one: Local, chunks: Placed, start: int) -> Iterator[tuple[Box, Placed]]:
+    """Where each part that a rank's parameter holds lies in a bucket, in which the parameter begins at `start`."""
+    firsts = [box.offsets[0] for box, _ in chunks]
+    for piece in one.pieces:
+        begin, end = start + piece.offset, start + piece.offset + piece.box.numel
+        placed: Placed = []
+        for box, extent in chunks[max(0, bisect_right(firsts, begin) - 1) :]:
+            first, last = max(begin, box.offsets[0]), min(end, box.offsets[0] + box.sizes[0])
+            if box.offsets[0] >= end:
+                break
+            if first < last:
+                part = extent.flat(first - box.offsets[0], last - box.offsets[0])
+                placed += flat_pieces(piece.box.sizes, piece.box.offsets, first - begin, part)
+        yield piece.box, placed
+
+
+def _misfit(reading: Reading, expected: object, found: object) -> CorruptError:
+    return CorruptError(
+        "the distributed optimizer's buffers are not those of this model on the recorded ranks",
+        path=reading.folder,
+        expected=expected,
+        found=found,
+        hint="frozen parameters are not known from the checkpoint; save with --dist-ckpt-optim-fully-reshardable",
+    )
+
+
+# -- shifted states ------------------------------------------------------------------------------------------
+
+
+def _drop_shifted(reading: Reading) -> bool:
+    """Leave out the optimizer's state where megatron-core has shifted it (see above), and say so."""
+    if reading.sharding != "fully_reshardable" or not _has_buckets(reading.args):
+        return False
+    shifted = [fqn for fqn, role in reading.placed if role == MASTER and not _is_rounded(reading, fqn)]
+    if not shifted:
+        return False
+    for key in [key for key in reading.placed if key[1] not in (WEIGHT, BUFFER)]:
+        del reading.placed[key], reading.shapes[key]
+    reading.notes.append(
+        f"the optimizer's state is left out: the masters of {len(shifted)} parameters ({shifted[0]}, ...) are not what "
+        "their weights were rounded from; megatron-core up to 0.19.0 shifts them when there are several buckets and "
+        "fully_reshardable is asked for (NVIDIA/Megatron-LM#5077)"
+    )
+    return True
+
+
+def _has_buckets(args: Mapping[str, Any]) -> bool:
+    """Whether a rank may have had more than one bucket, as far as arguments tell."""
+    shared = not args.get("untie_embeddings_and_output_weights") or bool(args.get("mtp_num_layers"))
+    return not args or args.get("overlap_grad_reduce") is not False or (shared and Grid.of_args(args).pp > 1)
+
+
+def _is_rounded(reading: Reading, fqn: str) -> bool:
+    """Whether the first elements of a parameter's weight are its master's, rounded."""
+    weight, master = ((fqn, role) in reading.placed and _first(reading.placed[fqn, role]) for role in (WEIGHT, MASTER))
+    if not weight or not master or weight.dtype not in (BFLOAT16, FLOAT16) or master.dtype != FLOAT32:
+        return True
+    import numpy as np  # only here, where there is data to look at: a folder that is inspected needs none of it
+
+    from ckpt.move.casts import (cast_bits, storage_dtype)
+
+    def bits(extent: Extent) -> Any:
+        return np.frombuffer(_read(extent, count), storage_dtype(extent.dtype))
+
+    count = min(weight.shape[-1], master.shape[-1], _COMPARED) if weight.shape and master.shape else 1
+    rounded = cast_bits(bits(master), master.dtype, weight.dtype)
+    return bool(np.array_equal(rounded, bits(weight)))
+
+
+def _first(placed: Placed) -> Extent | None:
+    """The extent that the first element of a tensor is in."""
+    return next((extent for box, extent in placed if not any(box.offsets)), None)
+
+
+def _read(extent: Extent, count: int) -> bytes:
+    with translate_os_errors(extent.path), open(extent.path, "rb") as file:
+        return os.pread(file.fileno(), extent.dtype.itemsize * count, extent.offset)

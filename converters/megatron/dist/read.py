@@ -1,0 +1,297 @@
+"""Megatron's `torch_dist` format: what a folder holds of which of the model's tensors.
+
+Format facts: see `converters.megatron.dist.format`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.plan.checkpoint import (BUFFER, MASTER, WEIGHT, Key)
+from ckpt.plan.dtypes import DType
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.move.files import (confined, translate_os_errors)
+from ckpt.containers.torchfile.pickles import Record
+from ckpt.plan.tensors import (Box, Extent, Shape, Tensor, flat_boxes)
+from ckpt.containers.dcp.metadata import read_metadata
+from ckpt.containers.dcp.tensors import (DataFiles, FoundTensor, Placed)
+from converters.megatron.dist.keys import (ObjectKey, TensorKey, canonical_names, state_key)
+from converters.names.megatron.model import registered
+from converters.megatron.read import plain_args
+
+COMMON, BACKENDS = "common.pt", "metadata.json"
+#: Where megatron-core since 0.19 keeps what `common.pt` had.
+_COMMON_STATE = "common_state"
+_CLASSES = (
+    "torch.distributed.checkpoint.metadata.Metadata",
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",  # 0.15
+)
+_EXTRA = "._extra_state"
+_BUFFERS = (".expert_bias",)
+
+
+@dataclass
+class Reading:
+    """What has been read of one iteration's folder.
+
+    `objects` are the values that are no tensors, by key and by their place in its array; `flat` the tensors of the
+    distributed optimizer's buffers, which have names of no parameters.  `native` is the model's dtype where weights of
+    it are not stored.
+    """
+
+    folder: Path
+    data: DataFiles = field(default_factory=DataFiles)
+    common: Mapping[Any, Any] = field(default_factory=dict)
+    shapes: dict[Key, tuple[Shape, DType]] = field(default_factory=dict)
+    placed: dict[Key, Placed] = field(default_factory=dict)
+    copies: dict[Key, list[Placed]] = field(default_factory=dict)
+    objects: dict[str, dict[ObjectKey, Any]] = field(default_factory=dict)
+    flat: dict[str, FoundTensor] = field(default_factory=dict)
+    native: DType | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        return plain_args(self.common)
+
+    @property
+    def sharding(self) -> str | None:
+        """How the distributed optimizer's state is stored, as far as the checkpoint says so."""
+        for content in (self.common.get("optimizer"), self.common.get("content_metadata")):
+            for name in ("param_state_sharding_type", "distrib_optim_sharding_type"):
+                if isinstance(content, Mapping) and isinstance(content.get(name), str):
+                    return str(content[name])
+        return None
+
+    def add(self, key: Key, shape: Shape, dtype: DType, placed: Placed, copy: int = 0) -> None:
+        """Take note of where boxes of a tensor are, or of its copy of this number."""
+        known = self.shapes.setdefault(key, (shape, dtype))
+        if known != (shape, dtype):
+            raise CorruptError(
+                f"keys hold parts of different tensors under one name ({key[1]})",
+                path=self.folder,
+                fqn=key[0],
+                expected=f"{known[1]} {list(known[0])}",
+                found=f"{dtype} {list(shape)}",
+            )
+        if copy:
+            self.copies.setdefault(key, []).append(placed)
+        else:
+            self.placed.setdefault(key, []).extend(placed)
+
+    def tensors(self) -> dict[Key, Tensor]:
+        """A tensor for every name and role, in the model's order."""
+        found = {}
+        for key in sorted(self.placed, key=lambda key: registered(key[0])):
+            shape, dtype = self.shapes[key]
+            without = self.native if self.native and (key[0], MASTER) in self.shapes else dtype
+            native = self.shapes.get((key[0], WEIGHT), (shape, without))[1]
+            source = self.data.source(dtype, shape, self.placed[key])
+            copies = tuple(self.data.source(dtype, shape, placed) for placed in self.copies.get(key, ()))
+            found[key] = Tensor(*key, dtype, shape, source, native if native != dtype else None, copies)
+        return found
+
+
+def is_iteration(folder: Path) -> bool:
+    """Whether megatron-core wrote this folder: DCP's files with one of its own beside them."""
+    if not folder.is_dir():
+        return False
+    return (folder / BACKENDS).is_file() or ((folder / COMMON).is_file() and (folder / ".metadata").is_file())
+
+
+def read_folder(folder: Path) -> Reading:
+    """The folder of one iteration.
+
+    Raises CorruptError where a file is missing or contradicts another, NotFoundError for another backend's files.
+    """
+    _check_backends(folder)
+    reading = Reading(folder)
+    metadata = read_metadata(folder, _CLASSES)
+    tensors, values = reading.data.read(metadata)
+    reading.data.count_ranks(folder)
+    _read_objects(reading, values)
+    reading.common = _common(reading)
+    models = {key: found for key, found in tensors.items() if is_models(key)}
+    _read_keys(reading, models, tensors)
+    reading.flat = {key: found for key, found in tensors.items() if ".gbuf_idx_" in key}
+    strangers = [key for key in tensors if not (key in models or key in reading.flat or state_key(key))]
+    if strangers:
+        raise CorruptError(
+            "a tensor is neither of a GPT model nor of its optimizer",
+            path=metadata.path,
+            fqn=strangers[0],
+            expected="embedding., decoder., mtp., output_layer., optimizer.",
+            found=f"{len(strangers)} keys of this kind",
+        )
+    return reading
+
+
+def is_models(key: str) -> bool:
+    """Whether a key or name is of a GPT model's tensor."""
+    return key.startswith(("embedding.", "decoder.", "mtp.", "output_layer."))
+
+
+def _check_backends(folder: Path) -> None:
+    path = folder / BACKENDS
+    if not path.is_file():
+        return
+    with translate_os_errors(path), open(path, "rb") as file:
+        text = file.read(1 << 16)
+    try:
+        said = json.loads(text)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict) or not isinstance(said.get("sharded_backend"), str):
+        raise CorruptError("this is no description of a checkpoint's backends", path=path, expected="sharded_backend")
+    if said["sharded_backend"] != "torch_dist" or said.get("sharded_backend_version", 1) != 1:
+        raise NotFoundError(
+            "another backend wrote this checkpoint",
+            path=path,
+            expected="torch_dist, version 1",
+            found=f"{said['sharded_backend']}, version {said.get('sharded_backend_version')}",
+            hint="load and save it with Megatron-LM, --ckpt-format torch_dist",
+        )
+
+
+def _common(reading: Reading) -> Mapping[Any, Any]:
+    """What all ranks have in common: arguments, param groups, iteration."""
+    stored = next(iter(reading.objects.pop(_COMMON_STATE, {}).values()), None)
+    path = reading.folder / COMMON
+    if stored is None and not path.is_file():
+        raise CorruptError(
+            "the file with the arguments and the optimizer's param groups is missing",
+            path=reading.folder,
+            expected=COMMON,
+            found="no file",
+        )
+    if stored is None:
+        reading.data.add_file(str(path))
+        stored = torchfile.read(confined(reading.folder, COMMON)).root
+    if not isinstance(stored, Mapping):
+        raise CorruptError("this is no common state of Megatron", path=path, found=type(stored).__name__)
+    return stored
+
+
+def _read_objects(reading: Reading, values: Mapping[str, Any]) -> None:
+    """The values that are no tensors, each a list of one.  Modules' extra states are looked at, and not kept."""
+    filled: dict[str, None] = {}
+    for key, value in values.items():
+        parsed = ObjectKey.parse(key)
+        if parsed is None or not isinstance(value, list) or len(value) != 1:
+            raise CorruptError("a value is not stored as Megatron stores it", path=reading.folder, fqn=key)
+        if parsed.key.endswith(_EXTRA):
+            if not _is_empty(value[0]):
+                filled[parsed.key] = None
+            continue
+        reading.objects.setdefault(parsed.key, {})[parsed] = value[0]
+    reading.notes += [f"FP8 state of a module is left out: {key}" for key in filled]
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether Transformer Engine's state of a module says nothing: FP8 is not used."""
+    if isinstance(value, Record) and value.name == "BytesIO":
+        content = value.state[0] if isinstance(value.state, tuple) and value.state else b""
+        return isinstance(content, bytes) and (not content or b"\x80\x02N." in content)  # torch.save(None)
+    return value is None or (hasattr(value, "extent") and not value.extent.numel)
+
+
+# -- tensors -------------------------------------------------------------------------------------------------
+
+
+def _read_keys(reading: Reading, models: Mapping[str, FoundTensor], tensors: Mapping[str, FoundTensor]) -> None:
+    """Note the model's tensors and those optimizer states that have keys of their own."""
+    parsed = {key: TensorKey.parse(key) for key in models}
+    states = {key: known for key in tensors if (known := state_key(key)) is not None}
+    for _, key in states.values():
+        parsed.setdefault(key, TensorKey.parse(key))
+    shapes = {key: found.entry.shape for key, found in models.items()}
+    for key, (_, model) in states.items():
+        shapes.setdefault(model, tensors[key].entry.shape)
+    for key, one in parsed.items():
+        _check_dims(reading, key, one, shapes[key])
+    names = canonical_names({name: None for key, one in parsed.items() for name in one.names(shapes[key])}.keys())
+    for key, found in models.items():
+        buffer = key.endswith(_BUFFERS)
+        _note(reading, parsed[key], names, BUFFER if buffer else WEIGHT, found.entry.shape, found, found.placed)
+    for key, (role, model) in states.items():
+        found = tensors[key]
+        placed = list(_unflattened(reading, found, shapes[model]))
+        _note(reading, parsed[model], names, role, shapes[model], found, placed)
+
+
+def _check_dims(reading: Reading, key: str, parsed: TensorKey, shape: Shape) -> None:
+    count = parsed.num_dims
+    if len(shape) <= count or (parsed.half is not None and len(shape) == count) or prod(shape[:count]) > _MAX_NAMES:
+        raise CorruptError(
+            "a tensor has not the dims that its key tells of",
+            path=reading.folder,
+            fqn=key,
+            expected=f"{count} dims of layers and experts, and the tensor's own",
+            found=list(shape),
+        )
+
+
+_MAX_NAMES = 1 << 20
+
+
+def _note(
+    reading: Reading,
+    key: TensorKey,
+    names: Mapping[str, str],
+    role: str,
+    shape: Shape,
+    found: FoundTensor,
+    placed: Placed,
+) -> None:
+    by_name: dict[str, Placed] = {name: [] for name in key.names(shape)}
+    for box, extent in placed:
+        for name, inner, place in key.parts(shape, box, extent):
+            by_name.setdefault(name, []).append((inner, place))
+    whole = key.shape(shape)
+    for name, parts in by_name.items():
+        reading.add((names[name], role), whole, found.entry.dtype, parts)
+
+
+def _unflattened(reading: Reading, found: FoundTensor, shape: Shape) -> Iterator[tuple[Box, Extent]]:
+    """The boxes of an optimizer's tensor for a parameter of `shape`.
+
+    `fully_sharded_model_space` stores ranges of a rank's flattened part: for parts of [x, y] of a parameter [X, Y] a
+    tensor of [X / x, Y / y, x * y].
+    """
+    stored = found.entry.shape
+    if stored == shape:
+        yield from found.placed
+        return
+    parts, numel = stored[:-1], stored[-1] if stored else 0
+    fits = len(parts) == len(shape) and all(n and not full % n for full, n in zip(shape, parts, strict=True))
+    part = tuple(full // n for full, n in zip(shape, parts, strict=True)) if fits else ()
+    if not fits or prod(part) != numel:
+        raise CorruptError(
+            "an optimizer's tensor has not the shape of its parameter",
+            path=reading.folder,
+            fqn=found.entry.key,
+            expected=f"{list(shape)}, or parts of it flattened",
+            found=list(stored),
+        )
+    for box, extent in found.placed:
+        for index in product(*(range(n) for n in box.sizes[:-1])):
+            numbers = tuple(a + b for a, b in zip(box.offsets, index, strict=False))
+            corner = tuple(number * size for number, size in zip(numbers, part, strict=True))
+            skip = sum(number * stride for number, stride in zip(index, extent.strides, strict=False))
+            yield from flat_pieces(part, corner, box.offsets[-1], extent.flat(skip, skip + box.sizes[-1]))
+
+
+def flat_pieces(part: Shape, corner: Shape, start: int, extent: Extent) -> Iterator[tuple[Box, Extent]]:
+    """Elements from `start` on of the flattened box of sizes `part` at `corner`, at `extent`, as boxes."""
+    done = 0
+    for box in flat_boxes(part, start, start + extent.numel):
+        offsets = tuple(a + b for a, b in zip(corner, box.offsets, strict=True))
+        yield Box(offsets, box.sizes), extent.flat(done, done + box.numel).reshape(box.sizes)
+        done += box.numel

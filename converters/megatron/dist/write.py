@@ -1,0 +1,283 @@
+"""Megatron's `torch_dist` format: write.
+
+What is written, megatron-core's `dist_checkpointing.load` takes at any tensor, pipeline and expert parallel sizes: none
+of them is in it but in the recorded arguments.  The optimizer's state is stored as `fully_reshardable`, or as that of
+an optimizer that is not distributed where the arguments say so.
+
+A module's extra state is asked for by every engine that has such a module, so there is one, without content, for each:
+those of megatron-core's own layers, or also those of Transformer Engine's attention and norms.
+
+Format facts: see `converters.megatron.dist.format`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+from ckpt.plan.checkpoint import (MASTER, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile)
+from ckpt.plan.dtypes import (BFLOAT16, FLOAT16, FLOAT32, DType)
+from ckpt.errors import LossError
+from ckpt.containers.torchfile.pickles import Record
+from ckpt.plan.precision import describe
+from ckpt.plan.tensors import (Box, Shape)
+from ckpt.containers.torchfile.write import (FromSource, number, torch_file)
+from ckpt.containers.dcp.write import (Writing, dim0_boxes)
+from converters.megatron.dist.keys import (KeyWriter, ObjectKey)
+from converters.megatron.dist.read import (BACKENDS, COMMON)
+from converters.megatron.folder import (TRACKER, iteration_folder, run_files)
+from converters.names.megatron.model import (Grid, split_layer)
+from converters.megatron.read import EXTRA
+from converters.megatron.write import (Model, Optimizer, describe_model)
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj))\.weight")
+_NORM = re.compile(r"(?P<module>(?:.*\.)?\w*norm)\.weight")
+_PLACE = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
+#: Formats whose entries of the training state are Megatron's own.
+_MEGATRON = ("megatron", "megatron-dist")
+_OWN_ITEMS = ("args", "grad_scaler", "content_metadata", EXTRA)
+
+
+def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
+    """The files of a run folder: an iteration's folder (or `release`), the tracker, config and tokenizer.
+
+    Raises UsageError for a layout that does not fit the model, LossError for what the format has no place for.
+    """
+    model = describe_model(checkpoint, layout)
+    folder = iteration_folder(checkpoint.state.step)
+    keys = KeyWriter(_is_stacked(model), model.spelling.local_spec)
+    writing = Writing(model.args["world_size"], f"{folder}/", is_nested=False)
+    for entry in _entries(model, keys):
+        writing.add((entry,), [None])
+    kept, dropped = _items(model)
+    for key, value in _of_ranks(model):
+        writing.add((key,), [value])
+    _Tensors(model, keys, writing).add()
+    optimizer = Optimizer(model) if model.has_optimizer else None
+    if optimizer is not None:
+        _Tensors(model, keys, writing).add_states(optimizer)
+    common = _common(model, keys, optimizer, kept)
+    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    backends |= {"common_backend": "torch", "common_backend_version": 1}
+    step = checkpoint.state.step
+    files = (
+        *writing.files(),
+        torch_file(f"{folder}/{COMMON}", common),
+        TargetFile.of_bytes(f"{folder}/{BACKENDS}", json.dumps(backends).encode()),
+        *run_files(checkpoint),
+        TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
+    )
+    written = {slot.key for file in files for slot in file.slots}
+    left = frozenset(key for key in checkpoint.tensors if key[1] in (MASTER, WEIGHT) and key not in written)
+    return Target(files, left, tuple(dropped), tuple(_notes(model, layout, keys, optimizer)))
+
+
+# -- tensors -------------------------------------------------------------------------------------------------
+
+
+class _Tensors:
+    """Adds tensors to the folder to be written."""
+
+    def __init__(self, model: Model, keys: KeyWriter, writing: Writing) -> None:
+        self.model, self.writing = model, writing
+        self.members: dict[str, dict[Shape, str]] = {}
+        for fqn in model.chosen:
+            key, index = keys.key(fqn, model.kinds.get(split_layer(fqn)[0]))
+            self.members.setdefault(key, {})[index] = fqn
+
+    def add(self) -> None:
+        """The model's own tensors."""
+        for key, members in self.members.items():
+            chosen = {index: self.model.chosen[fqn] for index, fqn in members.items()}
+            self._add(key, {index: one.key for index, one in chosen.items()}, {one.dtype for one in chosen.values()})
+
+    def add_states(self, optimizer: Optimizer) -> None:
+        """The optimizer's."""
+        for key, members in self.members.items():
+            trained = {index: fqn for index, fqn in members.items() if fqn in optimizer.masters}
+            if not trained:
+                continue
+            if optimizer.distributed:
+                self._add_masters(f"optimizer.state.param.{key}", trained, optimizer)
+            elif self.model.chosen[next(iter(trained.values()))].dtype in (BFLOAT16, FLOAT16):
+                self._add_masters(f"optimizer.state.fp32_param.{key}", trained, optimizer)
+            roles = dict.fromkeys(role for fqn in trained.values() for role in optimizer.states[fqn])
+            for role in roles:
+                states = {index: optimizer.states[fqn].get(role) for index, fqn in trained.items()}
+                dtypes = {state.dtype for state in states.values() if state is not None}
+                keys = {index: (trained[index], role) for index, state in states.items() if state is not None}
+                self._add(f"optimizer.state.{role}.{key}", keys, dtypes)
+
+    def _add_masters(self, key: str, trained: Mapping[Shape, str], optimizer: Optimizer) -> None:
+        masters = {index: optimizer.masters[fqn] for index, fqn in trained.items()}
+        self._add(key, {index: (one.fqn, one.role) for index, one in masters.items()}, {FLOAT32})
+
+    def _add(self, key: str, members: Mapping[Shape, Key], dtypes: Iterable[DType]) -> None:
+        """One key, of as many of the source's tensors as there are layers and experts in it."""
+        shapes = {self.model.checkpoint.tensors[member].shape for member in members.values()}
+        sizes = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
+        (dtype, *others), (shape, *other_shapes) = dtypes, shapes
+        if others or other_shapes or len(members) != prod(sizes):
+            raise LossError(
+                "tensors that are stored as one are not alike, or not there for every layer and expert",
+                fqn=key,
+                expected=f"{prod(sizes)} tensors, {dtype} {list(shape)}",
+                found=f"{len(members)}, with {len(others)} other dtypes and {len(other_shapes)} other shapes",
+            )
+        tiles = ((index, box) for index in sorted(members) for box in self._boxes(shape))
+        self.writing.add_tiles(
+            key,
+            dtype,
+            sizes + shape,
+            [
+                (Box(index + box.offsets, (1,) * len(index) + box.sizes), FromSource(members[index], box))
+                for index, box in tiles
+            ],
+        )
+
+    def _boxes(self, shape: Shape) -> Iterator[Box]:
+        """A matrix is cut for tensor parallel ranks: an engine reads the whole box that it needs a part of."""
+        yield from dim0_boxes(shape, self.model.grid.tp if len(shape) > 1 else 1)
+
+
+def _is_stacked(model: Model) -> bool:
+    """Whether an engine asks for all layers in one tensor: where they are alike, and nothing says otherwise.
+
+    transformer_block.py, `sharded_state_dict`.
+    """
+    args = model.args
+    known = model.checkpoint.state.items.get("content_metadata")
+    metadata = known if isinstance(known, Mapping) and model.checkpoint.format == "megatron-dist" else {}
+    if metadata.get("non_homogeneous_layers") or metadata.get("singleton_local_shards"):
+        return False
+    for name in ("moe_layer_freq", "linear_attention_freq"):
+        value = args.get(name)
+        if isinstance(value, list | tuple | str) or (type(value) is int and value > 1):
+            return False
+    if args.get("hetereogenous_dist_checkpoint") or args.get("heterogeneous_layers_config_path"):
+        return False
+    layers: dict[str, set[tuple[str, Shape, DType]]] = {}
+    for fqn, choice in model.chosen.items():
+        if match := _LAYER.fullmatch(fqn):
+            layers.setdefault(match[1], set()).add((match[2], choice.tensor.shape, choice.dtype))
+    return len({frozenset(members) for members in layers.values()}) <= 1
+
+
+def _entries(model: Model, keys: KeyWriter) -> Iterator[str]:
+    """Keys of the extra states that modules have."""
+    names: dict[str, None] = {}
+    for fqn in model.chosen:
+        if match := _LINEAR.fullmatch(fqn):
+            names[match["module"]] = None
+        if keys.local_spec:
+            continue
+        if fqn.endswith(".self_attention.linear_proj.weight"):
+            names[fqn.replace(".linear_proj.weight", ".core_attention")] = None
+        elif match := _NORM.fullmatch(fqn):
+            names[match["module"]] = None
+    places: dict[str, list[Shape]] = {}
+    for name in names:
+        kind = model.kinds.get(split_layer(f"{name}.")[0])
+        key, index = keys.key(f"{name}._extra_state", kind)
+        places.setdefault(key, []).append(index or (0,))
+    for key, indices in places.items():
+        sizes = tuple(max(numbers) + 1 for numbers in zip(*indices, strict=True))
+        yield from (str(ObjectKey(key, index, sizes)) for index in indices)
+
+
+# -- what is no tensor ---------------------------------------------------------------------------------------
+
+
+def _common(model: Model, keys: KeyWriter, optimizer: Optimizer | None, items: Mapping[str, Any]) -> dict[str, Any]:
+    """What all ranks have in common: training/checkpointing.py, `generate_state_dict`."""
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if not keys.stacked:
+        metadata["non_homogeneous_layers"] = True
+    if optimizer is None or optimizer.distributed:
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    common: dict[str, Any] = {
+        "args": Record("argparse", "Namespace", (), state={**model.args, "ckpt_format": "torch_dist"}),
+        "checkpoint_version": items.get("checkpoint_version", 3.0),
+        "iteration": model.checkpoint.state.step or 0,
+        "content_metadata": metadata,
+    }
+    if optimizer is not None:
+        common["optimizer"] = _optimizer(model, optimizer)
+    return common | {name: value for name, value in items.items() if name not in common}
+
+
+def _optimizer(model: Model, optimizer: Optimizer) -> dict[Any, Any]:
+    """The param groups of each optimizer: one for experts alone where they are spread over ranks."""
+    scaler = model.checkpoint.state.items.get("grad_scaler")
+    contents: list[dict[str, Any]] = []
+    for expert in (False, True) if optimizer.apart else (False,):
+        groups = [dict(group.options) for group in optimizer.groups if group.expert == expert]
+        inner: dict[str, Any] = {"param_groups": groups}
+        has_half = any(choice.dtype in (BFLOAT16, FLOAT16) for choice in model.chosen.values())
+        if optimizer.distributed:
+            content: dict[str, Any] = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
+        else:
+            step = next(iter(model.checkpoint.state.scalars.get("step", {}).values()), None)
+            inner = {"state": {} if step is None else {"common_step": number(step)}, "param_groups": groups}
+            content = {"optimizer": inner} if has_half else inner
+        contents.append(content if scaler is None else {**content, "grad_scaler": scaler})
+    return contents[0] if len(contents) == 1 else dict(enumerate(contents))
+
+
+def _items(model: Model) -> tuple[dict[str, Any], list[str]]:
+    """Entries that all ranks have in common, and what is not written."""
+    kept: dict[str, Any] = {}
+    dropped = []
+    source = model.checkpoint
+    same_ranks = {key.partition("/")[0] for key, _ in _of_ranks(model)}
+    for name, value in source.state.items.items():
+        if name in _OWN_ITEMS or name in same_ranks:
+            continue
+        if _is_of_ranks(name, value):
+            dropped.append(f"{name} of {len(value)} ranks: the layout is another one; resume with --no-load-rng")
+        elif source.format not in _MEGATRON and name not in ("checkpoint_version", "opt_param_scheduler"):
+            dropped.append(f"training state {name}")
+        else:
+            try:
+                torch_file(COMMON, value)
+            except LossError as error:
+                dropped.append(f"training state {name}: {error.what}")
+            else:
+                kept[name] = value
+    if "grad_scaler" in source.state.items and not model.has_optimizer:
+        dropped.append("training state grad_scaler")
+    return kept, dropped
+
+
+def _is_of_ranks(name: str, value: Any) -> bool:
+    """Whether an entry has a value for each rank, by its place or by the name of its folder."""
+    if not isinstance(value, Mapping):
+        return False
+    placed = bool(value) and all(isinstance(key, str) and _PLACE.fullmatch(key) for key in value)
+    return placed or name in ("rng_state", "rerun_state_machine")
+
+
+def _of_ranks(model: Model) -> Iterator[tuple[str, Any]]:
+    """Values that each rank has for itself, where the target's ranks are the source's."""
+    source = model.checkpoint
+    recorded = source.state.items.get("args")
+    if source.format != "megatron-dist" or not isinstance(recorded, Mapping):
+        return
+    if Grid.of_args(recorded) != model.grid or recorded.get("world_size") != model.args["world_size"]:
+        return
+    for name, values in source.state.items.items():
+        if _is_of_ranks(name, values):
+            yield from ((f"{name}/{place}", value) for place, value in values.items())
+
+
+def _notes(model: Model, layout: Layout, keys: KeyWriter, optimizer: Optimizer | None) -> Iterator[str]:
+    form = "layers in one tensor" if keys.stacked else "layers one by one"
+    yield f"Megatron for any sizes of its parallel axes, {form}; recorded: TP {model.grid.tp}, PP {model.grid.pp}"
+    if optimizer is None:
+        yield from describe(model.chosen, model.checkpoint, layout.dtype)
+    yield from model.notes

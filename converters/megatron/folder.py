@@ -1,0 +1,71 @@
+"""Megatron-LM's run folders: a folder for each iteration, and a file that names the last one.
+
+    <run>/latest_checkpointed_iteration.txt    "100", or "release"
+    <run>/iter_0000100/, <run>/release/
+
+After Megatron-LM of August 2026, training/checkpointing.py: `get_checkpoint_tracker_filename`, `read_metadata`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ckpt.errors import CorruptError
+from ckpt.move.files import confined, translate_os_errors
+from ckpt.plan.checkpoint import Checkpoint, TargetFile
+from ckpt.run_folder.companions import CONFIG, companions, dump_config, find_config
+
+TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
+
+
+def iteration_folder(step: int | None) -> str:
+    """The folder's name; a model without a step is a release."""
+    return RELEASE if step is None else f"iter_{step:07d}"
+
+
+def find_iteration(path: Path, tag: str | None, is_iteration: Callable[[Path], bool]) -> Path | None:
+    """An iteration's folder: `path` itself, the one that `tag` names, or the one that the tracker records.
+
+    CorruptError where the tracker names a folder that is not there.
+    """
+    if not path.is_dir():
+        return None
+    if tag is not None:
+        named = confined(path, iteration_folder(int(tag)) if tag.isdigit() else tag)
+        return named if is_iteration(named) else None
+    if is_iteration(path):
+        return path
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        return None
+    with translate_os_errors(tracker), open(tracker, "rb") as file:
+        said = file.read(64).decode("ascii", "replace").strip()
+    if said != RELEASE and not said.isdigit():
+        return None
+    named = path / (RELEASE if said == RELEASE else iteration_folder(int(said)))
+    if is_iteration(named):
+        return named
+    others = sorted(entry.name for entry in path.iterdir() if is_iteration(entry))
+    if named.is_dir() or not others:
+        return None  # another format of Megatron's, or of another framework with a tracker of the same name
+    raise CorruptError(
+        "the tracker names an iteration that is not there",
+        path=tracker,
+        expected=f"the folder {named.name}",
+        found="no such folder",
+        hint=f"the newest here is {others[-1]}",
+    )
+
+
+def run_files(checkpoint: Checkpoint) -> Iterator[TargetFile]:
+    """Config and tokenizer, which the way back to the Hub's names needs."""
+    folders = [Path(folder) for folder in checkpoint.folders]
+    path = find_config(folders)
+    if path is not None:
+        with translate_os_errors(path):
+            yield TargetFile.of_bytes(CONFIG, path.read_bytes())
+    elif checkpoint.config is not None:
+        yield TargetFile.of_bytes(CONFIG, dump_config(checkpoint.config))
+    for companion in companions(folders):
+        yield TargetFile.of_bytes(companion.name, companion.content)

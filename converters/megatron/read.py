@@ -1,0 +1,534 @@
+"""Megatron-LM's `torch` format: which bytes of the ranks' files hold which part of which tensor.
+
+Format facts: see `converters.megatron.format`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.pickles import Record, StoredTensor
+from ckpt.errors import CorruptError, LossError, NotFoundError
+from ckpt.move.files import confined, translate_os_errors
+from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key, SourceFile
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Source, Tensor, contiguous_strides
+from converters.megatron.legacy_names import LANGUAGE_MODEL, core_names
+from converters.names.megatron.model import (
+    EMBEDDING,
+    OUTPUT,
+    Grid,
+    LayerKind,
+    Rank,
+    Spelling,
+    Split,
+    Stages,
+    full_shape,
+    in_order,
+    is_expert,
+    is_gated,
+    layer_kinds,
+    rank_boxes,
+    registered,
+    second_linear,
+    split_layer,
+    split_of,
+)
+
+MODEL, DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
+#: The entry of the training state that names modules with a state of their own: Transformer Engine's FP8 scaling.
+EXTRA = "_extra_state"
+#: A note of the reader, which keeps the writer from dealing optimizer states to the wrong parameters.
+OTHER_ORDER = "the model's modules are in another order than those of megatron-core 0.16"
+_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
+_LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
+_GROUPED_GEMM = re.compile(r"(?P<layer>.*\.mlp\.experts\.)weight(?P<number>[12])")
+_BUFFERS = (".expert_bias",)
+
+
+def folder_name(rank: Rank, grid: Grid) -> str:
+    """training/checkpointing.py, `get_checkpoint_name`."""
+    name = f"mp_rank_{rank.tp:02d}"
+    if grid.pp > 1:
+        name += f"_{rank.pp:03d}"
+    return f"{name}_{rank.ep:03d}" if grid.ep > 1 else name
+
+
+def rank_folders(folder: Path) -> list[str]:
+    """Names of the folders of ranks in an iteration's folder, in the order of their numbers."""
+    with translate_os_errors(folder):
+        found = [(m, entry.name) for entry in folder.iterdir() if (m := _FOLDER.fullmatch(entry.name))]
+    return [name for _, name in sorted(found, key=lambda item: [int(n or -1) for n in item[0].groups()])]
+
+
+# -- one rank's file -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Box `box` of tensor `name` of `shape`, in a rank's tensor: from element `offset` on, with `strides`."""
+
+    name: str
+    shape: Shape
+    box: Box
+    offset: int
+    strides: Shape
+
+    def of(self, extent: Extent, rank: int) -> Fragment:
+        """The piece in a contiguous extent that holds the rank's tensor."""
+        offset = extent.offset + self.offset * extent.dtype.itemsize
+        return Fragment(self.box, Extent(extent.path, offset, extent.dtype, self.box.sizes, self.strides), rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A tensor of one chunk of a rank, under the chunk's own name, and what of the whole model it holds.
+
+    `shared` marks a copy of the embedding that is kept equal on two stages.
+    """
+
+    name: str
+    stored: StoredTensor
+    pieces: tuple[Piece, ...]
+    is_expert: bool
+    shared: bool = False
+
+    @property
+    def is_buffer(self) -> bool:
+        return self.name.endswith(_BUFFERS)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """What one rank's file holds: its content, and its tensors by model chunk, in the order of the modules."""
+
+    rank: Rank
+    path: str
+    content: Mapping[Any, Any]
+    chunks: tuple[tuple[Local, ...], ...]
+
+
+@dataclass
+class Reading:
+    """What has been read so far of one iteration's folder."""
+
+    folder: Path
+    args: Mapping[str, Any] = field(default_factory=dict)
+    grid: Grid = field(default_factory=Grid)
+    stages: Stages = field(default_factory=lambda: Stages(0))
+    files: list[SourceFile] = field(default_factory=list)
+    fragments: dict[Key, list[Fragment]] = field(default_factory=dict)
+    shapes: dict[Key, tuple[Shape, DType]] = field(default_factory=dict)
+    natives: dict[str, DType] = field(default_factory=dict)
+    extra: dict[str, None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return not self.args.get("untie_embeddings_and_output_weights")
+
+    def load(self, path: Path) -> Mapping[Any, Any]:
+        with translate_os_errors(path):
+            self.files.append(SourceFile.stat(str(path)))
+        root = torchfile.read(path).root
+        if not isinstance(root, Mapping | list | type(None)):
+            raise CorruptError("this is no checkpoint of Megatron", path=path, found=type(root).__name__)
+        return root  # type: ignore[return-value]
+
+    def add(self, local: Local, role: str, extent: Extent, path: str, rank: Rank) -> None:
+        """Take note of what a rank's tensor, which lies at `extent`, holds in this role."""
+        if not extent.is_contiguous:
+            raise CorruptError("a rank's tensor is not contiguous", path=path, rank=rank.number, fqn=local.name)
+        for piece in local.pieces:
+            key = (piece.name, role)
+            known = self.shapes.setdefault(key, (piece.shape, extent.dtype))
+            if known != (piece.shape, extent.dtype):
+                raise CorruptError(
+                    f"ranks hold parts of different tensors under one name ({role})",
+                    path=path,
+                    rank=rank.number,
+                    fqn=piece.name,
+                    expected=f"{known[1]} {list(known[0])}",
+                    found=f"{extent.dtype} {list(piece.shape)}",
+                )
+            self.fragments.setdefault(key, []).append(piece.of(extent, rank.number))
+
+    def tensors(self) -> dict[Key, Tensor]:
+        """A tensor for every name and role, in the model's order; a part that several ranks hold has replicas."""
+        found = {}
+        for key in sorted(self.fragments, key=lambda key: registered(key[0])):
+            fragments = self.fragments[key]
+            holders: dict[Any, list[Fragment]] = {}
+            for fragment in fragments:
+                if fragment.region.numel:
+                    holders.setdefault(fragment.region, []).append(fragment)
+            copies = max(map(len, holders.values()), default=1)
+            sources: list[Source] = [
+                Pieces(tuple(held[min(copy, len(held) - 1)] for held in holders.values())) for copy in range(copies)
+            ]
+            shape, dtype = self.shapes[key]
+            native = self.natives.get(key[0])
+            found[key] = Tensor(*key, dtype, shape, sources[0], native if native != dtype else None, tuple(sources[1:]))
+        return found
+
+
+# -- the files of all ranks ----------------------------------------------------------------------------------
+
+
+def read_ranks(reading: Reading) -> list[RankFile]:
+    """The files of all ranks, with the tensors of the model noted in `reading`.
+
+    Raises CorruptError for ranks that are missing, left over, of another iteration or of another layout.
+    """
+    names = rank_folders(reading.folder)
+    if not names:
+        raise NotFoundError("there are no folders of ranks", path=reading.folder, expected="mp_rank_00, ...")
+    first = reading.load(_model_file(reading.folder, names[0]))
+    reading.args = plain_args(first)
+    reading.grid = _grid(reading, names)
+    expected = {folder_name(rank, reading.grid): rank for rank in reading.grid.ranks()}
+    _check_folders(reading, names, expected)
+    contents = [(rank, _model_file(reading.folder, name)) for name, rank in expected.items()]
+    loaded = [(rank, path, first if path.parent.name == names[0] else reading.load(path)) for rank, path in contents]
+    _check_agreement(reading, loaded)
+    _check_version(reading, first)
+    files = []
+    for rank, path, content in loaded:
+        files.append(RankFile(rank, str(path), content, tuple(_chunks(reading, rank, str(path), content))))
+    for file in files:
+        for chunk in file.chunks:
+            for local in chunk:
+                role = BUFFER if local.is_buffer else WEIGHT
+                reading.add(local, role, local.stored.extent, file.path, file.rank)
+                for piece in local.pieces:
+                    reading.natives[piece.name] = local.stored.dtype
+    return files
+
+
+def plain_args(content: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Megatron's arguments: an `argparse.Namespace` in the file."""
+    args = content.get("args")
+    if isinstance(args, Record):
+        return args.attributes
+    return args if isinstance(args, Mapping) else {}
+
+
+def _model_file(folder: Path, name: str) -> Path:
+    path = confined(folder, f"{name}/{MODEL}")
+    if not path.is_file():
+        if (folder / name / "model_rng.pt").is_file():
+            raise NotFoundError(
+                "this layout of Megatron-LM (before 2023: model_rng.pt beside optim.pt) is not read", path=folder / name
+            )
+        raise CorruptError(
+            "the file of a rank is missing: it has a part of every tensor",
+            path=folder / name,
+            rank=name,
+            expected=MODEL,
+            found="no file",
+        )
+    return path
+
+
+def _grid(reading: Reading, names: Sequence[str]) -> Grid:
+    parts = {sum(number is not None for number in m.groups()) for name in names if (m := _FOLDER.fullmatch(name))}
+    if not reading.args:
+        if parts != {1}:
+            raise CorruptError(
+                "the file records no arguments, and so nothing says which axes the folders' numbers count",
+                path=reading.folder / names[0] / MODEL,
+                expected="args",
+            )
+        return Grid(tp=len(names))
+    grid = Grid.recorded(reading.args, reading.folder)
+    expected = 1 + (grid.pp > 1) + (grid.ep > 1)
+    if parts != {expected}:
+        raise CorruptError(
+            "the folders of ranks are not those of the recorded layout",
+            path=reading.folder,
+            expected=f"{expected} numbers in each name: {_describe(grid)}",
+            found=", ".join(names[:4]),
+        )
+    return grid
+
+
+def _describe(grid: Grid) -> str:
+    return f"TP {grid.tp}, PP {grid.pp}, EP {grid.ep}" + (f", expert TP {grid.etp}" if grid.etp != grid.tp else "")
+
+
+def _check_folders(reading: Reading, names: Sequence[str], expected: Mapping[str, Rank]) -> None:
+    missing = [name for name in expected if name not in names]
+    left_over = [name for name in names if name not in expected]
+    if missing:
+        raise CorruptError(
+            "the folder of a rank is missing: it has a part of every tensor",
+            path=reading.folder / missing[0],
+            rank=", ".join(missing[:8]),
+            expected=f"{len(expected)} folders for {_describe(reading.grid)}",
+            found=f"{len(names)} folders",
+        )
+    if left_over:
+        raise CorruptError(
+            "folders of ranks that the recorded layout does not have",
+            path=reading.folder / left_over[0],
+            expected=f"{len(expected)} folders for {_describe(reading.grid)}",
+            found=f"{len(names)} folders",
+            hint="move those away that are left from a larger run",
+        )
+
+
+#: Arguments that all ranks of a run have in common, and that decide what their files mean.
+_AGREED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_experts",
+    "padded_vocab_size",
+    "untie_embeddings_and_output_weights",
+    "transformer_impl",
+)
+
+
+def _check_agreement(reading: Reading, loaded: Sequence[tuple[Rank, Path, Mapping[Any, Any]]]) -> None:
+    said: dict[Any, str] = {}
+    for _, path, content in loaded:
+        said.setdefault(content.get("iteration"), f"{path.parent.name}: {content.get('iteration')}")
+    if len(said) > 1:
+        raise CorruptError(
+            "ranks of different iterations in one folder",
+            path=reading.folder,
+            expected="the same iteration in every file",
+            found=", ".join(said.values()),
+        )
+    for rank, path, content in loaded:
+        args = plain_args(content)
+        grid = Grid.of_args(args)
+        other = [name for name in _AGREED if args.get(name) != reading.args.get(name)]
+        if args and (grid != reading.grid or other):
+            raise CorruptError(
+                "ranks of different runs in one folder",
+                path=path,
+                rank=rank.number,
+                expected=_describe(reading.grid) if not other else f"{other[0]} {reading.args.get(other[0])!r}",
+                found=_describe(grid) if not other else f"{args.get(other[0])!r}",
+            )
+
+
+def _check_version(reading: Reading, content: Mapping[Any, Any]) -> None:
+    """Before version 2.0 the rows of query, key and value were in another order (`fix_query_key_value_ordering`)."""
+    version = content.get("checkpoint_version", 0)
+    if not isinstance(version, int | float) or version < 2:
+        raise NotFoundError(
+            "this version of Megatron-LM's checkpoints is not read: query, key and value in another order",
+            path=reading.folder,
+            expected="checkpoint_version 2.0 or 3.0",
+            found=f"checkpoint_version {version}",
+            hint="load and save it with Megatron-LM, which reorders them",
+        )
+
+
+# -- the model -----------------------------------------------------------------------------------------------
+
+
+def _chunks(reading: Reading, rank: Rank, path: str, content: Mapping[Any, Any]) -> Iterator[tuple[Local, ...]]:
+    if reading.grid.vpp == 1 and "model" in content:
+        keys = ["model"]
+    else:
+        keys = [f"model{number}" for number in range(reading.grid.vpp)]
+    strangers = [key for key in content if re.fullmatch(r"model\d*", str(key)) and key not in keys]
+    missing = [key for key in keys if not isinstance(content.get(key), Mapping)]
+    if strangers or missing:
+        raise CorruptError(
+            "the file holds other model chunks than the recorded layout has",
+            path=path,
+            rank=rank.number,
+            expected=", ".join(keys),
+            found=", ".join(str(key) for key in content if str(key).startswith("model")) or "none",
+        )
+    if not reading.stages.num_layers:
+        reading.stages = _stages(reading, content, keys)
+    for number, key in enumerate(keys):
+        chunk = tuple(_locals(reading, rank, number, path, _flat_names(content[key])))
+        names = [local.name for local in chunk]
+        if LANGUAGE_MODEL not in content[key] and names != in_order(names) and OTHER_ORDER not in reading.notes:
+            reading.notes.append(OTHER_ORDER)
+        yield chunk
+
+
+def _stages(reading: Reading, content: Mapping[Any, Any], keys: Sequence[str]) -> Stages:
+    if reading.args.get("num_layers"):
+        return Stages.of_args(reading.args)
+    if reading.grid.pp == 1:  # all layers are here, whoever counts them
+        names = [name for key in keys for name in _flat_names(content[key])]
+        numbers = [int(m[1]) for name in names if (m := _LAYER_NUMBER.match(name))]
+        return Stages(max(numbers, default=-1) + 1)
+    raise CorruptError("the file does not record the number of layers", path=reading.folder, expected="args.num_layers")
+
+
+def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """The entries of a chunk's state dict in megatron-core's spelling, without the prefix of wrappers."""
+    if LANGUAGE_MODEL in state:
+        return dict(core_names(state))
+    names = {}
+    for name, value in state.items():
+        clean = str(name)
+        while clean.startswith("module."):
+            clean = clean.removeprefix("module.")
+        names[clean] = value
+    return names
+
+
+def _locals(reading: Reading, rank: Rank, vp: int, path: str, state: Mapping[str, Any]) -> Iterator[Local]:
+    kinds = layer_kinds(state)
+    spelling = Spelling.of_names(state)
+    layers = reading.stages.layers(rank.pp, vp)
+    found = {int(m[1]) for name in state if (m := _LAYER_NUMBER.match(name))}
+    if found != set(range(len(layers))):
+        raise CorruptError(
+            "a model chunk holds other layers than the recorded arguments deal to it",
+            path=path,
+            rank=rank.number,
+            expected=f"{len(layers)} layers ({layers.start} to {layers.stop - 1} of the model)" if layers else "none",
+            found=f"{len(found)} layers",
+        )
+    num_experts = reading.args.get("num_experts") or reading.args.get("num_moe_experts") or 0
+    first_expert = rank.ep * (num_experts // reading.grid.ep)
+    for name, value in state.items():
+        kind = kinds.get(split_layer(name)[0])
+        if name.endswith("_extra_state"):
+            _note_extra(reading, spelling.canonical(name, kind, layers.start, first_expert), value)
+            continue
+        if not isinstance(value, StoredTensor):
+            raise CorruptError("an entry of the model is no tensor", path=path, fqn=name, found=type(value).__name__)
+        if match := _GROUPED_GEMM.fullmatch(name):
+            count = num_experts // reading.grid.ep
+            pieces = _grouped_gemm(match, name, value, rank, reading.grid, spelling, layers.start, count, state)
+            yield Local(name, value, tuple(pieces), True)
+            continue
+        canonical = spelling.canonical(name, kind, layers.start, first_expert)
+        if kind is not None and is_expert(canonical) and not num_experts:
+            raise CorruptError("the file records no number of experts", path=path, expected="args.num_experts")
+        canonical, shared = _shared(reading, rank, vp, canonical)
+        yield Local(
+            name,
+            value,
+            _pieces(reading, rank, path, name, canonical, value.shape, spelling, state),
+            is_expert(canonical),
+            shared,
+        )
+
+
+def _shared(reading: Reading, rank: Rank, vp: int, name: str) -> tuple[str, bool]:
+    """A copy of the embedding under the embedding's name, and whether two stages keep it equal.
+
+    models/common/language_module/language_module.py, `setup_embeddings_and_output_layer`.
+    """
+    stages = reading.stages
+    if stages.pp == 1 or name not in (EMBEDDING, OUTPUT) or not (reading.tied or stages.num_mtp):
+        return name, False
+    if name == OUTPUT:
+        return (EMBEDDING, not stages.has_mtp(rank.pp, vp)) if reading.tied else (OUTPUT, False)
+    return EMBEDDING, True
+
+
+def _pieces(
+    reading: Reading,
+    rank: Rank,
+    path: str,
+    name: str,
+    canonical: str,
+    shape: Shape,
+    spelling: Spelling,
+    state: Mapping[str, Any],
+) -> tuple[Piece, ...]:
+    split = split_of(canonical, gated=_gated(name, shape, state, reading.args), local_spec=spelling.local_spec)
+    if split is None:
+        raise LossError(
+            "nothing is known of how tensor parallel ranks share this tensor", path=path, rank=rank.number, fqn=name
+        )
+    size, number = (reading.grid.etp, rank.etp) if is_expert(canonical) else (reading.grid.tp, rank.tp)
+    return pieces_of(canonical, full_shape(split, shape, size), split, size, number)
+
+
+def pieces_of(name: str, shape: Shape, split: Split, size: int, number: int) -> tuple[Piece, ...]:
+    """What rank `number` of `size` holds of a tensor of `shape`, in its own contiguous tensor."""
+    pieces, at = [], 0
+    for box in rank_boxes(split, shape, size, number):
+        pieces.append(Piece(name, shape, box, at, contiguous_strides(box.sizes)))
+        at += box.numel
+    return tuple(pieces)
+
+
+def _gated(name: str, shape: Shape, state: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
+    """Whether the first layer of an MLP has gate and up rows: its second layer's weight tells."""
+    second = second_linear(name)
+    if second is None:
+        second = re.sub(r"linear_fc1\.(weight|bias)(\d+)$", r"linear_fc2.weight\2", name)
+        if second == name:
+            return False
+    other = state.get(second)
+    if isinstance(other, StoredTensor) and len(other.shape) == 2:
+        return is_gated(shape, other.shape)
+    return bool(args.get("swiglu"))
+
+
+def _grouped_gemm(
+    match: re.Match[str],
+    name: str,
+    value: StoredTensor,
+    rank: Rank,
+    grid: Grid,
+    spelling: Spelling,
+    first_layer: int,
+    count: int,
+    state: Mapping[str, Any],
+) -> Iterator[Piece]:
+    """Legacy grouped GEMM: `weight1` [h, experts * rows] is (experts, h, rows) in memory, `weight2` (experts, columns,
+    h); each expert's matrix is transposed (transformer/moe/experts.py, `GroupedMLP`).
+    """
+    first = match["number"] == "1"
+    other = state.get(f"{match['layer']}weight{'2' if first else '1'}")
+    hidden = value.shape[0 if first else 1]
+    width = value.extent.numel // (count * hidden) if count and hidden else 0
+    if not isinstance(other, StoredTensor) or width * count * hidden != value.extent.numel:
+        raise CorruptError("grouped experts do not divide by their number", fqn=name, found=f"{list(value.shape)}")
+    gated = first and width * count == 2 * other.shape[0]
+    split = (Split.HALVES if gated else Split.ROWS) if first else Split.COLUMNS
+    linear = "linear_fc1" if first else "linear_fc2"
+    local = (width, hidden) if first else (hidden, width)
+    shape = full_shape(split, local, grid.etp)
+    for expert in range(count):
+        rest = f"local_experts.{expert}.{linear}.weight"
+        kind = LayerKind(moe=True, latent=False)
+        canonical = spelling.canonical(match["layer"] + rest, kind, first_layer, rank.ep * count)
+        at = expert * hidden * width
+        for box in rank_boxes(split, shape, grid.etp, rank.etp):
+            strides = (1, width) if first else (1, hidden)
+            yield Piece(canonical, shape, box, at, strides)
+            at += box.sizes[0] if first else 0
+
+
+def _note_extra(reading: Reading, name: str, value: Any) -> None:
+    """Transformer Engine's `_extra_state`: FP8 scaling of this rank, or nothing."""
+    if value is not None and not _is_empty(value):
+        reading.notes.append(f"FP8 state of a module is left out: {name}")
+    reading.extra[name] = None
+
+
+#: torch.save(None): the pickle of the only object in the archive.
+_PICKLED_NONE = b"\x80\x02N."
+
+
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, StoredTensor):
+        return not value.extent.numel
+    if isinstance(value, Record) and value.name == "BytesIO":
+        content = value.state[0] if isinstance(value.state, tuple) and value.state else b""
+        return isinstance(content, bytes) and (not content or _PICKLED_NONE in content)
+    return False

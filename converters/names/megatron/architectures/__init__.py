@@ -1,0 +1,1 @@
+"""One module per architecture, named after the config's `model_type`, with its `TABLE`."""

@@ -1,0 +1,160 @@
+"""Megatron-LM's arguments that describe a model, from a config.json: what several tables share.
+
+Names and meanings: Megatron-LM core_v0.16.1, megatron/training/arguments.py and argument_utils.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.errors import LossError
+from converters.names.megatron.sizes import Config, Sizes
+
+#: What Megatron-LM's option `--use-rope-scaling` fixes (models/common/embeddings/rotary_pos_embedding.py).
+_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def common(config: Config, sizes: Sizes) -> dict[str, Any]:
+    """What nearly all architectures here share: RMS norm, SwiGLU, rotary positions, no biases."""
+    return {
+        "num_layers": sizes.num_layers,
+        "hidden_size": sizes.dims["h"],
+        "ffn_hidden_size": sizes.dims["f"],
+        "num_attention_heads": sizes.heads,
+        "group_query_attention": sizes.groups != sizes.heads,
+        "num_query_groups": sizes.groups,
+        "kv_channels": sizes.head,
+        "vocab_size": sizes.dims["v"],
+        "max_position_embeddings": config.size("max_position_embeddings", "n_positions", "n_ctx"),
+        "position_embedding_type": "rope",
+        "add_position_embedding": True,
+        "use_rotary_position_embeddings": True,
+        "rotary_base": 10000,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "rotary_seq_len_interpolation_factor": None,
+        "use_rope_scaling": False,
+        "rope_scaling_factor": 8.0,
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.number("rms_norm_eps", 1e-6),
+        "apply_layernorm_1p": False,
+        "qk_layernorm": False,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "swiglu": True,
+        "quick_geglu": False,
+        "openai_gelu": False,
+        "squared_relu": False,
+        "glu_linear_offset": 0.0,
+        "activation_func_clamp_value": None,
+        "untie_embeddings_and_output_weights": not sizes.tied,
+        "softmax_type": "vanilla",
+        "window_size": None,
+        "window_attn_skip_freq": None,
+        "attention_dropout": config.number("attention_dropout", 0.0),
+        "hidden_dropout": 0.0,
+        "multi_latent_attention": False,
+        "num_experts": None,
+        "mtp_num_layers": None,
+        "make_vocab_size_divisible_by": 128,
+        **dtype(config),
+    }
+
+
+def dtype(config: Config) -> dict[str, Any]:
+    """The precision of the run, where the config states one that Megatron trains in; otherwise that is left open."""
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    if stated not in _DTYPES:
+        return {}
+    return {"params_dtype": f"torch.{stated}", "bf16": stated == "bfloat16", "fp16": stated == "float16"}
+
+
+def silu(config: Config) -> None:
+    """Refuse a gated MLP that is not SwiGLU."""
+    activation = config.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise LossError("Megatron has no such gated activation", expected="hidden_act silu", found=activation)
+
+
+def rotary(config: Config, base: float = 10000.0) -> dict[str, Any]:
+    """Rotary positions: plain, scaled as Llama 3.1's, or linearly.  LossError for others.
+
+    `base` is the class's own where the config does not state one.
+    """
+    rope = config.rope
+    kind = rope.get("rope_type", "default")
+    found: dict[str, Any] = {
+        "rotary_base": _plain(rope.get("rope_theta", base)),
+        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
+    }
+    if kind == "llama3":
+        differing = {key: rope.get(key) for key, value in _LLAMA3.items() if rope.get(key) != value}
+        if differing:
+            raise LossError("Megatron's scaling of rotary positions is fixed", expected=_LLAMA3, found=differing)
+        return found | {"use_rope_scaling": True, "rope_scaling_factor": rope.get("factor", 8.0)}
+    if kind == "linear":
+        return found | {"rotary_seq_len_interpolation_factor": _plain(rope.get("factor"))}
+    if kind != "default":
+        raise LossError(
+            "Megatron has no such rotary positions for this architecture",
+            expected="rope_type default, llama3 or linear",
+            found=kind,
+        )
+    return found
+
+
+def yarn(config: Config, base: float) -> dict[str, Any]:
+    """YaRN's positions of a model without latent attention."""
+    rope = config.rope
+    return {
+        "position_embedding_type": "yarn",
+        "rotary_base": _plain(rope.get("rope_theta", base)),
+        "rotary_scaling_factor": rope.get("factor", 1.0),
+        "yarn_original_max_position_embeddings": rope.get("original_max_position_embeddings", 4096),
+        "yarn_beta_fast": rope.get("beta_fast", 32.0),
+        "yarn_beta_slow": rope.get("beta_slow", 1.0),
+        "yarn_correction_range_round_to_int": bool(rope.get("truncate", True)),
+        "mscale": rope.get("mscale"),
+        "mscale_all_dim": rope.get("mscale_all_dim"),
+    }
+
+
+def window(config: Config, *, used: bool = True) -> dict[str, Any]:
+    """Attention to a sliding window, which counts the token itself with transformers and not with Megatron."""
+    size = config.get("sliding_window")
+    if not used or size is None:
+        return {}
+    layers = config.get("layer_types")
+    slides = [kind == "sliding_attention" for kind in layers] if isinstance(layers, list) else [True]
+    if not any(slides):
+        return {}
+    found: dict[str, Any] = {"window_size": (config.size("sliding_window") - 1, 0)}
+    if all(slides):
+        return found
+    alternating = [number % 2 == 0 for number in range(len(slides))]
+    return found | {"window_attn_skip_freq": 2 if slides == alternating else [int(slide) for slide in slides]}
+
+
+def experts(config: Config, sizes: Sizes) -> dict[str, Any]:
+    """A mixture of experts whose router takes a softmax over those chosen."""
+    sparse = [int(layer in sizes.sparse) for layer in range(sizes.num_layers)]
+    return {
+        "num_experts": sizes.num_experts,
+        "moe_ffn_hidden_size": sizes.dims["m"],
+        "moe_layer_freq": 1 if all(sparse) else sparse,
+        "moe_router_topk": config.size("num_experts_per_tok", "num_experts_per_token"),
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "softmax",
+        "moe_router_enable_expert_bias": False,
+        "moe_router_topk_scaling_factor": None,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "moe_shared_expert_intermediate_size": None,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Whole numbers as integers, as `--rotary-base` is one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,0 +1,385 @@
+"""megatron-core's names against those in the Hub's files: one table per architecture, each a module of this package.
+
+A table is found by the config's `model_type`, which is the name of its module in `architectures`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, cast
+
+from ckpt.errors import CorruptError, LossError, UsageError
+from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, ParamGroup
+from ckpt.plan.relation import Link, Relation, translate
+from ckpt.plan.tensors import Box, Shape, Tensor
+from ckpt.state.positions import megatron_schedule, sequences_seen
+from converters.names.megatron import architectures as tables
+from converters.names.megatron import order
+from converters.names.megatron.model import EMBEDDING, OUTPUT, padded_vocab_size
+from converters.names.megatron.sizes import Config, Sizes
+from converters.names.megatron.table import Table
+
+#: Endings of the names in which the Hub's files keep quantized weights, and how to be rid of them.
+_QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.g_idx|\.absmax|\.SCB)")
+_VOCABULARY = (EMBEDDING, OUTPUT)
+#: The option that tells Megatron's param groups of experts from others.
+_EXPERTS = "is_expert_parallel"
+
+
+@cache
+def architectures() -> tuple[str, ...]:
+    """The model types that there are tables for."""
+    return tuple(sorted(module.name for module in iter_modules(tables.__path__)))
+
+
+def table_of(model_type: str) -> Table:
+    """The table of one of `architectures()`."""
+    return cast(Table, import_module(f"{tables.__name__}.{model_type}").TABLE)
+
+
+def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
+    """`checkpoint`, which has the Hub's names, under Megatron's, and with Megatron-LM's arguments.
+
+    Raises LossError for a tensor or a property of the model that Megatron has no place for, CorruptError where a
+    tensor is missing or not as the config says.
+    """
+    table, config = _table(checkpoint)
+    args = table.args(config)
+    checkpoint = _with_prefix(checkpoint, table.prefix)
+    checkpoint, notes = _without_derived(checkpoint, table.derived)
+    shapes = _shapes(checkpoint)
+    _refuse_quantized(shapes)
+    sizes, more = _with_stored_mtp(table.sizes(config), shapes)
+    multiple = layout.make_vocab_size_divisible_by or args["make_vocab_size_divisible_by"]
+    padded = padded_vocab_size(sizes.dims["v"], multiple, layout.tp or 1)
+    copies = {copy: owner for copy, owner in table.copies(sizes).items() if copy in shapes}
+    relation = table.relation(sizes, padded, copies)
+    _check_complete(relation, shapes)
+    named = translate(checkpoint, relation, MEGATRON)
+    args |= {"make_vocab_size_divisible_by": multiple, "padded_vocab_size": padded}
+    args |= {"mtp_num_layers": sizes.num_mtp or None}
+    position, seen = _position(named)
+    return replace(
+        named,
+        tensors=_with_buffers(named.tensors, table.buffers),
+        ties={OUTPUT: EMBEDDING} if sizes.tied else {},
+        state=replace(named.state, items={**named.state.items, **position, "args": {**args, **seen}}),
+        notes=(*checkpoint.notes, *notes, *more, *_padding_notes(sizes.dims["v"], padded)),
+    )
+
+
+def to_hub(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint`, which has Megatron's names, under those of the Hub.
+
+    Raises LossError for a tensor that the table does not place, CorruptError where one is missing or not as the
+    config says.
+    """
+    table, config = _table(checkpoint)
+    shapes = _shapes(checkpoint)
+    sizes = table.sizes(config)
+    has_mtp = any(name.startswith("mtp.") for name in shapes)
+    notes = []
+    if sizes.num_mtp and not has_mtp:
+        notes.append("the config tells of layers of multi-token prediction, and this checkpoint has none")
+        sizes = replace(sizes, num_mtp=0)
+    if has_mtp and not sizes.num_mtp:
+        raise LossError(
+            "the checkpoint has layers of multi-token prediction, and the config tells of none",
+            fqn=next(name for name in shapes if name.startswith("mtp.")),
+            hint="--config with a config.json that has num_nextn_predict_layers" if table.mtp_rows else None,
+        )
+    padded = shapes.get(EMBEDDING, (sizes.dims["v"],))[0]
+    if padded < sizes.dims["v"]:
+        raise CorruptError(
+            "the embedding has fewer rows than the vocabulary of the config",
+            fqn=EMBEDDING,
+            expected=f"at least {sizes.dims['v']} rows",
+            found=f"{padded} rows",
+            hint="does the config belong to this checkpoint?",
+        )
+    copies = table.copies(sizes)
+    if sizes.tied:
+        copies.pop(table.output)  # a file of the Hub has a tied tensor once
+    relation = table.relation(sizes, padded, copies).inverse()
+    _check_complete(relation, shapes)
+    named = translate(checkpoint, relation, HUB)
+    if padded > sizes.dims["v"]:
+        notes.append(
+            f"the vocabulary's padding is left out: {padded - sizes.dims['v']} of {padded} rows, which no token has"
+        )
+    ties = {table.output: table.embedding} if sizes.tied else {}
+    items, groups = dict(named.state.items), tuple(map(_with_peak, _with_experts(named.state.param_groups)))
+    if (sequences := sequences_seen(items)) is not None:
+        items["global_samples"] = sequences
+    state = replace(named.state, items=items, param_groups=groups)
+    return replace(named, ties=ties, state=state, notes=(*checkpoint.notes, *notes))
+
+
+def _with_experts(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
+    """Param groups as other engines have them: experts, which Megatron keeps apart, with parameters of equal options.
+
+    DeepSpeed loads no other number of groups than its optimizer has.
+    """
+    joined: list[ParamGroup] = []
+    for group in groups:
+        options = {name: value for name, value in group.options.items() if name != _EXPERTS}
+        for number, known in enumerate(joined):
+            if known.options == options:
+                joined[number] = replace(known, fqns=(*known.fqns, *group.fqns))
+                break
+        else:
+            joined.append(replace(group, options=options))
+    return joined
+
+
+def _with_peak(group: ParamGroup) -> ParamGroup:
+    """A param group with the peak of its learning rate under the name that torch's schedules have for it."""
+    if "max_lr" not in group.options or "initial_lr" in group.options:
+        return group
+    return replace(group, options={**group.options, "initial_lr": group.options["max_lr"]})
+
+
+def as_registered(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint`, which has the names of transformers' modules, with param groups in the order of these modules."""
+    _, config = _table(checkpoint)
+    model_type, state = str(config.get("model_type")), checkpoint.state
+    groups = tuple(
+        replace(group, fqns=tuple(order.as_registered(model_type, group.fqns))) for group in state.param_groups
+    )
+    return replace(checkpoint, state=replace(state, param_groups=groups))
+
+
+def _position(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where Megatron's schedule is, as an item of the training state, and where its data, as an argument."""
+    sequences = sequences_seen(checkpoint.state.items)
+    if sequences is None or not checkpoint.optimizer_states:
+        return {}, {}
+    return {"opt_param_scheduler": megatron_schedule(sequences)}, {"consumed_train_samples": sequences}
+
+
+def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
+    """`checkpoint`, which has Megatron's names, with the vocabulary padded as Megatron pads it for `layout`.
+
+    Raises UsageError where the rows do not divide and nothing tells how many of them are the vocabulary.
+    """
+    args = _recorded(checkpoint)
+    old_tp = args.get("tensor_model_parallel_size") or 1
+    shapes = _shapes(checkpoint)
+    asked, new_tp = layout.make_vocab_size_divisible_by, layout.tp or old_tp
+    if (new_tp == old_tp and not asked) or EMBEDDING not in shapes:
+        return checkpoint
+    stored, multiple = shapes[EMBEDDING][0], args.get("make_vocab_size_divisible_by") or 128
+    vocabulary = _vocabulary(checkpoint, args)
+    if asked and vocabulary is None:
+        raise UsageError(
+            "--make-vocab-size-divisible-by needs the size of the vocabulary, which nothing here tells",
+            fqn=EMBEDDING,
+            found=f"{stored} rows, padding included",
+            hint="--config, with the model's config.json, tells its size",
+        )
+    if vocabulary is not None and (asked or padded_vocab_size(vocabulary, multiple, old_tp) == stored):
+        padded = padded_vocab_size(vocabulary, asked or multiple, new_tp)
+    else:
+        padded = stored  # padded by hand, or who knows: what divides stays as it is
+    if padded % new_tp:
+        raise UsageError(
+            "the vocabulary's rows do not divide among the tensor parallel ranks",
+            fqn=EMBEDDING,
+            expected=f"a multiple of {new_tp}",
+            found=f"{stored} rows, of which {vocabulary or 'an unknown number'} are the vocabulary",
+            hint=None if vocabulary else "--config, with the model's config.json, tells its size",
+        )
+    args = {**args, "padded_vocab_size": padded} | ({"make_vocab_size_divisible_by": asked} if asked else {})
+    state = replace(checkpoint.state, items={**checkpoint.state.items, "args": args})
+    if padded == stored:
+        return replace(checkpoint, state=state)
+    assert vocabulary is not None
+    named = translate(checkpoint, _repadding(shapes, vocabulary, padded), MEGATRON)
+    note = f"the vocabulary of {vocabulary} is padded to {padded} rows instead of {stored}, as tp {new_tp} asks"
+    if stored > vocabulary:
+        note += f"; rows {vocabulary}:{stored} of the source, which no token has, are left out"
+    items, notes = {**named.state.items, "args": args}, (*checkpoint.notes, note)
+    return replace(named, state=replace(named.state, items=items), ties=checkpoint.ties, notes=notes)
+
+
+def with_same_padding(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Both, which have Megatron's names, without padding rows where these differ and the vocabulary's size is known."""
+    shapes = _shapes(a), _shapes(b)
+    sizes = [_vocabulary(checkpoint, _recorded(checkpoint)) for checkpoint in (a, b)]
+    vocabulary = next((size for size in sizes if size is not None), None)
+    if vocabulary is None or all(shapes[0].get(name) == shapes[1].get(name) for name in _VOCABULARY):
+        return a, b
+    if any(known[name][0] < vocabulary for known in shapes for name in _VOCABULARY if name in known):
+        return a, b
+    first, second = (
+        replace(translate(one, _repadding(known, vocabulary, vocabulary), MEGATRON), ties=one.ties)
+        for one, known in zip((a, b), shapes, strict=True)
+    )
+    return first, second
+
+
+def padding(checkpoint: Checkpoint) -> dict[str, Box]:
+    """The rows behind the vocabulary of the tensors of `checkpoint` that have some, by fqn.
+
+    `checkpoint` has Megatron's names; empty where nothing tells the vocabulary's size.
+    """
+    vocabulary = _vocabulary(checkpoint, _recorded(checkpoint))
+    if vocabulary is None:
+        return {}
+    shapes = {name: shape for name, shape in _shapes(checkpoint).items() if name in _VOCABULARY}
+    return {name: _rows_behind(vocabulary, shape) for name, shape in shapes.items() if shape and shape[0] > vocabulary}
+
+
+def _rows_behind(vocabulary: int, shape: Shape) -> Box:
+    return Box((vocabulary, *(0,) * (len(shape) - 1)), (shape[0] - vocabulary, *shape[1:]))
+
+
+def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Relation:
+    """Every tensor as it is, but those of the vocabulary with `padded` rows, of which the first are kept."""
+    links, after = [], dict(shapes)
+    before_padding: dict[str, tuple[Box, ...]] = {}
+    after_padding: dict[str, tuple[Box, ...]] = {}
+    for name, shape in shapes.items():
+        if name not in _VOCABULARY:
+            links.append(Link.rename(name, name, shape))
+            continue
+        kept, tail = Box((0,) * len(shape), (vocabulary, *shape[1:])), shape[1:]
+        links.append(Link(name, kept, name, kept, tuple(range(len(shape)))))
+        after[name] = (padded, *tail)
+        for boxes, rows in ((before_padding, shape[0]), (after_padding, padded)):
+            if rows > vocabulary:
+                boxes[name] = (_rows_behind(vocabulary, (rows, *tail)),)
+    return Relation(tuple(links), dict(shapes), after, before_padding, after_padding)
+
+
+def _recorded(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    args = checkpoint.state.items.get("args")
+    return args if isinstance(args, Mapping) else {}
+
+
+def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
+    """The size of the vocabulary without padding, where the config or the run's arguments tell it."""
+    if checkpoint.config and checkpoint.config.get("vocab_size") is not None:
+        return Config(checkpoint.config).size("vocab_size")
+    recorded = args.get("vocab_size")
+    return recorded if type(recorded) is int and recorded > 0 else None
+
+
+def _table(checkpoint: Checkpoint) -> tuple[Table, Config]:
+    assert checkpoint.config is not None
+    model_type = checkpoint.config.get("model_type")
+    if model_type not in architectures():
+        raise UsageError(
+            "there is no mapping between Megatron's names and the Hub's for this architecture",
+            path=checkpoint.path,
+            expected="one of " + ", ".join(architectures()),
+            found=f"model_type {model_type!r}",
+            hint="docs/new-architecture.md says how to add one",
+        )
+    return table_of(model_type), Config(checkpoint.config)
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
+    """Shapes by fqn; an optimizer's states may have shapes of their own and have the last word nowhere."""
+    shapes: dict[str, Shape] = {}
+    for (fqn, role), tensor in checkpoint.tensors.items():
+        if role in (WEIGHT, MASTER, BUFFER) or fqn not in shapes:
+            shapes[fqn] = tensor.shape
+    return shapes
+
+
+def _with_prefix(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
+    """`checkpoint` with a prefix that the files of a base model leave out."""
+    if not prefix or any(fqn.startswith(prefix) for fqn, _ in checkpoint.tensors):
+        return checkpoint
+    shapes = _shapes(checkpoint)
+    names = {name: name if name == "lm_head.weight" else prefix + name for name in shapes}
+    links = tuple(Link.rename(name, new, shapes[name]) for name, new in names.items())
+    relation = Relation(links, shapes, {link.b: shapes[link.a] for link in links})
+    return translate(checkpoint, relation, checkpoint.namespace)
+
+
+def _without_derived(checkpoint: Checkpoint, patterns: Iterable[str]) -> tuple[Checkpoint, list[str]]:
+    """`checkpoint` without tensors that follow from the config, and a note of them."""
+    derived = [re.compile(pattern) for pattern in patterns]
+    left = sorted({fqn for fqn, _ in checkpoint.tensors if any(pattern.fullmatch(fqn) for pattern in derived)})
+    if not left:
+        return checkpoint, []
+    tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in set(left)}
+    shown = ", ".join(left[:2]) + (", ..." if len(left) > 2 else "")
+    count = f"{len(left)} tensor" + ("s" if len(left) > 1 else "")
+    return replace(checkpoint, tensors=tensors), [f"{count} that follow from the config are left out: {shown}"]
+
+
+def _refuse_quantized(shapes: Mapping[str, Shape]) -> None:
+    quantized = next((name for name in shapes if _QUANTIZED.fullmatch(name)), None)
+    if quantized is not None:
+        raise LossError(
+            "Megatron has no place for quantized weights",
+            fqn=quantized,
+            expected="weights in bf16, fp16 or fp32",
+            hint="--dequantize turns weights in MXFP4, FP8 or of bitsandbytes into plain ones",
+        )
+
+
+def _with_stored_mtp(sizes: Sizes, shapes: Mapping[str, Shape]) -> tuple[Sizes, list[str]]:
+    """The sizes without layers of multi-token prediction where only the config has them, as transformers saves it."""
+    if not sizes.num_mtp:
+        return sizes, []
+    prefix = f"model.layers.{sizes.num_layers}."
+    if any(name.startswith(prefix) for name in shapes):
+        return sizes, []
+    note = "the config tells of layers of multi-token prediction, and the files have none (transformers drops them)"
+    return replace(sizes, num_mtp=0), [note]
+
+
+def _check_complete(relation: Relation, shapes: Mapping[str, Shape]) -> None:
+    """Every tensor of the relation is there, in its shape, and nothing else."""
+    for name, shape in shapes.items():
+        expected = relation.a_shapes.get(name)
+        if expected is None:
+            raise LossError(
+                "the architecture's table has no place for this tensor",
+                fqn=name,
+                found=f"shape {list(shape)}",
+                hint="does the config belong to this checkpoint?",
+            )
+        if shape != expected:
+            raise CorruptError(
+                "a tensor has not the shape that the config tells",
+                fqn=name,
+                expected=list(expected),
+                found=list(shape),
+                hint="does the config belong to this checkpoint?",
+            )
+    missing = [name for name in relation.a_shapes if name not in shapes]
+    if missing:
+        raise CorruptError(
+            "the checkpoint lacks tensors of the model that the config tells of",
+            fqn=", ".join(missing[:3]) + (", ..." if len(missing) > 3 else ""),
+            expected=f"{len(relation.a_shapes)} tensors",
+            found=f"{len(relation.a_shapes) - len(missing)} of them",
+            hint="does the config belong to this checkpoint?",
+        )
+
+
+def _with_buffers(tensors: Mapping[Key, Tensor], endings: tuple[str, ...]) -> Mapping[Key, Tensor]:
+    """What is a buffer to Megatron, in that role."""
+    if not endings:
+        return tensors
+    found: dict[Key, Tensor] = {}
+    for (fqn, role), tensor in tensors.items():
+        role = BUFFER if role == WEIGHT and fqn.endswith(endings) else role
+        found[fqn, role] = replace(tensor, role=role) if role != tensor.role else tensor
+    return found
+
+
+def _padding_notes(vocabulary: int, padded: int) -> list[str]:
+    if padded == vocabulary:
+        return []
+    return [f"the vocabulary of {vocabulary} is padded to {padded} rows: rows from {vocabulary} on are zero"]

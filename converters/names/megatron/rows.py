@@ -1,0 +1,143 @@
+"""Rows of a table: which tensors of the Hub make up a tensor of Megatron's, and how, as boxes.
+
+Megatron's conventions (megatron-core 0.16.1): `linear_qkv` holds, for each query group, the group's query heads, its
+key head and its value head (transformer/attention.py, `get_query_key_value_tensors`); `linear_fc1` of a gated MLP
+holds all gate rows and then all up rows (transformer/mlp.py); a matrix is [out, in], as torch's Linear has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ckpt.plan.tensors import Box, Shape, stepped, whole
+from converters.names.megatron.sizes import Sizes
+
+#: Layers or conditions of a row, besides those that a table names itself.
+ALWAYS, DENSE, SPARSE = "", "dense", "sparse"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Box `hub_box` of hub tensor number `part` is `box` of Megatron's; `dims`: see `ckpt.plan.relation.Link`."""
+
+    part: int
+    hub_box: Box
+    box: Box
+    dims: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """One row's tensors and boxes, which are the same in every layer and expert."""
+
+    hub_shapes: tuple[Shape, ...]
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+Kind = Callable[[Sizes, Shape], Pattern]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of a table.
+
+    `{n}` in a name is the layer's number and `{e}` the expert's.  `dims` is the shape of one hub tensor, in the names
+    of `Sizes.dims`.  `only` is `dense` or `sparse` for layers of that kind, or a condition that `Sizes.holds` has.
+    Where only Megatron's name has an expert, the hub's tensor is a stack of all experts'.
+    """
+
+    megatron: str
+    hub: str | tuple[str, ...]
+    dims: str
+    kind: Kind
+    only: str = ALWAYS
+
+    @property
+    def hubs(self) -> tuple[str, ...]:
+        return (self.hub,) if isinstance(self.hub, str) else self.hub
+
+    @property
+    def is_stacked(self) -> bool:
+        return "{e}" in self.megatron and not any("{e}" in hub for hub in self.hubs)
+
+
+def stacked(pattern: Pattern, expert: int, num_experts: int) -> Pattern:
+    """The pattern where the hub's tensor is a stack of all experts' along a first dim."""
+    pieces = []
+    for piece in pattern.pieces:
+        box = piece.hub_box
+        taken = stepped((expert, *box.offsets), (1, *box.sizes), (1, *box.all_steps))
+        pieces.append(replace(piece, hub_box=taken, dims=(None, *piece.dims)))
+    return Pattern(tuple((num_experts, *shape) for shape in pattern.hub_shapes), pattern.shape, tuple(pieces))
+
+
+def same(sizes: Sizes, shape: Shape) -> Pattern:
+    """One tensor, as it is."""
+    return Pattern((shape,), shape, (Piece(0, whole(shape), whole(shape), tuple(range(len(shape)))),))
+
+
+def transposed(sizes: Sizes, shape: Shape) -> Pattern:
+    """A matrix that the hub has as [in, out]."""
+    turned = shape[::-1]
+    return Pattern((shape,), turned, (Piece(0, whole(shape), whole(turned), (1, 0)),))
+
+
+def joined(sizes: Sizes, shape: Shape) -> Pattern:
+    """Two tensors, one behind the other: gate and up."""
+    rows = shape[0]
+    pieces = tuple(_rows(number, (0, rows), (number * rows, rows), shape) for number in range(2))
+    return Pattern((shape, shape), (2 * rows, *shape[1:]), pieces)
+
+
+def interleaved(sizes: Sizes, shape: Shape) -> Pattern:
+    """Gate and up in turns along the last dim of one tensor: gate 0, up 0, gate 1, ...; a matrix is [in, out]."""
+    last = len(shape) - 1
+    half = shape[last] // 2
+    order = (1, 0) if last else (0,)
+    turned = shape[::-1]
+    pieces = []
+    for number in range(2):
+        taken = stepped((0,) * last + (number,), (*shape[:last], half), (1,) * last + (2,))
+        pieces.append(Piece(0, taken, Box((number * half,) + (0,) * last, (half, *turned[1:])), order))
+    return Pattern((shape,), turned, tuple(pieces))
+
+
+def qkv(sizes: Sizes, shape: Shape) -> Pattern:
+    """Queries, keys and values of the hub, of which `shape` is that of the queries, by query group."""
+    head, groups = sizes.head, sizes.groups
+    per_group = sizes.heads // groups * head
+    pieces = []
+    for group in range(groups):
+        start = group * (per_group + 2 * head)
+        pieces.append(_rows(0, (group * per_group, per_group), (start, per_group), shape))
+        for number in (1, 2):
+            place = start + per_group + (number - 1) * head
+            pieces.append(_rows(number, (group * head, head), (place, head), shape))
+    keys = (groups * head, *shape[1:])
+    return Pattern((shape, keys, keys), (shape[0] + 2 * keys[0], *shape[1:]), tuple(pieces))
+
+
+def fused_qkv(sizes: Sizes, shape: Shape) -> Pattern:
+    """All queries, all keys, all values along the last dim of one tensor; a matrix is [in, out]."""
+    last, head = len(shape) - 1, sizes.head
+    turned = shape[::-1]
+    pieces = []
+    for number in range(3):
+        for group in range(sizes.heads):
+            taken = Box((0,) * last + ((number * sizes.heads + group) * head,), (*shape[:last], head))
+            placed = Box(((group * 3 + number) * head,) + (0,) * last, (head, *turned[1:]))
+            pieces.append(Piece(0, taken, placed, (1, 0) if last else (0,)))
+    return Pattern((shape,), turned, tuple(pieces))
+
+
+def _rows(part: int, taken: tuple[int, int], placed: tuple[int, int], shape: Shape) -> Piece:
+    """Rows `taken` (offset, size) of a hub tensor are rows `placed` of Megatron's."""
+    tail, zeros = shape[1:], (0,) * (len(shape) - 1)
+    return Piece(
+        part,
+        Box((taken[0], *zeros), (taken[1], *tail)),
+        Box((placed[0], *zeros), (placed[1], *tail)),
+        tuple(range(len(shape))),
+    )

@@ -1,0 +1,57 @@
+"""What class a model's modules are of, where shapes alone do not tell how a LoRA adapter lies in them.
+
+Taken from the installed transformers (written against 5.23), whose model is built without data.  Its source text tells
+first whether there is anything to ask: an import costs seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.plan.tensors import Shape
+from converters.names.transformers.installed import mentions, model_types
+from converters.names.transformers.relation import build_model
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """`is_conv1d`: its weight is [in, out].  `is_transposed`: its stacked experts are [experts, in, out].
+
+    `parameters` are its own, in the order in which it registers them.
+    """
+
+    is_conv1d: bool
+    is_transposed: bool
+    parameters: tuple[str, ...]
+
+
+def has_conv1d(config: Mapping[str, Any] | None) -> bool | None:
+    """Whether the model's source uses transformers' Conv1D at all; None where there is no source of it."""
+    found = [mentions(model_type, "Conv1D") for model_type in model_types(config or {})]
+    return None if not found or found[0] is None else any(found)
+
+
+def describe(
+    config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], names: Iterable[str] | None
+) -> dict[str, Module] | None:
+    """The modules called `names`, or all, of the model that has tensors of these names.
+
+    None where its class is not known.
+    """
+    if config is None or has_conv1d(config) is None:
+        return None
+    model = build_model(config, shapes)
+    if model is None:
+        return None
+    modules = dict(model.named_modules())
+    return {
+        name: Module(
+            type(module).__name__ == "Conv1D",
+            bool(getattr(module, "is_transposed", False)),
+            tuple(parameter for parameter, _ in module.named_parameters(recurse=False)),
+        )
+        for name in (modules if names is None else names)
+        if (module := modules.get(name)) is not None
+    }

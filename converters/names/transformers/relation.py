@@ -1,0 +1,295 @@
+"""The relation between a transformers model's names in memory and the names in the Hub's files.
+
+transformers 5 stacks experts and renames modules when it loads, and undoes that in `save_pretrained`; a
+training checkpoint holds what was in memory.  Both directions are taken from the installed transformers' own
+tables and code (`conversion_mapping.py`, `core_model_loading.py`; written against 5.23), run on tensors
+without data.  Nothing is imported for a model that the tables do not mention.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckpt.errors import CkptError, CorruptError, LossError, UsageError
+from ckpt.plan.relation import Link, Relation
+from ckpt.plan.tensors import Shape
+from converters.names.transformers.installed import (
+    architectures,
+    base_prefixes,
+    class_names,
+    converted_identifiers,
+    model_types,
+)
+
+if TYPE_CHECKING:
+    from converters.names.transformers.tracing import Traced
+
+Direction = Literal["to_hub", "to_memory"]
+
+#: PEFT wraps a model; transformers' tables are not about its names.
+_PEFT_PREFIX = "base_model.model."
+#: Experts stacked in one 3-d tensor, which only these models' Hub files have.
+_STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
+_STACKED_ON_THE_HUB = frozenset({"gpt_oss", "llama4", "llama4_text"})
+#: Names that only old files have (the table `legacy` of `conversion_mapping.py`).
+_LEGACY = re.compile(r"LayerNorm\.(gamma|beta)|\.weight_[gv]$|language_model\.model\.")
+#: Classes that are a base model, without a head: `LlamaModel`, but not `GPT2LMHeadModel`.
+_BASE_MODEL = re.compile(r"(?<!Head)(?<!Heads)Model$")
+#: A config with more layers than this is no model's, and would take minutes and gigabytes to lay out.
+_MAX_COUNT = 100_000
+_MAX_LAYERS = 4096
+
+
+def relation(
+    config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], direction: Direction = "to_hub"
+) -> Relation | None:
+    """Links from the tensors of `shapes` to those on the other side; None where the two sides are the same.
+
+    `to_hub` takes a model's state dict to what `save_pretrained` writes, `to_memory` a Hub file's tensors to
+    what `from_pretrained` makes of them.  A name that the model's class does not have on the side that is
+    converted from is already in the other form (a transformers 4 run), or the user's own: it stays as it is.
+
+    Raises LossError where transformers rearranges a tensor that is there in a way that no boxes describe.
+    """
+    if config is None or next(model_types(config), None) is None:
+        return None
+    if any(name.startswith(_PEFT_PREFIX) for name in shapes):
+        return None
+    tables = converted_identifiers()
+    if tables is None:
+        _refuse_stacked(config, shapes)
+        return None
+    if tables.isdisjoint(_identifiers(config)) and (direction == "to_hub" or _loads_as_it_is(config, shapes)):
+        return None
+    results = _convert(config, shapes, direction)
+    return _as_relation(results, shapes) if results else None
+
+
+def _identifiers(config: Mapping[str, Any]) -> Iterator[str]:
+    """All that transformers may look a conversion up by: model types and class names."""
+    yield from architectures(config)
+    for model_type in model_types(config):
+        yield model_type
+        yield from class_names(model_type)
+
+
+def _loads_as_it_is(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> bool:
+    """Whether `from_pretrained` renames nothing in the files of a model that has no conversions of its own.
+
+    It renames what old releases called otherwise, and gives or takes the prefix of the base model.
+    """
+    if any(_LEGACY.search(name) for name in shapes):
+        return False
+    prefixes = base_prefixes(config)
+    names = architectures(config)
+    if not prefixes or not names:
+        return True
+    prefixed = any(name.startswith(prefix + ".") for name in shapes for prefix in prefixes)
+    return prefixed != bool(_BASE_MODEL.search(names[0]))
+
+
+def _refuse_stacked(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
+    if not _STACKED_ON_THE_HUB.isdisjoint(model_types(config)):
+        return
+    for name, shape in shapes.items():
+        if _STACKED.search(name) and len(shape) == 3:
+            raise UsageError(
+                "this model's experts are stacked as transformers 5 keeps them in memory; "
+                "its tables are needed to name them as the Hub does",
+                fqn=name,
+                hint="pip install 'transformers>=5'",
+            )
+
+
+def _convert(config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: Direction) -> dict[str, Traced] | None:
+    """What transformers makes of the tensors, by their new names.  None where it does not know the model."""
+    from converters.names.transformers.tracing import Traced
+
+    # in memory the class with the most of the names is right whatever `architectures` says; Hub names tell
+    # nothing
+    model = build_model(config, shapes if direction == "to_hub" else {})
+    if model is None:
+        return None
+    memory = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    traced = {name: Traced.source(name, shape) for name, shape in shapes.items()}
+    try:
+        if direction == "to_hub":
+            inside = {name: tensor for name, tensor in traced.items() if name in memory}
+            results = _revert(model, inside)
+            others = traced.keys() - inside.keys()
+        else:
+            results, others = _load(model, traced, memory)
+    except CkptError:
+        raise
+    except Exception as error:
+        raise _not_converted(error) from error
+    for name in sorted(others):
+        if name in results:
+            raise LossError("two tensors would get the same name", fqn=name)
+        results[name] = traced[name]
+    return results
+
+
+def build_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Any:
+    """The model without data: of the class that has most of the tensors' names, or else the config's first.
+
+    None if transformers has no class for the config.
+    """
+    import torch
+    import transformers
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedModel
+
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        return None
+    _check_counts(config)
+    try:
+        made = CONFIG_MAPPING[model_type].from_dict(_floats({**config, "quantization_config": None}))
+    except Exception as error:
+        raise CorruptError(f"transformers does not accept the model's config: {error}") from error
+    classes = [getattr(transformers, name, None) for name in architectures(config)]
+    classes += [mapping.get(type(made), None) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)]
+    best, best_count = None, 0
+    for cls in dict.fromkeys(classes):
+        if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+            continue
+        try:
+            with torch.device("meta"):
+                model = cls(made)
+        except ImportError as error:
+            needed = " ".join(str(error).split())
+            raise UsageError(f"transformers cannot build {cls.__name__} here: {needed}") from error
+        except Exception as error:
+            raise CorruptError(f"transformers cannot build {cls.__name__} of this config: {error}") from error
+        names = model.state_dict().keys()
+        count = len(names & shapes.keys())
+        if best is None or count > best_count:
+            best, best_count = model, count
+        if count == len(shapes) or not shapes:
+            break
+    return best
+
+
+def _floats(value: Any) -> Any:
+    """`value` with the floats that JSON lacks, which transformers 5 writes as `{"__float__": "Infinity"}`."""
+    if isinstance(value, Mapping):
+        tag = value.get("__float__") if len(value) == 1 else None
+        if tag in ("Infinity", "-Infinity", "NaN"):
+            return float(tag)
+        return {key: _floats(inner) for key, inner in value.items()}
+    return [_floats(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _check_counts(config: Mapping[str, Any]) -> None:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_counts(value)
+        elif isinstance(value, int) and "layers" in key and value > _MAX_LAYERS:
+            raise CorruptError(
+                "the config has too many layers", expected=f"at most {_MAX_LAYERS}", found=f"{key} {value}"
+            )
+        elif isinstance(value, int) and "experts" in key and value > _MAX_COUNT:
+            raise CorruptError(
+                "the config has too many experts", expected=f"at most {_MAX_COUNT}", found=f"{key} {value}"
+            )
+
+
+def _revert(model: Any, traced: Mapping[str, Traced]) -> dict[str, Traced]:
+    """As `save_pretrained` does it with `save_original_format=True`, its default."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        return dict(revert_weight_conversion(model, dict(traced)))
+    except CkptError:
+        raise
+    except Exception as error:
+        if len(traced) == 1:
+            raise _not_converted(error, *traced.values()) from error
+        for name, tensor in traced.items():  # each by itself, to tell which it is
+            _revert(model, {name: tensor})
+        raise
+
+
+def _not_converted(error: Exception, tensor: Traced | None = None) -> LossError:
+    """transformers' own code failed on tensors that do not fit its expectations."""
+    return LossError(
+        f"transformers cannot convert this model's tensors: {type(error).__name__}: {error}",
+        fqn=None if tensor is None else tensor.pieces[0].source,
+        found=None if tensor is None else f"shape {list(tensor.shape)}",
+        hint="does the config belong to this checkpoint?",
+    )
+
+
+def _load(model: Any, traced: Mapping[str, Traced], memory: Mapping[str, Shape]) -> tuple[dict[str, Traced], set[str]]:
+    """As `convert_and_load_state_dict_in_model` does, without loading; and the names it does not take."""
+    from copy import deepcopy
+
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    prefix = model.base_model_prefix
+    collected: dict[str, Any] = {}
+    firsts: dict[str, Traced] = {}
+    others: set[str] = set()
+    for name in sorted(traced, key=dot_natural_key):
+        new, pattern = rename_source_key(name, renamings, converters, prefix, memory)
+        if new not in memory and name in memory:
+            new, pattern = rename_source_key(name, [], [], prefix, memory)
+        if new not in memory:
+            others.add(name)
+            continue
+        transform = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(name, new)
+        collected.setdefault(new, transform).add_tensor(new, name, pattern or name, traced[name])
+        firsts.setdefault(new, traced[name])
+    results: dict[str, Traced] = {}
+    for first, transform in collected.items():
+        try:
+            converted = transform.convert(first, model=model, config=model.config)
+        except CkptError:
+            raise
+        except Exception as error:
+            raise _not_converted(error, firsts[first]) from error
+        for name, value in converted.items():
+            tensor = value[0] if isinstance(value, list) else value
+            if name in results:
+                raise LossError("two tensors would get the same name", fqn=name)
+            if isinstance(transform, WeightConverter):
+                _check_shape(name, tensor, memory)
+            results[name] = tensor
+    return results, others
+
+
+def _check_shape(name: str, tensor: Traced, memory: Mapping[str, Shape]) -> None:
+    if name in memory and tuple(tensor.shape) != memory[name]:
+        raise CorruptError(
+            "the tensors that make up this one are not those that the config tells of",
+            fqn=name,
+            expected=list(memory[name]),
+            found=list(tensor.shape),
+            hint="is one of them missing, or does the config belong to another checkpoint?",
+        )
+
+
+def _as_relation(results: Mapping[str, Traced], shapes: Mapping[str, Shape]) -> Relation | None:
+    links: list[Link] = []
+    for name, tensor in results.items():
+        if not tensor.pieces and tensor.numel():
+            raise LossError("the name conversion makes this tensor of nothing", fqn=name)
+        links += tensor.links(name)
+    new_shapes = {name: tuple(tensor.shape) for name, tensor in results.items()}
+    if all(link == Link.rename(link.a, link.a, shapes[link.a]) for link in links) and new_shapes == dict(shapes):
+        return None
+    found = Relation(tuple(links), dict(shapes), new_shapes)
+    found.check()
+    return found

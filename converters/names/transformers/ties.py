@@ -1,0 +1,69 @@
+"""Which of several names of one tied tensor a Hub model's files use.
+
+transformers writes a tied tensor once, under the name that `_tied_weights_keys` of the model class does not
+list as an alias (transformers 5.23, `modeling_utils.py`, `remove_tied_weights_from_state_dict`).  Engines
+record ties in whichever direction they met them, so the written name comes from the model class, never from
+equal values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ckpt.plan.checkpoint import Checkpoint
+from converters.names.transformers.installed import model_types, tied_weights, ties_by_default
+
+#: Output heads, by which the alias is told where transformers is not installed or does not know the class.
+_HEADS = re.compile(r"(.*\.)?(lm_head|embed_out)\.weight")
+
+
+def ties_embeddings(config: Mapping[str, Any]) -> bool:
+    """What the config says, or its class where the config is silent."""
+    stated = config.get("tie_word_embeddings")
+    if stated is None:
+        model_type = config.get("model_type")
+        return isinstance(model_type, str) and ties_by_default(model_type)
+    return bool(stated)
+
+
+def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """For each owner that the checkpoint records, the name under which a Hub model's files hold its tensor.
+
+    Of a model that is not the Hub's the owner keeps its own name, and so it does where an alias is stored as
+    well.
+    """
+    config, ties = checkpoint.config, checkpoint.ties
+    if not ties:
+        return {}
+    known = tied_weights(config) if config else None
+    # an output head keeps its part whatever its name: gpt_neox's is `lm_head` in memory, `embed_out` on the Hub
+    heads = known is None or any(_HEADS.fullmatch(alias) for alias in known)
+    aliases = [re.compile(pattern) for pattern in known or ()]
+    is_hub = config is not None and next(model_types(config), None) is not None
+    stored = {fqn for fqn, _ in checkpoint.tensors}
+
+    def is_alias(name: str) -> bool:
+        return any(a.search(name) for a in aliases) or (is_hub and heads and bool(_HEADS.fullmatch(name)))
+
+    groups: dict[str, list[str]] = {}
+    for alias, owner in ties.items():
+        groups.setdefault(owner, [owner]).append(alias)
+    kept = {}
+    for owner, names in groups.items():
+        free = [name for name in names if not is_alias(name)]
+        alone = stored.isdisjoint(name for name in names if name != owner)
+        kept[owner] = free[0] if free and alone else owner
+    return kept
+
+
+def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
+    """Aliases that a Hub model's files leave out, and their owners, as config and model class declare."""
+    if not ties_embeddings(config):
+        return {}
+    return {
+        alias: owner
+        for alias, owner in (tied_weights(config) or {}).items()
+        if owner is not None and owner in stored and alias not in stored and re.fullmatch(r"[\w.]+", alias)
+    }

@@ -1,0 +1,370 @@
+"""Tensors without data that remember which box of which source each of their boxes is.
+
+transformers' own conversion code (`core_model_loading.py`, 5.x) is run on them instead of a second
+implementation of its operations: whatever it does with stacking, splitting, transposing and reshaping comes
+out as links.  An operation that moves elements in no such way is refused by name.
+
+Imports torch: imported only when a model's names need converting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ckpt.errors import LossError
+from ckpt.plan.relation import Link
+from ckpt.plan.tensors import Box, Shape, whole
+
+#: More pieces than this of one tensor would be no description any more.
+MAX_PIECES = 1 << 20
+
+_SAFE = frozenset({"__get__", "size", "dim", "ndimension", "numel", "is_contiguous", "is_floating_point", "__len__"})
+_SAME = frozenset({"contiguous", "clone", "detach", "requires_grad_"})
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Box `source_box` of the tensor `source` is `box` of the traced tensor; `dims` as in `Link`."""
+
+    source: str
+    source_box: Box
+    box: Box
+    dims: tuple[int | None, ...]
+
+    def narrow(self, dim: int, start: int, stop: int) -> Piece | None:
+        """The part at `start:stop` of dim `dim`, in the coordinates of the whole."""
+        low, size = self.box.offsets[dim], self.box.sizes[dim]
+        first, last = max(start, low), min(stop, low + size)
+        if first >= last:
+            return None
+        if first == low and last == low + size:
+            return self
+        source_box = self.source_box
+        for source_dim, target in enumerate(self.dims):
+            if target == dim:
+                offset = source_box.offsets[source_dim] + first - low
+                source_box = _replace(source_box, source_dim, offset, last - first)
+        return Piece(self.source, source_box, _replace(self.box, dim, first, last - first), self.dims)
+
+    def moved(self, dim: int, by: int) -> Piece:
+        box = _replace(self.box, dim, self.box.offsets[dim] + by, self.box.sizes[dim])
+        return Piece(self.source, self.source_box, box, self.dims)
+
+    def with_dims(self, offsets: Shape, sizes: Shape, new_dim: Callable[[int], int | None]) -> Piece:
+        """The same elements in a box of other dims; `new_dim` says what becomes of each present one."""
+        dims = tuple(None if d is None else new_dim(d) for d in self.dims)
+        return Piece(self.source, self.source_box, Box(offsets, sizes), dims)
+
+
+def _replace(box: Box, dim: int, offset: int, size: int) -> Box:
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    offsets[dim], sizes[dim] = offset, size
+    return Box(tuple(offsets), tuple(sizes))
+
+
+class Traced(torch.Tensor):  # type: ignore[misc, unused-ignore]
+    """A tensor on the meta device with its pieces."""
+
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def of(shape: Shape, pieces: Iterable[Piece]) -> Traced:
+        traced: Traced = torch.Tensor._make_subclass(Traced, torch.empty(shape, device="meta"))
+        traced.pieces = tuple(pieces)
+        if len(traced.pieces) > MAX_PIECES:
+            raise LossError("the name conversion cuts this tensor into too many pieces", fqn=traced.pieces[0].source)
+        return traced
+
+    @staticmethod
+    def source(name: str, shape: Shape) -> Traced:
+        return Traced.of(shape, [Piece(name, whole(shape), whole(shape), tuple(range(len(shape))))])
+
+    def links(self, name: str) -> list[Link]:
+        """The links that make tensor `name` of this."""
+        return [Link(p.source, p.source_box, name, p.box, p.dims) for p in self.pieces]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in _SAFE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if name in _SAME:
+            return args[0]
+        operation = _OPERATIONS.get(name)
+        if operation is None:
+            sources = [p.source for a in _traced(args) for p in a.pieces]
+            raise LossError(
+                f"transformers converts this tensor with {name!r}, which is no rearrangement of boxes",
+                fqn=sources[0] if sources else None,
+            )
+        return operation(*args, **(kwargs or {}))
+
+
+def _traced(args: Iterable[Any]) -> list[Traced]:
+    found: list[Traced] = []
+    for arg in args:
+        if isinstance(arg, Traced):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found += _traced(arg)
+    return found
+
+
+def _dim(tensor: Traced, dim: int) -> int:
+    return dim if dim >= 0 else dim + tensor.ndim
+
+
+def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    dim = _dim(tensors[0], dim)
+    reached, pieces = 0, []
+    for tensor in tensors:
+        expected = [n for d, n in enumerate(tensors[0].shape) if d != dim]
+        if [n for d, n in enumerate(tensor.shape) if d != dim] != expected:
+            raise LossError(
+                "tensors that belong together have shapes that do not fit",
+                fqn=tensor.pieces[0].source if tensor.pieces else None,
+                expected=list(tensors[0].shape),
+                found=list(tensor.shape),
+            )
+        pieces += [piece.moved(dim, reached) for piece in tensor.pieces]
+        reached += tensor.shape[dim]
+    shape = (*tensors[0].shape[:dim], reached, *tensors[0].shape[dim + 1 :])
+    return Traced.of(shape, pieces)
+
+
+def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim if dim >= 0 else dim + tensors[0].ndim + 1)
+
+
+def _unsqueeze(tensor: Traced, dim: int) -> Traced:
+    dim = dim if dim >= 0 else dim + tensor.ndim + 1
+    shape = tuple(tensor.shape)
+    return Traced.of(
+        (*shape[:dim], 1, *shape[dim:]),
+        [
+            p.with_dims(
+                (*p.box.offsets[:dim], 0, *p.box.offsets[dim:]),
+                (*p.box.sizes[:dim], 1, *p.box.sizes[dim:]),
+                lambda d: d + (d >= dim),
+            )
+            for p in tensor.pieces
+        ],
+    )
+
+
+def _squeeze(tensor: Traced, dim: int) -> Traced:
+    dim = _dim(tensor, dim)
+    shape = tuple(tensor.shape)
+    if shape[dim] != 1:
+        return tensor
+    return Traced.of(
+        (*shape[:dim], *shape[dim + 1 :]),
+        [
+            p.with_dims(
+                (*p.box.offsets[:dim], *p.box.offsets[dim + 1 :]),
+                (*p.box.sizes[:dim], *p.box.sizes[dim + 1 :]),
+                lambda d: None if d == dim else d - (d > dim),
+            )
+            for p in tensor.pieces
+        ],
+    )
+
+
+def _narrow(tensor: Traced, dim: int, start: int, length: int) -> Traced:
+    dim = _dim(tensor, dim)
+    parts = [part for p in tensor.pieces if (part := p.narrow(dim, start, start + length)) is not None]
+    shape = (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
+    return Traced.of(shape, [part.moved(dim, -start) for part in parts])
+
+
+def _split(tensor: Traced, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Traced, ...]:
+    dim = _dim(tensor, dim)
+    total, sizes = tensor.shape[dim], split_size_or_sections
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - at) for at in range(0, total, sizes)] if total else [0]
+    if sum(sizes) != total:
+        raise LossError(
+            "transformers splits this tensor into parts of another size",
+            fqn=tensor.pieces[0].source,
+            expected=f"{sum(sizes)} in dim {dim}",
+            found=list(tensor.shape),
+        )
+    parts, reached = [], 0
+    for size in sizes:
+        parts.append(_narrow(tensor, dim, reached, size))
+        reached += size
+    return tuple(parts)
+
+
+def _chunk(tensor: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
+    return _split(tensor, max(1, -(-tensor.shape[_dim(tensor, dim)] // chunks)), dim)
+
+
+def _unbind(tensor: Traced, dim: int = 0) -> tuple[Traced, ...]:
+    return tuple(_squeeze(part, dim) for part in _split(tensor, 1, dim))
+
+
+def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:
+    order = list(range(tensor.ndim))
+    a, b = _dim(tensor, dim0), _dim(tensor, dim1)
+    order[a], order[b] = order[b], order[a]
+    return _permute(tensor, order)
+
+
+def _permute(tensor: Traced, *dims: Any) -> Traced:
+    order = [_dim(tensor, d) for d in (dims[0] if isinstance(dims[0], (list, tuple)) else dims)]
+    return Traced.of(
+        tuple(tensor.shape[d] for d in order),
+        [
+            p.with_dims(
+                tuple(p.box.offsets[d] for d in order),
+                tuple(p.box.sizes[d] for d in order),
+                lambda d: order.index(d),
+            )
+            for p in tensor.pieces
+        ],
+    )
+
+
+def _reshape(tensor: Traced, *shape: Any) -> Traced:
+    wanted = [int(n) for n in (shape[0] if isinstance(shape[0], (list, tuple)) else shape)]
+    if -1 in wanted:
+        known = prod(n for n in wanted if n != -1)
+        wanted[wanted.index(-1)] = tensor.numel() // known if known else 0
+    if prod(wanted) != tensor.numel():
+        raise LossError(
+            "transformers reshapes this tensor to another size",
+            fqn=tensor.pieces[0].source if tensor.pieces else None,
+            expected=wanted,
+            found=list(tensor.shape),
+        )
+    if 0 in wanted:
+        return Traced.of(tuple(wanted), [])
+    dim, rest = 0, tensor
+    for old, new in _groups(list(tensor.shape), wanted):
+        if old != new:
+            for _ in range(len(old) - 1):
+                rest = _merge(rest, dim)
+            for inner in range(1, len(new)):
+                rest = _divide(rest, dim + inner - 1, prod(new[inner:]))
+            if not old:
+                rest = _unsqueeze_all(rest, dim, len(new))
+            elif not new:
+                rest = _squeeze(rest, dim)
+        dim += len(new)
+    return rest
+
+
+def _unsqueeze_all(tensor: Traced, dim: int, count: int) -> Traced:
+    for _ in range(count):
+        tensor = _unsqueeze(tensor, dim)
+    return tensor
+
+
+def _groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Runs of dims of two shapes that hold the same number of elements, as short as possible."""
+    groups, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        a, b = old[i : i + 1], new[j : j + 1]
+        i, j = i + 1, j + 1
+        while prod(a) != prod(b):
+            if prod(a) < prod(b):
+                a.append(old[i])
+                i += 1
+            else:
+                b.append(new[j])
+                j += 1
+        groups.append((a, b))
+    return groups
+
+
+def _merge(tensor: Traced, dim: int) -> Traced:
+    """Dims `dim` and `dim + 1` become one."""
+    rows, row = tensor.shape[dim], tensor.shape[dim + 1]
+    pieces = []
+    for piece in tensor.pieces:
+        for index in range(rows) if rows > 1 else [0]:
+            part = piece.narrow(dim, index, index + 1)
+            if part is not None:
+                offsets, sizes = part.box.offsets, part.box.sizes
+                pieces.append(
+                    part.with_dims(
+                        (*offsets[:dim], index * row + offsets[dim + 1], *offsets[dim + 2 :]),
+                        (*sizes[:dim], *sizes[dim + 1 :]),
+                        lambda d: None if d == dim else d - (d > dim),
+                    )
+                )
+    return Traced.of((*tensor.shape[:dim], rows * row, *tensor.shape[dim + 2 :]), pieces)
+
+
+def _divide(tensor: Traced, dim: int, row: int) -> Traced:
+    """Dim `dim` becomes two, of which the inner one has size `row`."""
+    rows = tensor.shape[dim] // row
+    pieces = []
+    for piece in tensor.pieces:
+        low, size = piece.box.offsets[dim], piece.box.sizes[dim]
+        for index in range(low // row, (low + size - 1) // row + 1):
+            part = piece.narrow(dim, index * row, (index + 1) * row)
+            if part is not None:
+                offsets, sizes = part.box.offsets, part.box.sizes
+                pieces.append(
+                    part.with_dims(
+                        (*offsets[:dim], index, offsets[dim] - index * row, *offsets[dim + 1 :]),
+                        (*sizes[:dim], 1, *sizes[dim:]),
+                        lambda d: d + (d >= dim),
+                    )
+                )
+    return Traced.of((*tensor.shape[:dim], rows, row, *tensor.shape[dim + 1 :]), pieces)
+
+
+def _flatten(tensor: Traced, start_dim: int = 0, end_dim: int = -1) -> Traced:
+    first, last = _dim(tensor, start_dim), _dim(tensor, end_dim)
+    for _ in range(last - first):
+        tensor = _merge(tensor, first)
+    return tensor
+
+
+def _index(tensor: Traced, index: Any) -> Traced:
+    dim = 0
+    for item in index if isinstance(index, tuple) else (index,):
+        if item is Ellipsis and dim == 0:
+            continue
+        if isinstance(item, int):
+            start = item if item >= 0 else item + tensor.shape[dim]
+            tensor = _squeeze(_narrow(tensor, dim, start, 1), dim)
+        elif isinstance(item, slice) and item.step in (None, 1):
+            start, stop, _ = item.indices(tensor.shape[dim])
+            tensor = _narrow(tensor, dim, start, max(0, stop - start))
+            dim += 1
+        else:
+            raise LossError(
+                "transformers converts this tensor with an index that is no box", fqn=tensor.pieces[0].source
+            )
+    return tensor
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "cat": _cat,
+    "concat": _cat,
+    "stack": _stack,
+    "split": _split,
+    "chunk": _chunk,
+    "unbind": _unbind,
+    "narrow": _narrow,
+    "transpose": _transpose,
+    "permute": _permute,
+    "squeeze": _squeeze,
+    "unsqueeze": _unsqueeze,
+    "reshape": _reshape,
+    "view": _reshape,
+    "flatten": _flatten,
+    "__getitem__": _index,
+}

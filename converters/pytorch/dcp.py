@@ -1,0 +1,388 @@
+"""PyTorch Distributed Checkpoint (DCP), as FSDP1, FSDP2, torchtitan, Accelerate and HF Trainer save it.
+
+What torch writes is described in `dcp_metadata` and `dcp_items`, what the keys mean in `dcp_names`, which folders there
+are in `dcp_folder`, and what is written in `dcp_layout`.  Nothing of torch is used.
+
+Roles.  FSDP's optimizer steps the sharded parameters themselves; with mixed precision these are fp32 and cast for the
+computation only.  So a parameter has the one role `weight`, in the dtype that is stored; a target that needs fp32
+masters takes it as it is.  What is written holds the source's fp32 masters, bit for bit, as its parameters, unless
+`--dtype` asks for another precision.  DCP tells buffers and parameters not apart: both are `weight`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.dcp.folder import find_folder, other_models, parts, run_folders
+from ckpt.containers.dcp.metadata import Metadata, Path_, Place, read_metadata
+from ckpt.containers.dcp.shards import read_shards
+from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, writer_of
+from ckpt.containers.dcp.write import Writing
+from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.errors import CorruptError
+from ckpt.plan.checkpoint import (
+    OWN,
+    TRANSFORMERS,
+    WEIGHT,
+    Checkpoint,
+    Key,
+    Layout,
+    ParamGroup,
+    ReadRequest,
+    Target,
+    TrainingState,
+)
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole
+from ckpt.run_folder.companions import read_config
+from ckpt.run_folder.steps import enclosing_folders, trainer_step
+from converters.names.transformers.installed import tied_weights
+from converters.names.transformers.ties import ties_embeddings
+from converters.pytorch.beside import beside_files
+from converters.pytorch.keys import Leaf, Understood, nest, understand
+from converters.pytorch.state import state_dict
+
+#: Where trainers record the number of steps taken: torch's recipes and Lightning, torchtitan.
+_STEPS = (("step",), ("global_step",), ("iteration",), ("train_state", "step"))
+
+
+class DistributedCheckpoint:
+    """The format `dcp`."""
+
+    name = "dcp"
+    title = "PyTorch DCP (FSDP)"
+    reads = True
+    writes = True
+    carries_optimizer = True
+    #: An engine that loads it asks for the names that the model has in memory.
+    namespace: str | None = TRANSFORMERS
+
+    def find(self, path: Path, tag: str | None) -> Path | None:
+        return find_folder(path, tag)
+
+    def read(self, path: Path, request: ReadRequest) -> Checkpoint:
+        reading = _Reading()
+        found = parts(path)
+        for folder in found.folders:
+            reading.folder(folder)
+        if found.shards:
+            reading.shards(path, found.shards)
+        if found.is_pair and (others := other_models(path)):
+            reading.notes.append(f"not read: {', '.join(others)}; give one of these folders to read it by itself")
+        return reading.checkpoint(path, request)
+
+    def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        """One folder, or Accelerate's two where the source is a step of HF Trainer or Accelerate."""
+        num_ranks = layout.world_size or checkpoint.world_size or 1
+        state = state_dict(checkpoint, layout.dtype)
+        beside = beside_files(checkpoint, num_ranks, layout.dtype)
+        folders = [Writing(num_ranks, prefix) for prefix in beside.prefixes]
+        folders[0].add_all(state.model)
+        folders[-1].add_all((*state.optimizer, *state.rest))
+        files = [file for folder in folders if folder.paths for file in folder.files()]
+        return Target(
+            files=(*beside.files, *files),
+            leaves_out=state.left_out,
+            dropped=(*state.dropped, *beside.dropped),
+            notes=(*state.notes, *beside.notes),
+        )
+
+
+DCP = DistributedCheckpoint()
+
+
+# -- where tensors are -----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Stored(Leaf):
+    """A tensor that is stored.
+
+    `number` is its value where it is one number; `same_as` the key of a tensor that is stored in the very same items.
+    """
+
+    key: str
+    dtype: DType
+    shape: Shape
+    source: Source
+    path: str
+    replicas: tuple[Source, ...] = ()
+    number: int | float | bool | None = None
+    same_as: str | None = None
+
+    def tensor(self, fqn: str, role: str) -> Tensor:
+        return Tensor(fqn, role, self.dtype, self.shape, self.source, None, self.replicas)
+
+    def alone(self) -> StoredTensor | None:
+        """The tensor as a value of training state, if it lies in one piece."""
+        if isinstance(self.source, Whole):
+            return StoredTensor(self.source.extent)
+        if 0 in self.shape:
+            return StoredTensor(Extent.contiguous(self.path, 0, self.dtype, self.shape))
+        return None
+
+
+@dataclass
+class _Reading:
+    """What has been read so far of one checkpoint."""
+
+    data: DataFiles = field(default_factory=DataFiles)
+    leaves: list[tuple[Path_, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    metadata: str = ""
+
+    # -- DCP's own files -----------------------------------------------------------------------------------------
+
+    def folder(self, folder: Path) -> None:
+        """Add what a folder with `.metadata` holds."""
+        metadata = read_metadata(folder)
+        self.metadata = self.metadata or metadata.path
+        _refuse_flat(metadata)
+        tensors, values = self.data.read(metadata)
+        stored = {key: self._stored(tensor) for key, tensor in tensors.items()}
+        for key, other in _same_items(metadata).items():
+            stored[key].same_as = other
+        for key, path in metadata.paths.items():
+            self.leaves.append((path, stored[key] if key in stored else values[key]))
+        self.data.count_ranks(folder)
+
+    def _stored(self, tensor: FoundTensor) -> _Stored:
+        entry = tensor.entry
+        path = tensor.placed[0][1].path if tensor.placed else self.metadata
+        source = self.data.source(entry.dtype, entry.shape, tensor.placed)
+        return _Stored(entry.key, entry.dtype, entry.shape, source, path, self.data.replicas(tensor), tensor.number)
+
+    # -- DCP's safetensors files ---------------------------------------------------------------------------------
+
+    def shards(self, folder: Path, names: tuple[str, ...]) -> None:
+        """Add what files written by `HuggingFaceStorageWriter` hold."""
+        for tensor in read_shards(folder, names):
+            source = self.data.source(tensor.dtype, tensor.shape, tensor.placed)
+            stored = _Stored(tensor.fqn, tensor.dtype, tensor.shape, source, tensor.path)
+            self.leaves.append((("model", tensor.fqn), stored))
+        for name in names:
+            self.data.add_file(str(folder / name))
+            self.data.ranks = max(self.data.ranks, int(name.split("-")[1]))
+        self.notes.append(
+            "safetensors files of DCP record neither the shapes of whole tensors nor the number of ranks: "
+            "that the last rank's file is missing would not be noticed"
+        )
+
+    # -- what it all means ---------------------------------------------------------------------------------------
+
+    def checkpoint(self, path: Path, request: ReadRequest) -> Checkpoint:
+        found = understand(nest(self.leaves, self.metadata or str(path)))
+        if not found.weights and not found.states:
+            raise CorruptError("there is no tensor of a model or an optimizer", path=self.metadata or path)
+        self.notes += found.notes
+        tensors: dict[Key, Tensor] = {}
+        for fqn, leaf in found.weights.items():
+            assert isinstance(leaf, _Stored)
+            if leaf.same_as is None:
+                tensors[fqn, WEIGHT] = leaf.tensor(fqn, WEIGHT)
+        ties = _stored_ties(found.weights)
+        scalars, odd = self._states(found, tensors)
+        folders = run_folders(path)
+        ties |= _take_ties(tensors, _config(request, folders))
+        items = self._items(found, odd)
+        step = _step(found.rest)
+        if step is None:  # Accelerate's folders hold the model and the optimizer alone
+            step = next((n for folder in folders if (n := trainer_step(Path(folder))) is not None), None)
+        state = TrainingState(step, tuple(map(_plain_group, found.groups)), scalars, items)
+        return Checkpoint(
+            path=str(path),
+            format=DCP.name,
+            tensors=tensors,
+            files=tuple(self.data.files.values()),
+            framework="torch",
+            world_size=self.data.ranks or None,
+            namespace=OWN,
+            ties=ties,
+            state=state,
+            folders=folders,
+            notes=(*self.notes, *self.data.notes),
+        )
+
+    def _states(
+        self, found: Understood, tensors: dict[Key, Tensor]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """Add the optimizer's tensors.  Returns states of one number, and those that are neither.
+
+        A state whose tensors all have no dims is one of numbers (`step`), also for a parameter without dims.
+        """
+        shaped = {name for (_, name), value in found.states.items() if isinstance(value, _Stored) and value.shape}
+        scalars: dict[str, dict[str, Any]] = {}
+        odd: dict[str, Any] = {}
+        said: dict[str, set[Any]] = {}
+        for (fqn, name), value in found.states.items():
+            if isinstance(value, _Stored) and (value.shape or name in shaped):
+                if (fqn, name) in tensors:
+                    raise CorruptError(
+                        "an optimizer state has the name of a role", path=self.metadata, fqn=fqn, found=name
+                    )
+                tensors[fqn, name] = value.tensor(fqn, name)
+            elif isinstance(value, _Stored):
+                scalars.setdefault(name, {})[fqn] = value.number
+                if name == "step":
+                    said.setdefault(value.path, set()).add((fqn, value.number))
+            elif isinstance(value, int | float):
+                scalars.setdefault(name, {})[fqn] = value
+            else:
+                odd.setdefault(fqn, {})[name] = value
+        _check_steps(said)
+        return scalars, odd
+
+    def _items(self, found: Understood, odd: dict[str, Any]) -> dict[str, Any]:
+        """Training state by name, with tensors as values of it; those spread over ranks are said to be left."""
+        spread: list[str] = []
+        items = {name: _values(value, name, spread) for name, value in found.rest.items()}
+        if found.extra:
+            items["extra_state"] = found.extra
+        if odd:
+            items["optimizer"] = {**items.get("optimizer", {}), "state": odd}
+        if spread:
+            self.notes.append(
+                f"{len(spread)} tensors that belong neither to the model nor to its optimizer are spread over ranks "
+                f"and not carried: {', '.join(spread[:3])}{', ...' if len(spread) > 3 else ''}"
+            )
+        return {name: value for name, value in items.items() if value is not _LEFT}
+
+
+_LEFT = object()
+
+
+def _values(value: Any, name: str, spread: list[str]) -> Any:
+    """A value of training state without what refers to the reader."""
+    if isinstance(value, _Stored):
+        alone = value.alone()
+        if alone is None:
+            spread.append(name)
+            return _LEFT
+        return alone
+    if type(value) is dict:
+        inner = {key: _values(item, f"{name}.{key}", spread) for key, item in value.items()}
+        return {key: item for key, item in inner.items() if item is not _LEFT}
+    if type(value) is list:
+        listed = [_values(item, f"{name}.{n}", spread) for n, item in enumerate(value)]
+        return [None if item is _LEFT else item for item in listed]
+    return value
+
+
+def _plain_group(group: ParamGroup) -> ParamGroup:
+    """A group with tensors (a tensor `lr`) as the numbers that they are."""
+    options = {}
+    for name, value in group.options.items():
+        if isinstance(value, _Stored):
+            value = value.number if value.number is not None else value.alone()
+        options[name] = value
+    return ParamGroup(group.fqns, options)
+
+
+def _same_items(metadata: Metadata) -> dict[str, str]:
+    """Keys of the model's tensors that are stored in the items of another one of them, which comes first."""
+    first: dict[tuple[tuple[Box, Place], ...], str] = {}
+    found: dict[str, str] = {}
+    for key, path in metadata.paths.items():
+        entry = metadata.entries.get(key)
+        if entry is None or not entry.chunks or path[0] != "model" or len(path) != 2:
+            continue
+        owner = first.setdefault(tuple(entry.chunks.items()), key)
+        if owner != key:
+            found[key] = owner
+    return found
+
+
+def _stored_ties(weights: Mapping[str, Leaf]) -> dict[str, str]:
+    """Aliases to owners, by the items that are stored once for both (which is what is written here)."""
+    names = {leaf.key: fqn for fqn, leaf in weights.items() if isinstance(leaf, _Stored)}
+    return {
+        fqn: names[leaf.same_as]
+        for fqn, leaf in weights.items()
+        if isinstance(leaf, _Stored) and leaf.same_as is not None
+    }
+
+
+def _config(request: ReadRequest, folders: Iterable[str]) -> Mapping[str, Any] | None:
+    places = [] if request.config is None else [request.config]
+    return read_config([*places, *(place for folder in folders for place in enclosing_folders(Path(folder)))])
+
+
+def _take_ties(tensors: dict[Key, Tensor], config: Mapping[str, Any] | None) -> dict[str, str]:
+    """Aliases of tied parameters, which torch stores like any tensor, as copies of their owners.
+
+    Ties are what the model's config and class declare; DCP records none.  The copies are compared with the owners'
+    tensors like any replica.  An alias that has been trained by itself is not tied.
+    """
+    ties: dict[str, str] = {}
+    declared = tied_weights(config) if config and ties_embeddings(config) else None
+    for alias, owner in (declared or {}).items():
+        if owner is None:
+            continue
+        copy, tensor = tensors.get((alias, WEIGHT)), tensors.get((owner, WEIGHT))
+        trained = any(fqn == alias and role != WEIGHT for fqn, role in tensors)
+        if copy is None or tensor is None or trained or (copy.dtype, copy.shape) != (tensor.dtype, tensor.shape):
+            continue
+        del tensors[alias, WEIGHT]
+        tensors[owner, WEIGHT] = replace(tensor, replicas=(*tensor.replicas, copy.source))
+        ties[alias] = owner
+    return ties
+
+
+def _step(rest: Mapping[str, Any]) -> int | None:
+    for names in _STEPS:
+        value: Any = rest
+        for name in names:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, _Stored):
+            value = value.number
+        if type(value) is int:
+            return value
+    return None
+
+
+def _check_steps(said: Mapping[str, set[tuple[str, Any]]]) -> None:
+    """Refuse files of different saves: each with one step for all its parameters, and not the same one.
+
+    A single parameter may well have taken fewer steps than the others, so a file with only one says nothing.
+    """
+    steps = {path: {step for _, step in pairs} for path, pairs in said.items() if len(pairs) > 1}
+    if len(steps) < 2 or any(len(found) > 1 for found in steps.values()):
+        return
+    by_step: dict[Any, list[str]] = {}
+    for path, found in steps.items():
+        by_step.setdefault(next(iter(found)), []).append(path)
+    if len(by_step) < 2:
+        return
+    common = max(by_step, key=lambda step: len(by_step[step]))
+    odd = next(path for step, paths in by_step.items() for path in paths if step != common)
+    listed = (
+        f"step {step:g} in {', '.join(os.path.basename(path) for path in sorted(paths)[:8])}"
+        for step, paths in by_step.items()
+    )
+    raise CorruptError(
+        "ranks of different steps in one folder",
+        path=odd,
+        rank=writer_of(odd),
+        expected=f"step {common:g}, as in {len(by_step[common])} of {len(steps)} files",
+        found="; ".join(listed),
+    )
+
+
+def _refuse_flat(metadata: Metadata) -> None:
+    """Without recorded paths, nothing says where a name ends in `optimizer.state.<fqn>.exp_avg`."""
+    if metadata.is_nested:
+        return
+    keys = [*metadata.entries, *metadata.values]
+    if any("param_groups" in key.split(".") for key in keys):
+        raise CorruptError(
+            "the metadata does not record how the optimizer's keys are made up",
+            path=metadata.path,
+            expected="planner_data, as torch's default planner writes it",
+        )
+
+
+__all__ = ["DCP"]

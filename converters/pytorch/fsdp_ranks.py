@@ -1,0 +1,592 @@
+"""One torch file per rank, each with the rank's parts of the tensors (DTensor, ShardedTensor): read.
+
+    model_world_size_W_rank_R.pt, optim_..., extra_state_...    verl: global_step_N/actor
+    pytorch_model_fsdp_0_rankR.bin, optimizer_0_rankR.bin       Accelerate with use_dcp=False
+
+A part says which box of the tensor it is.  FSDP1's ShardedTensor records offsets and sizes; FSDP2's DTensor the mesh,
+this rank's coordinate in it, and along each axis how the tensor is placed, from which the box follows.  A box that
+several ranks hold (a replicating axis, a plain tensor) has replicas.
+
+Optimizer states are numbered in `optim_` files, and no file has the names.  What verl writes is known from its source
+(workers/fsdp_workers.py: `AdamW(module.parameters())`, up to 0.9): one param group, in the order of the model file,
+parameters that share their elements counted once.  That is taken where all numbers and all shapes agree, and recorded
+names where there are any; otherwise the states are left out, with a note.  Under FSDP1 such a state is the rank's slice
+of the parameter as one row; slices of rising ranks follow each other.
+
+Format facts: torch 2.13 (distributed/tensor/_utils.py, placement_types.py, device_mesh.py, _mesh_layout.py;
+distributed/_shard/sharded_tensor/api.py; distributed/fsdp/_flat_param.py), verl 0.9.1
+(utils/checkpoint/fsdp_checkpoint_manager.py), accelerate 1.15 (utils/fsdp_utils.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.torchfile.pickles import Record, StoredTensor
+from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.move.files import confined, translate_os_errors
+from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ParamGroup, ReadRequest, Target, TrainingState
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, Shape, Tensor, whole
+from ckpt.run_folder.companions import read_config, read_json
+from converters.pytorch.state_dicts import Reading, clean_names, is_part, newest_step, read_optimizer, tie_as_declared
+
+#: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks.
+_FILES = (
+    ("model", re.compile(r"model_world_size_(?P<ranks>\d+)_rank_(?P<rank>\d+)\.pt")),
+    ("optim", re.compile(r"optim_world_size_(?P<ranks>\d+)_rank_(?P<rank>\d+)\.pt")),
+    ("extra", re.compile(r"extra_state_world_size_(?P<ranks>\d+)_rank_(?P<rank>\d+)\.pt")),
+    ("model", re.compile(r"pytorch_model_fsdp_0_rank(?P<rank>\d+)\.bin")),
+    ("optim", re.compile(r"optimizer_0_rank(?P<rank>\d+)\.bin")),
+    ("local", re.compile(r"pytorch_model_fsdp_rank(?P<rank>\d+)\.bin")),
+)
+_FLAT_PARAM = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class FsdpRanks:
+    name = "fsdp-ranks"
+    title = "per-rank files of FSDP (verl)"
+    reads = True
+    writes = False
+    carries_optimizer = True
+    namespace: str | None = None
+
+    # -- find ------------------------------------------------------------------------------------------------
+
+    def find(self, path: Path, tag: str | None) -> Path | None:
+        """A folder with files of ranks, `actor` in verl's folder of a step, or that of the step its tracker names."""
+        folder = path if tag is None else confined(path, tag)
+        if not folder.is_dir():
+            return None
+        tracker = folder / _TRACKER
+        if tracker.is_file():
+            with translate_os_errors(tracker), open(tracker, "rb") as file:
+                step = file.read(64).decode("ascii", "replace").strip()
+            named = folder / f"global_step_{step}" if step.isdigit() else None
+            if named is None or not named.is_dir():
+                if not any(_inside(step) for step in newest_step(folder)):
+                    return None  # Megatron's tracker has the same name
+                raise CorruptError(
+                    "the tracker names a step that is not there", path=tracker, expected="a folder", found=step
+                )
+            return _inside(named)
+        if (found := _inside(folder)) is not None:
+            return found
+        steps = newest_step(folder) if tag is None else []
+        return next((found for step in steps if (found := _inside(step)) is not None), None)
+
+    # -- read ------------------------------------------------------------------------------------------------
+
+    def read(self, path: Path, request: ReadRequest) -> Checkpoint:
+        """Describe the tensors of all ranks' files; everything of the model has the role `weight`."""
+        reading = _Reading(path)
+        files = _list(path)
+        models = [reading.load(files["model"][rank], rank) for rank in sorted(files["model"])]
+        _refuse_flat(models)
+        folders = tuple(p for p in (request.config, path / "huggingface", path, path.parent) if p and p.is_dir())
+        config = read_config(folders)
+        _read_models(reading, models)
+        # FSDP1 saves a tied parameter under each of its names, apart.
+        tie_as_declared(reading.tensors, reading.ties, config)
+        optimizers = [reading.load(files["optim"][rank], rank) for rank in sorted(files["optim"])]
+        if optimizers:
+            _read_optimizers(reading, optimizers)
+        for rank in sorted(files["extra"]):
+            _read_extra(reading, reading.load(files["extra"][rank], rank))
+        step = next((int(m[1]) for p in (path, path.parent) if (m := re.search(r"step[-_](\d+)$", p.name))), None)
+        return Checkpoint(
+            path=str(path),
+            format=self.name,
+            tensors=reading.tensors,
+            files=tuple(reading.files),
+            framework="verl" if "huggingface" in {p.name for p in folders} else None,
+            world_size=len(models),
+            ties=reading.ties,
+            state=TrainingState(step, reading.groups, reading.scalars, reading.items),
+            config=config,
+            folders=tuple(map(str, folders)),
+            notes=tuple(reading.notes),
+        )
+
+    def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        raise NotFoundError(f"{self.name} cannot be written", hint="see `ckpt formats`")
+
+
+FSDP_RANKS = FsdpRanks()
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def _inside(folder: Path) -> Path | None:
+    """`folder`, or verl's `actor` in it, if it has files of ranks."""
+    for one in (folder, folder / "actor"):
+        if one.is_dir() and any(_kind(entry.name) in ("model", "local") for entry in one.iterdir()):
+            return one
+    return None
+
+
+def _kind(name: str) -> str | None:
+    return next((kind for kind, pattern in _FILES if pattern.fullmatch(name)), None)
+
+
+def _list(folder: Path) -> dict[str, dict[int, str]]:
+    """The files by kind and rank, proven to be those of one run.
+
+    Raises CorruptError for missing ranks and for files of another number of ranks, NotFoundError for local state dicts.
+    """
+    found: dict[str, dict[int, str]] = {kind: {} for kind, _ in _FILES}
+    stated: dict[int, str] = {}
+    with translate_os_errors(folder):
+        names = sorted(entry.name for entry in folder.iterdir())
+    for name in names:
+        for kind, pattern in _FILES:
+            if match := pattern.fullmatch(name):
+                found[kind][int(match["rank"])] = str(confined(folder, name))
+                if "ranks" in match.groupdict():
+                    stated.setdefault(int(match["ranks"]), name)
+    if found["local"] and not found["model"]:
+        raise _local(next(iter(found["local"].values())))
+    _check_ranks(folder, found, stated)
+    return found
+
+
+def _check_ranks(folder: Path, found: Mapping[str, Mapping[int, str]], stated: dict[int, str]) -> None:
+    config = folder / "fsdp_config.json"
+    if config.is_file():
+        content = read_json(confined(folder, config.name))
+        recorded = content.get("world_size") if isinstance(content, dict) else None
+        if type(recorded) is int:
+            stated.setdefault(recorded, config.name)
+    if len(stated) > 1:
+        raise CorruptError(
+            "files of runs with different numbers of ranks in one folder",
+            path=folder,
+            found=", ".join(f"{count} ranks: {name}" for count, name in sorted(stated.items())),
+            hint="move those away that do not belong to this run",
+        )
+    world_size = next(iter(stated), len(found["model"]))
+    for kind in ("model", "optim", "extra"):
+        ranks = found[kind]
+        missing = [rank for rank in range(max(world_size, max(ranks, default=-1) + 1)) if rank not in ranks]
+        if ranks and (missing or len(ranks) != world_size):
+            raise CorruptError(
+                f"files of ranks are missing: each has a part of every tensor ({kind})",
+                path=folder,
+                rank=", ".join(map(str, missing[:16])),
+                expected=f"{max(world_size, len(ranks) + len(missing))} files",
+                found=f"{len(ranks)} files, such as {Path(next(iter(ranks.values()))).name}",
+            )
+
+
+def _local(path: str) -> NotFoundError:
+    return NotFoundError(
+        "this is a LOCAL_STATE_DICT of FSDP1: flat parameters, and no file says which parameters are in them",
+        path=path,
+        hint="load it with the script that wrote it, and save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+    )
+
+
+@dataclass(frozen=True)
+class _RankFile:
+    path: str
+    rank: int
+    content: Mapping[Any, Any]
+
+
+class _Reading(Reading):
+    def load(self, path: str, rank: int) -> _RankFile:
+        root = self.root(path)
+        if not isinstance(root, Mapping):
+            raise CorruptError("this is no state dict", path=path, rank=rank, found=type(root).__name__)
+        return _RankFile(path, rank, root)
+
+
+def _refuse_flat(models: list[_RankFile]) -> None:
+    for model in models:
+        if any(isinstance(name, str) and _FLAT_PARAM.fullmatch(name) for name in model.content):
+            raise _local(model.path)
+
+
+# -- parts ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank has of a tensor: the tensor's shape, the region, and where its elements are."""
+
+    shape: Shape
+    region: Region
+    extent: Extent
+    rank: int
+
+
+def _parts(value: Any, file: _RankFile, fqn: str) -> list[_Part]:
+    """The parts in one entry of a rank's file; an empty one has no elements and is left out."""
+    try:
+        if isinstance(value, StoredTensor):
+            return [_Part(value.shape, whole(value.shape), value.extent, file.rank)]
+        if value.name == "ShardedTensor":
+            return list(_sharded(value, file.rank))
+        return [_distributed(value, file.rank)]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CorruptError(
+            f"this {getattr(value, 'name', 'value')} is not built as those of any known version of torch",
+            path=file.path,
+            rank=file.rank,
+            fqn=fqn,
+            found=f"{type(error).__name__}: {error}",
+        ) from error
+    except NotFoundError as error:
+        error.path, error.rank, error.fqn = file.path, file.rank, fqn
+        raise
+
+
+def _sharded(value: Record, rank: int) -> Iterator[_Part]:
+    """FSDP1's: `(local shards, metadata, process group, spec, ...)`; ranks without elements have no shard."""
+    shards, metadata = value.state[0], value.state[1]
+    shape = tuple(metadata.attributes["size"])
+    for shard in shards:
+        place = shard.attributes["metadata"].attributes
+        box = Box(tuple(place["shard_offsets"]), tuple(place["shard_sizes"]))
+        yield _Part(shape, box, _extent(shard.attributes["tensor"], box), rank)
+    if not shards:
+        empty = Box((0,) * len(shape), (0,) * len(shape))
+        dtype: DType = metadata.attributes["tensor_properties"].attributes["dtype"]
+        yield _Part(shape, empty, Extent.contiguous("", 0, dtype, empty.sizes), rank)
+
+
+def _distributed(value: Record, rank: int) -> _Part:
+    """FSDP2's: the local tensor, and a spec of mesh and placements."""
+    content = value.attributes
+    spec = content["_spec"].attributes
+    shape = tuple(spec["tensor_meta"].attributes["shape"])
+    sizes, coordinate = _mesh(spec["mesh"])
+    for entry in spec.get("shard_order") or ():  # since torch 2.10
+        if list(entry.attributes["mesh_dims"]) != sorted(entry.attributes["mesh_dims"]):
+            raise NotFoundError("a tensor whose axes are cut in another order than the mesh's")
+    box = _local_box(shape, sizes, coordinate, spec["placements"])
+    return _Part(shape, box, _extent(content["_local_tensor"], box), rank)
+
+
+def _extent(local: Any, box: Box) -> Extent:
+    if not isinstance(local, StoredTensor):
+        raise TypeError("its local tensor is none")
+    if local.shape != box.sizes and (local.extent.numel or box.numel):
+        raise ValueError(f"its local tensor has the shape {list(local.shape)} where {list(box.sizes)} is due")
+    return local.extent
+
+
+def _mesh(mesh: Record) -> tuple[Shape, Shape]:
+    """The mesh's shape and this rank's coordinate in it."""
+    content = mesh.attributes
+    coordinate = tuple(content["_coordinate_on_dim"])
+    if isinstance(content.get("mesh"), StoredTensor):  # up to torch 2.8
+        sizes = content["mesh"].shape
+    elif "_layout" in content:
+        layout = content["_layout"].attributes
+        axes = layout["axes"] if "axes" in layout else layout["shape"]
+        sizes = tuple(prod(_flat(axis.attributes["shape"] if isinstance(axis, Record) else axis)) for axis in axes)
+    else:
+        raise KeyError("mesh")
+    if len(sizes) != len(coordinate) or any(not 0 <= c < n for c, n in zip(coordinate, sizes, strict=True)):
+        raise ValueError(f"coordinate {coordinate} in a mesh of {sizes}")
+    return tuple(sizes), coordinate
+
+
+def _flat(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    else:
+        for item in value:
+            yield from _flat(item)
+
+
+def _local_box(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequence[Record]) -> Box:
+    """The box of the rank at `coordinate`: axes cut one after the other, as `torch.chunk` does.
+
+    FSDP2 over tensor parallelism cuts what tensor parallelism has cut already: its axis stands first and says so
+    (`_StridedShard`, with the number of cuts before), so it comes after those.
+    """
+    if len(placements) != len(mesh):
+        raise ValueError(f"{len(placements)} placements on a mesh of {len(mesh)} axes")
+    offsets, sizes = [0] * len(shape), list(shape)
+    late: list[tuple[int, int]] = []
+    for axis, placement in enumerate(placements):
+        if placement.name == "Replicate":
+            continue
+        if placement.name not in ("Shard", "_StridedShard"):
+            raise NotFoundError(f"a tensor that is placed as {placement.name} is a part of a sum, not of a tensor")
+        dim = int(placement.attributes["dim"])
+        if placement.name == "_StridedShard" and int(placement.attributes["split_factor"]) > 1:
+            _check_split_factor(placement, placements[axis + 1 :], mesh[axis + 1 :])
+            late.insert(0, (axis, dim))
+        else:
+            _cut(offsets, sizes, dim, mesh[axis], coordinate[axis])
+    for axis, dim in late:
+        _cut(offsets, sizes, dim, mesh[axis], coordinate[axis])
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _check_split_factor(placement: Record, inner: Sequence[Record], sizes: Sequence[int]) -> None:
+    dim, factor = placement.attributes["dim"], placement.attributes["split_factor"]
+    cuts = prod(n for p, n in zip(inner, sizes, strict=True) if p.name != "Replicate" and p.attributes["dim"] == dim)
+    if factor != cuts:
+        raise NotFoundError(f"a tensor is cut in an order that is not known: split factor {factor} after {cuts} cuts")
+
+
+def _cut(offsets: list[int], sizes: list[int], dim: int, count: int, index: int) -> None:
+    step = -(-sizes[dim] // count)
+    start = min(index * step, sizes[dim])
+    offsets[dim] += start
+    sizes[dim] = min(step, sizes[dim] - start)
+
+
+def _assemble(fqn: str, role: str, parts: list[_Part], files: Mapping[int, str]) -> Tensor:
+    """One tensor of all ranks' parts; a region that several ranks hold has replicas."""
+    first = parts[0]
+    holders: dict[Region, list[Fragment]] = {}
+    for part in parts:
+        if part.shape != first.shape or part.extent.dtype != first.extent.dtype:
+            raise CorruptError(
+                "ranks hold parts of different tensors under one name",
+                path=files[part.rank],
+                rank=part.rank,
+                fqn=fqn,
+                expected=f"{first.extent.dtype} {list(first.shape)}, as on rank {first.rank}",
+                found=f"{part.extent.dtype} {list(part.shape)}",
+            )
+        if part.region.numel:
+            holders.setdefault(part.region, []).append(Fragment(part.region, part.extent, part.rank))
+    copies = max(map(len, holders.values()), default=1)
+    sources = [Pieces(tuple(h[min(copy, len(h) - 1)] for h in holders.values())) for copy in range(copies)]
+    return Tensor(fqn, role, first.extent.dtype, first.shape, sources[0], None, tuple(sources[1:]))
+
+
+# -- the model -----------------------------------------------------------------------------------------------
+
+
+def _read_models(reading: _Reading, models: list[_RankFile]) -> None:
+    first = models[0]
+    names = clean_names(first.content, first.path)
+    for model in models[1:]:
+        if set(model.content) != set(first.content):
+            odd = min(map(str, set(model.content) ^ set(first.content)))
+            raise CorruptError(
+                "ranks hold different tensors", path=model.path, rank=model.rank, fqn=odd, expected=first.path
+            )
+    reading.ties = _ties(models, names)
+    paths = {model.rank: model.path for model in models}
+    extra: dict[str, Any] = {}
+    for name, fqn in names.items():
+        if fqn in reading.ties:
+            continue
+        values = [model.content[name] for model in models]
+        if not all(isinstance(value, StoredTensor) or is_part(value) for value in values):
+            extra[fqn] = values[0]
+            continue
+        parts = [p for value, model in zip(values, models, strict=True) for p in _parts(value, model, fqn)]
+        reading.tensors[fqn, WEIGHT] = _assemble(fqn, WEIGHT, parts, paths)
+    if extra:
+        reading.items["extra_state"] = extra
+
+
+def _ties(models: list[_RankFile], names: Mapping[str, str]) -> dict[str, str]:
+    """Names that have the same elements of the same storage on every rank that has any: the files record that."""
+    places: dict[Any, str] = {}
+    ties: dict[str, str] = {}
+    for name, fqn in names.items():
+        parts = [p for model in models for p in _local_extents(model.content[name]) if p.numel]
+        if parts:
+            owner = places.setdefault((tuple(parts), _shape_of(models[0].content[name])), fqn)
+            if owner != fqn:
+                ties[fqn] = owner
+    return ties
+
+
+def _local_extents(value: Any) -> list[Extent]:
+    if isinstance(value, StoredTensor):
+        return [value.extent]
+    if not is_part(value):
+        return []
+    if value.name == "ShardedTensor":
+        tensors = [shard.get("tensor") for shard in value.state[0]] if isinstance(value.state, tuple) else []
+    else:
+        tensors = [value.get("_local_tensor")]
+    return [tensor.extent for tensor in tensors if isinstance(tensor, StoredTensor)]
+
+
+def _shape_of(value: Any) -> Any:
+    """What tells a tensor from another view of the same local elements."""
+    if isinstance(value, StoredTensor):
+        return value.shape
+    if value.name == "ShardedTensor":
+        return value.state[1].get("size")
+    meta = value.attributes["_spec"].get("tensor_meta")
+    return meta.attributes.get("shape") if isinstance(meta, Record) else None
+
+
+# -- the optimizer -------------------------------------------------------------------------------------------
+
+
+def _read_optimizers(reading: _Reading, files: list[_RankFile]) -> None:
+    order = [fqn for fqn, role in reading.tensors if role == WEIGHT]
+    states: list[Mapping[str, Mapping[str, Any]]] = []
+    groups: tuple[ParamGroup, ...] = ()
+    for file in files:
+        optimizer = read_optimizer(file.content, file.path, order)
+        if optimizer is None or (_is_numbered(file) and not _fits(reading, optimizer.states)):
+            reading.notes.append(_left_out(file.path))
+            return
+        groups = groups or optimizer.groups
+        _check_options(file, groups, optimizer.groups)
+        states.append(optimizer.states)
+    found = list(dict.fromkeys(fqn for one in states for fqn in one))
+    tensors, scalars = {}, dict[str, dict[str, Any]]()
+    for fqn in found:
+        shape = _weight_shape(reading, fqn, files[0])
+        for name in dict.fromkeys(name for one in states for name in one.get(fqn, ())):
+            values = [
+                (file, one[fqn][name]) for file, one in zip(files, states, strict=True) if name in one.get(fqn, ())
+            ]
+            if _is_scalar(name, values[0][1], shape):
+                scalars.setdefault(name, {})[fqn] = _agreed(fqn, name, values)
+                continue
+            tensor = _state_tensor(fqn, name, shape, values)
+            if tensor is None:
+                reading.notes.append(_left_out(files[0].path))
+                return
+            tensors[fqn, name] = tensor
+    reading.tensors |= tensors
+    reading.scalars, reading.groups = scalars, groups
+
+
+def _left_out(path: str) -> str:
+    return (
+        f"{Path(path).name}: the optimizer's states are left out: they are numbered, and nothing in the files says "
+        "which parameter has which number"
+    )
+
+
+def _is_numbered(file: _RankFile) -> bool:
+    """Whether the file numbers parameters and has no names for them."""
+    groups = file.content.get("param_groups") or []
+    keys = [key for group in groups for key in group["params"]]
+    return any(not isinstance(key, str) or key.isdigit() for key in keys) and not all(
+        "param_names" in group for group in groups
+    )
+
+
+def _fits(reading: _Reading, states: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether the states can be those of the parameters that their numbers are taken for, by their shapes.
+
+    Of sharded states one at least must have the parameter's own shape; a slice is at most as long as it.
+    """
+    for fqn, values in states.items():
+        tensor = reading.tensors[fqn, WEIGHT]
+        shapes = [tuple(_shape_of(value) or ()) for value in values.values() if is_part(value)]
+        if shapes and tensor.shape not in shapes:
+            return False
+        if any(
+            isinstance(value, StoredTensor) and value.extent.numel > max(1, tensor.numel) for value in values.values()
+        ):
+            return False
+    return True
+
+
+def _check_options(file: _RankFile, groups: tuple[ParamGroup, ...], found: tuple[ParamGroup, ...]) -> None:
+    """Ranks of one step have the same hyperparameters; a schedule moves them from step to step."""
+    for number, (a, b) in enumerate(zip(groups, found, strict=False)):
+        for name, value in a.options.items():
+            other = b.options.get(name)
+            if isinstance(value, int | float) and isinstance(other, int | float) and value != other:
+                raise CorruptError(
+                    "ranks of different steps in one folder",
+                    path=file.path,
+                    rank=file.rank,
+                    expected=f"{name} {value} of group {number}, as on the first rank",
+                    found=f"{name} {other}",
+                )
+
+
+def _weight_shape(reading: _Reading, fqn: str, file: _RankFile) -> Shape:
+    tensor = reading.tensors.get((reading.ties.get(fqn, fqn), WEIGHT))
+    if tensor is None:
+        raise CorruptError("the optimizer has a parameter that the model does not have", path=file.path, fqn=fqn)
+    return tensor.shape
+
+
+def _is_scalar(name: str, value: Any, shape: Shape) -> bool:
+    if isinstance(value, StoredTensor):
+        return not value.shape and (name == "step" or bool(shape))
+    return not is_part(value)
+
+
+def _agreed(fqn: str, name: str, values: list[tuple[_RankFile, Any]]) -> Any:
+    """The number that all ranks have."""
+    said = [(f, read_scalar(v.extent) if isinstance(v, StoredTensor) else v) for f, v in values]
+    first = said[0][1]
+    for file, value in said:
+        if value != first:
+            raise CorruptError(
+                "ranks of different steps in one folder",
+                path=file.path,
+                rank=file.rank,
+                fqn=fqn,
+                expected=f"{name} {first}, as on rank {said[0][0].rank}",
+                found=f"{name} {value}",
+            )
+    return first
+
+
+def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[_RankFile, Any]]) -> Tensor | None:
+    """A state of all ranks' parts; None where plain slices do not follow each other to the whole parameter."""
+    paths = {file.rank: file.path for file, _ in values}
+    if not all(isinstance(value, StoredTensor) for _, value in values):
+        return _assemble(fqn, name, [p for f, v in values for p in _parts(v, f, fqn)], paths)
+    extents = [(file.rank, value.extent) for file, value in values]
+    if len(shape) != 1 and all(extent.shape == shape for _, extent in extents):
+        return _assemble(fqn, name, [_Part(shape, whole(shape), extent, rank) for rank, extent in extents], paths)
+    if any(len(extent.shape) != 1 or not extent.is_contiguous for _, extent in extents):
+        return None
+    if sum(extent.numel for _, extent in extents) != prod(shape):
+        same = all(extent.shape == shape for _, extent in extents)
+        return _assemble(fqn, name, [_Part(shape, whole(shape), e, r) for r, e in extents], paths) if same else None
+    parts, start = [], 0
+    for rank, extent in extents:
+        parts.append(_Part(shape, FlatRange(start, start + extent.numel), extent, rank))
+        start += extent.numel
+    return _assemble(fqn, name, parts, paths)
+
+
+# -- the rest ------------------------------------------------------------------------------------------------
+
+
+def _read_extra(reading: _Reading, file: _RankFile) -> None:
+    """`{lr_scheduler, rng}`: one scheduler for all, and each rank's random state."""
+    for name, value in file.content.items():
+        if value is None:
+            continue
+        if name == "rng":
+            reading.items.setdefault("rng_state", {})[str(file.rank)] = value
+        else:
+            known = reading.items.setdefault(str(name), value)
+            if name == "lr_scheduler" and _epoch(known) != _epoch(value):
+                raise CorruptError(
+                    "ranks of different steps in one folder",
+                    path=file.path,
+                    rank=file.rank,
+                    expected=f"lr_scheduler after {_epoch(known)} steps",
+                    found=f"{_epoch(value)} steps",
+                )
+
+
+def _epoch(scheduler: Any) -> Any:
+    return scheduler.get("last_epoch") if isinstance(scheduler, Mapping) else None

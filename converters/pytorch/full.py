@@ -1,0 +1,569 @@
+"""Full state dicts in torch files: `pytorch_model.bin`, `pytorch_model_fsdp.bin` with `optimizer.bin`, `model.pt`.
+
+Read:
+
+    pytorch_model_fsdp.bin, optimizer.bin       Accelerate and HF Trainer, FSDP with FULL_STATE_DICT
+    pytorch_model.bin, optimizer.bin|.pt        Accelerate's save_state, zero_to_fp32.py, transformers before 5
+    pytorch_model.bin.index.json, shards        transformers before 5
+    model.pt and any other torch file           a state dict, or {"model": ..., "optimizer": ..., ...}
+
+Written: weights alone as `pytorch_model.bin` (sharded, with an index, beyond the limit of a shard), which
+`from_pretrained` and `load_state_dict` read; with an optimizer as `pytorch_model_fsdp.bin` and `optimizer.bin`, from
+which Accelerate and HF Trainer resume under FSDP with FULL_STATE_DICT, on any number of ranks, version 1 and 2.  The
+rest of the training state has no place in these: it goes into `training_state.pt`, an LR scheduler of torch's also
+into `scheduler.pt`.
+
+Format facts: accelerate 1.15 (utils/fsdp_utils.py, `save_fsdp_model`, `load_fsdp_optimizer`; utils/constants.py),
+transformers 5.23 (trainer.py) and 4.57 (modeling_utils.py), torch 2.13 (optim, distributed/checkpoint/state_dict.py).
+
+Names.  A file does not say whether its names are transformers' in memory or the Hub's: `save_pretrained` of
+transformers 4 wrote the latter, engines write the former, and for most models they are the same.  The names themselves
+tell: `converters.names.transformers.relation` leaves alone what is in the other form already.
+
+Ties.  Two names in one state dict with the same storage, offset, shape and strides are one tensor: the file records
+that, the values have no say.  The first of them is the owner.  FSDP2 gathers each name apart: there the model's config
+says what is tied, and the optimizer, which has one of the names.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.torchfile.pickles import StoredDict, StoredTensor
+from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, number, torch_file
+from ckpt.errors import CorruptError, LossError, NotFoundError, UnsafeError
+from ckpt.move.files import confined, translate_os_errors
+from ckpt.plan.checkpoint import (
+    BUFFER,
+    MASTER,
+    TRANSFORMERS,
+    WEIGHT,
+    Checkpoint,
+    Layout,
+    ReadRequest,
+    Target,
+    TargetFile,
+    TrainingState,
+)
+from ckpt.plan.dtypes import DType
+from ckpt.plan.precision import CAST_SOURCES, Choice, choose, describe
+from ckpt.plan.tensors import Tensor, Whole, whole
+from ckpt.run_folder.carried import DEEPSPEED_SCRIPTS, Companions, no_schedule, run_companions, trainer_folder
+from ckpt.run_folder.companions import (
+    CONFIG,
+    RUN_PATTERNS,
+    companions,
+    dump_config,
+    find_config,
+    read_config,
+    read_json,
+    true_config,
+)
+from ckpt.run_folder.left_out import run_files_left_out
+from ckpt.run_folder.steps import enclosing_folders, trainer_step
+from ckpt.state.plain import is_plain
+from converters.pytorch.state_dicts import (
+    Reading,
+    clean_names,
+    is_part,
+    is_state_dict,
+    newest_step,
+    read_optimizer,
+    step_of,
+    tie_as_declared,
+)
+
+FSDP_MODEL = "pytorch_model_fsdp.bin"
+MODEL = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"
+OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
+SCHEDULERS = ("scheduler.pt", "scheduler.bin")
+STATE = "training_state.pt"
+
+#: Files that scripts write, in the order in which they are looked for.
+_NAMES = (FSDP_MODEL, MODEL, INDEX, "model.pt", "model.pth", "model.bin", "model.ckpt")
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+#: Torch files that are no full state dict: other formats' and a run's.
+_OTHERS = (
+    *RUN_PATTERNS,
+    STATE,
+    "*model_states.pt",
+    "*optim_states.pt",
+    "*_world_size_*_rank_*.pt",
+    "pytorch_model_fsdp_*rank*.bin",
+    "optimizer_*rank*.bin",
+    "adapter_model*.bin",
+    "model_optim_rng.pt",
+    "distrib_optim.pt",
+    "common.pt",
+    "pytorch_model-*-of-*.bin",
+)
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+#: Where bundles keep the model and the optimizer.
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+_SHARD = "pytorch_model-{:05d}-of-{:05d}.bin"
+_SHARD_NAME = re.compile(r"[^/\\]+\.(?:bin|pt|pth)")
+_MAX_INDEX = 128 << 20
+
+
+class Full:
+    name = "full"
+    title = "full state dict in torch files"
+    reads = True
+    writes = True
+    carries_optimizer = True
+    namespace: str | None = TRANSFORMERS
+
+    # -- find ------------------------------------------------------------------------------------------------
+
+    def find(self, path: Path, tag: str | None) -> Path | None:
+        """A torch file, a folder with one (`tag` names one in it), or the newest step in a run folder.
+
+        Beside safetensors weights, `pytorch_model.bin` is another copy of these, and so it is not looked at.
+        """
+        if path.is_file():
+            return path if _is_weights_name(path.name) and _is_torch_file(path) else None
+        folder = path if tag is None else confined(path, tag)
+        if not folder.is_dir():
+            return None
+        if _weights_in(folder) is not None:
+            return folder
+        steps = newest_step(folder) if tag is None else []
+        return next((step for step in steps if _weights_in(step) is not None), None)
+
+    # -- read ------------------------------------------------------------------------------------------------
+
+    def read(self, path: Path, request: ReadRequest) -> Checkpoint:
+        """Describe the state dicts; every tensor of the model has the role `weight`, as files tell no buffers apart.
+
+        An fp32 weight that an optimizer updates is the weight and its master at once; whoever needs a master upcasts
+        the weight, which here changes no bit.
+        """
+        folder = path.parent if path.is_file() else path
+        name = path.name if path.is_file() else _weights_in(folder)
+        if name is None:
+            raise NotFoundError("there is no torch file with a model's weights here", path=path)
+        reading = _Reading(folder)
+        if name == INDEX or name.endswith(".index.json"):
+            _read_sharded(reading, name)
+        else:
+            _read_bundle(reading, name)
+        if path.is_dir() or name == FSDP_MODEL:
+            _read_beside(reading, name)
+        folders = tuple(p for p in (request.config, *enclosing_folders(folder)) if p is not None)
+        config = read_config(folders)
+        if reading.groups:
+            trained = {fqn for group in reading.groups for fqn in group.fqns}
+            tie_as_declared(reading.tensors, reading.ties, config, trained)
+        state = TrainingState(reading.step, reading.groups, reading.scalars, reading.items)
+        return Checkpoint(
+            path=str(path),
+            format=self.name,
+            tensors=reading.tensors,
+            files=tuple(reading.files),
+            framework="accelerate" if name == FSDP_MODEL else None,
+            ties=reading.ties,
+            state=state,
+            config=config,
+            folders=tuple(str(p) for p in folders),
+            notes=tuple(reading.notes),
+        )
+
+    # -- lay out ---------------------------------------------------------------------------------------------
+
+    def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        """Weights alone, or model and optimizer in two files; see the module's docstring."""
+        trained = bool(checkpoint.optimizer_states or checkpoint.state.param_groups)
+        chosen = _chosen(checkpoint, layout, trained)
+        extra = checkpoint.state.items.get("extra_state")
+        extra = extra if isinstance(extra, Mapping) else {}
+        if trained:
+            files = [torch_file(FSDP_MODEL, _model(chosen, checkpoint.ties, extra)), _optimizer(checkpoint)]
+        else:
+            files = _weight_files(chosen, checkpoint.ties, extra, layout.max_shard_size)
+        beside = _beside(checkpoint, {} if trained else chosen, layout)
+        written = {choice.key for choice in chosen.values()}
+        kept = {key for key in checkpoint.tensors if trained and key[1] not in (WEIGHT, MASTER, BUFFER)}
+        return Target(
+            files=(*beside.files, *files),
+            leaves_out=frozenset(key for key in checkpoint.tensors if key not in written | kept),
+            dropped=(*_dropped(checkpoint, chosen), *beside.dropped),
+            notes=(*_notes(checkpoint, chosen, layout, trained), *beside.notes),
+        )
+
+
+FULL = Full()
+
+
+# -- finding -------------------------------------------------------------------------------------------------
+
+
+def _is_weights_name(name: str) -> bool:
+    if name.endswith(".bin.index.json"):
+        return True
+    return name.endswith(_SUFFIXES) and not any(fnmatch.fnmatch(name, pattern) for pattern in _OTHERS)
+
+
+def _is_torch_file(path: Path) -> bool:
+    """By its first bytes: a zip archive, or the magic number of files from before torch 1.6."""
+    if path.name.endswith(".json"):
+        return True
+    with translate_os_errors(path), open(path, "rb") as file:
+        head = file.read(16)
+    # What is empty or zeroed by a crash is ours to complain about.
+    return head.startswith(b"PK\3\4") or b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19" in head or not head.strip(b"\0")
+
+
+def _weights_in(folder: Path) -> str | None:
+    """The name of the folder's torch file with weights, or of its index."""
+    with translate_os_errors(folder):
+        names = {entry.name for entry in folder.iterdir() if not entry.is_dir()}
+    if ".metadata" in names:
+        return None
+    if FSDP_MODEL in names:
+        return FSDP_MODEL
+    if names.intersection(_SAFETENSORS):
+        return None
+    for name in _NAMES:
+        if name in names:
+            return name
+    others = sorted(name for name in names if _is_weights_name(name) and not name.endswith(".json"))
+    return others[0] if len(others) == 1 and _is_torch_file(folder / others[0]) else None
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Reading(Reading):
+    step: int | None = None
+    has_optimizer: bool = False
+
+    def load(self, name: str) -> tuple[str, Any]:
+        path = str(confined(self.folder, name))
+        return path, self.root(path)
+
+    def add(self, tensor: Tensor, path: str) -> None:
+        if (tensor.fqn, tensor.role) in self.tensors:
+            raise CorruptError("the tensor stands in two files", path=path, fqn=tensor.fqn)
+        self.tensors[tensor.fqn, tensor.role] = tensor
+
+
+def _read_bundle(reading: _Reading, name: str) -> None:
+    """One file: a state dict, or a dict that has one beside an optimizer and whatever else a trainer keeps."""
+    path, root = reading.load(name)
+    if not isinstance(root, Mapping):
+        raise NotFoundError("this torch file holds no state dict", path=path, found=type(root).__name__)
+    key = next((key for key in _MODEL_KEYS if is_state_dict(root.get(key))), None)
+    others = [k for k, v in root.items() if is_state_dict(v) and k not in _OPTIMIZER_KEYS and "rng" not in k]
+    if key is None and not is_state_dict(root) and len(others) == 1:
+        key = others[0]
+        reading.notes.append(f"the model is taken from {key!r}, the only state dict in {name}")
+    if key is None and not is_state_dict(root):
+        raise NotFoundError(
+            "this torch file holds no state dict",
+            path=path,
+            expected="names with tensors, or a dict with `model`",
+            found=", ".join(map(str, list(root)[:8])),
+        )
+    if key is None:
+        # torchtitan's spelling: the model's names stand beside `optimizer` and the like.
+        _add_model(reading, {k: v for k, v in root.items() if not _is_entry(k, v)}, path)
+        rest = {k: v for k, v in root.items() if _is_entry(k, v)}
+    else:
+        _add_model(reading, root[key], path)
+        rest = {k: v for k, v in root.items() if k != key}
+    optimizer = next((key for key in _OPTIMIZER_KEYS if rest.get(key)), None)
+    if optimizer is not None:
+        _add_optimizer(reading, rest.pop(optimizer), path)
+    reading.items |= {str(k): v for k, v in rest.items() if v is not None}
+    reading.step = step_of(rest)
+
+
+def _is_entry(name: str, value: Any) -> bool:
+    """Whether an entry beside a model's names is the trainer's: a dict, or a number."""
+    return "." not in name and not isinstance(value, StoredTensor) and not is_part(value)
+
+
+def _read_sharded(reading: _Reading, name: str) -> None:
+    """The shards that an index names; each must hold just the tensors that the index places there."""
+    path = confined(reading.folder, name)
+    index = read_json(path, unique=True, max_bytes=_MAX_INDEX)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptError("the index has no weight_map", path=path)
+    by_file: dict[str, set[str]] = {}
+    for fqn, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise CorruptError("the index does not give a file name", path=path, fqn=fqn, found=repr(shard))
+        if "\0" in shard or os.path.isabs(shard) or ".." in Path(shard).parts:
+            raise UnsafeError("the index names a file outside its folder", path=path, fqn=fqn, found=repr(shard))
+        if not _SHARD_NAME.fullmatch(shard):
+            raise CorruptError("the index names a file that is no torch file", path=path, fqn=fqn, found=repr(shard))
+        by_file.setdefault(shard, set()).add(fqn)
+    for shard in sorted(by_file):
+        _read_shard(reading, shard, by_file[shard])
+
+
+def _read_shard(reading: _Reading, shard: str, expected: set[str]) -> None:
+    if not (reading.folder / shard).is_file():
+        raise CorruptError(
+            "a file of weights is missing",
+            path=reading.folder / shard,
+            expected=f"a file with {len(expected)} tensors",
+            found="no file",
+            fqn=", ".join(sorted(expected)[:3]),
+            hint="fetch it again, or wait until the folder is written completely",
+        )
+    path, root = reading.load(shard)
+    if not isinstance(root, Mapping):
+        raise CorruptError("a shard holds no state dict", path=path, found=type(root).__name__)
+    for fqn in expected ^ set(root):
+        where = "the index names a tensor that its file does not hold"
+        raise CorruptError(
+            where if fqn in expected else "the file holds a tensor that the index does not place there",
+            path=path,
+            fqn=str(fqn),
+        )
+    _add_model(reading, root, path)
+
+
+def _add_model(reading: _Reading, state: Mapping[str, Any], path: str) -> None:
+    names = clean_names(state, path)
+    owners: dict[Any, str] = {}
+    extra: dict[str, Any] = {}
+    for name, value in state.items():
+        fqn = names[name]
+        if is_part(value):
+            raise NotFoundError(
+                "this file holds one rank's parts of the tensors, not the tensors",
+                path=path,
+                fqn=fqn,
+                hint="files of all ranks together are the format `fsdp-ranks`",
+            )
+        if not isinstance(value, StoredTensor):
+            extra[fqn] = value
+            continue
+        extent = value.extent
+        if extent.numel and owners.setdefault(extent, fqn) != fqn:
+            reading.ties[fqn] = owners[extent]
+            continue
+        reading.add(Tensor(fqn, WEIGHT, extent.dtype, extent.shape, Whole(extent)), path)
+    if extra:
+        reading.items["extra_state"] = {**reading.items.get("extra_state", {}), **extra}
+
+
+def _add_optimizer(reading: _Reading, content: Any, path: str) -> None:
+    reading.has_optimizer = True
+    optimizer = read_optimizer(content, path)
+    if optimizer is None:
+        reading.notes.append(
+            f"{Path(path).name}: the optimizer's states are left out: they are numbered, and nothing in the file says "
+            "which parameter has which number (torch records that for optimizers made of named_parameters())"
+        )
+        return
+    shapes = {fqn: tensor.shape for (fqn, role), tensor in reading.tensors.items() if role == WEIGHT}
+    for fqn in {name for group in optimizer.groups for name in group.fqns} | set(optimizer.states):
+        if reading.ties.get(fqn, fqn) not in shapes:
+            raise CorruptError("the optimizer has a parameter that the model does not have", path=path, fqn=fqn)
+    for fqn, values in optimizer.states.items():
+        owner = reading.ties.get(fqn, fqn)
+        for name, value in values.items():
+            if is_part(value):
+                raise NotFoundError("this file holds one rank's parts of the optimizer's states", path=path, fqn=fqn)
+            if not isinstance(value, StoredTensor):
+                reading.scalars.setdefault(name, {})[owner] = value
+            elif not value.shape and (name == "step" or shapes[owner]):
+                reading.scalars.setdefault(name, {})[owner] = read_scalar(value.extent)
+            else:
+                extent = value.extent
+                reading.add(Tensor(owner, name, extent.dtype, extent.shape, Whole(extent)), path)
+    reading.groups = optimizer.groups
+
+
+def _read_beside(reading: _Reading, name: str) -> None:
+    """What stands in files of its own beside the weights: optimizer, scheduler, our `training_state.pt`, the step."""
+    optimizer = _first(reading.folder, OPTIMIZERS)
+    if optimizer is not None and not reading.has_optimizer:
+        path, root = reading.load(optimizer)
+        _add_optimizer(reading, root, path)
+    state = _first(reading.folder, (STATE,))
+    if state is not None:
+        path, root = reading.load(state)
+        if not isinstance(root, Mapping):
+            raise CorruptError("this is no training state", path=path, expected="a dict", found=type(root).__name__)
+        reading.items |= {str(key): value for key, value in root.items() if key != "step"}
+        reading.step = root.get("step", reading.step)
+    scheduler = _first(reading.folder, SCHEDULERS)
+    if scheduler is not None and "lr_scheduler" not in reading.items:
+        reading.items["lr_scheduler"] = reading.load(scheduler)[1]
+    if reading.step is None:
+        reading.step = trainer_step(reading.folder)
+
+
+def _first(folder: Path, names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if (folder / name).is_file()), None)
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+def _chosen(checkpoint: Checkpoint, layout: Layout, trained: bool) -> dict[str, Choice]:
+    """The tensor that is written for each parameter and buffer.
+
+    Beside an optimizer there is one place for a parameter, and the optimizer updates what stands there: the master as
+    it is, unless `--dtype` asks for something else.  This is what FSDP and Accelerate keep themselves.
+    """
+    found: dict[str, Choice] = {}
+    for fqn in dict.fromkeys(fqn for fqn, role in checkpoint.tensors if role in (WEIGHT, MASTER, BUFFER)):
+        buffer = checkpoint.get(fqn, BUFFER)
+        weight, master = checkpoint.get(fqn, WEIGHT), checkpoint.get(fqn, MASTER)
+        if buffer is not None:
+            found[fqn] = Choice(buffer, buffer.dtype)
+        elif trained and master is not None and layout.dtype is None:
+            found[fqn] = Choice(master, master.dtype)
+        else:
+            found[fqn] = choose(weight, master, layout.dtype)
+    return found
+
+
+def _model(chosen: Mapping[str, Choice], ties: Mapping[str, str], extra: Mapping[str, Any]) -> StoredDict:
+    """The model's state dict, with `extra` for entries without tensors; tied names share a storage, as in the model."""
+    state = StoredDict("OrderedDict")
+    aliases: dict[str, list[str]] = {}
+    for alias, owner in ties.items():
+        if alias not in chosen:
+            aliases.setdefault(owner, []).append(alias)
+    for fqn, choice in chosen.items():
+        shape = choice.tensor.shape
+        storage = NewStorage(choice.dtype, choice.tensor.numel, (FromSource(choice.key, whole(shape)),))
+        for name in (fqn, *aliases.get(fqn, ())):
+            state[name] = NewTensor(choice.dtype, shape, storage=storage)
+    state.update(extra)
+    return state
+
+
+def _weight_files(
+    chosen: Mapping[str, Choice], ties: Mapping[str, str], extra: Mapping[str, Any], max_size: int
+) -> list[TargetFile]:
+    """`pytorch_model.bin`, or shards and their index, packed greedily in the model's order."""
+    packs: list[dict[str, Choice]] = [{}]
+    filled = 0
+    for fqn, choice in chosen.items():
+        size = choice.tensor.numel * choice.dtype.itemsize
+        if packs[-1] and filled + size > max_size:
+            packs.append({})
+            filled = 0
+        packs[-1][fqn] = choice
+        filled += size
+    if len(packs) == 1:
+        return [torch_file(MODEL, _model(chosen, ties, extra))]
+    files, weight_map = [], {}
+    for position, pack in enumerate(packs, start=1):
+        name = _SHARD.format(position, len(packs))
+        inside = {alias: owner for alias, owner in ties.items() if owner in pack and alias not in chosen}
+        state = _model(pack, inside, extra if position == len(packs) else {})
+        files.append(torch_file(name, state))
+        weight_map.update(dict.fromkeys(state, name))
+    total = sum(choice.tensor.numel * choice.dtype.itemsize for choice in chosen.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return [*files, TargetFile.of_bytes(INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())]
+
+
+def _optimizer(checkpoint: Checkpoint) -> TargetFile:
+    """`optimizer.bin`: states by fqn, and param groups that list fqns."""
+    states: dict[str, dict[str, Any]] = {fqn: {} for group in checkpoint.state.param_groups for fqn in group.fqns}
+    for name, values in checkpoint.state.scalars.items():
+        for fqn, value in values.items():
+            # Adam keeps its count as a tensor; what other optimizers keep is taken as it was read.
+            plain = name != "step" or not isinstance(value, int | float)
+            states.setdefault(fqn, {})[name] = value if plain else number(value)
+    for (fqn, role), tensor in checkpoint.tensors.items():
+        if role not in (WEIGHT, MASTER, BUFFER):
+            fill = (FromSource((fqn, role), whole(tensor.shape)),)
+            states.setdefault(fqn, {})[role] = NewTensor(tensor.dtype, tensor.shape, fill)
+    groups = [{**group.options, "params": list(group.fqns)} for group in checkpoint.state.param_groups]
+    stepped = {fqn: values for fqn, values in states.items() if values}
+    return torch_file(OPTIMIZERS[0], {"state": stepped, "param_groups": groups})
+
+
+def _beside(checkpoint: Checkpoint, weights: Mapping[str, Choice], layout: Layout) -> Companions:
+    """What stands beside the state dicts; a step of HF Trainer or Accelerate stays one, from which they resume."""
+    states, dropped = _state_files(checkpoint)
+    if trainer_folder(checkpoint) is None:
+        dropped += run_files_left_out(checkpoint)
+        return Companions((*_side_files(checkpoint, weights), *states), tuple(dropped), ())
+    found = run_companions(checkpoint, layout.world_size, layout.dtype, leave=DEEPSPEED_SCRIPTS)
+    carried = {file.name for file in found.files}
+    files = (*found.files, *(file for file in states if file.name not in carried))
+    return Companions(files, (*found.dropped, *dropped), (*found.notes, *no_schedule(files)))
+
+
+def _state_files(checkpoint: Checkpoint) -> tuple[list[TargetFile], list[str]]:
+    """`training_state.pt` and `scheduler.pt`, and what cannot be written."""
+    content: dict[str, Any] = {}
+    dropped = []
+    if checkpoint.state.step is not None:
+        content["step"] = checkpoint.state.step
+    for name, value in checkpoint.state.items.items():
+        if name == "extra_state" and isinstance(value, Mapping):
+            continue  # it is part of the model's state dict
+        if not is_plain(value):
+            dropped.append(f"training state {name}: objects of the framework's")
+            continue
+        try:
+            torch_file(STATE, value)
+        except LossError as error:
+            dropped.append(f"training state {name}: {error.what}")
+        else:
+            content[name] = value
+    files = [torch_file(STATE, content)] if content else []
+    scheduler = content.get("lr_scheduler")
+    if isinstance(scheduler, Mapping) and "last_epoch" in scheduler:  # torch's; DeepSpeed's own have another shape
+        files.append(torch_file(SCHEDULERS[0], scheduler))
+    return files, dropped
+
+
+def _side_files(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> Iterator[TargetFile]:
+    """Config, tokenizer and the like; in the config of weights alone the dtype is made true."""
+    folders = [Path(folder) for folder in checkpoint.folders]
+    config = checkpoint.config if checkpoint.config is not None else read_config(folders)
+    if config is not None:
+        written: dict[DType, int] = {}
+        for choice in weights.values():
+            if choice.tensor.role != BUFFER and choice.dtype in CAST_SOURCES:
+                written[choice.dtype] = written.get(choice.dtype, 0) + choice.tensor.numel
+        true = true_config(config, written, plain=False)[0] if config.get("model_type") else config
+        path = find_config(folders)
+        unchanged = true == config and path is not None
+        with translate_os_errors(path):
+            yield TargetFile.of_bytes(CONFIG, path.read_bytes() if unchanged and path else dump_config(true))
+    for companion in companions(folders):
+        yield TargetFile.of_bytes(companion.name, companion.content)
+
+
+def _dropped(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
+    written = {choice.key for choice in chosen.values()}
+    masters = [key for key in checkpoint.tensors if key[1] == MASTER and key not in written]
+    if masters and checkpoint.optimizer_states:
+        return [f"the masters of {len(masters)} parameters: --dtype asks for another precision"]
+    return []
+
+
+def _notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: Layout, trained: bool) -> list[str]:
+    if not trained:
+        return describe(chosen, checkpoint, layout.dtype)
+    masters = sum(choice.tensor.role == MASTER and not choice.is_cast for choice in chosen.values())
+    notes = [f"{masters} parameters written as their masters are, which the optimizer updates"] if masters else []
+    if not checkpoint.state.param_groups:
+        notes.append("the source records no param groups: a live optimizer's own have to be kept when this is loaded")
+    return notes

@@ -1,0 +1,360 @@
+"""What the keys of a DCP checkpoint mean: parameters, optimizer states, param groups, the rest.
+
+DCP itself saves a nested state dict and knows nothing of its content.  `nest` puts it together again; `understand`
+finds in it
+
+* the model: what stands under `model` (torch's recipes, Accelerate, Lightning) or another name in `_MODEL_NAMES`, or
+  else the tensors at the top (torchtitan, `dcp.save(model.state_dict())`);
+* optimizers, told by their structure (torch 2.13, `distributed/checkpoint/state_dict.py`, `_get_optim_state_dict`):
+
+      nested      state -> fqn -> name, and param_groups, a list of dicts whose `params` are fqns
+      flattened   state.<fqn>.<name> and param_groups.<fqn>.<option> in one dict (torchtitan, transformers 5)
+      by number   as `optimizer.state_dict()` gives it; the names are known only where `param_names` is recorded
+                  (torch 2.6 on, for optimizers that were made of named parameters)
+
+* everything else: training state.
+
+Before torch 2.4, dicts and lists that hold no tensor were single values; nested again, they look the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.containers.dcp.metadata import Path_
+from ckpt.errors import CorruptError
+from ckpt.plan.checkpoint import ParamGroup
+
+_MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
+_OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
+_STATE, _GROUPS = "state", "param_groups"
+
+#: Components that wrappers put into fqns: FSDP1, torch.compile, activation checkpointing (torch 2.13).
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+_DDP = "module."
+
+_LONGEST_LIST = 1 << 20
+_MAX_DEPTH = 32
+
+
+class Leaf:
+    """A tensor in the nested state dict.  Subclassed by the reader, which knows where it is."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Understood:
+    """A state dict, sorted.  Names of parameters are those of the model itself, without what wrappers add.
+
+    `states` has the optimizer's states by fqn and name: tensors, or plain values.
+    """
+
+    weights: dict[str, Leaf] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    states: dict[tuple[str, str], Any] = field(default_factory=dict)
+    groups: list[ParamGroup] = field(default_factory=list)
+    rest: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+# -- the nested state dict -------------------------------------------------------------------------------------
+
+
+def nest(leaves: Iterable[tuple[Path_, Any]], path: str) -> dict[str | int, Any]:
+    """The nested state dict of these values, as torch's `unflatten_state_dict` makes it.
+
+    `path` is the file, for messages.
+    """
+    root: dict[str | int, Any] = {}
+    for steps, value in leaves:
+        node = root
+        for step in steps[:-1]:
+            inner = node.setdefault(step, _Node())
+            if type(inner) is not _Node:
+                raise _conflict(steps, path)
+            node = inner
+        if steps[-1] in node:
+            raise _conflict(steps, path)
+        node[steps[-1]] = value
+    return {name: _with_lists(value) for name, value in root.items()}
+
+
+class _Node(dict[str | int, Any]):
+    """A dict or list that is being put together, unlike one that is itself a value."""
+
+
+def _conflict(steps: Path_, path: str) -> CorruptError:
+    return CorruptError("two values have the same place in the state dict", path=path, fqn=".".join(map(str, steps)))
+
+
+def _with_lists(value: Any) -> Any:
+    """Dicts whose names are indices as lists; a missing element (an empty dict, which DCP drops) is None."""
+    if type(value) is not _Node:
+        return value
+    inner = {name: _with_lists(item) for name, item in value.items()}
+    indices = [name for name in inner if type(name) is int]
+    if len(indices) != len(inner) or not inner or max(indices) > max(2 * len(inner), _LONGEST_LIST):
+        return {str(name): item for name, item in inner.items()}
+    return [inner.get(index) for index in range(max(indices) + 1)]
+
+
+# -- model, optimizers, the rest -------------------------------------------------------------------------------
+
+
+def understand(root: Mapping[Any, Any]) -> Understood:
+    """Sort a nested state dict."""
+    found = Understood()
+    optimizers: list[Mapping[str, Any]] = []
+    models: dict[str, Mapping[str, Any]] = {}
+    if _is_optimizer("", root):
+        optimizers.append(root)
+    else:
+        found.rest = _sort(root, optimizers, models, 0)
+    if not models:
+        models = _model_without_name(found, bool(optimizers))
+    weights, extra = _flat_model(models)
+    strip = _stripper(weights or _state_names(optimizers))
+    for fqn, leaf in weights.items():
+        _add(found.weights, strip(fqn), leaf, fqn)
+    for fqn, value in extra.items():
+        _add(found.extra, strip(fqn), value, fqn)
+    for number, node in enumerate(optimizers):
+        _read_optimizer(node, number, found, strip, weights)
+    return found
+
+
+def _sort(
+    node: Mapping[Any, Any], optimizers: list[Mapping[str, Any]], models: dict[str, Mapping[str, Any]], depth: int
+) -> dict[str, Any]:
+    """Take models and optimizers out of `node`, and of a dict in it that holds both (a `Stateful` of the user's)."""
+    rest: dict[str, Any] = {}
+    for name, child in node.items():
+        if isinstance(child, Mapping) and _is_optimizer(name, child):
+            optimizers.append(child)
+        elif name in _OPTIMIZER_NAMES and isinstance(child, list) and all(_is_optimizer(name, c) for c in child):
+            optimizers += child
+        elif name in _MODEL_NAMES and isinstance(child, Mapping) and _has_tensors(child):
+            models.setdefault(name, child)
+        elif (
+            depth == 0
+            and isinstance(child, Mapping)
+            and any(
+                inner in _MODEL_NAMES and isinstance(value, Mapping) and _has_tensors(value)
+                for inner, value in child.items()
+            )
+        ):
+            inner_rest = _sort(child, optimizers, models, depth + 1)
+            rest |= {name: inner_rest} if inner_rest else {}
+        else:
+            rest[name] = child
+    return rest
+
+
+def _is_optimizer(name: str, node: Any) -> bool:
+    if not isinstance(node, Mapping):
+        return False
+    if isinstance(node.get(_GROUPS), list):
+        return True
+    flat = [key for key in node if isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}."))]
+    if any(key.startswith(f"{_GROUPS}.") for key in flat):
+        return True
+    return name in _OPTIMIZER_NAMES and (bool(flat) or _STATE in node)
+
+
+def _has_tensors(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, Leaf):
+        return True
+    if depth >= _MAX_DEPTH or not isinstance(value, Mapping | list):
+        return False
+    return any(_has_tensors(item, depth + 1) for item in (value.values() if isinstance(value, Mapping) else value))
+
+
+def _model_without_name(found: Understood, has_optimizer: bool) -> dict[str, Mapping[str, Any]]:
+    """The tensors at the top; otherwise the one dict of tensors that there is, under whatever name."""
+    top = {name: value for name, value in found.rest.items() if isinstance(value, Leaf)}
+    if top:
+        extra = {name: value for name, value in found.rest.items() if name.endswith("_extra_state")}
+        model = top | extra
+        found.rest = {name: value for name, value in found.rest.items() if name not in model}
+        return {"": model}
+    named = {name: value for name, value in found.rest.items() if isinstance(value, Mapping) and _is_all_tensors(value)}
+    if len(named) != 1:
+        return {}
+    ((name, node),) = named.items()
+    del found.rest[name]
+    found.notes.append(f"the tensors under {name!r} are taken for the model: nothing is called 'model' here")
+    return {name: node}
+
+
+def _is_all_tensors(node: Mapping[str, Any]) -> bool:
+    return bool(node) and all(isinstance(value, Leaf) for value in node.values())
+
+
+def _flat_model(models: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Leaf], dict[str, Any]]:
+    """Tensors and other values (`_extra_state`) of the model by fqn."""
+    weights: dict[str, Leaf] = {}
+    extra: dict[str, Any] = {}
+    for node in models.values():
+        for fqn, value in _leaves(node):
+            if isinstance(value, Leaf):
+                _add(weights, fqn, value, fqn)
+            else:
+                _add(extra, fqn, value, fqn)
+    return weights, extra
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    items = node.items() if isinstance(node, Mapping) else enumerate(node)
+    for name, value in items:
+        fqn = f"{prefix}{name}"
+        if isinstance(value, Mapping | list) and _has_tensors(value):
+            yield from _leaves(value, f"{fqn}.")
+        else:
+            yield fqn, value
+
+
+def _add(target: dict[str, Any], fqn: str, value: Any, was: str) -> None:
+    if fqn in target:
+        raise CorruptError("two tensors have the same name once the wrappers' prefixes are removed", fqn=was)
+    target[fqn] = value
+
+
+# -- names -----------------------------------------------------------------------------------------------------
+
+
+class _Stripper:
+    """Removes what wrappers add to fqns; `module.` (DDP) only where every name begins with it."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        inner = [self._unwrapped(name) for name in names]
+        self.ddp = bool(inner) and all(name.startswith(_DDP) for name in inner)
+
+    def _unwrapped(self, name: str) -> str:
+        if not any(wrapper in name for wrapper in _WRAPPERS):
+            return name
+        return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+    def __call__(self, name: str) -> str:
+        name = self._unwrapped(name)
+        return name.removeprefix(_DDP) if self.ddp else name
+
+
+def _stripper(names: Iterable[str]) -> _Stripper:
+    return _Stripper(names)
+
+
+def _state_names(optimizers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names of parameters as nested optimizer states spell them."""
+    states = (node.get(_STATE) for node in optimizers)
+    return [fqn for state in states if isinstance(state, Mapping) for fqn in state]
+
+
+# -- optimizers ------------------------------------------------------------------------------------------------
+
+
+def _read_optimizer(
+    node: Mapping[str, Any], number: int, found: Understood, strip: _Stripper, weights: Mapping[str, Leaf]
+) -> None:
+    """Add one optimizer's states and groups; what else it holds stays training state under `optimizer`."""
+    states, groups, left = _nested(node)
+    flat_states, flat_groups = _flattened(left, weights)
+    states |= flat_states
+    groups = [*groups, *flat_groups]
+    if _is_by_number(states, groups):
+        names = _recorded_names(groups)
+        if names is None:
+            found.notes.append(
+                f"the optimizer's {len(states)} states are recorded by the parameters' numbers, not by their names: "
+                "they are not carried (torch's get_optimizer_state_dict saves names)"
+            )
+            return
+        states = {(names[fqn], name): value for (fqn, name), value in states.items()}
+        groups = [group | {"params": [names[str(i)] for i in group.get("params") or []]} for group in groups]
+    for (fqn, name), value in states.items():
+        if (strip(fqn), name) in found.states:
+            raise CorruptError(f"two optimizers have a state {name!r} of one parameter", fqn=fqn)
+        found.states[strip(fqn), name] = value
+    for group in groups:
+        params = [strip(fqn) for fqn in group.get("params") or [] if isinstance(fqn, str)]
+        options = {name: value for name, value in group.items() if name != "params"}
+        found.groups.append(ParamGroup(tuple(params), options))
+    if left:
+        found.rest["optimizer" if number == 0 else f"optimizer_{number}"] = left
+
+
+def _nested(node: Mapping[str, Any]) -> tuple[dict[tuple[str, str], Any], list[dict[str, Any]], dict[str, Any]]:
+    states: dict[tuple[str, str], Any] = {}
+    left = {name: value for name, value in node.items() if name not in (_STATE, _GROUPS)}
+    state = node.get(_STATE)
+    if isinstance(state, Mapping):
+        for fqn, values in state.items():
+            if isinstance(values, Mapping):
+                states |= {(str(fqn), str(name)): value for name, value in values.items()}
+            else:
+                left.setdefault(_STATE, {})[fqn] = values
+    listed = node.get(_GROUPS)
+    groups = [dict(group) for group in listed if isinstance(group, Mapping)] if isinstance(listed, list) else []
+    return states, groups, left
+
+
+def _flattened(
+    left: dict[str, Any], weights: Mapping[str, Leaf]
+) -> tuple[dict[tuple[str, str], Any], list[dict[str, Any]]]:
+    """States and groups of a flattened optimizer, taken out of `left`.  Params of the same options are one group."""
+    states: dict[tuple[str, str], Any] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for key in [key for key in left if isinstance(key, str)]:
+        kind, _, rest = key.partition(".")
+        if kind not in (_STATE, _GROUPS) or "." not in rest:
+            continue
+        fqn, name = _split(rest, weights)
+        if kind == _STATE:
+            states[fqn, name] = left.pop(key)
+        else:
+            options.setdefault(fqn, {})[name] = left.pop(key)
+    groups: list[dict[str, Any]] = []
+    members: list[tuple[dict[str, Any], list[str]]] = []
+    for fqn, chosen in options.items():
+        same = next((fqns for known, fqns in members if _same(known, chosen)), None)
+        if same is None:
+            members.append((chosen, [fqn]))
+        else:
+            same.append(fqn)
+    for chosen, fqns in members:
+        groups.append({**chosen, "params": fqns})
+    return states, groups
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two sets of options are alike; numbers of different types are not."""
+    return a.keys() == b.keys() and all(a[k] is b[k] or (type(a[k]) is type(b[k]) and a[k] == b[k]) for k in a)
+
+
+def _split(text: str, weights: Mapping[str, Leaf]) -> tuple[str, str]:
+    """`<fqn>.<name>`, by the model's names where they are known, as a name may have dots too."""
+    fqn, _, name = text.rpartition(".")
+    shorter = fqn
+    while weights and shorter and shorter not in weights:
+        shorter = shorter.rpartition(".")[0]
+    return (shorter, text[len(shorter) + 1 :]) if shorter else (fqn, name)
+
+
+def _is_by_number(states: Mapping[tuple[str, str], Any], groups: list[dict[str, Any]]) -> bool:
+    listed = [fqn for group in groups for fqn in group.get("params") or []]
+    if any(type(fqn) is int for fqn in listed):
+        return True
+    return bool(states) and not listed and all(fqn.isdigit() for fqn, _ in states)
+
+
+def _recorded_names(groups: list[dict[str, Any]]) -> dict[str, str] | None:
+    """Number to name where every group records `param_names`."""
+    names: dict[str, str] = {}
+    for group in groups:
+        params, recorded = group.get("params") or [], group.get("param_names")
+        if not isinstance(recorded, list) or len(recorded) != len(params):
+            return None
+        names |= {str(i): str(name) for i, name in zip(params, recorded, strict=True)}
+    return names or None

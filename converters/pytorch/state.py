@@ -1,0 +1,157 @@
+"""From a checkpoint to the nested state dict that `dcp` writes: model, optimizer, training state.
+
+    model.<fqn>                     parameters (the fp32 masters where the source has them), buffers, aliases of ties
+    optimizer.state.<fqn>.<name>    the optimizer's states; numbers (`step`) as tensors without dims
+    optimizer.param_groups.<n>.*    options, and `params`, the names
+    lr_scheduler, train_state, ...  training state
+
+as torch's `get_model_state_dict` and `get_optimizer_state_dict` spell it (2.13,
+`distributed/checkpoint/state_dict.py`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.containers.dcp.metadata import Path_
+from ckpt.containers.dcp.write import AliasOf, Sharded, flatten
+from ckpt.containers.torchfile.write import number
+from ckpt.errors import LossError
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
+from ckpt.plan.dtypes import FLOAT32, FLOAT64, INT64, DType
+from ckpt.plan.precision import Choice, choices, describe
+from ckpt.state import adam
+from ckpt.state.plain import is_plain
+
+#: Training state that engines load from where it stands, entry by entry; of other formats' only these are taken apart.
+_KNOWN = ("lr_scheduler", "train_state")
+
+
+@dataclass(frozen=True, slots=True)
+class StateDict:
+    """The leaves of the state dict by path; `left_out` are tensors of the source that are in it in another form."""
+
+    model: tuple[tuple[Path_, Any], ...]
+    optimizer: tuple[tuple[Path_, Any], ...]
+    rest: tuple[tuple[Path_, Any], ...]
+    left_out: frozenset[Key]
+    dropped: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def state_dict(checkpoint: Checkpoint, dtype: DType | None) -> StateDict:
+    """What is written for `checkpoint`, with parameters in `dtype` (None: as they are kept in training)."""
+    chosen = _choose(checkpoint, dtype)
+    written = {choice.key for choice in chosen.values()}
+    roles = (WEIGHT, MASTER, BUFFER)
+    left_out = {key for key in checkpoint.tensors if key[1] in roles and key not in written}
+    rest, dropped = _rest(checkpoint)
+    if masters := sum(role == MASTER for _, role in left_out):
+        dropped.append(f"fp32 masters of {masters} parameters, as --dtype asks for weights in {dtype}")
+    return StateDict(
+        tuple(_model(checkpoint, chosen)),
+        tuple(_optimizer(checkpoint)),
+        tuple(rest),
+        frozenset(left_out),
+        tuple(dropped),
+        tuple(_notes(checkpoint, chosen, dtype)),
+    )
+
+
+def _choose(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
+    """FSDP keeps its parameters in the precision that the optimizer steps: the masters, where there are any."""
+    chosen = choices(checkpoint, dtype)
+    if dtype is not None:
+        return chosen
+    for fqn in chosen:
+        master = checkpoint.get(fqn, MASTER)
+        if master is not None:
+            chosen[fqn] = Choice(master, master.dtype)
+    return chosen
+
+
+def _notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtype: DType | None) -> Iterator[str]:
+    exact = [choice for choice in chosen.values() if choice.tensor.role == MASTER and not choice.is_cast]
+    if exact and dtype is None:
+        yield (
+            f"{len(exact)} parameters written as the fp32 masters are, bit for bit, which is how FSDP keeps them; "
+            "--dtype bf16 writes weights of that precision instead"
+        )
+    else:
+        yield from describe(chosen, checkpoint, dtype)
+    if added := [name for group in checkpoint.state.param_groups for name in _missing(checkpoint, group.options)]:
+        yield f"options that torch's Adam asks for and the source does not record: {', '.join(dict.fromkeys(added))}"
+
+
+def _model(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Iterator[tuple[Path_, Any]]:
+    for fqn, choice in chosen.items():
+        cut = choice.tensor.role != BUFFER
+        yield ("model", fqn), Sharded(choice.key, choice.dtype, choice.tensor.shape, cut)
+    for alias, owner in checkpoint.ties.items():  # a model's state dict has both names
+        if owner in chosen and alias not in chosen:
+            yield ("model", alias), AliasOf(("model", owner))
+    extra = checkpoint.state.items.get("extra_state")
+    if isinstance(extra, Mapping):
+        for fqn, value in extra.items():
+            yield ("model", str(fqn)), value
+
+
+def _optimizer(checkpoint: Checkpoint) -> Iterator[tuple[Path_, Any]]:
+    for name, values in checkpoint.state.scalars.items():
+        for fqn, value in values.items():
+            yield ("optimizer", "state", fqn, name), _number(value)
+    for (fqn, role), tensor in checkpoint.tensors.items():
+        if role not in (WEIGHT, MASTER, BUFFER):
+            yield ("optimizer", "state", fqn, role), Sharded((fqn, role), tensor.dtype, tensor.shape)
+    for index, group in enumerate(checkpoint.state.param_groups):
+        options = {name: value for name, value in group.options.items() if name != "params"}
+        options |= _missing(checkpoint, options)
+        yield from flatten(options, ("optimizer", "param_groups", index))
+        yield ("optimizer", "param_groups", index, "params"), list(group.fqns)
+
+
+def _missing(checkpoint: Checkpoint, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of torch's Adam without which an engine that has it cannot load what another one's Adam recorded."""
+    if checkpoint.format == "dcp" or not adam.is_adam(options, checkpoint.optimizer_states):
+        return {}
+    return adam.missing_for_torch(options, checkpoint.state.items.get("ds_config"))
+
+
+def _number(value: Any) -> Any:
+    """A state of one number as torch's optimizers keep it: fp32 without dims, or what holds it exactly."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if isinstance(value, int) and int(float(value)) != value:
+        return number(value, INT64) if -(1 << 63) <= value < 1 << 63 else value
+    try:
+        exact = struct.unpack("<f", struct.pack("<f", value))[0] == value or value != value
+    except OverflowError:
+        exact = False
+    return number(value, FLOAT32 if exact else FLOAT64)
+
+
+def _rest(checkpoint: Checkpoint) -> tuple[list[tuple[Path_, Any]], list[str]]:
+    """Training state, and what of it cannot be written: objects of a framework's own classes."""
+    own = checkpoint.format == "dcp"
+    items = dict(checkpoint.state.items)
+    items.pop("extra_state", None)
+    step = checkpoint.state.step
+    if not own and step is not None and "train_state" not in items:
+        samples = items.get("global_samples")
+        items["train_state"] = {"step": step} | ({} if samples is None else {"sequences": samples})
+    leaves: list[tuple[Path_, Any]] = []
+    objects: list[str] = []
+    for name, value in items.items():
+        if not is_plain(value):
+            objects.append(name)
+        elif own or name in _KNOWN:
+            leaves += flatten(value, (name,))
+        else:
+            leaves.append(((name,), value))
+    for path, _ in leaves:
+        if path[0] == "model" or (path[0] == "optimizer" and not own):
+            raise LossError("an entry of the training state has the name of the model or its optimizer", found=path[0])
+    return leaves, [f"training state {', '.join(sorted(objects))}: objects of the framework's"] if objects else []

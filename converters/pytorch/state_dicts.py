@@ -1,0 +1,219 @@
+"""What state dicts of torch hold, whoever wrote them: names in wrappers, and three spellings of an optimizer's state.
+
+    nested    {"state": {fqn: {...}}, "param_groups": [{..., "params": [fqn]}]}      get_optimizer_state_dict, FSDP
+    flat      {"state.<fqn>.exp_avg": ..., "param_groups.<fqn>.lr": ...}             flatten_optimizer_state_dict=True
+    numbered  {"state": {0: {...}}, "param_groups": [{..., "params": [0]}]}          optimizer.state_dict()
+
+After torch 2.13: optim/optimizer.py (`state_dict`), distributed/fsdp/_optim_utils.py, and
+distributed/checkpoint/state_dict.py (`_unflatten_optim_state_dict`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.pickles import Record, StoredTensor
+from ckpt.errors import CorruptError
+from ckpt.move.files import translate_os_errors
+from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, SourceFile
+from ckpt.plan.tensors import Tensor
+from converters.names.transformers.installed import tied_weights
+from converters.names.transformers.ties import ties_embeddings
+
+#: Names that wrappers put into the middle of a name: torch.compile, FSDP1, activation checkpointing.
+_INNER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+#: DistributedDataParallel and DataParallel put it before every name.
+_OUTER = "module."
+
+#: Classes of a tensor of which this file holds a part.
+_PARTS = frozenset({"DTensor", "ShardedTensor"})
+
+#: A folder of one step, as torchtitan, verl and many scripts name it.
+_STEP = re.compile(r"(?:step|global_step|checkpoint|iter|epoch)[-_]?(\d+)")
+
+
+@dataclass
+class Reading:
+    """What has been read so far of the state dicts in one folder."""
+
+    folder: Path
+    files: list[SourceFile] = field(default_factory=list)
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    groups: tuple[ParamGroup, ...] = ()
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    items: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def root(self, path: str) -> Any:
+        """The object that a torch file holds, which becomes one of the checkpoint's files."""
+        with translate_os_errors(path):
+            self.files.append(SourceFile.stat(path))
+        return torchfile.read(path).root
+
+
+def is_part(value: Any) -> bool:
+    """Whether `value` is one rank's part of a tensor."""
+    return isinstance(value, Record) and value.name in _PARTS
+
+
+def is_state_dict(value: Any) -> bool:
+    """Whether `value` is a flat dict of names with tensors among its values."""
+    return (
+        isinstance(value, Mapping)
+        and any(isinstance(item, StoredTensor) or is_part(item) for item in value.values())
+        and all(isinstance(name, str) for name in value)
+    )
+
+
+def clean_names(names: Iterable[str], path: str) -> dict[str, str]:
+    """Each name without the wrappers of DDP, FSDP1, torch.compile and activation checkpointing."""
+    inner = {name: _INNER.sub("", name) for name in names}
+    if inner and all(name.startswith(_OUTER) for name in inner.values()):
+        inner = {name: clean.removeprefix(_OUTER) for name, clean in inner.items()}
+    seen: dict[str, str] = {}
+    for name, clean in inner.items():
+        other = seen.setdefault(clean, name)
+        if other != name:
+            raise CorruptError(
+                "two tensors have the same name without their wrappers", path=path, fqn=clean, found=f"{other}, {name}"
+            )
+    return inner
+
+
+def newest_step(folder: Path) -> list[Path]:
+    """The folders of steps in a run folder, newest first."""
+    steps = [(int(m[1]), p) for p in folder.iterdir() if (m := _STEP.fullmatch(p.name)) and p.is_dir()]
+    return [path for _, path in sorted(steps, reverse=True)]
+
+
+def tie_as_declared(
+    tensors: dict[Key, Tensor],
+    ties: dict[str, str],
+    config: Mapping[str, Any] | None,
+    trained: Collection[str] | None = None,
+) -> None:
+    """Take a parameter that stands apart under two names as the one that it is, where the model's config says so.
+
+    Gathering (FSDP2) and sharding (FSDP1) write a tied parameter under each of its names, and then no file records
+    that they are one.  The second becomes a replica of the first, and is compared with it.  With `trained`, the names
+    in the optimizer's groups, only where these list the first and not the second.
+    """
+    if not config or not ties_embeddings(config):
+        return
+    for alias, owner in (tied_weights(config) or {}).items():
+        kept, again = tensors.get((str(owner), WEIGHT)), tensors.get((alias, WEIGHT))
+        if kept is None or again is None or (kept.shape, kept.dtype) != (again.shape, again.dtype):
+            continue
+        if trained is not None and (kept.fqn not in trained or alias in trained):
+            continue
+        tensors[kept.fqn, WEIGHT] = replace(kept, replicas=(*kept.replicas, again.source, *again.replicas))
+        del tensors[alias, WEIGHT]
+        ties[alias] = kept.fqn
+
+
+# -- optimizers ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer's state by fqn."""
+
+    states: Mapping[str, Mapping[str, Any]]
+    groups: tuple[ParamGroup, ...]
+
+
+def read_optimizer(content: Any, path: str, order: Sequence[str] | None = None) -> Optimizer | None:
+    """The optimizer's state by fqn; None where the file numbers parameters and does not say which is which.
+
+    `order` is the fqn of each number where that is known from elsewhere, and holds for a single param group.
+    CorruptError where it is no such state.
+    """
+    if not isinstance(content, Mapping):
+        raise CorruptError("this is no optimizer's state", path=path, expected="a dict", found=type(content).__name__)
+    if isinstance(content.get("state"), Mapping) and isinstance(content.get("param_groups"), list):
+        return _nested(content["state"], content["param_groups"], path, order)
+    if content and all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in content):
+        return _flat(content, path)
+    raise CorruptError(
+        "this is no optimizer's state",
+        path=path,
+        expected="`state` and `param_groups`",
+        found=", ".join(map(str, list(content)[:5])),
+    )
+
+
+def _nested(state: Mapping[Any, Any], groups: list[Any], path: str, order: Sequence[str] | None) -> Optimizer | None:
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
+        raise CorruptError("a param group is no dict with `params`", path=path)
+    members = [key for group in groups for key in group["params"]]
+    names = _names_of(groups, members, order)
+    if names is None:
+        return None
+    strangers = [key for key in state if key not in names]
+    if strangers:
+        raise CorruptError(
+            "the optimizer has states of a parameter that is in no param group", path=path, fqn=str(strangers[0])
+        )
+    clean = clean_names(names.values(), path)
+    options = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
+    found = [
+        ParamGroup(tuple(clean[names[key]] for key in group["params"]), option)
+        for group, option in zip(groups, options, strict=True)
+    ]
+    states = {clean[names[key]]: values for key, values in state.items()}
+    for fqn, values in states.items():
+        if not isinstance(values, Mapping):
+            raise CorruptError("the optimizer's state of a parameter is no dict", path=path, fqn=fqn)
+    return Optimizer(states, tuple(found))
+
+
+def _names_of(groups: list[Any], members: list[Any], order: Sequence[str] | None) -> dict[Any, str] | None:
+    """The fqn of each key of `params`: itself, or what the groups record (`named_parameters`, since torch 2.6)."""
+    if all(isinstance(key, str) and not key.isdigit() for key in members):
+        return {key: key for key in members}
+    if all(isinstance(group.get("param_names"), list) for group in groups):
+        recorded = [str(name) for group in groups for name in group["param_names"]]
+        return dict(zip(members, recorded, strict=True)) if len(recorded) == len(members) else None
+    if order is not None and len(groups) == 1 and members == list(range(len(order))):
+        return dict(enumerate(order))
+    return None
+
+
+def _flat(content: Mapping[str, Any], path: str) -> Optimizer:
+    """Options are repeated for every parameter: those with the same ones make a group."""
+    states: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in content.items():
+        kind, _, rest = key.partition(".")
+        fqn, _, name = rest.rpartition(".")
+        if not fqn:
+            raise CorruptError("the optimizer's state has an entry without a parameter", path=path, found=key)
+        (states if kind == "state" else options).setdefault(fqn, {})[name] = value
+    clean = clean_names({**options, **states}, path)
+    groups: dict[str, tuple[list[str], dict[str, Any]]] = {}
+    for fqn, values in options.items():
+        groups.setdefault(repr(sorted(values.items())), ([], values))[0].append(clean[fqn])
+    found = tuple(ParamGroup(tuple(fqns), values) for fqns, values in groups.values())
+    return Optimizer({clean[fqn]: values for fqn, values in states.items()}, found)
+
+
+# -- the rest of a training state ----------------------------------------------------------------------------
+
+#: Where trainers keep the number of steps taken, in a dict of their own.
+_COUNTS = ("step", "global_step", "global_steps", "iteration")
+
+
+def step_of(items: Mapping[str, Any]) -> int | None:
+    """The step that a training state records, at its root or in `train_state`."""
+    inner = items.get("train_state")
+    for place in (items, inner if isinstance(inner, Mapping) else {}):
+        for name in _COUNTS:
+            if type(place.get(name)) is int:
+                return int(place[name])
+    return None

@@ -1,0 +1,406 @@
+"""The command line as users type it: options, exit codes, stdout against stderr, and the Python API beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt
+from ckpt import api, registry
+from ckpt.errors import CkptError, UsageError
+from ckpt.plan.checkpoint import Layout
+from ckpt.plan.dtypes import FLOAT32
+from tests.support.building import write_stage2
+from tests.support.commands import ckpt as run_ckpt
+from tests.support.commands import process, snapshot
+from tests.support.engines import REPOSITORY, Truth, raw
+
+
+@pytest.fixture
+def run(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder called `outputs` in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(fixtures / "toy-zero3", tmp_path / "outputs")
+    return Path("outputs")
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_of_the_readme(run: Path) -> None:
+    result = run_ckpt("convert", "zero3", "hf", "./outputs")
+    assert (result.code, result.out) == (0, "outputs-hf\n")
+    truth = Truth.load(run / "truth" / "global_step2.safetensors")
+    written = {name: raw(tensor) for name, tensor in load_file("outputs-hf/model.safetensors").items()}
+    live = {fqn: truth.tensors.get((fqn, "weight")) or truth.tensors[fqn, "buffer"] for fqn in written}
+    assert written == live
+    assert set(written) == {fqn for fqn, role in truth.tensors if role in ("weight", "buffer")} - set(truth.ties)
+
+
+@pytest.mark.parametrize(
+    ("path", "inside", "output"),
+    [
+        ("outputs", ".", "outputs-hf"),
+        ("./outputs/", ".", "outputs-hf"),
+        ("outputs/global_step2", ".", "outputs/global_step2-hf"),
+        (".", "outputs", "../outputs-hf"),
+        ("./", "outputs", "../outputs-hf"),
+        ("..", "outputs/global_step2", "../../outputs-hf"),
+        ("global_step2/..", "outputs", "../outputs-hf"),
+        ("../outputs", "outputs", "../outputs-hf"),
+    ],
+)
+def test_where_output_goes_by_default(
+    run: Path, monkeypatch: pytest.MonkeyPatch, path: str, inside: str, output: str
+) -> None:
+    monkeypatch.chdir(inside)
+    result = run_ckpt("convert", "auto", "hf", path, "-q")
+    assert result.code == 0, result.err
+    assert Path(result.out.strip()).resolve() == Path(output).resolve()
+    assert Path(output, "model.safetensors").is_file()
+
+
+def test_an_absolute_path_gives_an_absolute_output(run: Path) -> None:
+    result = run_ckpt("convert", "auto", "hf", run.resolve(), "-q")
+    assert result.out == f"{run.resolve()}-hf\n"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--max-shard-size", "2KB", "--dry-run"),
+        ("--max_shard_size", "2KB", "--dry_run"),
+        ("--max-shard-size=2KB", "--dry-run"),
+        ("--max_shard_size=2000", "--dry_run"),
+    ],
+)
+def test_options_take_dashes_and_underscores(run: Path, options: tuple[str, ...]) -> None:
+    result = run_ckpt("convert", "zero3", "hf", run, *options)
+    assert result.code == 0, result.err
+    assert "would write 3 files" in result.out
+
+
+def test_options_may_stand_anywhere(run: Path) -> None:
+    result = run_ckpt("convert", "--dtype", "fp32", "zero3", "-q", "hf", run, "-o", "there")
+    assert (result.code, result.out, result.err) == (0, "there\n", "")
+    assert load_file("there/model.safetensors")["embed.weight"].dtype == torch.float32
+
+
+def test_a_path_that_looks_like_an_option(run: Path) -> None:
+    run.rename("-outputs")
+    assert run_ckpt("inspect", "--", "-outputs").code == 0
+
+
+# -- stdout, stderr, --json, -q, -v -----------------------------------------------------------------------------------
+
+
+def test_only_data_is_on_stdout(run: Path) -> None:
+    result = run_ckpt("convert", "zero3", "hf", run)
+    assert result.out == "outputs-hf\n"
+    for words in ("outputs/global_step2: zero3 (deepspeed 0.19.8), 3 ranks, step 2", "note: ", "not in the target: "):
+        assert words in result.err
+    result = run_ckpt("verify", run, "outputs-hf", "--only", "weights", "--cast")
+    assert "equal" in result.out
+    assert "A: outputs/global_step2" in result.err
+    assert "B: outputs-hf" in result.err
+    failed = run_ckpt("convert", "zero3", "hf", "nowhere")
+    assert failed.out == ""
+    assert failed.err == "error: no such file or folder\n  file: nowhere\n"
+
+
+def test_json_is_all_that_is_on_stdout(run: Path) -> None:
+    commands = {
+        "dry run": ("convert", "zero3", "hf", run, "--dry-run", "--json"),
+        "convert": ("convert", "zero3", "hf", run, "--json"),
+        "verify": ("verify", run, run, "--json"),
+        "inspect": ("inspect", run, "--json"),
+        "tensors": ("inspect", run, "--json", "--tensors"),
+        "formats": ("formats", "--json"),
+    }
+    found = {}
+    for name, command in commands.items():
+        result = run_ckpt(*command)
+        assert result.code == 0, result.err
+        found[name] = json.loads(result.out)
+    assert found["dry run"] == found["convert"]
+    assert found["convert"]["format"] == "zero3"
+    assert found["convert"]["total_bytes"] == sum(file["bytes"] for file in found["convert"]["files"])
+    assert found["convert"]["files"][0]["bytes"] == Path("outputs-hf/model.safetensors").stat().st_size
+    assert found["convert"]["left_out"]
+    assert {row["name"] for row in found["formats"]} == set(registry.names())
+
+
+def test_quiet_prints_errors_only(run: Path) -> None:
+    assert run_ckpt("convert", "zero3", "hf", run, "-q").err == ""
+    result = run_ckpt("verify", run, run, "--quiet")
+    assert (result.code, result.out, result.err) == (0, "", "")
+    assert "error: " in run_ckpt("convert", "zero3", "hf", "nowhere", "-q").err
+
+
+def test_verbose_prints_every_tensor_and_file(run: Path) -> None:
+    lines = run_ckpt("verify", run, run, "-v").out.splitlines()
+    assert sum(line.startswith("= ") for line in lines) >= 30
+    short = run_ckpt("convert", "zero3", "hf", run, "--max-shard-size", "10B", "--dry-run")
+    long = run_ckpt("convert", "zero3", "hf", run, "--max-shard-size", "10B", "--dry-run", "-v")
+    assert "more (-v lists them)" in short.out
+    assert "more" not in long.out
+    assert long.out.count(".safetensors\n") == 12
+
+
+def test_a_dry_run_writes_nothing_and_says_everything(run: Path, tmp_path: Path) -> None:
+    before = snapshot(tmp_path)
+    result = run_ckpt("convert", "zero3", "hf", run, "--dry-run", "--dtype", "fp32")
+    assert result.code == 0
+    for words in ("would write 1 file,", "model.safetensors", "bytes to move: ", "peak buffer memory: ", "cast: "):
+        assert words in result.out
+    assert "not in the target: " in result.out
+    assert snapshot(tmp_path) == before
+
+
+# -- exit codes -------------------------------------------------------------------------------------------------------
+
+
+def stop_with(error: BaseException) -> Callable[..., Any]:
+    def stop(*args: Any, **options: Any) -> Any:
+        raise error
+
+    return stop
+
+
+def test_every_exit_code_can_be_reached(run: Path, fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ckpt("convert", "zero3", "hf", run, "-o", "equal", "-q").code == 0
+    shutil.copytree("equal", "other")
+    with open("other/model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    assert run_ckpt("verify", "equal", "other").code == 1
+    assert run_ckpt("convert", "zero3", "hf", run, "--dtype", "int8").code == 2
+    assert run_ckpt("convert", "zero2", "hf", run).code == 3
+    Path("outputs/latest").write_text("global_step3")
+    assert run_ckpt("inspect", run).code == 4
+    Path("outputs/latest").write_text("../outside")
+    assert run_ckpt("inspect", run).code == 5
+    Path("outputs/latest").write_text("global_step2")
+    assert run_ckpt("convert", "zero3", "hf", run, "--replica", "9").code == 6
+    assert run_ckpt("convert", "zero3", "hf", run, "-o", "equal/model.safetensors/x").code == 7
+    monkeypatch.setattr(api, "open", stop_with(KeyboardInterrupt()))
+    assert run_ckpt("inspect", run).code == 130
+
+
+def test_the_exit_codes_are_those_of_the_error_classes() -> None:
+    codes = {error.__name__: error.exit_code for error in CkptError.__subclasses__()}
+    assert codes == {
+        "UsageError": 2,
+        "NotFoundError": 3,
+        "CorruptError": 4,
+        "UnsafeError": 5,
+        "LossError": 6,
+        "StorageError": 7,
+    }
+
+
+def test_an_existing_destination_is_kept(run: Path) -> None:
+    Path("outputs-hf").mkdir()
+    Path("outputs-hf/mine.txt").write_text("mine")
+    refused = run_ckpt("convert", "zero3", "hf", run)
+    assert refused.code == 2
+    assert "--overwrite" in refused.err
+    refused = run_ckpt("convert", "zero3", "hf", run, "--overwrite")  # not even then: that is no former output
+    assert refused.code == 2
+    assert "mine.txt" in refused.err
+    assert os.listdir("outputs-hf") == ["mine.txt"]
+    shutil.rmtree("outputs-hf")
+    assert run_ckpt("convert", "zero3", "hf", run).code == 0
+    Path("outputs-hf/config.json").write_text("{}")
+    assert run_ckpt("convert", "zero3", "hf", run, "--overwrite").code == 0
+    assert sorted(os.listdir("outputs-hf")) == ["ckpt-manifest.json", "model.safetensors"]
+
+
+MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "no such format": (("convert", "zero9", "hf", "outputs"), 2, "zero1, zero2, zero3"),
+    "no such target": (("convert", "zero3", "gguf", "outputs"), 2, "there is no format called 'gguf'"),
+    "another stage": (("convert", "zero2", "hf", "outputs"), 3, "what is here looks like zero3"),
+    "not a checkpoint": (("convert", "auto", "hf", "empty"), 3, "no checkpoint of a known format here"),
+    "no such tag": (("convert", "auto", "hf", "outputs", "--tag", "global_step7"), 3, "there is global_step2"),
+    "an empty tag": (("inspect", "outputs", "--tag", ""), 2, "the tag is empty"),
+    "an empty path": (("inspect", ""), 3, "error: "),
+    "the root": (("convert", "auto", "hf", "/"), 2, "-o"),
+    "a size of nothing": (("convert", "auto", "hf", "outputs", "--max-shard-size", "0"), 2, "size"),
+    "no size": (("convert", "auto", "hf", "outputs", "--max-shard-size", "5XB"), 2, "5GB"),
+    "too little memory": (("convert", "auto", "hf", "outputs", "--max-memory", "1KB"), 2, "at least"),
+    "no workers": (("convert", "auto", "hf", "outputs", "--workers", "-1"), 2, "--workers"),
+    "no number": (("convert", "auto", "hf", "outputs", "--replica", "one"), 2, "--replica"),
+    "no such config": (("inspect", "outputs", "--config", "nowhere/"), 3, "no such config"),
+    "no such option": (("convert", "auto", "hf", "outputs", "--fast"), 2, "--fast"),
+    "an argument too many": (("inspect", "outputs", "outputs"), 2, "outputs"),
+    "an argument too few": (("convert", "zero3", "outputs"), 2, "PATH"),
+    "no such command": (("concert",), 2, "concert"),
+    "a NUL": (("inspect", "out\0puts"), 2, "null byte"),
+    "a long path": (("inspect", "x" * 5000), 7, "error: "),
+    "a file": (("inspect", "outputs/latest"), 3, "error: "),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_end_in_a_message_and_never_in_a_traceback(run: Path, tmp_path: Path, case: str) -> None:
+    command, code, words = MISTAKES[case]
+    Path("empty").mkdir()
+    before = snapshot(tmp_path)
+    result = run_ckpt(*command)
+    assert result.code == code, result.err
+    assert result.out == ""
+    assert words in result.err
+    assert "Traceback" not in result.err
+    assert snapshot(tmp_path) == before
+
+
+def test_any_combination_of_arguments_ends_in_an_exit_code(run: Path) -> None:
+    """An exception that is no exit would come out of `run_ckpt` and fail the test."""
+    words = ["zero1", "zero3", "hf", "auto", "universal", "", "outputs", "outputs/latest", "outputs/global_step2", "/"]
+    words += ["nowhere", ".", "--", "-", "\udcff", "é"]
+    options = ["--json", "-q", "-v", "--dry-run", "--tensors", "--cast", "--only", "weights", "--tag", "global_step2"]
+    options += ["--dtype", "fp16", "keep", "--replica", "1", "--workers", "--config", "--max_memory", "10MB"]
+    options += ["-o", "new"]
+    draw = random.Random(0)
+    codes = set()
+    for _ in range(300):
+        command = draw.choice(["convert", "verify", "inspect", "formats"])
+        arguments = draw.choices(words, k=draw.randrange(4)) + draw.choices(options, k=draw.randrange(4))
+        codes.add(run_ckpt(command, *arguments).code)
+        shutil.rmtree("new", ignore_errors=True)
+    assert codes <= {0, 1, 2, 3, 4, 5, 6, 7}
+    assert {0, 2, 3} <= codes
+
+
+# -- processes: imports, pipes, entry points --------------------------------------------------------------------------
+
+IMPORTED = """
+import sys
+{code}
+print(" ".join(name for name in {heavy} if name in sys.modules), file=sys.stderr)
+"""
+HEAVY = ("torch", "numpy", "transformers", "deepspeed", "huggingface_hub", "safetensors", "tqdm")
+
+
+def imported(code: str, *args: str | Path) -> list[str]:
+    """Which heavy packages some code imports in a fresh process."""
+    result = process(*args, script=IMPORTED.format(code=code, heavy=HEAVY))
+    assert result.code == 0, result.err
+    return result.err.splitlines()[-1].split() if result.err.splitlines() else []
+
+
+MAIN = """
+from ckpt.cli import main
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+"""
+
+
+def test_help_and_the_package_import_nothing_heavy(fixtures: Path) -> None:
+    assert imported("import ckpt") == []
+    assert imported("from ckpt import open, plan, verify") == []
+    assert imported(MAIN, "--help") == []
+    assert imported(MAIN, "convert", "--help") == []
+    assert imported(MAIN, "formats") == []
+
+
+@pytest.mark.parametrize("name", ["toy-zero2", "moe-zero3"])
+def test_inspecting_imports_nothing_heavy(fixtures: Path, name: str) -> None:
+    assert imported(MAIN, "inspect", fixtures / name, "--tensors") == []
+
+
+def test_converting_what_is_no_hub_model_imports_no_torch(fixtures: Path, tmp_path: Path) -> None:
+    assert imported(MAIN, "convert", "zero3", "hf", fixtures / "toy-zero3", "-o", tmp_path / "out") == ["numpy"]
+
+
+def test_the_module_and_the_command_are_the_same(run: Path) -> None:
+    for result in (process("--version", cwd=Path.cwd()), process("--help"), process("convert", "-h")):
+        assert result.code == 0
+        assert result.err == ""
+        assert result.out.startswith((f"ckpt {ckpt.__version__}\n", "Usage: python -m ckpt"))
+    failed = process("inspect", "nowhere")
+    assert (failed.code, failed.out) == (3, "")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(fixtures: Path) -> None:
+    """As `| head -1`: the pipe is closed before a line is written."""
+    command = [sys.executable, "-m", "ckpt", "inspect", str(fixtures / "lora-zero3"), "--tensors"]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "wb") as pipe:
+        env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, env=env, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (7, b"")
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+def test_a_terminal_without_unicode(
+    fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locale: str
+) -> None:
+    """Names in a language, and bytes of no language, on a terminal that can show neither."""
+    for name, value in (("LC_ALL", locale), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0")):
+        monkeypatch.setenv(name, value)
+    run = Path(os.fsdecode(os.fsencode(tmp_path) + "/modèle-".encode() + b"\xff\x1b[2J"))
+    write_stage2(run, [{"größe": torch.ones(2)}], 1)
+    for command in (("inspect", "--tensors"), ("convert", "auto", "hf", "--dry-run"), ("convert", "auto", "hf")):
+        result = process(*command, run)
+        assert result.code == 0, result.err
+        assert "\x1b" not in result.out + result.err
+
+
+def test_no_help_text_is_missing() -> None:
+    for command in ("convert", "verify", "inspect", "formats"):
+        text = run_ckpt(command, "--help").out
+        options = [part.split() for part in text.split("Options:\n")[1].split("\n  -")]  # a long name fills a line
+        assert options
+        assert all(len(words) > 2 for words in options)
+
+
+def test_a_bare_command_shows_the_help() -> None:
+    result = run_ckpt()
+    assert result.code in (0, 2)
+    assert "convert" in result.out + result.err
+
+
+# -- Python -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_python_interface(run: Path) -> None:
+    checkpoint = ckpt.open("outputs")
+    assert checkpoint.format == "zero3"
+    progress: list[int] = []
+    conversion = ckpt.plan(checkpoint, "hf", Layout(dtype=FLOAT32))
+    conversion.run("outputs-hf", progress=progress.append)
+    assert sum(progress) == conversion.plan.moved_bytes
+    report = ckpt.verify(checkpoint, ckpt.open("outputs-hf"), only="weights", cast=True)
+    assert report.equal
+    first = checkpoint["embed.weight"][0:8]
+    assert torch.equal(first, load_file("outputs-hf/model.safetensors")["embed.weight"][0:8])
+
+
+def test_mistakes_in_python_raise_the_same_errors(run: Path) -> None:
+    checkpoint = ckpt.open(str(run))
+    for mistake in (
+        lambda: ckpt.open("outputs", "zero9"),
+        lambda: ckpt.plan(checkpoint, "gguf"),
+        lambda: ckpt.plan(checkpoint, "hf").run("outputs"),
+    ):
+        with pytest.raises(UsageError):
+            mistake()
+    with pytest.raises(AttributeError):
+        ckpt.convert  # noqa: B018

@@ -1,0 +1,36 @@
+"""The README says what is so: its format table, its commands and its options."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt import registry
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def test_the_table_of_formats_is_the_registry() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in README.splitlines() if line.startswith("| `")]
+    listed = {name: row for row in rows for name in re.findall(r"`([\w-]+)`", row[0])}
+    assert set(listed) == {*registry.names(), *registry.ALIASES}
+    for name, row in listed.items():
+        one = registry.get(name)
+        assert row[2].startswith("yes" if one.reads else "no"), name
+        assert row[3].startswith("yes" if one.writes else "no"), name
+
+
+@pytest.mark.parametrize(
+    "command", ["convert", "merge-lora", "push", "verify", "hash", "inspect", "estimate", "formats"]
+)
+def test_every_option_that_is_mentioned_exists(command: str) -> None:
+    words = [sys.executable, "-m", "ckpt", command, "--help"]
+    known = subprocess.run(words, capture_output=True, text=True, check=True)
+    options = set(re.findall(r"(--[a-z][a-z-]+)", known.stdout))
+    lines = [line for line in README.splitlines() if line.strip().startswith((f"ckpt {command}", f"$ ckpt {command}"))]
+    used = {option for line in lines for option in re.findall(r"(--[a-z][a-z-]+)", line.split("#")[0])}
+    assert used <= options

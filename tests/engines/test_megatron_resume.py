@@ -1,0 +1,248 @@
+"""Runs that stop after 4 of 8 steps, are converted to another layout of Megatron's or to another engine, and go on.
+
+All engines begin with the same weights, see the same sequences at each step and have the same Adam, clipping and
+cosine schedule, so unbroken runs of different engines can be compared too.  A row's resumed run is held against the
+unbroken run that it came from.
+
+Bit for bit equal is a row whose engine and layout are the source's, whatever formats the checkpoint went through, and
+one whose target megatron-core can go on with by itself: a torch_dist checkpoint, which it cuts to another layout.
+
+Elsewhere other tests have compared the state, and the arithmetic that follows is another: matrices are multiplied in
+other slices, gradients are summed over other ranks, and the norm that clips them in another order.  In fp32 that is a
+few units in the last place of the loss, which is the bound; in bf16 it is what rounding to 8 bits makes of it.  The
+last row shows that the bounds would not let a lost state pass.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import ckpt
+from tests.support.engines import launch
+from tests.support.resuming import BOUNDS, Row, Run, apart, losses, options, shown, side_by_side, title
+from train import models
+from train.config import Config
+
+pytestmark = pytest.mark.slow
+
+RANKS = 4
+#: The same for every run.  No layout here pads 512 rows of a vocabulary, and of the schedule a third is over after the
+#: 8 steps.
+COMMON = {
+    "vocab": 512,
+    "batch": 8,
+    "scheduler": "torch",
+    "schedule_steps": 24,
+    "lr": 2e-3,
+}
+
+
+@dataclass(frozen=True)
+class Engine(Run):
+    """One of the engines on four ranks, on a model whose weights are the same in all of them."""
+
+    model: str = "llama"
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {name: value for name, value in self.options if name in ("tp", "pp", "vpp", "ep")}
+
+    @property
+    def name(self) -> str:
+        if self.strategy != "megatron":
+            return f"{self.strategy} on {self.ranks}"
+        sizes = self.sizes | {"dp": self.ranks // (self.sizes["tp"] * self.sizes["pp"])}
+        shown = "".join(f" {name.upper()}{size}" for name, size in sizes.items() if size > 1)
+        model = "" if self.model == "llama" else f"{self.model} "
+        return f"{model}{self.format}{shown}"
+
+    @property
+    def format(self) -> str:
+        if self.strategy != "megatron":
+            return super().format
+        return "megatron-dist" if dict(self.options)["save"] == "torch_dist" else "megatron"
+
+    def job(self, output: Path, steps: int, **more: Any) -> dict[str, Any]:
+        megatron = {}
+        if self.strategy == "megatron":  # whose schedule of several chunks wants as many micro batches as stages
+            megatron = {"vocab_multiple": 128, "accumulate": self.sizes["pp"] if self.sizes["vpp"] > 1 else 1}
+        return super().job(output, steps, model=f"{self.model}_wide", **COMMON, **megatron, **more)
+
+
+def megatron(tp: int = 1, pp: int = 1, *, vpp: int = 1, ep: int = 1, save: str = "torch", model: str = "llama") -> Run:
+    sizes = (("tp", tp), ("pp", pp), ("vpp", vpp), ("ep", ep), ("save", save))
+    return Engine("megatron", RANKS, "fp32", sizes, model)
+
+
+def other(strategy: str) -> Run:
+    return Engine(strategy, RANKS, "fp32")
+
+
+GRID, DIST = megatron(tp=2, pp=2), megatron(tp=2, pp=2, save="torch_dist")
+ZERO3, FSDP2 = other("zero3"), other("fsdp2")
+#: Each refused by the trainer, with a command that has these options.
+REFUSED = {
+    Row(GRID, megatron(pp=4)): "--tp 1 --pp 4 --ep 1 --vpp 1",
+    Row(megatron(tp=4), GRID): "--tp 2 --pp 2 --ep 1 --vpp 1",
+    Row(megatron(pp=2), GRID): "--tp 2 --pp 2 --ep 1 --vpp 1",
+    Row(megatron(pp=2, vpp=2), GRID): "--tp 2 --pp 2 --ep 1 --vpp 1",
+    Row(GRID, megatron(pp=2, vpp=2)): "--tp 1 --pp 2 --ep 1 --vpp 2",
+    Row(megatron(pp=2, ep=2, model="qwen3_moe"), megatron(pp=2, model="qwen3_moe")): "--tp 1 --pp 2 --ep 1 --vpp 1",
+    Row(megatron(tp=2, pp=2, model="qwen2"), megatron(pp=4, model="qwen2")): "--tp 1 --pp 4 --ep 1 --vpp 1",
+    Row(GRID, ZERO3): "--world-size 4",
+    Row(ZERO3, GRID): "--tp 2 --pp 2 --transformer-impl local",
+    Row(FSDP2, GRID): "--tp 2 --pp 2 --dtype fp32 --transformer-impl local",
+    Row(DIST, FSDP2): "--world-size 4",
+}
+BY_HAND = [
+    Row(GRID, GRID, ("megatron-dist", "megatron"), equal=True),
+    Row(GRID, GRID, ("zero3", "megatron"), equal=True),
+    Row(ZERO3, ZERO3, ("megatron", "zero3"), equal=True),
+    Row(ZERO3, DIST, ("megatron-dist",)),
+    Row(DIST, megatron(pp=4), ("megatron",), own={}),
+]
+
+
+def in_bf16(one: Row) -> Row:
+    return replace(one, source=replace(one.source, dtype="bf16"), target=replace(one.target, dtype="bf16"))
+
+
+BF16 = [
+    in_bf16(Row(GRID, megatron(pp=4), ("megatron",))),
+    in_bf16(Row(GRID, GRID, ("zero3", "megatron"), equal=True)),
+    in_bf16(Row(GRID, ZERO3, ("zero3",))),
+    in_bf16(Row(ZERO3, GRID, ("megatron",))),
+]
+FORGETFUL = Row(GRID, megatron(pp=4), ("megatron",))
+TABLE = [*REFUSED, *BY_HAND, *BF16]
+SOURCES = {one.source for one in TABLE}
+
+
+@pytest.fixture(scope="session")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every unbroken run, every conversion and every run that goes on, in one launch."""
+    folder = tmp_path_factory.mktemp("resume")
+    jobs: list[dict[str, Any]] = []
+    for run in sorted(SOURCES, key=lambda run: run.folder):
+        begins = {}
+        if run.format.startswith("megatron") and run.job(folder, 0)["model"] == "llama_wide":
+            begins = {"resume": str(start(folder, run.dtype))}
+        jobs.append(run.job(folder / "unbroken" / run.folder, 8, save_every=4, save_at=4, **begins))
+    for one in [*TABLE, FORGETFUL]:
+        home = folder / one.folder
+        # The name has a space, which the hint has to quote; the output of its command comes to lie beside it.
+        checkpoint = home / "a run"
+        job = one.target.job(home / "goes-on", 4, resume=str(home / "converted" if one.through else checkpoint))
+        job |= {"copied": [str(folder / "unbroken" / one.source.folder), str(checkpoint)], "save_at": 0}
+        job |= {"commands": conversions(one, home), "refused": not one.through, "forget": one is FORGETFUL}
+        jobs.append(job)
+        if one.own is not None:
+            jobs.append(one.target.job(home / "own", 4, resume=str(checkpoint), save_at=0) | one.own)
+    launch(jobs, RANKS, folder, module="tests.support.resume_worker")
+    return folder
+
+
+def start(folder: Path, dtype: str) -> Path:
+    """The weights that the trainer's other engines begin with, for any layout of Megatron's."""
+    output = folder / f"start-{dtype}"
+    if not output.exists():
+        model = models.build_model(Config(model="llama_wide", vocab=COMMON["vocab"]))
+        model.save_pretrained(folder / f"hub-{dtype}")
+        layout = ["--tp", "2", "--pp", "2", "--dtype", dtype, "--transformer-impl", "local"]
+        done = ckpt("convert", "hf", "megatron-dist", folder / f"hub-{dtype}", "-o", output, *layout)
+        assert done.code == 0, done.err
+    return output
+
+
+def conversions(one: Row, home: Path) -> list[str]:
+    """The command lines that lead through all formats to `converted`."""
+    lines, source, checkpoint = [], one.source.format, home / "a run"
+    grid = dict((one.target if one.target.strategy == "megatron" else GRID).options)
+    for left, target in zip(reversed(range(len(one.through))), one.through, strict=True):
+        output = home / (f"converted-{left}" if left else "converted")
+        words = ["ckpt", "convert", source, target, str(checkpoint), "-o", str(output)]
+        if target.startswith("megatron"):
+            words += ["--tp", str(grid["tp"]), "--pp", str(grid["pp"])]
+            words += [] if source.startswith("megatron") else ["--transformer-impl", "local"]
+        else:
+            words += ["--world-size", str(RANKS)]
+        lines.append(shlex.join(words))
+        source, checkpoint = target, output
+    return lines
+
+
+def unbroken(folder: Path, run: Run) -> dict[int, float]:
+    return losses(folder / "unbroken" / run.folder)
+
+
+@pytest.mark.parametrize("one", TABLE, ids=lambda one: one.folder)
+def test_training_goes_on(one: Row, resumed: Path, tables: Any) -> None:
+    whole, rest = unbroken(resumed, one.source), losses(resumed / one.folder / "goes-on")
+    assert sorted(rest) == [5, 6, 7, 8]
+    difference = apart(rest, whole)
+    cells = tables[f"Megatron: {title(one.source.dtype)}"][one.name]
+    cells |= side_by_side(rest, whole)
+    if one.target in SOURCES and one.target != one.source:
+        cells["apart"] = shown(apart(unbroken(resumed, one.target), whole))
+    if one.equal:
+        assert difference == 0
+    assert difference < BOUNDS[one.source.dtype]
+    if one.own is not None:
+        own = losses(resumed / one.folder / "own")
+        cells["without conversion"] = shown(apart(rest, own))
+        assert rest == own
+
+
+@pytest.mark.parametrize("engine", [FSDP2, ZERO3, megatron(tp=4)], ids=lambda run: run.folder)
+def test_engines_begin_and_learn_alike(engine: Run, resumed: Path) -> None:
+    """Otherwise a difference after a conversion would be of the engines' settings."""
+    assert unbroken(resumed, engine) == pytest.approx(unbroken(resumed, GRID), rel=BOUNDS["fp32"])
+
+
+@pytest.mark.parametrize("one", TABLE, ids=lambda one: one.folder)
+def test_every_step_has_the_hyperparameters_of_the_unbroken_run(one: Row, resumed: Path) -> None:
+    """The learning rate of each step above all: the schedule goes on where it was, and every group has its own."""
+    whole = kinds(resumed / "unbroken" / one.source.folder)
+    rest = kinds(resumed / one.folder / "goes-on")
+    # torch's cosine goes from one step to the next, Megatron's is computed from the step.
+    same = one.source.strategy == one.target.strategy
+    for found, expected in zip(rest, whole[4:], strict=True):
+        assert found == (expected if same else pytest.approx(expected, rel=1e-12))
+    assert len({json.dumps(step) for step in whole}) == 8, "the learning rate does not change"
+
+
+def kinds(run: Path) -> list[dict[str, Any]]:
+    """For each step the hyperparameters of groups with and without decay; experts may have some of their own."""
+    steps = []
+    for groups in options(run):
+        step: dict[str, Any] = {}
+        for group in groups:
+            kind = "decayed" if group["weight_decay"] else "not decayed"
+            for name, value in group.items():
+                for number, item in enumerate(value if isinstance(value, list) else [value]):
+                    assert step.setdefault(f"{kind}: {name}[{number}]", item) == item
+        steps.append(step)
+    return steps
+
+
+@pytest.mark.parametrize("one", REFUSED, ids=lambda one: one.folder)
+def test_the_refusal_says_which_command_makes_it_fit(one: Row, resumed: Path) -> None:
+    """And the run went on from what that command wrote."""
+    record = json.loads((resumed / one.folder / "goes-on" / "refused.json").read_text())
+    checkpoint = resumed / one.folder / "a run"
+    assert record["command"] == (f"ckpt convert {one.source.format} {one.target.format} '{checkpoint}' {REFUSED[one]}")
+    assert record["written"] == f"{checkpoint}-{one.target.format}"
+
+
+def test_forgetting_the_optimizer_shows(resumed: Path, tables: Any) -> None:
+    """The bounds would not let a lost state pass."""
+    whole, rest = unbroken(resumed, FORGETFUL.source), losses(resumed / FORGETFUL.folder / "goes-on")
+    row = f"{FORGETFUL.name}, without the optimizer's states"
+    tables[f"Megatron: {title('fp32')}"][row] |= side_by_side(rest, whole)
+    assert apart(rest, whole) > 5 * max(BOUNDS.values())

@@ -1,0 +1,204 @@
+"""Runs that stop after 4 of 8 steps, are converted, and go on in a live engine: what that does to the loss.
+
+The global batch and the order of the data do not depend on the number of ranks, so step N of every run here is the
+same sum over the same sequences.  A row's resumed run is held against the run of 8 steps of the engine, and on the
+number of ranks, that it came from; where another run says more, against that as well.
+
+Bit for bit equal is what can be so:
+  - engine and number of ranks are what they were, whatever formats the checkpoint went through in between;
+  - what the target's own framework redistributes: DCP by itself (`--reshard`), DeepSpeed by `load_universal`, torch
+    from a full state dict.  There the resumed run after our conversion equals the one without it.
+
+Elsewhere the state is as equal, since that is what other tests compare; what differs is the arithmetic that comes
+after.  Gradients are summed over another number of ranks or in another order, and a sum of floats depends on that, as
+does the norm by which they are clipped: ZeRO-2 and ZeRO-3 on as many ranks differ in nothing else.  In bf16, DeepSpeed
+adds up bf16 gradients, FSDP reduces them in fp32, and DDP under autocast keeps the model's norms in fp32, which shows
+in the first resumed loss already.  In fp32 nothing is left of this but the last bits: the bound there is a few units in
+the last place of the loss.  In bf16 the bound is what rounding to 8 bits makes of it.  That this is noise and no lost
+state shows the column `apart`, how far the unbroken runs of both sides are from each other at the same steps; and the
+run in fp32 that forgets its optimizer's states on purpose, which is tens of thousands of times further away.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt import api
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Layout
+from tests.support.commands import ckpt
+from tests.support.engines import launch
+from tests.support.resuming import BOUNDS, Row, Run, apart, format_of, losses, options, shown, side_by_side, title
+
+pytestmark = pytest.mark.slow
+
+
+def row(source: tuple[str, int], target: tuple[str, int], *through: str, **more: Any) -> Row:
+    return Row(Run(*source), Run(*target), through, **more)
+
+
+#: Each refused by the trainer, which says how to go on.
+REFUSED = [
+    row(("zero3", 4), ("zero3", 2)),
+    row(("zero3", 2), ("zero3", 3)),
+    row(("zero2", 2), ("zero3", 2)),
+    row(("zero3", 2), ("fsdp2", 2)),
+    row(("fsdp2", 4), ("fsdp2", 2), own={"reshard": True}),
+    row(("fsdp2", 4), ("zero1", 2)),
+    row(("ddp", 2), ("zero3", 3)),
+    row(("zero3", 2), ("ddp", 2)),
+    row(("fsdp2", 2), ("zero3", 3)),
+]
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+BY_HAND = [
+    row(("zero3", 4), ("zero3", 4), "zero3", equal=True),
+    row(("zero1", 3), ("zero1", 3), "zero1", equal=True),
+    row(("fsdp2", 4), ("fsdp2", 4), "dcp", equal=True),
+    row(("zero3", 3), ("zero3", 3), "dcp", "zero3", equal=True),
+    row(("fsdp2", 2), ("fsdp2", 2), "zero3", "full", "dcp", equal=True),
+    row(("zero1", 3), ("zero2", 4), "zero2"),
+    row(("zero3", 3), ("zero1", 2), "zero1"),
+    row(("zero1", 3), ("zero1", 2), "universal", load=UNIVERSAL),
+    row(("ddp", 2), ("fsdp2", 3), "dcp", own={}),
+]
+TORCH = (("scheduler", "torch"),)
+OTHERS = [
+    Row(Run("zero3", 2, options=TORCH), Run("fsdp2", 3, options=TORCH)),
+    Row(Run("fsdp2", 2, options=TORCH), Run("zero2", 3, options=TORCH)),
+]
+FORGETFUL = Row(Run("zero3", 4, "fp32"), Run("zero3", 2, "fp32"), ("nothing but weights",))
+
+
+def in_fp32(one: Row) -> Row:
+    return replace(one, source=replace(one.source, dtype="fp32"), target=replace(one.target, dtype="fp32"))
+
+
+TABLE = [*REFUSED, *BY_HAND, *OTHERS, *map(in_fp32, REFUSED)]
+
+
+@pytest.fixture(scope="session")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every engine, unbroken over 8 steps and stopped after 4, in one launch per number of ranks."""
+    folder = tmp_path_factory.mktemp("resume")
+    jobs: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    sources = {one.source for one in TABLE}
+    for run in sorted(sources | {one.target for one in TABLE}, key=lambda run: run.folder):
+        jobs[run.ranks].append(run.job(folder / "unbroken" / run.folder, 8))
+        if run in sources:
+            jobs[run.ranks].append(run.job(folder / "stopped" / run.folder, 4))
+    for ranks, its in sorted(jobs.items()):
+        launch(its, ranks, folder, module="tests.support.resume_worker")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def resumed(stopped: Path) -> Path:
+    """Every conversion, and every run that goes on, in one launch per number of ranks."""
+    jobs: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for one in [*TABLE, FORGETFUL]:
+        # The name has a space, which the hint has to quote; the output of the conversion comes to lie beside it.
+        home = stopped / one.folder
+        checkpoint = home / "a run"
+        shutil.copytree(stopped / "stopped" / one.source.folder, checkpoint)
+        job = one.target.job(home / "goes-on", 4, resume=str(checkpoint), refused=not one.through)
+        if one is FORGETFUL:
+            forget(checkpoint, home / "converted")
+        elif one.through:
+            convert(one, checkpoint, home)
+        if one.through:
+            job["resume"] = str(home / "converted")
+        if one.load:
+            (home / "load.json").write_text(json.dumps(one.load))
+            job["ds_config"] = str(home / "load.json")
+        jobs[one.target.ranks].append(job)
+        if one.own is not None:
+            again = job | one.own | {"resume": str(checkpoint), "refused": False, "output": str(home / "own")}
+            jobs[one.target.ranks].append(again)
+    for ranks, its in sorted(jobs.items()):
+        launch(its, ranks, stopped, module="tests.support.resume_worker")
+    return stopped
+
+
+def convert(one: Row, checkpoint: Path, home: Path) -> None:
+    """Through all formats, to `converted`."""
+    source = format_of(one.source.strategy)
+    for left, target in zip(reversed(range(len(one.through))), one.through, strict=True):
+        output = home / (f"converted-{left}" if left else "converted")
+        options = ["--dtype", one.target.dtype] if target.startswith("zero") and source in ("dcp", "full") else []
+        if target not in ("full", "universal"):
+            options += ["--world-size", str(one.target.ranks)]
+        done = ckpt("convert", source, target, checkpoint, "-o", output, *options)
+        assert done.code == 0, done.err
+        source, checkpoint = target, output
+
+
+def forget(run: Path, output: Path) -> None:
+    """The same masters for a smaller number of ranks, and no state of the optimizer."""
+    checkpoint = api.open(run)
+    tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key[1] in (WEIGHT, MASTER, BUFFER)}
+    bare = replace(checkpoint, tensors=tensors, state=replace(checkpoint.state, scalars={}))
+    api.plan(bare, "zero3", Layout(world_size=FORGETFUL.target.ranks)).run(output)
+
+
+@cache
+def unbroken(folder: Path, run: Run) -> dict[int, float]:
+    return losses(folder / "unbroken" / run.folder)
+
+
+@pytest.mark.parametrize("one", TABLE, ids=lambda one: one.folder)
+def test_training_goes_on(one: Row, resumed: Path, tables: Any) -> None:
+    before, whole, rest = (
+        losses(resumed / "stopped" / one.source.folder),
+        unbroken(resumed, one.source),
+        losses(resumed / one.folder / "goes-on"),
+    )
+    assert before == {step: whole[step] for step in range(1, 5)}, "the engine is not deterministic"
+    assert sorted(rest) == [5, 6, 7, 8]
+    difference = apart(rest, whole)
+    cells = tables[title(one.source.dtype)][one.name]
+    cells |= side_by_side(rest, whole)
+    cells["apart"] = shown(apart(unbroken(resumed, one.target), whole))
+    if one.equal:
+        assert difference == 0
+    assert difference < BOUNDS[one.source.dtype]
+    if one.own is not None:
+        own = losses(resumed / one.folder / "own")
+        cells["without conversion"] = shown(apart(rest, own))
+        assert rest == own
+
+
+@pytest.mark.parametrize("one", TABLE, ids=lambda one: one.folder)
+def test_every_step_has_the_hyperparameters_of_the_unbroken_run(one: Row, resumed: Path) -> None:
+    """The learning rate of each step above all: the schedule goes on where it was."""
+    whole = options(resumed / "unbroken" / one.source.folder)
+    assert options(resumed / one.folder / "goes-on") == whole[4:]
+    assert len({json.dumps(groups) for groups in whole}) > 4, "the learning rate does not change"
+
+
+@pytest.mark.parametrize("one", [one for one in TABLE if not one.through], ids=lambda one: one.folder)
+def test_the_refusal_says_which_command_makes_it_fit(one: Row, resumed: Path) -> None:
+    """And the run went on from what that command wrote."""
+    record = json.loads((resumed / one.folder / "goes-on" / "refused.json").read_text())
+    source, target = format_of(one.source.strategy), format_of(one.target.strategy)
+    words = ["ckpt", "convert", source, target, f"'{resumed / one.folder / 'a run'}'"]
+    if target != "full":
+        words += ["--world-size", str(one.target.ranks)]
+    if target.startswith("zero") and not source.startswith("zero"):
+        words += ["--dtype", one.target.dtype]
+    assert record["command"] == " ".join(words)
+    assert record["written"] == f"{resumed / one.folder / 'a run'}-{target}"
+
+
+def test_forgetting_the_optimizer_shows(resumed: Path, tables: Any) -> None:
+    """The bounds would not let a lost state pass."""
+    whole, rest = unbroken(resumed, FORGETFUL.source), losses(resumed / FORGETFUL.folder / "goes-on")
+    difference = apart(rest, whole)
+    tables[title("fp32")][f"{FORGETFUL.name}, without the optimizer's states"] |= side_by_side(rest, whole)
+    assert difference > 5 * max(BOUNDS.values())

@@ -1,0 +1,130 @@
+"""The recipe of docs/hf-trainer-resume.md, run as it stands there: HF Trainer stopped on 4 processes goes on on others.
+
+DeepSpeed runs the very script and the very commands of the document.  FSDP runs the bundled trainer, which is
+transformers.Trainer too, as Accelerate takes FSDP for a matter of GPUs alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import process
+from tests.support.engines import REPOSITORY, launch
+
+pytestmark = pytest.mark.slow
+
+RECIPE = (REPOSITORY / "docs" / "hf-trainer-resume.md").read_text()
+TITLE = "HF Trainer resumed on other processes: loss of each step"
+
+#: Runs a script with a Trainer that also notes the rows of each step.
+WATCH = """
+import json, os, runpy, sys
+from transformers import Trainer
+
+def training_step(self, model, inputs, *args, **kwargs):
+    with open(os.path.join(self.args.output_dir, f"rows-{self.args.process_index}.jsonl"), "a") as file:
+        file.write(json.dumps([self.state.global_step + 1, inputs["input_ids"].tolist()]) + "\\n")
+    return whole(self, model, inputs, *args, **kwargs)
+
+whole, Trainer.training_step = Trainer.training_step, training_step
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(command: str, folder: Path) -> None:
+    """A command of the document, in `folder`."""
+    words = shlex.split(command)
+    if words[0] == "ckpt":
+        done = process(*words[1:], cwd=folder)
+        assert done.code == 0, done.err
+        assert "resume_from_checkpoint" in done.err
+        return
+    assert words[0] == "torchrun"
+    (folder / words[4]).mkdir(exist_ok=True)
+    start = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [*start, *words[1:3], "watch.py", *words[3:]], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def history(step: Path) -> dict[int, dict[str, Any]]:
+    """What Trainer logged for each step up to a checkpoint."""
+    return {line["step"]: line for line in json.loads((step / "trainer_state.json").read_text())["log_history"]}
+
+
+def rows(folder: Path) -> dict[int, list[Any]]:
+    """The rows of each step, over all ranks."""
+    found: dict[int, list[Any]] = {}
+    for file in folder.glob("rows-*.jsonl"):
+        for line in file.read_text().splitlines():
+            step, batch = json.loads(line)
+            found.setdefault(step, []).extend(batch)
+    return {step: sorted(batch) for step, batch in found.items()}
+
+
+def test_deepspeed_goes_on_as_the_document_says(tmp_path: Path, tables: Any) -> None:
+    script = re.search(r"```python\n(.*?)```", RECIPE, re.DOTALL)
+    assert script
+    (tmp_path / "finetune.py").write_text(script[1])
+    (tmp_path / "watch.py").write_text(WATCH)
+    first, *others = re.findall(r"^    \$ ((?:torchrun|ckpt convert zero3 zero3) .*)$", RECIPE, re.MULTILINE)
+    assert [line.split()[0] for line in others] == ["ckpt", "torchrun"] * 2
+    run(first, tmp_path)  # to its end, for comparison; what a run leaves that stops after step 4 is the first half
+    unbroken, consumed = history(tmp_path / "outputs" / "checkpoint-8"), rows(tmp_path / "outputs")
+    shutil.rmtree(tmp_path / "outputs" / "checkpoint-8")
+    for command in others:
+        run(command, tmp_path)
+    for n in (2, 3):
+        resumed = history(tmp_path / f"outputs-{n}" / "checkpoint-8")
+        assert list(resumed) == list(unbroken) == list(range(1, 9))
+        assert rows(tmp_path / f"outputs-{n}") == {step: consumed[step] for step in range(5, 9)}
+        for step, line in resumed.items():
+            assert (line["learning_rate"], line["epoch"]) == (unbroken[step]["learning_rate"], unbroken[step]["epoch"])
+            assert math.isclose(line["loss"], unbroken[step]["loss"], rel_tol=1e-4), step
+            assert math.isclose(line["grad_norm"], unbroken[step]["grad_norm"], rel_tol=1e-2), step
+            tables[TITLE][f"zero3 on {n}, from 4"][str(step)] = f"{line['loss']:.6f}"
+    tables[TITLE]["zero3 on 4, unbroken"] = {str(step): f"{line['loss']:.6f}" for step, line in unbroken.items()}
+
+
+def test_fsdp_goes_on(tmp_path: Path, tables: Any) -> None:
+    """SHARDED_STATE_DICT on other numbers of processes, and as FULL_STATE_DICT, the way out for FSDP1."""
+
+    def job(strategy: str, output: str, **options: Any) -> dict[str, Any]:
+        common = {"strategy": strategy, "through": "trainer", "dtype": "fp32", "scheduler": "torch"}
+        return common | {"output": str(tmp_path / output)} | options
+
+    launch([job(s, s, save="dcp", steps=8, save_every=4) for s in ("fsdp1", "fsdp2")], 4, tmp_path)
+    ways = {2: [("fsdp2", "dcp"), ("fsdp2", "full"), ("fsdp1", "full")], 3: [("fsdp2", "dcp")]}
+    for n, targets in ways.items():
+        jobs = []
+        for strategy, to in targets:
+            folder = tmp_path / f"{strategy}-{to}-{n}"
+            done = process(
+                "convert", "dcp", to, tmp_path / strategy / "checkpoint-4", "--world-size", str(n), "-o", folder
+            )
+            assert done.code == 0, done.err
+            jobs.append(job(strategy, f"{folder}-on", save=to, steps=4, resume=str(folder)))
+        launch(jobs, n, tmp_path)
+        for strategy, to in targets:
+            unbroken = history(tmp_path / strategy / "checkpoint-8")
+            resumed = history(tmp_path / f"{strategy}-{to}-{n}-on" / "checkpoint-8")
+            title = f"{strategy} on {n}, from 4" + (" by way of full" if to == "full" else "")
+            for row, lines in ((f"{strategy} on 4, unbroken", unbroken), (title, resumed)):
+                tables[TITLE][row] = {str(step): f"{line['loss']:.6f}" for step, line in lines.items()}
+            for step, line in resumed.items():
+                assert line["learning_rate"] == unbroken[step]["learning_rate"]
+                assert math.isclose(line["loss"], unbroken[step]["loss"], rel_tol=1e-5), (title, step)

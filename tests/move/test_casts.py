@@ -1,0 +1,135 @@
+"""Casts against torch, bit for bit: every half, every float near a tie, and the numbers at the edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ckpt.move import casts
+from ckpt.move.casts import FLOATS, can_cast, cast_bits, storage_dtype
+from ckpt.plan.dtypes import ALL, BFLOAT16, FLOAT16, FLOAT32, FLOAT64, INT64, DType
+
+PAIRS = [(source, target) for source in FLOATS for target in FLOATS if source != target]
+_SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Bits of the exponent and of the fraction.
+_LAYOUT = {FLOAT64: (11, 52), FLOAT32: (8, 23), FLOAT16: (5, 10), BFLOAT16: (8, 7)}
+
+
+def by_torch(bits: NDArray, source: DType, target: DType) -> NDArray:
+    raw = torch.from_numpy(bits.view(f"<i{source.itemsize}").copy())
+    cast = raw.view(getattr(torch, source.name)).to(getattr(torch, target.name))
+    return cast.view(_SIGNED[target.itemsize]).numpy().view(storage_dtype(target))
+
+
+def is_nan(bits: NDArray, dtype: DType) -> NDArray:
+    exponent, fraction = _LAYOUT[dtype]
+    magnitude = bits & bits.dtype.type((1 << (exponent + fraction)) - 1)
+    return magnitude > bits.dtype.type(((1 << exponent) - 1) << fraction)
+
+
+def sign(bits: NDArray) -> NDArray:
+    return bits >> bits.dtype.type(8 * bits.dtype.itemsize - 1)
+
+
+def assert_as_torch(bits: NDArray, source: DType, target: DType) -> None:
+    ours, theirs = cast_bits(bits, source, target), by_torch(bits, source, target)
+    nan = is_nan(bits, source)
+    assert (ours[~nan] == theirs[~nan]).all()
+    # A NaN stays one, with its sign, whatever its payload; of payloads torch promises nothing.
+    assert (is_nan(ours, target) == nan).all()
+    assert (sign(ours)[nan] == sign(bits)[nan]).all()
+
+
+def edges(source: DType, target: DType) -> NDArray:
+    """Numbers of `source` around every number of a narrow `target`: itself, the ties between them, one bit beside."""
+    if target.itemsize == 2:
+        every = np.arange(1 << 16, dtype="<u2")
+        wide = by_torch(every, target, source)
+    else:
+        wide = by_torch(np.arange(1 << 16, dtype="<u2"), BFLOAT16, source)
+    one = wide.dtype.type(1)
+    below, above = np.sort(wide)[:-1], np.sort(wide)[1:]
+    ties = below + ((above - below) >> one)
+    return np.concatenate([wide, wide + one, wide - one, ties, ties + one, ties - one])
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: dtype.name)
+def test_around_every_number_of_the_narrower_dtype(source: DType, target: DType) -> None:
+    if source.itemsize == 2:
+        bits = np.arange(1 << 16, dtype="<u2")
+    else:
+        bits = edges(source, target)
+    with np.errstate(over="ignore"):
+        assert_as_torch(bits, source, target)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: dtype.name)
+def test_any_bits(source: DType, target: DType) -> None:
+    raw = np.random.default_rng(0).bytes(100_001 * source.itemsize)
+    assert_as_torch(np.frombuffer(raw, storage_dtype(source)), source, target)
+
+
+@given(st.sampled_from(PAIRS), st.data())
+def test_single_numbers(pair: tuple[DType, DType], data: st.DataObject) -> None:
+    source, target = pair
+    values = data.draw(st.lists(st.integers(0, 2 ** (8 * source.itemsize) - 1), max_size=8))
+    assert_as_torch(np.array(values, storage_dtype(source)), source, target)
+
+
+@pytest.mark.parametrize(
+    ("bits", "rounded"),
+    [
+        (0x3F80_8000, 0x3F80),  # a tie: to even, downwards
+        (0x3F81_8000, 0x3F82),  # a tie: to even, upwards
+        (0x3F80_8001, 0x3F81),
+        (0x3F80_7FFF, 0x3F80),
+        (0x8000_0000, 0x8000),  # -0.0
+        (0x0000_0001, 0x0000),  # the smallest subnormal
+        (0x0000_8001, 0x0001),  # a subnormal that stays one
+        (0x7F7F_FFFF, 0x7F80),  # rounds to infinity
+        (0xFF80_0000, 0xFF80),
+        (0x7F80_0001, 0x7FC0),  # a NaN whose payload is cut off would be infinity
+        (0xFFFF_FFFF, 0xFFFF),  # a NaN to which the rounding carry would give another sign
+    ],
+)
+def test_rounding_to_bfloat16(bits: int, rounded: int) -> None:
+    assert cast_bits(np.array([bits], "<u4"), FLOAT32, BFLOAT16).tolist() == [rounded]
+
+
+def test_widening_and_back_is_the_identity() -> None:
+    """What a bf16 model writes as fp32 gives the same model again."""
+    every = np.arange(1 << 16, dtype="<u2")
+    for narrow in (BFLOAT16, FLOAT16):
+        for wide in (FLOAT32, FLOAT64):
+            back = cast_bits(cast_bits(every, narrow, wide), wide, narrow)
+            nan = is_nan(every, narrow)
+            assert (back[~nan] == every[~nan]).all()
+            assert is_nan(back[nan], narrow).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
+def test_the_same_dtype_keeps_every_number(dtype: DType) -> None:
+    raw = np.random.default_rng(1).bytes(4096 * dtype.itemsize)
+    bits = np.frombuffer(raw, storage_dtype(dtype))
+    numbers = bits[~is_nan(bits, dtype)]
+    assert (cast_bits(numbers, dtype, dtype) == numbers).all()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 20])
+def test_any_length_in_steps_of_any_length(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    bits = np.random.default_rng(2).integers(0, 1 << 32, size, dtype="<u4")
+    expected = cast_bits(bits, FLOAT32, BFLOAT16)
+    for step in (1, 2, 7):
+        monkeypatch.setattr(casts, "_CACHE_SIZED", step)
+        assert (cast_bits(bits, FLOAT32, BFLOAT16) == expected).all()
+
+
+def test_what_can_be_cast() -> None:
+    assert all(can_cast(a, b) for a in FLOATS for b in FLOATS)
+    assert all(can_cast(dtype, dtype) for dtype in ALL)
+    assert not can_cast(INT64, FLOAT32) and not can_cast(FLOAT32, INT64)
+    assert all(storage_dtype(dtype).itemsize == dtype.itemsize for dtype in ALL)

@@ -1,0 +1,796 @@
+"""The byte mover against numpy, on every path it can take, and with every call to the system failing once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import io
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ckpt.errors import CorruptError, StorageError, UsageError
+from ckpt.move import casts, files, run
+from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
+from ckpt.move.files import Staging
+from ckpt.move.run import Resources, execute, move
+from ckpt.plan.checkpoint import Checkpoint, Slot, SourceFile, Target, TargetFile
+from ckpt.plan.dtypes import ALL, BFLOAT16, BY_NAME, FLOAT32, DType
+from ckpt.plan.planner import Copy, Plan, make_plan
+from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
+from tests.move.test_files import killed_before_call
+from tests.support.pieces import extents, shapes
+
+UINT8, INT32 = BY_NAME["uint8"], BY_NAME["int32"]
+FILLER = 0xAB
+
+
+def byte_positions(extent: Extent) -> NDArray:
+    """The byte positions of every element of an extent: its shape, and a dim more for the bytes of an element."""
+    found = np.full((*extent.shape, extent.dtype.itemsize), extent.offset)
+    for dim, (size, stride) in enumerate(zip(extent.shape, extent.strides, strict=True)):
+        along = [1] * (len(extent.shape) + 1)
+        along[dim] = size
+        found += (np.arange(size) * stride * extent.dtype.itemsize).reshape(along)
+    return found + np.arange(extent.dtype.itemsize)
+
+
+def expected_after(copy: Copy, source: bytes, target: bytes) -> bytes:
+    """`target` after the copy, byte by byte."""
+    elements = np.frombuffer(source, np.uint8)[byte_positions(copy.source)]
+    bits = np.ascontiguousarray(elements).reshape(-1).view(storage_dtype(copy.source.dtype))
+    if copy.source.dtype != copy.target.dtype:
+        bits = cast_bits(bits, copy.source.dtype, copy.target.dtype)
+    after = np.frombuffer(target, np.uint8).copy()
+    after[byte_positions(copy.target)] = bits.view(np.uint8).reshape(*copy.target.shape, copy.target.dtype.itemsize)
+    return after.tobytes()
+
+
+def moved(copy: Copy, source: bytes, target: bytes, buffer_size: int) -> bytes:
+    with tempfile.TemporaryFile() as a, tempfile.TemporaryFile() as b:
+        a.write(source)
+        b.write(target)
+        a.flush()
+        b.flush()
+        move(copy, a.fileno(), b.fileno(), buffer_size, contextlib.nullcontext())
+        b.seek(0)
+        return b.read()
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> Copy:
+    """Two extents of one shape, each contiguous, transposed or with gaps, at any byte; a cast or none."""
+    shape = draw(shapes())
+    source_dtype = draw(st.sampled_from(ALL))
+    target_dtype = draw(st.sampled_from(FLOATS)) if source_dtype in FLOATS else source_dtype
+    sides = []
+    for path, dtype in (("a", source_dtype), ("b", target_dtype)):
+        extent, _ = draw(extents(whole(shape), path, dtype))
+        sides.append(Extent(path, extent.offset + draw(st.integers(0, 3)), dtype, shape, extent.strides))
+    return Copy(*sides)
+
+
+class TestMove:
+    @given(copies(), st.randoms(use_true_random=False), st.sampled_from([8, 16, 40, 200, 4 << 20]))
+    def test_what_arrives_is_what_numpy_says_and_nothing_else_is_touched(
+        self, copy: Copy, random: Any, buffer_size: int
+    ) -> None:
+        source = random.randbytes(copy.source.end + 5)
+        target = bytes([FILLER]) * (copy.target.end + 5)
+        assert moved(copy, source, target, buffer_size) == expected_after(copy, source, target)
+
+    @given(copies(), st.sampled_from([1, 8, 16, 40, 200]))
+    def test_blocks_tile_the_copy_and_fit_the_buffer(self, copy: Copy, buffer_size: int) -> None:
+        seen = []
+        for source, target in run._blocks(copy.source, copy.target, buffer_size):
+            assert source.shape == target.shape
+            assert max(source.end - source.offset, source.nbytes) <= buffer_size or source.numel <= 1
+            pairs = zip(byte_positions(source)[..., 0].flat, byte_positions(target)[..., 0].flat, strict=True)
+            seen += list(pairs)
+        every = zip(byte_positions(copy.source)[..., 0].flat, byte_positions(copy.target)[..., 0].flat, strict=True)
+        assert sorted(seen) == sorted(every)
+
+    def test_an_element_that_is_repeated_is_not_repeated_in_memory_at_once(self) -> None:
+        """An expanded tensor: stride 0, a file of four bytes, and any number of elements."""
+        shape = (100, 50)
+        copy = Copy(Extent("a", 0, FLOAT32, shape, (0, 0)), Extent.contiguous("b", 0, FLOAT32, shape))
+        assert moved(copy, b"abcd", bytes(20_000), 400) == b"abcd" * 5000
+        assert all(source.nbytes <= 400 for source, _ in run._blocks(copy.source, copy.target, 400))
+
+    @pytest.mark.parametrize("code", sorted(run._NO_KERNEL_COPY), ids=lambda code: errno.errorcode[code])
+    @pytest.mark.parametrize("after", [0, 1, 3])
+    def test_a_kernel_that_cannot_copy(self, monkeypatch: pytest.MonkeyPatch, code: int, after: int) -> None:
+        """At once, or after some short copies: a buffer takes over where it stopped."""
+        calls, real = [0], os.copy_file_range
+
+        def refuse(source: int, target: int, size: int, *rest: int) -> int:
+            calls[0] += 1
+            if calls[0] > after:
+                raise OSError(code, os.strerror(code))
+            return real(source, target, min(size, 7), *rest)
+
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+        data = os.urandom(1000)
+        copy = Copy(Extent.contiguous("a", 3, UINT8, (900,)), Extent.contiguous("b", 50, UINT8, (900,)))
+        expected = expected_after(copy, data, bytes(1000))
+        assert moved(copy, data, bytes(1000), 64) == expected
+        assert calls[0] > after
+
+    def test_a_kernel_that_says_it_copied_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Some filesystems answer 0 in the middle of a file."""
+        monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
+        copy = Copy(Extent.contiguous("a", 0, UINT8, (100,)), Extent.contiguous("b", 0, UINT8, (100,)))
+        data = os.urandom(100)
+        assert moved(copy, data, bytes(100), 64) == data
+
+    def test_a_python_without_kernel_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(os, "copy_file_range")
+        monkeypatch.setattr(run, "_HAS_KERNEL_COPY", False)
+        copy = Copy(Extent.contiguous("a", 0, UINT8, (100,)), Extent.contiguous("b", 0, UINT8, (100,)))
+        data = os.urandom(100)
+        assert moved(copy, data, bytes(100), 64) == data
+
+    def test_another_error_of_the_kernel_is_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: int) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(os, "copy_file_range", fail)
+        copy = Copy(Extent.contiguous("a", 0, UINT8, (100,)), Extent.contiguous("b", 0, UINT8, (100,)))
+        with pytest.raises(StorageError, match="Input/output error"):
+            moved(copy, bytes(100), bytes(100), 64)
+
+    @pytest.mark.parametrize("kernel", [True, False])
+    @pytest.mark.parametrize("shape", [(64,), (8, 8)])
+    def test_a_file_that_ends_too_early(
+        self, monkeypatch: pytest.MonkeyPatch, kernel: bool, shape: tuple[int, ...]
+    ) -> None:
+        monkeypatch.setattr(run, "_HAS_KERNEL_COPY", kernel)
+        strides = contiguous_strides(shape)[::-1]  # transposed, where there are two dims
+        copy = Copy(Extent("a.bin", 0, UINT8, shape, strides), Extent.contiguous("b.bin", 0, UINT8, shape))
+        with pytest.raises(CorruptError, match="ends inside") as caught:
+            moved(copy, bytes(50), bytes(64), 16)
+        assert (caught.value.exit_code, caught.value.path) == (4, "a.bin")
+        assert caught.value.found == "end of file at byte 50"
+
+    def test_short_reads_and_writes_go_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        preadv, pwrite = os.preadv, os.pwrite
+        monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:5]], at))
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:3], at))
+        source = Extent("a", 0, FLOAT32, (7, 9), (1, 7))
+        copy = Copy(source, Extent.contiguous("b", 0, BFLOAT16, (7, 9)))
+        data = os.urandom(source.end)
+        assert moved(copy, data, bytes(126), 64) == expected_after(copy, data, bytes(126))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan that takes every path, and the files that must come out of it."""
+
+    plan: Plan
+    expected: dict[str, bytes]
+    sources: list[Path]
+
+    def assert_written(self, destination: Path) -> None:
+        found = {str(p.relative_to(destination)): p.read_bytes() for p in destination.rglob("*") if p.is_file()}
+        assert found == self.expected
+
+
+def whole_tensor(fqn: str, path: str, offset: int, shape: tuple[int, ...]) -> Tensor:
+    return Tensor(fqn, "weight", FLOAT32, shape, Whole(Extent.contiguous(path, offset, FLOAT32, shape)))
+
+
+def make_case(folder: Path, num_files: int = 3, rows: int = 40) -> Case:
+    """Per target file: a header, tensors of two ranks, transposed, cast and without elements, columns, padding."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(5)
+    tensors: dict[tuple[str, str], Tensor] = {}
+    files, expected, sources = [], {}, []
+    for number in range(num_files):
+        shape, path = (rows, 6), str(folder / f"rank{number}.bin")
+        content = random.bytes(4 * prod(shape) * 3 + 11)
+        Path(path).write_bytes(content)
+        sources.append(Path(path))
+        size, plain = 4 * prod(shape), 7
+        half = prod(shape) // 2 + 1
+        fragments = []
+        for rank, (start, stop) in enumerate([(0, half), (half, prod(shape))]):
+            extent = Extent.contiguous(path, plain + 4 * start, INT32, (stop - start,))
+            fragments.append(Fragment(FlatRange(start, stop), extent, rank))
+        turned = Extent(path, plain + size, FLOAT32, shape, (1, shape[0]))
+        made = [
+            Tensor(f"plain{number}", "weight", INT32, shape, Pieces(tuple(fragments))),
+            Tensor(f"turned{number}", "weight", FLOAT32, shape, Pieces((Fragment(whole(shape), turned, 0),))),
+            Tensor(
+                f"cast{number}", "weight", FLOAT32, shape, Whole(Extent.contiguous(path, 11 + 2 * size, FLOAT32, shape))
+            ),
+            Tensor(f"empty{number}", "weight", FLOAT32, (0, 6), Whole(Extent.contiguous(path, 0, FLOAT32, (0, 6)))),
+        ]
+        for name in ("columns", "cast columns"):  # in three parts: some rows of two columns, the others, four columns
+            boxes = Box((0, 0), (rows // 3, 2)), Box((rows // 3, 0), (rows - rows // 3, 2)), Box((0, 2), (rows, 4))
+            parts = [Extent.contiguous(path, 3 + 5 * rank, FLOAT32, box.sizes) for rank, box in enumerate(boxes)]
+            columns = tuple(
+                Fragment(box, part, rank) for rank, (box, part) in enumerate(zip(boxes, parts, strict=True))
+            )
+            made.append(Tensor(f"{name}{number}", "weight", FLOAT32, shape, Pieces(columns)))
+        tensors |= {(tensor.fqn, tensor.role): tensor for tensor in made}
+        name = f"part/out{number}.bin" if number else "out0.bin"
+        output, at, slots = b"header %d: " % number, 10, []
+        for tensor in made:
+            dtype = BFLOAT16 if tensor.fqn.startswith("cast") else tensor.dtype
+            extent = Extent.contiguous(name, at, dtype, tensor.shape)
+            slots.append(Slot((tensor.fqn, tensor.role), whole(tensor.shape), extent))
+            at = extent.end
+        output = output.ljust(at, b"\0") + b"\0" * 6
+        for tensor, slot in zip(made, slots, strict=True):
+            for fragment in tensor.fragments():
+                part = slot.extent
+                if isinstance(fragment.region, FlatRange):
+                    part = slot.extent.flat(fragment.region.start, fragment.region.stop)
+                else:
+                    part = slot.extent.narrow(fragment.region)
+                output = expected_after(Copy(fragment.extent, part), content, output)
+        expected[name] = output
+        files.append(TargetFile(name, at + 6, ((0, b"header %d: " % number),), tuple(slots), ((at, 6),)))
+    expected["config.json"] = b"{}"
+    files.append(TargetFile.of_bytes("config.json", b"{}"))
+    seen = tuple(SourceFile.stat(str(path)) for path in sources)
+    return Case(make_plan(Checkpoint(str(folder), "test", tensors, seen), Target(tuple(files))), expected, sources)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return make_case(tmp_path / "source")
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor is many parts, and a part several batches."""
+    monkeypatch.setattr(run, "_SPAN", 200)
+    monkeypatch.setattr(run, "_BATCH", 300)
+    monkeypatch.setattr(run, "_SLAB", 150)
+
+
+def open_files() -> set[tuple[str, str]]:
+    """Open descriptors and what they are, but for the one that lists them."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_over(tmp_path: Path) -> Iterator[None]:
+    """After every test here: no thread still running, no descriptor still open."""
+    threads, descriptors = set(threading.enumerate()), open_files()
+    yield
+    gc.collect()  # what the frames of an exception hold
+    assert set(threading.enumerate()) <= threads
+    assert open_files() <= descriptors
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+class TestExecute:
+    @pytest.mark.parametrize("workers", [0, 1, 2, 7, -1])
+    def test_every_file_arrives(self, tmp_path: Path, case: Case, small_pieces: None, workers: int) -> None:
+        written: list[int] = []
+        execute(case.plan, tmp_path / "out", resources=Resources(workers=workers), progress=written.append)
+        case.assert_written(tmp_path / "out")
+        assert sum(written) == case.plan.moved_bytes
+        assert case.plan.moved_bytes == case.plan.span_bytes + case.plan.buffered_bytes > 0
+        assert listing(tmp_path) == ["out", "source"]
+
+    def test_through_buffers_alone(
+        self, tmp_path: Path, case: Case, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(run, "_HAS_KERNEL_COPY", False)
+        execute(case.plan, tmp_path / "out")
+        case.assert_written(tmp_path / "out")
+
+    @pytest.mark.parametrize("hashing", [False, True])
+    @pytest.mark.parametrize("workers", [2, 7])
+    def test_few_target_files_are_open_at_a_time_and_each_is_synced(
+        self, tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch, workers: int, hashing: bool
+    ) -> None:
+        case = make_case(tmp_path / "source", num_files=9)
+        staged: list[int] = []
+        synced: set[str] = set()
+        real = files.sync
+
+        def sync(descriptor: int) -> None:
+            names = [path for _, path in open_files() if ".ckpt-staging/" in path]
+            staged.append(len(names))
+            real(descriptor)
+            synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+        monkeypatch.setattr(run, "_MAX_UNFINISHED", 3)
+        monkeypatch.setattr(run, "sync", sync)
+        execute(case.plan, tmp_path / "out", resources=Resources(workers=workers), hashing=hashing)
+        case.assert_written(tmp_path / "out")
+        assert max(staged) <= 3 + 1  # and the one that waits for its turn
+        assert synced == {Path(name).name for name in case.expected}
+
+    def test_a_file_that_waits_for_room_is_closed_when_another_fails(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        case, real = make_case(tmp_path / "source", num_files=9), os.pwrite
+
+        def full(descriptor: int, data: memoryview, offset: int) -> int:
+            if offset > 10:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(descriptor, data, offset)
+
+        monkeypatch.setattr(run, "_MAX_UNFINISHED", 1)
+        monkeypatch.setattr(os, "pwrite", full)
+        gc.disable()  # nothing but reference counts closes files
+        try:
+            with pytest.raises(StorageError):
+                execute(case.plan, tmp_path / "out")
+            assert not [path for _, path in open_files() if ".ckpt-staging/" in path]
+        finally:
+            gc.enable()
+
+    def test_parts_are_as_small_as_they_should_be(self, case: Case, small_pieces: None) -> None:
+        for file in case.plan.target.files:
+            parts = [part for batch in run._batches(case.plan.copies(file)) for part in batch]
+            assert all(part.source.end - part.source.offset <= 200 and part.target.nbytes <= 200 for part in parts)
+            assert sum(part.target.nbytes for part in parts) == sum(slot.extent.nbytes for slot in file.slots)
+
+    def test_rows_of_several_ranks_are_written_together(
+        self, tmp_path: Path, case: Case, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A row parallel weight has as many pieces of rows as ranks: one write for each took most of the time."""
+        sizes, real = [], os.pwrite
+
+        def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+            sizes.append(len(data))
+            return real(descriptor, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        execute(case.plan, tmp_path / "out")
+        case.assert_written(tmp_path / "out")
+        assert not {2 * 4, 4 * 4} & set(sizes)
+        in_fp32, in_bf16, files = 150 // 24, 150 // 12, 3
+        assert in_fp32 * 24 == in_bf16 * 12 == 144
+        assert sizes.count(144) == files * (40 // in_fp32 + 40 // in_bf16)
+
+    def test_more_sources_than_may_be_open(
+        self, tmp_path: Path, case: Case, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(files, "_OPEN_FILES", 1)
+        execute(case.plan, tmp_path / "out")
+        case.assert_written(tmp_path / "out")
+
+    def test_without_sync_file_range(self, tmp_path: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(run, "_sync_file_range", None)
+        execute(case.plan, tmp_path / "out")
+        case.assert_written(tmp_path / "out")
+
+    def test_an_error_of_the_progress_display_is_the_callers(self, tmp_path: Path, case: Case) -> None:
+        def broken(_: int) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            execute(case.plan, tmp_path / "out", progress=broken)
+        assert listing(tmp_path) == ["source"]
+
+    def test_a_thread_that_cannot_be_started(self, tmp_path: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        started, real = [0], threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            started[0] += 1
+            if started[0] == 3:
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError):
+            execute(case.plan, tmp_path / "out", resources=Resources(workers=4))
+        assert listing(tmp_path) == ["source"]
+
+    def test_replicas_that_disagree_stop_it_before_anything_is_written(self, tmp_path: Path) -> None:
+        for name, content in (("a.bin", b"abcdefgh"), ("b.bin", b"abcdefgX")):
+            (tmp_path / name).write_bytes(content)
+        a, b = (Extent.contiguous(str(tmp_path / name), 0, FLOAT32, (2,)) for name in ("a.bin", "b.bin"))
+        tensor = Tensor("w", "weight", FLOAT32, (2,), Whole(a, 0), replicas=(Whole(b, 1),))
+        slot = Slot(("w", "weight"), whole((2,)), Extent.contiguous("out.bin", 0, FLOAT32, (2,)))
+        checkpoint = Checkpoint(str(tmp_path), "test", {("w", "weight"): tensor}, ())
+        plan = make_plan(checkpoint, Target((TargetFile("out.bin", 8, (), (slot,)),)))
+        with pytest.raises(CorruptError):
+            execute(plan, tmp_path / "out")
+        assert listing(tmp_path) == ["a.bin", "b.bin"]
+
+    def test_a_destination_that_holds_a_file_of_the_source(self, tmp_path: Path, case: Case) -> None:
+        """The checkpoint's folder may be full of links into it."""
+        with pytest.raises(UsageError, match="overlap"):
+            execute(case.plan, tmp_path / "source", overwrite=True)
+        (tmp_path / "link").symlink_to(tmp_path / "source")
+        with pytest.raises(UsageError, match="overlap"):
+            execute(case.plan, tmp_path / "link", overwrite=True)
+        assert listing(tmp_path / "source") == ["rank0.bin", "rank1.bin", "rank2.bin"]
+
+
+class TestMemory:
+    def test_too_little_is_refused_before_anything_is_made(self, tmp_path: Path, case: Case) -> None:
+        with pytest.raises(UsageError, match="too small") as caught:
+            execute(case.plan, tmp_path / "out", resources=Resources(max_memory=1000, workers=2))
+        assert (caught.value.exit_code, caught.value.expected) == (2, f"at least {8 * run._MIN_BUFFER} bytes")
+        assert listing(tmp_path) == ["source"]
+
+    @pytest.mark.parametrize("kernel", [True, False])
+    @pytest.mark.parametrize("workers", [1, 3])
+    def test_it_stays_within_its_bound(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: bool, workers: int
+    ) -> None:
+        """Measured, with tensors many times larger than the buffers."""
+        monkeypatch.setattr(run, "_HAS_KERNEL_COPY", kernel)
+        monkeypatch.setattr(casts, "_CACHE_SIZED", 1 << 10)  # else the temporaries of a cast outweigh these buffers
+        case = make_case(tmp_path / "source", num_files=3, rows=8000)
+        resources = Resources(max_memory=4 * run._MIN_BUFFER * workers, workers=workers)
+        bound = resources.peak_buffers(case.plan)
+        assert bound <= resources.max_memory < case.plan.total_bytes // 1.5
+        compared = threading.Event()
+
+        def start_measuring(_: int) -> None:
+            if not compared.is_set():  # replicas have been compared, in buffers that are gone
+                compared.set()
+                tracemalloc.reset_peak()
+
+        tracemalloc.start()
+        try:
+            execute(case.plan, tmp_path / "out", resources=resources, progress=start_measuring)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        case.assert_written(tmp_path / "out")
+        assert peak < bound + (256 << 10)
+
+    @pytest.mark.parametrize("source", FLOATS, ids=lambda dtype: dtype.name)
+    @pytest.mark.parametrize("target", FLOATS, ids=lambda dtype: dtype.name)
+    def test_no_buffer_of_a_cast_is_larger_than_it_may_be(
+        self, monkeypatch: pytest.MonkeyPatch, source: DType, target: DType
+    ) -> None:
+        sizes, real = [], run.cast_bits
+
+        def watched(bits: NDArray, a: DType, b: DType) -> NDArray:
+            result = real(bits, a, b)
+            sizes.extend([bits.nbytes, result.nbytes])
+            return result
+
+        monkeypatch.setattr(run, "cast_bits", watched)
+        copy = Copy(Extent("a", 0, source, (9, 40), (1, 9)), Extent.contiguous("b", 0, target, (9, 40)))
+        data = os.urandom(copy.source.end)
+        expected = expected_after(copy, data, bytes(copy.target.end))
+        assert moved(copy, data, bytes(copy.target.end), 64) == expected
+        assert max(sizes, default=0) <= 64
+
+
+class TestSourcesThatChange:
+    @pytest.mark.parametrize("existing", [False, True])
+    @pytest.mark.parametrize("how", ["replaced", "longer", "rewritten", "touched", "gone"])
+    def test_while_they_are_read(self, tmp_path: Path, case: Case, how: str, existing: bool) -> None:
+        victim, out = case.sources[1], tmp_path / "out"
+        content = victim.read_bytes()
+
+        def change(_: int) -> None:
+            if how == "replaced":
+                (tmp_path / "new").write_bytes(content)
+                os.replace(tmp_path / "new", victim)
+            elif how == "longer":
+                with victim.open("ab") as file:
+                    file.write(b"!")
+            elif how == "rewritten":
+                victim.write_bytes(content[::-1])
+            elif how == "touched":
+                os.utime(victim, ns=(0, 0))
+            else:
+                victim.unlink(missing_ok=True)
+
+        if existing:
+            out.mkdir()
+            (out / "old").write_bytes(b"old")
+        with pytest.raises(CorruptError) as caught:
+            execute(case.plan, out, overwrite=True, resources=Resources(workers=1), progress=change)
+        assert (caught.value.exit_code, caught.value.path) == (4, str(victim))
+        assert (out / "old").read_bytes() == b"old" if existing else not out.exists()
+        assert not [name for name in listing(tmp_path) if name.startswith(".")]
+
+    def test_before_they_are_read(self, tmp_path: Path, case: Case) -> None:
+        """A file that has gone, or is shorter, since its metadata was read."""
+        content = case.sources[0].read_bytes()
+        case.sources[0].write_bytes(content[:100])
+        with pytest.raises(CorruptError, match="ends inside"):
+            execute(case.plan, tmp_path / "out")
+        case.sources[0].unlink()
+        with pytest.raises(CorruptError, match="has gone"):
+            execute(case.plan, tmp_path / "out")
+        assert listing(tmp_path) == ["source"]
+
+    def test_a_source_that_may_not_be_looked_at(
+        self, tmp_path: Path, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def denied(path: str) -> SourceFile:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+
+        monkeypatch.setattr(SourceFile, "stat", denied)
+        with pytest.raises(StorageError, match="Permission denied"):
+            execute(case.plan, tmp_path / "out")
+        assert listing(tmp_path) == ["source"]
+
+
+class Nth:
+    """A function of `os` whose Nth call, of those that `counts`, fails."""
+
+    def __init__(self, name: str, code: int, counts: Callable[..., bool] = lambda *_: True) -> None:
+        self.name, self.code, self.counts = name, code, counts
+        self.real = getattr(os, name)
+        self.number = self.calls = 0
+        self.lock = threading.Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            self.calls += self.counts(*args)
+            fails = self.calls == self.number and self.counts(*args)
+        if not fails:
+            return self.real(*args, **kwargs)
+        raise OSError(self.code, os.strerror(self.code))
+
+
+def in_staging(descriptor: int, *_: Any) -> bool:
+    return ".ckpt-staging/" in os.readlink(f"/proc/self/fd/{descriptor}")
+
+
+def to_staging(path: Any, flags: int, *_: Any) -> bool:
+    return bool(flags & os.O_CREAT)
+
+
+def a_source(path: Any, flags: int, *_: Any) -> bool:
+    return "rank" in str(path)
+
+
+FAILURES = {
+    "no space while the kernel copies": Nth("copy_file_range", errno.ENOSPC),
+    "the disk while the kernel copies": Nth("copy_file_range", errno.EIO),
+    "no space while a buffer is written": Nth("pwrite", errno.ENOSPC),
+    "over quota while a buffer is written": Nth("pwrite", errno.EDQUOT),
+    "the disk while a buffer is read": Nth("preadv", errno.EIO),
+    "the disk while it is synced": Nth("fsync", errno.EIO, in_staging),
+    "no space while a file is made": Nth("ftruncate", errno.ENOSPC),
+    "no inode for a new file": Nth("open", errno.ENOSPC, to_staging),
+    "too many open files": Nth("open", errno.EMFILE, a_source),
+}
+
+
+class TestEveryCallFailsOnce:
+    @pytest.mark.parametrize("existing", [False, True])
+    @pytest.mark.parametrize("name", FAILURES)
+    def test_nothing_is_left_of_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_pieces: None, name: str, existing: bool
+    ) -> None:
+        """As SQLite does it: fail the first call, then the second, until there is none left to fail."""
+        case, out, failure = make_case(tmp_path / "source", num_files=2, rows=8), tmp_path / "out", FAILURES[name]
+        if existing:
+            out.mkdir()
+            (out / "old").write_bytes(b"old")
+        before = listing(tmp_path)
+        threads, descriptors = threading.active_count(), len(open_files())
+        monkeypatch.setattr(os, failure.name, failure)
+        number = 0
+        while True:
+            number += 1
+            failure.number, failure.calls = number, 0
+            try:
+                execute(case.plan, out, overwrite=True, resources=Resources(workers=2))
+            except StorageError as error:
+                assert error.exit_code == 7
+                assert os.strerror(failure.code) in str(error)
+                assert (error.hint is not None) == (failure.code in (errno.ENOSPC, errno.EDQUOT))
+            else:
+                break
+            assert listing(tmp_path) == before, f"call {number}"
+            if existing:
+                assert (out / "old").read_bytes() == b"old" and listing(out) == ["old"]
+            assert threading.active_count() == threads, f"call {number}"
+            assert len(open_files()) == descriptors, f"call {number}"
+        assert number > 2, "no call was made to fail"
+        assert failure.calls < number
+        case.assert_written(out)
+
+    def test_a_close_that_reports_a_late_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_pieces: None
+    ) -> None:
+        """As network filesystems do, which write when a file is closed."""
+        case, real = make_case(tmp_path / "source", num_files=2, rows=8), Staging.create
+
+        class Late(io.FileIO):
+            def close(self) -> None:
+                was_open = not self.closed
+                super().close()
+                if was_open:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        for number in range(len(case.expected)):
+            made: list[str] = []
+
+            def create(staging: Staging, name: str, size: int, late: int = number, made: list[str] = made) -> io.FileIO:
+                file = real(staging, name, size)
+                made.append(name)
+                return file if len(made) <= late else Late(os.dup(file.fileno()), "r+")
+
+            monkeypatch.setattr(Staging, "create", create)
+            with pytest.raises(StorageError, match="Input/output error"):
+                execute(case.plan, tmp_path / "out", resources=Resources(workers=2))
+            assert listing(tmp_path) == ["source"]
+
+    def test_buffered_reads_of_plain_spans(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_pieces: None
+    ) -> None:
+        monkeypatch.setattr(run, "_HAS_KERNEL_COPY", False)
+        case, failure, number = make_case(tmp_path / "source", num_files=1, rows=8), Nth("pread", errno.EIO), 0
+        monkeypatch.setattr(os, "pread", failure)
+        while True:
+            number += 1
+            failure.number, failure.calls = number, 0
+            try:
+                execute(case.plan, tmp_path / "out")
+            except StorageError as error:
+                assert error.path == str(case.sources[0]), "the file that could not be read is named"
+                assert listing(tmp_path) == ["source"]
+            else:
+                break
+        assert number > 2
+        case.assert_written(tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("existing", [False, True])
+def test_killed_at_any_call(tmp_path: Path, small_pieces: None, existing: bool) -> None:
+    """With its threads, before every call to the system that one of them makes: old or absent, or complete."""
+    case, out = make_case(tmp_path / "source", num_files=2, rows=8), tmp_path / "out"
+    number = complete = 0
+    while True:
+        number += 1
+        if existing:
+            out.mkdir()
+            (out / "old").write_bytes(b"old")
+        if not killed_before_call(
+            number, lambda: execute(case.plan, out, overwrite=True, resources=Resources(workers=2))
+        ):
+            break
+        if out.exists() and listing(out) != ["old"]:
+            case.assert_written(out)
+            complete += 1
+        else:
+            assert out.exists() == existing, f"killed before call {number}"
+        execute(case.plan, out, overwrite=True)
+        case.assert_written(out)
+        assert listing(tmp_path) == ["out", "source"], f"killed before call {number}"
+        shutil.rmtree(out)
+    case.assert_written(out)
+    assert number > 40 and complete
+
+
+class TestInterrupt:
+    @staticmethod
+    def interrupt() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def test_between_two_pieces(self, tmp_path: Path, case: Case, small_pieces: None) -> None:
+        pressed = threading.Event()
+
+        def press(_: int) -> None:
+            if not pressed.is_set():
+                pressed.set()
+                self.interrupt()
+
+        with pytest.raises(KeyboardInterrupt):
+            execute(case.plan, tmp_path / "out", progress=press, resources=Resources(workers=2))
+            time.sleep(5)  # the signal arrives here where the run was over sooner
+        assert pressed.is_set()
+        assert listing(tmp_path) == ["source"] or (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("existing", [False, True])
+    def test_while_the_disk_hangs(
+        self, tmp_path: Path, case: Case, monkeypatch: pytest.MonkeyPatch, existing: bool
+    ) -> None:
+        """Within a second, although no thread can end; what they still write goes nowhere."""
+        hanging, release, real = threading.Event(), threading.Event(), os.copy_file_range
+
+        def hang(*args: int) -> int:
+            hanging.set()
+            release.wait()
+            return real(*args)
+
+        monkeypatch.setattr(os, "copy_file_range", hang)
+        out = tmp_path / "out"
+        if existing:
+            out.mkdir()
+            (out / "old").write_bytes(b"old")
+        before = listing(tmp_path)
+        pressed_at: list[float] = []
+
+        def press() -> None:
+            hanging.wait()
+            pressed_at.append(time.monotonic())
+            self.interrupt()
+
+        presser = threading.Thread(target=press)
+        presser.start()
+        others = set(threading.enumerate())
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                execute(case.plan, out, overwrite=True, resources=Resources(workers=2))
+            assert time.monotonic() - pressed_at[0] < 1
+            assert listing(tmp_path) == before
+            assert not existing or listing(out) == ["old"]
+        finally:
+            release.set()
+            presser.join()
+            workers = set(threading.enumerate()) - others
+            for thread in workers:
+                thread.join()
+        assert workers, "the threads were still in the kernel when it returned"
+        assert listing(tmp_path) == before
+
+    def test_a_second_one_is_not_needed(self, tmp_path: Path, case: Case, small_pieces: None) -> None:
+        """After an interrupt, the same conversion in the same process succeeds."""
+        calls: list[int] = []
+
+        def press(_: int) -> None:
+            calls.append(1)
+            if len(calls) == 1:
+                self.interrupt()
+
+        with pytest.raises(KeyboardInterrupt):
+            execute(case.plan, tmp_path / "out", overwrite=True, progress=press)
+            time.sleep(5)
+        execute(case.plan, tmp_path / "out", overwrite=True)
+        case.assert_written(tmp_path / "out")
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 17), st.integers(1, 17), st.integers(0, 40), st.sampled_from([0, 1, 2]))
+def test_from_any_world_size_to_any_other(ranks_in: int, ranks_out: int, numel: int, workers: int) -> None:
+    """A tensor cut among some ranks and written for others, with more ranks than elements too."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = np.random.default_rng(numel).bytes(4 * numel)
+        fragments, seen = [], []
+        for rank in range(ranks_in):
+            start, stop = (min(numel, r * -(-numel // ranks_in)) for r in (rank, rank + 1))
+            path = f"{folder}/in{rank}"
+            Path(path).write_bytes(data[4 * start : 4 * stop])
+            seen.append(SourceFile.stat(path))
+            fragments.append(
+                Fragment(FlatRange(start, stop), Extent.contiguous(path, 0, FLOAT32, (stop - start,)), rank)
+            )
+        tensor = Tensor("w", "weight", FLOAT32, (numel,), Pieces(tuple(fragments)))
+        files, expected = [], {}
+        for rank in range(ranks_out):
+            start, stop = (min(numel, r * -(-numel // ranks_out)) for r in (rank, rank + 1))
+            extent = Extent.contiguous(f"out{rank}", 0, FLOAT32, (stop - start,))
+            slot = Slot(("w", "weight"), Box((start,), (stop - start,)), extent)
+            files.append(TargetFile(f"out{rank}", extent.nbytes, (), (slot,)))
+            expected[f"out{rank}"] = data[4 * start : 4 * stop]
+        checkpoint = Checkpoint(folder, "test", {("w", "weight"): tensor}, tuple(seen))
+        plan = make_plan(checkpoint, Target(tuple(files)))
+        execute(plan, Path(folder) / "out", resources=Resources(workers=workers))
+        assert {p.name: p.read_bytes() for p in (Path(folder) / "out").iterdir()} == expected

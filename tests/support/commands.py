@@ -1,0 +1,57 @@
+"""The command line as users run it, in this process for speed, and what it leaves on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.cli import app
+from tests.support.engines import REPOSITORY
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+def ckpt(*args: str | Path) -> Result:
+    """`ckpt ARGS`, with what it printed.  An exception that is no exit goes through: it would be a traceback."""
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            app([str(arg) for arg in args], prog_name="ckpt")
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def process(*args: str | Path, script: str | None = None, cwd: Path | None = None) -> Result:
+    """`python -m ckpt ARGS`, or a script of Python with these arguments, in a process of its own."""
+    start = ["-m", "ckpt"] if script is None else ["-c", script]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, *start, *map(str, args)]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def snapshot(folder: Path) -> dict[str, tuple[str, int, int]]:
+    """Content, mode and time of change of everything in `folder`, by relative path."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        info = path.lstat()
+        if stat.S_ISREG(info.st_mode):
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+        else:
+            content = str(path.readlink()) if path.is_symlink() else "folder"
+        found[str(path.relative_to(folder))] = (content, info.st_mode, info.st_mtime_ns if content != "folder" else 0)
+    return found

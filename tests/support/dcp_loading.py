@@ -1,0 +1,57 @@
+"""Run under torchrun: for each line of a file, an unmodified engine of torch's loads DCP and says what it holds.
+
+    torchrun --nproc-per-node 3 -m tests.support.dcp_loading jobs.jsonl
+
+A line has options of the trainer, with `resume` the folder given to `torch.distributed.checkpoint.load` and `output`
+where the truth goes, as `output/truth.safetensors`.  No step is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from train import launch, models, truth
+from train.config import Config
+from train.engines.native import NativeEngine
+
+
+def main() -> None:
+    launch.start()
+    for line in Path(sys.argv[1]).read_text().splitlines():
+        load(json.loads(line))
+    launch.stop()
+
+
+def load(job: dict[str, Any]) -> None:
+    """torch's own recipe: the engine's state dicts are filled by `dcp.load` and set again."""
+    # Accelerate's folders hold the model and the optimizer apart
+    folders = job.pop("folders", None)
+    config = Config(**job)
+    assert config.resume
+    engine = NativeEngine(models.build_model(config), config)
+    model, optimizer = get_state_dict(engine.model, engine.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    # the planner's flattening of FSDP1's tensors drops those of which this rank has no part
+    planner = dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)
+    if folders is None:
+        dcp.load(state, checkpoint_id=config.resume, planner=planner)
+    else:
+        for name, folder in folders.items():
+            dcp.load({name: state[name]}, checkpoint_id=Path(config.resume) / folder, planner=planner)
+    set_state_dict(engine.model, engine.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    tensors, facts = engine.gather()
+    if dist.get_rank() == 0:
+        truth.write(Path(config.output), "truth", config, 0, tensors, facts)
+    engine.close()
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

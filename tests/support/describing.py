@@ -1,0 +1,68 @@
+"""What a description says a tensor's bytes are: read fragment by fragment, apart from the code that converts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.plan.tensors import FlatRange, Tensor
+from tests.support.engines import RAW, Truth
+
+
+def content(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    """A described tensor as dtype name, shape and bytes."""
+    dtype = RAW[tensor.dtype.itemsize]
+    flat = np.zeros(tensor.numel, dtype)
+    for fragment in tensor.fragments():
+        if not fragment.region.numel:
+            continue
+        extent = fragment.extent
+        with open(extent.path, "rb") as file:
+            file.seek(extent.offset)
+            base = np.frombuffer(file.read(extent.end - extent.offset), dtype)
+        strides = tuple(s * extent.dtype.itemsize for s in extent.strides)
+        values = np.lib.stride_tricks.as_strided(base, extent.shape, strides)
+        if isinstance(fragment.region, FlatRange):
+            flat[fragment.region.start : fragment.region.stop] = values.reshape(-1)
+        else:
+            box = fragment.region
+            window = tuple(slice(a, b, s) for a, b, s in zip(box.offsets, box.ends, box.all_steps, strict=True))
+            flat.reshape(tensor.shape)[window] = values
+    return tensor.dtype.name, tensor.shape, flat.tobytes()
+
+
+def assert_equals_truth(checkpoint: Checkpoint, truth: Truth) -> int:
+    """Every tensor of the description is in the truth, bit for bit, and the other way round.  Returns how many.
+
+    Stage 3 stores no weights of trainable parameters: what the truth has of these must be stored as masters.
+    """
+    stored = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in truth.ties}
+    assert not set(stored) - set(truth.tensors), "tensors that the engine does not know"
+    for fqn, role in set(truth.tensors) - set(stored):
+        assert role == WEIGHT and checkpoint.format == "zero3" and (fqn, MASTER) in stored, f"{fqn} {role} is missing"
+    for key, tensor in stored.items():
+        assert content(tensor) == truth.tensors[key], f"{key} differs from what the engine gathered"
+    assert any(role == MASTER for _, role in stored)
+    return len(stored)
+
+
+def expected_weights(truth: Truth, fp32: bool) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """What a weights-only folder must hold, under the engine's names: live weights, or masters where there are any."""
+    found = {}
+    for (fqn, role), value in truth.tensors.items():
+        if fqn in truth.ties or role not in (WEIGHT, BUFFER):
+            continue
+        if fp32 and role == WEIGHT:
+            value = truth.tensors.get((fqn, MASTER)) or upcast(value)
+        found[fqn] = value
+    return found
+
+
+def upcast(value: tuple[str, tuple[int, ...], bytes]) -> tuple[str, tuple[int, ...], bytes]:
+    """A frozen weight in float32, computed by torch."""
+    import torch
+
+    name, shape, data = value
+    bits = torch.tensor(list(data), dtype=torch.uint8)
+    tensor = bits.view(getattr(torch, name)).reshape(shape).float()
+    return "float32", shape, tensor.numpy().tobytes()

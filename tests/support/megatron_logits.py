@@ -1,0 +1,184 @@
+"""The same weights in transformers' and in megatron-core's model: `python -m tests.support.megatron_logits`.
+
+For each case one line of JSON: the names whose shapes are not those of megatron-core's GPTModel, the arguments that
+are not those which the trainer makes from the same config by code of its own, and the largest difference of logits,
+once with transformers' weights moved to megatron-core and once with megatron-core's own moved to transformers.
+Everything is in fp32 on one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ckpt import api
+from ckpt.plan.checkpoint import MEGATRON, Checkpoint, Layout
+from train.config import Config
+from train.megatron import args as megatron_args
+from train.megatron import engine as megatron
+from train.megatron import truth as megatron_truth
+from train.megatron.cpu import on_this_machine
+from train.models import sizes_of
+
+_LENGTH = 24
+_RANK = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "params_dtype": torch.float32,
+    "bf16": False,
+    "fp16": False,
+}
+
+
+def main() -> None:
+    """Reads the cases from the command line: name, architecture and what its config has otherwise of each, as JSON."""
+    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with on_this_machine(), _latent_attention():
+        from megatron.core import parallel_state, tensor_parallel
+
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        for name, architecture, more in cases:
+            print(json.dumps({"case": name} | _compare(folder / name, architecture, more)), flush=True)
+
+
+def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[str, Any]:
+    model = random_model(architecture, more)
+    model.save_pretrained(folder / "hub")
+    if more.get("num_nextn_predict_layers"):
+        add_mtp(folder / "hub")
+    moved = api.to_namespace(api.open(folder / "hub"), MEGATRON, Layout())
+    args, theirs = arguments(moved), vars(megatron_args.arguments(model.config, Config(tp=1)))
+    ours = moved.state.items["args"]
+    outcome: dict[str, Any] = {
+        "arguments": sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name])
+    }
+    (chunk,) = megatron.build_chunks(args, megatron_args.transformer_config(args))
+    tensors = {place.name: tensor for place, tensor, _ in megatron_truth.placed(chunk)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    found = {name: tensor.shape for (name, _), tensor in moved.tensors.items()}
+    different = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+    outcome["different"] = different
+    if different:
+        return outcome
+
+    inputs = torch.randint(0, args.vocab_size, (2, _LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for name, role in moved.tensors:
+            tensors[name].copy_(moved[name, role][...])
+        expected = model(inputs).logits
+        to_megatron = _difference(_logits(chunk, inputs, args), expected)
+
+        generator = torch.Generator().manual_seed(2)
+        for name, tensor in tensors.items():  # the padding's rows too
+            tensor.copy_(float("norm" in name) + 0.05 * torch.randn(tensor.shape, generator=generator))
+        (folder / "megatron").mkdir(parents=True)
+        save_file(
+            {name: tensor.detach().clone() for name, tensor in tensors.items()}, folder / "megatron/model.safetensors"
+        )
+        trained = dataclasses.replace(
+            api.open(folder / "megatron"), namespace=MEGATRON, config=moved.config, folders=(str(folder / "hub"),)
+        )
+        api.plan(trained, "hf").run(folder / "back")
+        back = AutoModelForCausalLM.from_pretrained(
+            folder / "back", attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+        ).eval()
+        to_hub = _difference(_logits(chunk, inputs, args), back(inputs).logits)
+    return {**outcome, "to_megatron": to_megatron, "to_hub": to_hub, "largest": float(expected.abs().max())}
+
+
+def random_model(architecture: str, more: Mapping[str, Any]) -> Any:
+    """transformers' model with random weights and buffers everywhere, norms and biases included."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture.removesuffix("_wide"), **{**sizes_of(architecture), **more})
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    kept = model.state_dict()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name in kept:
+                buffer.add_(0.05 * torch.randn_like(buffer))
+    return model.eval()
+
+
+def add_mtp(hub: Path) -> None:
+    """Give a saved DeepSeek-V3 a layer of multi-token prediction as the release has it; transformers makes none."""
+    config = json.loads((hub / "config.json").read_text())
+    tensors, hidden = load_file(hub / "model.safetensors"), config["hidden_size"]
+    last, new = (f"model.layers.{config['num_hidden_layers'] - 1 + number}." for number in range(2))
+    tensors |= {new + name.removeprefix(last): 2 * t for name, t in tensors.items() if name.startswith(last)}
+    tensors |= {f"{new}{name}.weight": torch.rand(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors[f"{new}eh_proj.weight"] = torch.randn(hidden, 2 * hidden)
+    tensors[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, hub / "model.safetensors", {"format": "pt"})
+
+
+def arguments(moved: Checkpoint) -> Namespace:
+    """The arguments that our table made, on one rank in fp32, and YaRN's as Megatron-LM's argument_utils reads them."""
+    values = {**moved.state.items["args"], **_RANK}
+    yarn = {}
+    if values["position_embedding_type"] == "yarn":
+        yarn = {name.removeprefix("yarn_"): value for name, value in values.items() if name.startswith("yarn_")}
+        yarn |= {name: values.pop(name) for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim")}
+    return Namespace(**values, yarn=yarn)
+
+
+def _logits(chunk: Any, inputs: torch.Tensor, args: Namespace) -> torch.Tensor:
+    chunk.eval()
+    positions = torch.arange(_LENGTH).expand_as(inputs)
+    chunk.mtp_process = False  # transformers has nothing to compare with it
+    with mock.patch.object(chunk.config, "mtp_num_layers", None):
+        logits = chunk(input_ids=inputs, position_ids=positions, attention_mask=None)
+    return logits[..., : args.vocab_size]
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+def _latent_attention() -> Any:
+    """megatron-core 0.16.1 gives latent attention's inner attention two arguments that only Transformer Engine's takes.
+
+    Its own computes the same without them, as its sizes come from `kv_channels` and the tensors.
+    """
+    from contextlib import ExitStack
+
+    from megatron.core.models import backends
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Attention(DotProductAttention):  # type: ignore[misc]
+        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **more: Any) -> None:
+            super().__init__(*args, **more)
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(backends.LocalSpecProvider, "core_attention", lambda self: Attention))
+    stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))
+    return stack
+
+
+if __name__ == "__main__":
+    main()

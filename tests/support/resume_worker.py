@@ -1,0 +1,149 @@
+"""Run under torchrun: for each line of a file, a run of the trainer, and with which options its optimizer stepped.
+
+    torchrun --nproc-per-node 3 -m tests.support.resume_worker jobs.jsonl
+
+A line has options of the trainer.  Besides,
+
+    save_at   the only step after which the run saves (none: 0)
+    copied    a run folder and where to put a copy of it first
+    commands  command lines of `ckpt` to run first
+    refused   true where the trainer is to refuse `resume`: the command of its hint is then run as it stands, which
+              goes to `refused.json`, and the run goes on from what the command wrote
+    forget    true where Megatron's optimizer states are then set to zero in what is resumed from
+
+`output/options.json` gets, for each step, the options of every param group before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.support.commands import Result, ckpt
+from train import launch, loop, truth
+from train.config import ZERO, Config, UserError
+
+#: The class of each strategy's engine, where it is not torch's own.
+ENGINES = dict.fromkeys(ZERO, "ZeroEngine") | {"megatron": "MegatronEngine"}
+
+
+def main() -> None:
+    """Every job in turn, in one process group."""
+    launch.start()
+    for line in Path(sys.argv[1]).read_text().splitlines():
+        job = json.loads(line)
+        copied, save_at = job.pop("copied", None), job.pop("save_at", None)
+        if copied and dist.get_rank() == 0:
+            shutil.copytree(*copied)
+        dist.barrier()
+        for command in job.pop("commands", ()):
+            run_command(command)
+        forgets = job.pop("forget", False)
+        if job.pop("refused", False):
+            job["resume"] = follow_the_hint(job)
+        if forgets:
+            forget(Path(job["resume"]))
+        with recorded(Config(**job)) as config, saving_at(save_at):
+            loop.run(config)
+        dist.barrier()
+        gc.freeze()  # modules: a run collects garbage twice, and need not go through all of theirs again
+    launch.stop()
+
+
+@contextlib.contextmanager
+def recorded(config: Config) -> Iterator[Config]:
+    """While this is open, the engines of a run note the options of their param groups before every step."""
+    module = importlib.import_module(loop.ENGINES[config.strategy])
+    kind: Any = getattr(module, ENGINES.get(config.strategy, "NativeEngine"))
+    original, used = kind.train, []
+
+    def train(engine: Any, micro_batches: list[torch.Tensor]) -> torch.Tensor:
+        groups = engine.optimizer.param_groups
+        used.append(truth.describe_groups(groups, [[] for _ in groups]))
+        return original(engine, micro_batches)
+
+    kind.train = train
+    try:
+        yield config
+    finally:
+        kind.train = original
+    if dist.get_rank() == 0:
+        Path(config.output, "options.json").write_text(json.dumps(used))
+
+
+@contextlib.contextmanager
+def saving_at(step: int | None) -> Iterator[None]:
+    """While this is open, a run saves after no other step; None: whenever its options say."""
+    save: Any = loop._save
+
+    def save_there(engine: Any, *others: Any) -> Any:
+        return save(engine, *others) if engine.step == step else None
+
+    with contextlib.nullcontext() if step is None else mock.patch.object(loop, "_save", save_there):
+        yield
+
+
+def follow_the_hint(job: dict[str, Any]) -> str:
+    """The folder that the command of the refusal's hint says that it wrote."""
+    try:
+        loop.run(Config(**job))
+    except UserError as error:
+        said = str(error)
+    else:
+        raise AssertionError(f"--resume {job['resume']} is not refused")
+    hint = re.search(r"^hint: (ckpt convert .*)$", said, re.MULTILINE)
+    assert hint, said
+    done = run_command(hint[1])
+    if dist.get_rank() == 0:
+        output = Path(job["output"])
+        output.mkdir(parents=True, exist_ok=True)
+        record = {"refusal": said, "command": hint[1], "stderr": done.err, "written": done.out.strip()}
+        (output / "refused.json").write_text(json.dumps(record))
+    return done.out.strip()
+
+
+def run_command(line: str) -> Result:
+    """What a command line of `ckpt`, as a shell would split it, printed: rank 0 runs it, and all ranks wait for it."""
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        name, *words = shlex.split(line)
+        outcome = [ckpt(*words) if name == "ckpt" else Result(127, "", f"{name}: not found")]
+    dist.broadcast_object_list(outcome)
+    assert outcome[0].code == 0, f"{line}\n{outcome[0].err}"
+    result: Result = outcome[0]
+    return result
+
+
+def forget(run: Path) -> None:
+    """Zeros for all that Adam knows, and no step: what a conversion of the weights and masters alone would be."""
+    if dist.get_rank() == 0:
+        for file in run.glob("iter_*/mp_rank_*/distrib_optim.pt"):
+            content = torch.load(file, weights_only=False)
+            for buffer in (buffer for key, buffer in content.items() if key != "buckets_coalesced"):
+                for states in buffer.values():
+                    states["exp_avg"].zero_()
+                    states["exp_avg_sq"].zero_()
+            torch.save(content, file)
+            beside = file.with_name("model_optim_rng.pt")
+            model = torch.load(beside, weights_only=False)
+            for group in model["optimizer"]["optimizer"]["param_groups"]:
+                group["step"] = 0.0
+            torch.save(model, beside)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""DDP, FSDP1, FSDP2, HSDP and tensor parallel + FSDP2, all by torch itself."""
+
+import contextlib
+import gc
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from train import launch, memory, models, truth
+from train.config import Config, UserError
+from train.engines import native_files
+from train.optimizers import WarmupDecay, build_optimizer, build_scheduler, param_groups
+
+# FSDP1 says in every rank and at every state dict that FSDP2 and DCP have come since.
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+warnings.filterwarnings("ignore", message=".*_get_pg_default_device|Multiple backends are|Please use DTensor")
+# And DTensor, that gathering over two mesh axes at once would be faster.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+TENSOR_PARALLEL = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel),
+    **dict.fromkeys(("o_proj", "down_proj"), RowwiseParallel),
+}
+_WRAPPERS = ("_fsdp_wrapped_module.", "module.")
+
+
+def open_engine(model: nn.Module, config: Config) -> "NativeEngine":
+    """Wraps or shards the model as `config.strategy` says."""
+    return NativeEngine(model, config)
+
+
+class NativeEngine:
+    """The loop's Engine, on top of a model that torch shards or replicates."""
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        self.config, self.step, self.sequences = config, 0, 0
+        self.watch: Callable[..., None] = lambda: None
+        self.bare = model
+        self.buffers = truth.persistent_buffers(model).keys()
+        self.facts = {
+            "ties": truth.ties(model),
+            "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+        }
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        groups = param_groups(model, config)
+        self.group_names = [[names[parameter] for parameter in group["params"]] for group in groups]
+        if config.precision == "pure":
+            model.to(models.DTYPES[config.dtype])
+        model.to(launch.device())
+        self.mesh = build_mesh(config)
+        # Neither FSDP shards a parameter of no dimension, nor FSDP2 one of no elements. Those stay whole, and we
+        # reduce their gradients.
+        whole = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0] if config.strategy != "ddp" else []
+        self.whole = [names[parameter] for parameter in whole]
+        self.model = shard(model, config, self.mesh, set(whole))
+        self.parameters = {clean(name): parameter for name, parameter in self.model.named_parameters()}
+        for group, group_names in zip(groups, self.group_names, strict=True):
+            group["params"] = [self.parameters[name] for name in group_names]
+        self.optimizer = build_optimizer(groups, config)
+        self.scheduler: Any = None
+        if config.scheduler == "deepspeed":
+            self.scheduler = WarmupDecay(self.optimizer, config.schedule_steps)
+        elif config.scheduler == "torch":
+            self.scheduler = build_scheduler(config)(self.optimizer)
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Which part of the batch is this rank's, of how many: tensor-parallel ranks read the same."""
+        tp = self.config.tp if self.config.strategy == "tp-fsdp" else 1
+        return dist.get_rank() // tp, dist.get_world_size() // tp
+
+    def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
+        """One optimizer step."""
+        self.model.train()
+        losses = []
+        for input_ids in micro_batches:
+            with self._autocast():
+                loss = self.model(input_ids=input_ids, labels=input_ids)["loss"]
+            (loss / len(micro_batches)).backward()
+            self.watch()
+            losses.append(loss.detach().float())
+        self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scheduler:
+            self.scheduler.step()
+        self.step += 1
+        self.sequences += self.config.batch
+        return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The live model's logits in eval mode."""
+        self.model.eval()
+        with self._autocast():
+            logits: torch.Tensor = self.model(input_ids=input_ids)["logits"]
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()
+        return logits
+
+    def save(self, folder: Path) -> str:
+        """Saves as --save and --keys say, under step-N."""
+        native_files.save(self, folder / f"step-{self.step}")
+        return f"step-{self.step}"
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Continues from a checkpoint of any strategy of this module's."""
+        try:
+            native_files.load(self, folder / tag)
+        except (CheckpointException, KeyError, OSError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"--resume {folder / tag}: torch cannot load it into this run. Was it written with the same "
+                f"--model, --optimizer and --scheduler? {type(error).__name__}: {error}"
+            ) from error
+
+    def held(self) -> dict[str, list[Any]]:
+        """What this rank holds, by kind. DDP's buckets are not to be seen from Python."""
+        parameters = list(self.model.parameters())
+        return {
+            "parameters": parameters,
+            "gradients": [parameter.grad for parameter in parameters],
+            "optimizer": memory.states_of(self.optimizer),
+        }
+
+    def observe(self, watch: Callable[..., None]) -> None:
+        """Has `watch` called after every backward pass."""
+        self.watch = watch
+
+    def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Every tensor in full, on every rank."""
+        tensors, adam_step = gather(self.model, self.optimizer, list(self.parameters), list(self.buffers))
+        facts = self.facts | {
+            "param_groups": truth.describe_groups(self.optimizer.param_groups, self.group_names),
+            "adam_step": adam_step,
+            "precision": self.config.precision,
+        }
+        return tensors, facts
+
+    def close(self) -> None:
+        """Frees the model and its states."""
+        del self.model, self.bare, self.parameters, self.optimizer, self.scheduler, self.mesh
+        gc.collect()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """DDP has no precision of its own: its users compute under autocast."""
+        mixed = self.config.strategy == "ddp" and self.config.precision == "mixed" and self.config.dtype != "fp32"
+        if not mixed:
+            return contextlib.nullcontext()
+        return torch.autocast(launch.device().type, models.DTYPES[self.config.dtype])
+
+    def _clip(self) -> None:
+        """Clips the gradient's norm to 1. torch's own clipping mixes neither meshes nor DTensors with tensors."""
+        for name in self.whole:
+            if (gradient := self.parameters[name].grad) is not None:
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+        if isinstance(self.model, FullyShardedDataParallel):
+            self.model.clip_grad_norm_(1.0)
+            return
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        scale = 1.0 / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)
+        if scale < 1.0:
+            for gradient in gradients:
+                gradient.mul_(scale.item())
+
+
+def gather(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: list[str], buffers: list[str]
+) -> tuple[dict[str, torch.Tensor], int | None]:
+    """The truth's tensors by torch's own gathering (full_tensor() of each DTensor, FSDP1's), and Adam's step."""
+    options = StateDictOptions(full_state_dict=True)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    tensors = {f"weight/{name}": state[name] for name in parameters}
+    tensors |= {f"buffer/{name}": state[name] for name in buffers}
+    steps = set()
+    states: Any = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    for name, values in states.items():
+        for role, value in values.items():
+            if role == "step":
+                steps.add(int(value))
+            elif torch.is_tensor(value) and value.shape == state[name].shape:
+                tensors[f"{role}/{name}"] = value
+    return tensors, max(steps, default=None)
+
+
+def build_mesh(config: Config) -> DeviceMesh | None:
+    """The ranks as the strategy arranges them: none for DDP and FSDP1, a row, or a grid."""
+    world_size = dist.get_world_size()
+    grids = {
+        "fsdp2": ((world_size,), ("shard",)),
+        "hsdp": ((2, world_size // 2), ("replicate", "shard")),
+        "tp-fsdp": ((world_size // config.tp, config.tp), ("shard", "tp")),
+    }
+    if config.strategy not in grids:
+        return None
+    sizes, names = grids[config.strategy]
+    if torch.Size(sizes).numel() != world_size:
+        raise UserError(f"--strategy {config.strategy}: {world_size} ranks do not make a grid of {sizes[0]} x N")
+    return init_device_mesh(launch.device().type, sizes, mesh_dim_names=names)
+
+
+def shard(model: nn.Module, config: Config, mesh: DeviceMesh | None, whole: set[nn.Parameter]) -> nn.Module:
+    """The wrapped model (DDP, FSDP1), or the same model with its parameters sharded in place."""
+    dtype = models.DTYPES[config.dtype] if config.precision == "mixed" and config.dtype != "fp32" else None
+    layers = {type(layer) for group in model.modules() if isinstance(group, nn.ModuleList) for layer in group}
+    if config.strategy == "ddp":
+        # The flag keeps DDP from moving gradients to other buckets after the first step of a run, which would change
+        # the order of additions, and so the last bits, of a step after --resume.
+        return DistributedDataParallel(model, find_unused_parameters=True)
+    if config.strategy == "fsdp1":
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy(layers),
+            mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None,
+            device_id=launch.device(),
+            ignored_states=whole,
+            use_orig_params=True,  # without, one flat parameter may hold neither two groups nor frozen ones
+        )
+    assert mesh is not None
+    if config.strategy == "tp-fsdp":
+        parallelize_module(model, mesh["tp"], tensor_parallel_plan(model, config))
+        mesh = mesh["shard"]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    for layer in [module for module in model.modules() if type(module) in layers]:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=whole)
+    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=whole)
+    return model
+
+
+def tensor_parallel_plan(model: nn.Module, config: Config) -> dict[str, Any]:
+    """Every projection that divides by heads or columns, by name; the rest of the model stays whole."""
+    plan = {
+        name: TENSOR_PARALLEL[name.rpartition(".")[2]]()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TENSOR_PARALLEL
+    }
+    sizes = getattr(model, "config", None)
+    if (
+        not plan
+        or config.lora
+        or any(getattr(sizes, name) % config.tp for name in ("num_key_value_heads", "intermediate_size"))
+    ):
+        raise UserError(
+            f"--strategy tp-fsdp: --model {config.model} does not split {config.tp} ways, llama_even by 2 does"
+        )
+    return plan
+
+
+def clean(name: str) -> str:
+    """A parameter's name without the wrappers of DDP and FSDP1."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "") if wrapper.startswith("_") else name.removeprefix(wrapper)
+    return name

@@ -1,0 +1,261 @@
+"""DeepSpeed's pipeline of tensor-parallel layers under ZeRO-1 or BF16_Optimizer: Megatron-DeepSpeed's 3-D runs."""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from train import launch, truth
+from train.config import Config, UserError
+from train.data import VOCABULARY
+from train.engines import pipeline_layers
+from train.engines.zero import allow_fp16, ds_config, forbid_fp16
+from train.models import DTYPES
+from train.optimizers import build_scheduler, param_groups
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def open_engine(model: nn.Module, config: Config) -> "PipelineRun":
+    """Builds the model anew as a pipeline of tensor-parallel layers; `model` only says its sizes."""
+    return PipelineRun(model, config)
+
+
+class PipelineRun:
+    """The loop's Engine, on top of DeepSpeed's PipelineEngine."""
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        import deepspeed  # after train.engines.zero, which sets what it reads while it is imported
+        from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+        world_size = dist.get_world_size()
+        if world_size % (config.tp * config.pp):
+            raise UserError(f"--tp {config.tp} --pp {config.pp} do not divide {world_size} ranks")
+        self.config = config
+        self.dp = world_size // (config.tp * config.pp)
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)  # takes over the group that is there
+        topology = PipeModelDataParallelTopology(num_pp=config.pp, num_mp=config.tp, num_dp=self.dp)
+        self.place = topology.get_coord(dist.get_rank())
+        group = None
+        for ranks in topology.get_axis_comm_lists("model") or [[rank] for rank in range(world_size)]:
+            made = dist.new_group(ranks)
+            group = made if dist.get_rank() in ranks else group
+        self.sizes = pipeline_layers.sizes(config, model, self.place.model, group)
+        if config.dtype == "fp16":
+            allow_fp16()
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # it prints the plan of stages
+            module = deepspeed.pipe.PipelineModule(
+                pipeline_layers.layers(self.sizes, deepspeed.pipe),
+                topology=topology,
+                loss_fn=pipeline_layers.loss,
+                partition_method="type:transformer",
+            )
+            groups = param_groups(module, config)
+            options = ds_config(dataclasses.replace(config, strategy="zero1", steps=1), groups)
+            if config.dtype == "bf16":  # the way to BF16_Optimizer; else it is ZeRO-1's own
+                options.setdefault("data_types", {"grad_accum_dtype": "fp32"})
+            self.engine: Any
+            self.optimizer: Any
+            self.engine, self.optimizer, _, _ = deepspeed.initialize(
+                model=module,
+                model_parameters=groups,
+                lr_scheduler=build_scheduler(config) if config.scheduler == "torch" else None,
+                config=options,
+            )
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps since the beginning."""
+        return int(self.engine.global_steps)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences consumed since the beginning."""
+        return int(self.engine.global_samples)
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Which part of the batch is this rank's, of how many: those of one pipeline read the same."""
+        return int(self.place.data), self.dp
+
+    def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
+        """One optimizer step; the loss is the mean over the whole batch, the same on every rank."""
+        loss: torch.Tensor = self.engine.train_batch(iter([(batch, batch) for batch in micro_batches]))
+        return loss.detach().float().clone()
+
+    @torch.no_grad()
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The live model's logits of the real vocabulary, in the model's dtype."""
+        self.engine.reset_activation_shape()
+        _, found = self.engine.eval_batch(
+            iter([(input_ids, input_ids)]), return_logits=True, bcast_loss=False, num_micro_batches=1
+        )
+        self.engine.reset_activation_shape()
+        if self.place.pipe == self.config.pp - 1:
+            logits = found[0] if isinstance(found, (list, tuple)) else found
+            logits = logits.detach().float().contiguous()
+        else:
+            logits = torch.empty((*input_ids.shape, self.sizes.vocabulary), device=launch.device())
+        dist.broadcast(logits, dist.get_world_size() - 1)
+        return logits[..., :VOCABULARY].to(DTYPES[self.config.dtype])
+
+    def save(self, folder: Path) -> str:
+        """Saves as Megatron-DeepSpeed does: the engine's files with the run's arguments, and Megatron's tracker."""
+        tag = f"global_step{self.step}"
+        self.engine.save_checkpoint(
+            str(folder),
+            tag=tag,
+            client_state={
+                "iteration": self.step,
+                "args": self.args(),
+                "checkpoint_version": 3.0,
+                "tokens": self.sequences * self.config.length,
+            },
+        )
+        if dist.get_rank() == 0:
+            (folder / TRACKER).write_text(str(self.step))
+        return tag
+
+    def args(self) -> argparse.Namespace:
+        """The arguments of a run that Megatron-DeepSpeed records and that say what its files mean."""
+        of, config = self.sizes, self.config
+        return argparse.Namespace(
+            num_layers=of.layers,
+            hidden_size=of.hidden,
+            ffn_hidden_size=of.ffn,
+            num_attention_heads=of.heads,
+            num_key_value_heads=of.kv_heads,
+            kv_channels=of.head_dim,
+            padded_vocab_size=of.vocabulary,
+            make_vocab_size_divisible_by=config.vocab_multiple,
+            max_position_embeddings=128,
+            seq_length=config.length,
+            untie_embeddings_and_output_weights=not of.tied,
+            add_bias_linear=of.bias,
+            swiglu=of.gated,
+            normalization="layernorm" if of.layer_norm else "rmsnorm",
+            layernorm_epsilon=of.epsilon,
+            use_rotary_position_embeddings=True,
+            tensor_model_parallel_size=config.tp,
+            pipeline_model_parallel_size=config.pp,
+            data_parallel_size=self.dp,
+            world_size=dist.get_world_size(),
+            bf16=config.dtype == "bf16",
+            fp16=config.dtype == "fp16",
+            params_dtype=next(self.engine.module.parameters()).dtype,
+            iteration=self.step,
+            consumed_train_samples=self.sequences,
+        )
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Continues from a checkpoint of this layout."""
+        try:
+            self.engine.load_checkpoint(str(folder), tag=tag)
+        except (AssertionError, KeyError, OSError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"--resume {folder / tag}: DeepSpeed cannot load it into this run. Was it written with the same "
+                f"--tp, --pp, --model, --dtype and number of ranks? {type(error).__name__}: {error}"
+            ) from error
+
+    def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Every tensor in full on rank 0, made of what all ranks hold; replicas must agree."""
+        everyone: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+        dist.gather_object(self._mine(), everyone or None)
+        tensors = _assembled(everyone) if everyone else {}
+        facts = {
+            "ties": {"output_layer.weight": "embedding.word_embeddings.weight"} if self.sizes.tied else {},
+            "frozen": [],
+            "param_groups": self._describe_groups(),
+            "adam_step": self._adam_step(),
+            "vocab_size": VOCABULARY,
+            "layout": {"tp": self.config.tp, "pp": self.config.pp, "dp": self.dp},
+        }
+        return tensors, facts
+
+    def close(self) -> None:
+        """Frees the engine."""
+        self.engine.destroy()
+        del self.engine, self.optimizer
+        forbid_fp16()
+        gc.collect()
+
+    def _mine(self) -> list[tuple[str, str, str, int, tuple[int, ...], int, torch.Tensor]]:
+        """(role, name, how it is cut, tensor rank, shape of the rank's part, flat start in it, elements)."""
+        self.optimizer._hp_optimizer_states_linked = False
+        self.optimizer._lazy_init_hp_params_optimizer_state()
+        found = []
+        for parameter in self.engine.module.parameters():
+            about = (parameter.full_name, parameter.how, int(self.place.model), tuple(parameter.shape))
+            found.append(("weight", *about, 0, parameter.detach().flatten().cpu().clone()))
+            mapping = parameter._hp_mapping
+            if mapping is None:  # none of its elements is in this rank's partition
+                continue
+            start = mapping.lp_fragment_address.start
+            for state in (None, *self._state_names()):
+                part = mapping.get_hp_fragment(state).detach().flatten().cpu().clone()
+                found.append((state or "master", *about, start, part))
+        return found
+
+    def _state_names(self) -> list[str]:
+        return sorted(
+            {
+                name
+                for flat, state in self.engine.basic_optimizer.state.items()
+                for name, value in state.items()
+                if torch.is_tensor(value) and value.shape == flat.shape
+            }
+        )
+
+    def _adam_step(self) -> int | None:
+        steps = [state["step"] for state in self.engine.basic_optimizer.state.values() if "step" in state]
+        return int(steps[0]) if steps else None
+
+    def _describe_groups(self) -> list[dict[str, Any]]:
+        """The param groups of all ranks, merged: each rank knows only those of its own parameters."""
+        members = getattr(self.optimizer, "bf16_groups", None) or self.optimizer.bit16_groups
+        names = [[parameter.full_name for parameter in group] for group in members]
+        mine = truth.describe_groups(self.optimizer.param_groups, names)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        merged: dict[str, dict[str, Any]] = {}
+        for group in (group for groups in everyone for group in groups):
+            known = merged.setdefault(repr(sorted((k, v) for k, v in group.items() if k != "names")), group)
+            known["names"] = list(dict.fromkeys([*known["names"], *group["names"]]))
+        return list(merged.values())
+
+
+def _assembled(everyone: list[list[tuple[str, str, str, int, tuple[int, ...], int, torch.Tensor]]]) -> dict[str, Any]:
+    """Full tensors out of the ranks' pieces, by role/name; RuntimeError where copies differ or elements are missing."""
+    parts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+    filled: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+    ways: dict[str, str] = {}
+    for pieces in everyone:
+        for role, name, how, tensor_rank, shape, start, piece in pieces:
+            ways[name] = how
+            part = parts.setdefault((role, name), {}).setdefault(tensor_rank, torch.empty(shape, dtype=piece.dtype))
+            done = filled.setdefault((role, name), {}).setdefault(tensor_rank, torch.zeros(shape, dtype=torch.bool))
+            old, seen = part.view(-1)[start : start + len(piece)], done.view(-1)[start : start + len(piece)]
+            if not torch.equal(_bits(old[seen]), _bits(piece[seen])):
+                raise RuntimeError(f"{role} of {name}: ranks hold different copies")
+            old.copy_(piece)
+            seen.fill_(True)
+    tensors = {}
+    for (role, name), ranks in parts.items():
+        if not all(done.all() for done in filled[role, name].values()):
+            raise RuntimeError(f"{role} of {name}: no rank holds some of its elements")
+        ordered = [ranks[rank] for rank in sorted(ranks)]
+        if ways[name] == "whole" and not all(torch.equal(_bits(ordered[0]), _bits(other)) for other in ordered[1:]):
+            raise RuntimeError(f"{role} of {name}: tensor-parallel ranks hold different copies")
+        tensors[f"{role}/{name}"] = pipeline_layers.joined(ordered, ways[name])
+    return tensors
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)

@@ -1,0 +1,1 @@
+"""The trainer on megatron-core, on CPUs too."""

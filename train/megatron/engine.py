@@ -1,0 +1,406 @@
+"""Megatron-core: tensor, pipeline and expert parallelism, its own model, schedule, optimizers and checkpoints."""
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from train import launch, memory, truth
+from train.config import Config, UserError
+from train.megatron import args as megatron_args
+from train.megatron import files as megatron_files
+from train.megatron import truth as megatron_truth
+from train.megatron.cpu import on_this_machine
+
+# Said on import, once for each rank, of each package that only GPUs have.
+warnings.filterwarnings("ignore", module="megatron")
+# Its calls have newer names in torch.
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+logging.getLogger("megatron").setLevel(logging.ERROR)
+
+_WARMUP = 3
+
+
+def open_engine(model: nn.Module, config: Config) -> "MegatronEngine":
+    """Builds megatron-core's model of the same configuration."""
+    return engine_of(model.config, config)
+
+
+def engine_of(sizes: Any, config: Config) -> "MegatronEngine":
+    """The engine of a model of transformers' configuration `sizes`."""
+    if config.saving == "fsdp_dtensor":
+        from train.megatron.fsdp import FsdpEngine
+
+        return FsdpEngine(sizes, config)
+    return MegatronEngine(sizes, config)
+
+
+class MegatronEngine:
+    """The loop's Engine, on top of megatron-core's GPTModel."""
+
+    def __init__(self, sizes: Any, config: Config) -> None:
+        self.config, self.step, self.sequences = config, 0, 0
+        self.watch: Callable[..., None] = lambda: None
+        self.args = megatron_args.arguments(sizes, config)
+        with on_this_machine():
+            self._initialize()
+
+    def _initialize(self) -> None:
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.transformer.module import Float16Module
+
+        args = self.args
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        )
+        # Not at the start of a run: another one may have left its generators in this process.
+        tensor_parallel.model_parallel_cuda_manual_seed(self.config.seed, force_reset_rng=True)
+        self.transformer = megatron_args.transformer_config(args)
+        self.bare = build_chunks(args, self.transformer)
+        megatron_truth.initialize(self.bare, args.vocab_size, self.config.seed)
+        chunks = self.bare
+        if args.bf16 or args.fp16:
+            chunks = [Float16Module(self.transformer, chunk) for chunk in chunks]
+        self.chunks = self._wrap(chunks)
+        self.optimizer = build_optimizer(args, self.config, self.chunks)
+        self.scheduler = build_scheduler(self.optimizer, self.config)
+        self.transformer.grad_scale_func = self.optimizer.scale_loss
+        self.transformer.finalize_model_grads_func = finalize_model_grads
+        if args.overlap_grad_reduce:
+            functions = [chunk.no_sync for chunk in self.chunks]
+            self.transformer.no_sync_func = functions if len(functions) > 1 else functions[0]
+
+    def _wrap(self, chunks: list[Any]) -> list[Any]:
+        """The chunks as data-parallel ranks share them."""
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        args = self.args
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+            overlap_grad_reduce=args.overlap_grad_reduce,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+            bucket_size=args.ddp_bucket_size,
+        )
+        return [
+            DistributedDataParallel(self.transformer, ddp, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(chunks)
+        ]
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Megatron's optimizers, where there are several one behind the other."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Which part of the batch is this rank's, of how many: only data-parallel ranks read different ones."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+    def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
+        """One optimizer step, by megatron-core's pipeline schedule."""
+        from megatron.core import parallel_state
+
+        with on_this_machine():
+            for chunk in self.chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            losses = self._run(micro_batches, _train_step, forward_only=False)
+            self.watch()
+            stepped, _, _ = self.optimizer.step()
+            if stepped:
+                self.scheduler.step(increment=self.config.batch)
+            self.step += 1
+            self.sequences += self.config.batch
+            loss = torch.stack([entry["loss"] for entry in losses]).mean() if losses else torch.zeros([])
+            loss = loss.to(launch.device())
+            dist.broadcast(
+                loss,
+                parallel_state.get_pipeline_model_parallel_last_rank(),
+                parallel_state.get_pipeline_model_parallel_group(),
+            )
+        return loss
+
+    @torch.no_grad()
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The live model's logits in eval mode, without those of the vocabulary's padding."""
+        from megatron.core import parallel_state
+
+        with on_this_machine():
+            for chunk in self.chunks:
+                chunk.eval()
+            # The schedule of several chunks wants as many micro batches as there are stages, or a multiple.
+            micro_batches = [input_ids] * self.args.pipeline_model_parallel_size
+            # Layers that predict further tokens know nothing but a loss, so they are left out here.
+            with (
+                mock.patch.object(self.transformer, "mtp_num_layers", None),
+                mock.patch.object(self.bare[-1], "mtp_process", False),
+            ):
+                found = self._run(micro_batches, _logits_step, forward_only=True, collect_non_loss_data=True)
+            shape = (*input_ids.shape, self.args.padded_vocab_size)
+            logits = found[0] if found else torch.empty(shape, dtype=torch.float32, device=launch.device())
+            dist.broadcast(
+                logits,
+                parallel_state.get_pipeline_model_parallel_last_rank(),
+                parallel_state.get_pipeline_model_parallel_group(),
+            )
+        return logits[..., : self.args.vocab_size].to(self.args.params_dtype)
+
+    def save(self, folder: Path) -> str:
+        """Saves as Megatron-LM does, in --save's format."""
+        with on_this_machine():
+            return megatron_files.save(self, folder)
+
+    @torch.no_grad()
+    def load(self, folder: Path, tag: str) -> None:
+        """Continues from a checkpoint of this strategy, or takes over the weights of one that holds nothing else."""
+        with on_this_machine():
+            try:
+                megatron_files.load(self, folder / tag)
+            except (AssertionError, KeyError, OSError, RuntimeError, ValueError) as error:
+                raise UserError(
+                    f"--resume {folder / tag}: megatron-core cannot load it into this run. Was it written with the "
+                    f"same --model, --dtype and --optimizer? {type(error).__name__}: {error}"
+                ) from error
+
+    def held(self) -> dict[str, list[Any]]:
+        """What this rank holds, by kind."""
+        buffers = [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        masters: list[Any] = []
+        for one in self.optimizers:
+            # The first with the distributed optimizer, the second without; neither in float32.
+            for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
+                masters += [master for group in getattr(one, name, ()) for master in group]
+        return {
+            "parameters": [parameter for chunk in self.chunks for parameter in chunk.parameters()],
+            "gradients": [buffer.grad_data for buffer in buffers],
+            "masters": masters,
+            "optimizer": [state for one in self.optimizers for state in memory.states_of(one.optimizer)],
+        }
+
+    def observe(self, watch: Callable[..., None]) -> None:
+        """Has `watch` called after every step's backward passes."""
+        self.watch = watch
+
+    def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Every tensor in full, on every rank."""
+        with on_this_machine():
+            pieces = megatron_truth.model_pieces(self.bare)
+            pieces += megatron_truth.optimizer_pieces(self.bare, self.optimizer)
+            tensors = megatron_truth.collect(pieces)
+            megatron_truth.check_distributed(self.bare, self.optimizer, tensors)
+        return tensors, self._facts()
+
+    def _facts(self) -> dict[str, Any]:
+        tied = not self.args.untie_embeddings_and_output_weights
+        return {
+            "ties": {"output_layer.weight": "embedding.word_embeddings.weight"} if tied else {},
+            "frozen": [],
+            "param_groups": self._describe_groups(),
+            "adam_step": self._adam_step(),
+            "vocab_size": self.args.vocab_size,
+            "layout": {name: getattr(self.config, name) for name in ("tp", "pp", "vpp", "ep", "etp")},
+        }
+
+    def close(self) -> None:
+        """Frees the model and megatron-core's process groups."""
+        from megatron.core import parallel_state
+
+        del self.chunks, self.bare, self.optimizer, self.scheduler, self.transformer
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+
+    def _run(self, micro_batches: list[torch.Tensor], step: Any, **options: Any) -> list[Any]:
+        """The schedule over some micro batches; what the last stage returned for each."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(micro_batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(micro_batches),
+            model=self.chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].shape[1],
+            micro_batch_size=micro_batches[0].shape[0],
+            **options,
+        )
+        return results
+
+    def _describe_groups(self) -> list[dict[str, Any]]:
+        """The param groups of all ranks, merged: each rank knows only those of its own parameters."""
+        mine = self._named_groups()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, truth.describe_groups([group for group, _ in mine], [n for _, n in mine]))
+        merged: dict[int, dict[str, Any]] = {}
+        for rank_groups in everyone:
+            for number, group in enumerate(rank_groups):
+                known = merged.setdefault(number, group)
+                known["names"] = list(dict.fromkeys([*known["names"], *group["names"]]))
+        return list(merged.values())
+
+    def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        names = {tensor: place.name for chunk in self.bare for place, tensor, _ in megatron_truth.placed(chunk)}
+        return megatron_truth.named_groups(self.optimizer, names)
+
+    def _adam_step(self) -> int | None:
+        steps = {
+            int(state["step"]) for one in self.optimizers for state in one.optimizer.state.values() if "step" in state
+        }
+        return max(steps, default=None)
+
+
+def build_chunks(args: Any, transformer: Any) -> list[Any]:
+    """This rank's chunks of the model: one, or under --vpp several."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
+
+    number = args.virtual_pipeline_model_parallel_size or 1
+    chunks = []
+    for stage in range(number):
+        virtual = stage if number > 1 else None
+        if args.num_experts:
+            spec = get_gpt_decoder_block_spec(
+                transformer, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual
+            )
+        else:
+            spec = get_gpt_layer_local_spec(
+                qk_layernorm=args.qk_layernorm,
+                multi_latent_attention=args.multi_latent_attention,
+                normalization=args.normalization,
+            )
+        further = None
+        if args.mtp_num_layers:
+            from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
+
+            layers = get_gpt_decoder_layer_specs(
+                transformer, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual
+            )
+            further = get_gpt_mtp_block_spec(transformer, layers[-1], use_transformer_engine=False, vp_stage=virtual)
+        chunk = GPTModel(
+            transformer,
+            spec,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            mtp_block_spec=further,
+            vp_stage=virtual,
+        )
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        chunks.append(chunk.to(launch.device()))
+    return chunks
+
+
+def build_optimizer(args: Any, config: Config, chunks: list[Any]) -> Any:
+    """Megatron's optimizer: one for everything, and one more for experts that other ranks do not hold.
+
+    Its two param groups are those of `optimizers.param_groups`; biases of two dims, which only experts have, are in
+    the other one here.
+    """
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+    floor = 0.0 if config.scheduler == "torch" else config.lr / 10
+    vectors: dict[str, float] = {"wd_mult": 0.0}
+    if config.weight_decay:
+        vectors |= {"max_lr": config.lr / 2, "min_lr": floor / 2}
+    is_vector = ParamPredicate("vector", lambda parameter: parameter.ndim == 1)
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=args.optimizer,
+            lr=config.lr,
+            min_lr=floor,
+            weight_decay=config.weight_decay,
+            sgd_momentum=0.9 if config.optimizer == "momentum" else 0.0,
+            bf16=args.bf16,
+            fp16=args.fp16,
+            params_dtype=args.params_dtype,
+            initial_loss_scale=2.0**config.initial_scale_power,
+            hysteresis=1,
+            loss_scale_window=100,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+            clip_grad=args.clip_grad,
+        ),
+        chunks,
+        {ParamKey(name="*.bias", predicate=is_vector): vectors},
+    )
+
+
+def build_scheduler(optimizer: Any, config: Config) -> Any:
+    """Megatron's schedule, counted in sequences: cosine and none as elsewhere, and warmup and linear decay.
+
+    The last is not quite DeepSpeed's, which is a step behind, and whose warmup is logarithmic in the step and begins
+    for every param group at a tenth of its peak; peak, floor and lengths are the same. Of a checkpoint it takes the
+    position alone (Megatron-LM's --override-opt-param-scheduler): the schedule is that of this run's options.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    warms_up = config.scheduler == "deepspeed"
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=config.lr / 10 if warms_up else 0.0,
+        max_lr=config.lr,
+        min_lr=0.0 if config.scheduler == "torch" else config.lr / 10,
+        lr_warmup_steps=_WARMUP * config.batch if warms_up else 0,
+        lr_decay_steps=config.schedule_steps * config.batch,
+        lr_decay_style={"deepspeed": "linear", "torch": "cosine", "none": "constant"}[config.scheduler],
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=config.schedule_steps * config.batch,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def _inputs(batches: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    input_ids = next(batches)
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    return input_ids, {"input_ids": input_ids, "position_ids": positions, "attention_mask": None}
+
+
+def _train_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
+    """Forward of one micro batch through one chunk, and how the last stage makes its loss of the output."""
+    input_ids, inputs = _inputs(batches)
+    # Every token but the first is predicted from those before it; what follows the last is unknown.
+    labels = input_ids.roll(-1, 1)
+    output = chunk(labels=labels, **inputs)
+
+    def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mean = losses[:, :-1].float().mean()
+        # A copy: the schedule divides the loss itself by the number of micro batches.
+        return mean, {"loss": mean.detach().clone()}
+
+    return output, loss
+
+
+def _logits_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
+    """The same without labels: logits, of which each tensor-parallel rank has those of its part of the vocabulary."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    _, inputs = _inputs(batches)
+    return chunk(**inputs), lambda logits, non_loss_data: gather_from_tensor_model_parallel_region(logits).float()

@@ -1,0 +1,92 @@
+"""Megatron-FSDP: megatron-core's own fully sharded data parallelism.
+
+As Megatron-LM core_v0.16.1 runs it with --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params:
+megatron/training/training.py, get_model.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from train import launch, memory
+from train.megatron import truth as megatron_truth
+from train.megatron.cpu import numbered_device, on_this_machine
+from train.megatron.engine import MegatronEngine
+from train.megatron.truth import Piece, Place
+
+
+class FsdpEngine(MegatronEngine):
+    """The engine with parameters, gradients and optimizer states dealt out among data-parallel ranks."""
+
+    def _wrap(self, chunks: list[Any]) -> list[Any]:
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+        places = ((place, tensor) for chunk in self.bare for place, tensor, _ in megatron_truth.placed(chunk))
+        self.places: dict[torch.Tensor, Place] = {tensor: place for place, tensor in places}
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=self.args.accumulate_allreduce_grads_in_fp32,
+            use_distributed_optimizer=True,
+            use_megatron_fsdp=True,
+            gradient_reduce_div_fusion=torch.cuda.is_available(),  # gloo does not scale what it sums up
+            data_parallel_sharding_strategy=self.args.data_parallel_sharding_strategy,
+            bucket_size=self.args.ddp_bucket_size,
+        )
+        with numbered_device():
+            return [FullyShardedDataParallel(self.transformer, ddp, chunk, device=launch.device()) for chunk in chunks]
+
+    def _initialize(self) -> None:
+        super()._initialize()
+        self.optimizer.optimizer.register_step_pre_hook(_give_empty_gradients)
+
+    def held(self) -> dict[str, list[Any]]:
+        """What this rank holds, by kind."""
+        groups = self.chunks[0].module.param_and_grad_buffer.parameter_groups
+        return {
+            "parameters": [group.model_weight_buffer.data for group in groups],
+            "gradients": [group.main_grad_buffer.data for group in groups],
+            "masters": [group.main_weight_buffer.data for group in groups],
+            "optimizer": memory.states_of(self.optimizer.optimizer),
+        }
+
+    def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Every tensor in full, on every rank, from the buffers that ranks compute with."""
+        with on_this_machine():
+            tensors = megatron_truth.collect(list(self._pieces()))
+        return tensors, self._facts()
+
+    def _pieces(self) -> Iterator[Piece]:
+        buffer = self.chunks[0].module.param_and_grad_buffer
+        stepped = dict(buffer.optimizer_named_parameters)
+        for group in buffer.parameter_groups:
+            for number, parameter in enumerate(group.params):
+                place, sharded = self.places[parameter], stepped[buffer.param_to_name[parameter]]
+                start = sharded.megatron_fsdp_slice.start
+                held = {"weight": group.model_weight_buffer.get_item(number, only_shard=True)}
+                held["master"] = group.main_weight_buffer.get_item(number, only_shard=True)
+                for role, state in self.optimizer.optimizer.state[sharded].items():
+                    if role != "step":
+                        held[role] = state.to_local()
+                for role, elements in held.items():
+                    yield Piece(role, place, start, elements.detach().cpu().reshape(-1).clone())
+        yield from megatron_truth.model_pieces(self.bare, parameters=False)
+
+    def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        names = {
+            sharded: self.places[sharded.orig_param].name
+            for _, sharded in self.chunks[0].module.param_and_grad_buffer.optimizer_named_parameters
+        }
+        groups = self.optimizer.optimizer.param_groups
+        return [(group, [names[parameter] for parameter in group["params"]]) for group in groups]
+
+
+def _give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A gradient for parameters of which this rank has no elements, so that torch's Adam has states for them too.
+
+    Transformer Engine's has them whether there is a gradient or not, and saving is collective over all of them.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
