@@ -20,16 +20,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckpt.plan.checkpoint import (MASTER, WEIGHT, Checkpoint, Layout, ReadRequest, Target, TrainingState)
+from ckpt.errors import NotFoundError
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Layout, ReadRequest, Target, TrainingState
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
-from ckpt.errors import NotFoundError
 from converters.megatron.dist import fsdp as megatron_fsdp
-from converters.megatron.dist.optimizer import (is_optimizers, read_optimizer)
-from converters.megatron.dist.read import (BACKENDS, COMMON, Reading, is_iteration, read_folder)
+from converters.megatron.dist.optimizer import is_optimizers, read_optimizer
+from converters.megatron.dist.read import BACKENDS, COMMON, Reading, is_iteration, read_folder
 from converters.megatron.dist.write import lay_out
 from converters.megatron.folder import find_iteration
-from converters.names.megatron.model import (EMBEDDING, OUTPUT)
+from converters.names.megatron.model import EMBEDDING, OUTPUT
 
 #: Entries of the common state that are described otherwise.
 _KNOWN = frozenset({"optimizer", "args", "iteration"})

@@ -31,20 +31,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.plan.checkpoint import (BUFFER, MASTER, WEIGHT)
-from ckpt.plan.dtypes import (BFLOAT16, FLOAT16, FLOAT32)
+from ckpt.containers.dcp.metadata import METADATA, Metadata, Path_, read_metadata
+from ckpt.containers.dcp.tensors import FoundTensor
+from ckpt.containers.torchfile.pickles import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import translate_os_errors
-from ckpt.containers.torchfile.pickles import StoredTensor
-from ckpt.plan.tensors import (Box, Extent, Shape, whole)
-from ckpt.containers.dcp.metadata import (METADATA, Metadata, Path_, read_metadata)
-from converters.pytorch.keys import nest
-from ckpt.containers.dcp.tensors import FoundTensor
-from converters.megatron.dist.keys import (ObjectKey, TensorKey)
-from converters.megatron.dist.optimizer import (note_step, plain)
-from converters.megatron.dist.read import (BACKENDS, COMMON, Reading, is_models)
-from converters.names.megatron.model import (Grid, Spelling, is_expert, is_gated, layer_kinds, second_linear, split_layer)
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT
+from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from ckpt.plan.tensors import Box, Extent, Shape, whole
+from converters.megatron.dist.keys import ObjectKey, TensorKey
+from converters.megatron.dist.optimizer import note_step, plain
+from converters.megatron.dist.read import BACKENDS, COMMON, Reading, is_models
 from converters.megatron.optimizer_read import Optimizers
+from converters.names.megatron.model import Grid, Spelling, is_expert, is_gated, layer_kinds, second_linear, split_layer
+from converters.pytorch.keys import nest
 
 _MARK = re.compile(
     rb"model\.module\.(embedding\.word_embeddings\.|decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.)))"

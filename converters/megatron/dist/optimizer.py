@@ -29,21 +29,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.plan.checkpoint import (BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, TrainingState)
-from ckpt.plan.dtypes import (BFLOAT16, FLOAT16, FLOAT32)
-from ckpt.errors import CorruptError, LossError, NotFoundError
-from ckpt.move.files import translate_os_errors
+from ckpt.containers.dcp.tensors import Placed
 from ckpt.containers.torchfile.pickles import StoredTensor
 from ckpt.containers.torchfile.scalars import read_scalar
-from ckpt.plan.tensors import (Box, Extent)
-from ckpt.containers.dcp.tensors import Placed
-from converters.megatron.buffers import (ALIGNMENT, bucket_sizes, find_buffer)
+from ckpt.errors import CorruptError, LossError, NotFoundError
+from ckpt.move.files import translate_os_errors
+from ckpt.plan.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, TrainingState
+from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from ckpt.plan.tensors import Box, Extent
+from converters.megatron.buffers import ALIGNMENT, bucket_sizes, find_buffer
 from converters.megatron.dist.keys import MASTERS
-from converters.megatron.dist.read import (Reading, flat_pieces)
-from converters.names.megatron.model import (Grid, Rank, Spelling, is_expert, layer_kinds, split_layer)
-from converters.megatron.optimizer_read import (IDENTITY, Optimizers, belongs)
-from converters.megatron.write import (Model, describe_model)
+from converters.megatron.dist.read import Reading, flat_pieces
+from converters.megatron.optimizer_read import IDENTITY, Optimizers, belongs
+from converters.megatron.write import Model, describe_model
 from converters.megatron.write import Placed as Local
+from converters.names.megatron.model import Grid, Rank, Spelling, is_expert, layer_kinds, split_layer
 
 _OBJECT = re.compile(
     r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>\w+)"
@@ -395,7 +395,7 @@ def _is_rounded(reading: Reading, fqn: str) -> bool:
         return True
     import numpy as np  # only here, where there is data to look at: a folder that is inspected needs none of it
 
-    from ckpt.move.casts import (cast_bits, storage_dtype)
+    from ckpt.move.casts import cast_bits, storage_dtype
 
     def bits(extent: Extent) -> Any:
         return np.frombuffer(_read(extent, count), storage_dtype(extent.dtype))

@@ -13,18 +13,18 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.torchfile import read as torchfile
-from ckpt.plan.checkpoint import (BUFFER, MASTER, WEIGHT, Key)
-from ckpt.plan.dtypes import DType
-from ckpt.errors import CorruptError, NotFoundError
-from ckpt.move.files import (confined, translate_os_errors)
-from ckpt.containers.torchfile.pickles import Record
-from ckpt.plan.tensors import (Box, Extent, Shape, Tensor, flat_boxes)
 from ckpt.containers.dcp.metadata import read_metadata
-from ckpt.containers.dcp.tensors import (DataFiles, FoundTensor, Placed)
-from converters.megatron.dist.keys import (ObjectKey, TensorKey, canonical_names, state_key)
-from converters.names.megatron.model import registered
+from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.pickles import Record
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.move.files import confined, translate_os_errors
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Key
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
+from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key
 from converters.megatron.read import plain_args
+from converters.names.megatron.model import registered
 
 COMMON, BACKENDS = "common.pt", "metadata.json"
 #: Where megatron-core since 0.19 keeps what `common.pt` had.

@@ -18,20 +18,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from ckpt.plan.checkpoint import (MASTER, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile)
-from ckpt.plan.dtypes import (BFLOAT16, FLOAT16, FLOAT32, DType)
-from ckpt.errors import LossError
+from ckpt.containers.dcp.write import Writing, dim0_boxes
 from ckpt.containers.torchfile.pickles import Record
+from ckpt.containers.torchfile.write import FromSource, number, torch_file
+from ckpt.errors import LossError
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
+from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import describe
-from ckpt.plan.tensors import (Box, Shape)
-from ckpt.containers.torchfile.write import (FromSource, number, torch_file)
-from ckpt.containers.dcp.write import (Writing, dim0_boxes)
-from converters.megatron.dist.keys import (KeyWriter, ObjectKey)
-from converters.megatron.dist.read import (BACKENDS, COMMON)
-from converters.megatron.folder import (TRACKER, iteration_folder, run_files)
-from converters.names.megatron.model import (Grid, split_layer)
+from ckpt.plan.tensors import Box, Shape
+from converters.megatron.dist.keys import KeyWriter, ObjectKey
+from converters.megatron.dist.read import BACKENDS, COMMON
+from converters.megatron.folder import TRACKER, iteration_folder, run_files
 from converters.megatron.read import EXTRA
-from converters.megatron.write import (Model, Optimizer, describe_model)
+from converters.megatron.write import Model, Optimizer, describe_model
+from converters.names.megatron.model import Grid, split_layer
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj))\.weight")
