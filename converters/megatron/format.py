@@ -26,7 +26,7 @@ from converters.megatron.folder import find_iteration
 from converters.megatron.optimizer_read import read_optimizers
 from converters.megatron.read import EXTRA, MODEL, RankFile, Reading, folder_name, rank_folders, read_ranks
 from converters.megatron.write import lay_out
-from converters.names.megatron.model import EMBEDDING, OUTPUT
+from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 #: Entries of a file that are described otherwise, or belong to one rank.
 _KNOWN = frozenset({"optimizer", "args", "iteration"})

@@ -19,26 +19,19 @@ from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key, SourceFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Source, Tensor, contiguous_strides
 from converters.megatron.legacy_names import LANGUAGE_MODEL, core_names
-from converters.names.megatron.model import (
+from converters.names.megatron.model.axes import Grid, Rank, Stages
+from converters.names.megatron.model.spelling import (
     EMBEDDING,
     OUTPUT,
-    Grid,
     LayerKind,
-    Rank,
     Spelling,
-    Split,
-    Stages,
-    full_shape,
     in_order,
     is_expert,
-    is_gated,
     layer_kinds,
-    rank_boxes,
     registered,
-    second_linear,
     split_layer,
-    split_of,
 )
+from converters.names.megatron.model.splits import Split, full_shape, is_gated, rank_boxes, second_linear, split_of
 
 MODEL, DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
 #: The entry of the training state that names modules with a state of their own: Transformer Engine's FP8 scaling.

@@ -23,26 +23,19 @@ from converters.megatron.buffers import bucket_sizes, stored_buffer
 from converters.megatron.folder import RELEASE, TRACKER, iteration_folder, run_files
 from converters.megatron.optimizer_read import IDENTITY, is_decayed, is_decoupled
 from converters.megatron.read import DISTRIBUTED, EXTRA, MODEL, OTHER_ORDER, Piece, folder_name, pieces_of
-from converters.names.megatron.model import (
+from converters.names.megatron.model.axes import STAGE_ARGS, Grid, Rank, Stages, expert_range
+from converters.names.megatron.model.spelling import (
     EMBEDDING,
     OUTPUT,
-    STAGE_ARGS,
-    Grid,
     LayerKind,
-    Rank,
     Spelling,
-    Stages,
     expert_of,
-    expert_range,
     is_expert,
-    is_gated,
     layer_kinds,
-    rank_shape,
     registered,
-    second_linear,
     split_layer,
-    split_of,
 )
+from converters.names.megatron.model.splits import is_gated, rank_shape, second_linear, split_of
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 #: Entries that each rank has for itself.

@@ -16,8 +16,10 @@ from typing import Any
 from ckpt.errors import UsageError
 from ckpt.estimate.parameters import EMBEDDING, EXPERT, HEAD, LINEAR, OTHER, ROUTER, Block, Model, Parameter, Stage
 from converters.names.megatron import relation as megatron
-from converters.names.megatron.model import EMBEDDING as MEGATRON_EMBEDDING
-from converters.names.megatron.model import OUTPUT, Grid, Stages, padded_vocab_size, rank_shape, split_of
+from converters.names.megatron.model.axes import Grid, Stages
+from converters.names.megatron.model.spelling import EMBEDDING as MEGATRON_EMBEDDING
+from converters.names.megatron.model.spelling import OUTPUT
+from converters.names.megatron.model.splits import padded_vocab_size, rank_shape, split_of
 from converters.names.megatron.rows import SPARSE, Row
 from converters.names.megatron.sizes import Config, Sizes
 from converters.names.megatron.table import Table

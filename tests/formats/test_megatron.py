@@ -28,21 +28,9 @@ from ckpt.plan.checkpoint import WEIGHT, Layout
 from ckpt.plan.tensors import check_tiling
 from converters.megatron.buffers import find_buffer, stored_buffer
 from converters.megatron.read import OTHER_ORDER
-from converters.names.megatron.model import (
-    Grid,
-    LayerKind,
-    Spelling,
-    Split,
-    Stages,
-    expert_range,
-    full_shape,
-    in_order,
-    layer_kinds,
-    parse_layout,
-    rank_boxes,
-    rank_shape,
-    split_layer,
-)
+from converters.names.megatron.model.axes import Grid, Stages, expert_range, parse_layout
+from converters.names.megatron.model.spelling import LayerKind, Spelling, in_order, layer_kinds, split_layer
+from converters.names.megatron.model.splits import Split, full_shape, rank_boxes, rank_shape
 from tests.support import commands
 from tests.support.describing import content
 from tests.support.megatron_runs import RUNS, sample, truth

@@ -21,7 +21,7 @@ from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent
 from converters.megatron.dist.keys import KeyWriter, ObjectKey, TensorKey, canonical_names, state_key
 from converters.megatron.dist.optimizer import bucket_places
-from converters.names.megatron.model import LayerKind
+from converters.names.megatron.model.spelling import LayerKind
 from tests.support import commands
 from tests.support.describing import content
 from tests.support.engines import Truth

@@ -248,7 +248,7 @@ DIRECTIONS |= {("megatron", "hf", "megatron"), ("megatron-dist", "hf", "megatron
 
 
 def test_every_architecture_goes_in_every_direction() -> None:
-    from converters.names.megatron import architectures
+    from converters.names.megatron.relation import architectures
 
     assert {(load.run.model, load.way) for load in LOADS} >= {(a, way) for a in architectures() for way in DIRECTIONS}
 

@@ -29,7 +29,7 @@ from ckpt.plan.dtypes import BFLOAT16, FLOAT32
 from ckpt.plan.planner import check_source
 from ckpt.plan.relation import Relation
 from ckpt.plan.tensors import ZEROS, Extent, Shape, Tensor, Whole
-from converters.names.megatron import architectures
+from converters.names.megatron.relation import architectures
 from converters.names.megatron.sizes import Config, Sizes
 from converters.names.megatron.table import Table
 from tests.support import commands

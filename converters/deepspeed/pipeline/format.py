@@ -37,7 +37,7 @@ from converters.deepspeed.pipeline.read import (
 )
 from converters.deepspeed.pipeline.write import OF_SLICES, lay_out
 from converters.deepspeed.rank_files import RankFile
-from converters.names.megatron.model import EMBEDDING, OUTPUT
+from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 # fmt: off
 #: Entries of a model file that describe tensors or the run's shape, or that are described otherwise.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ckpt.errors import CorruptError, LossError
-from converters.names.megatron.model import EMBEDDING, OUTPUT
+from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 
 class Kind(Enum):

@@ -39,7 +39,8 @@ from converters.deepspeed.rank_files import (
     parameter_starts,
     partition_size,
 )
-from converters.names.megatron.model import Split, full_shape, is_gated, rank_boxes, registered, second_linear, split_of
+from converters.names.megatron.model.spelling import registered
+from converters.names.megatron.model.splits import Split, full_shape, is_gated, rank_boxes, second_linear, split_of
 
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _SLICE = re.compile(r"mp_rank_(\d+)_model_states\.pt")

@@ -38,18 +38,9 @@ from converters.deepspeed.write import (
     step_folder,
 )
 from converters.megatron.folder import TRACKER, run_files
-from converters.names.megatron.model import (
-    EMBEDDING,
-    OUTPUT,
-    STAGE_ARGS,
-    Grid,
-    Stages,
-    is_gated,
-    rank_boxes,
-    rank_shape,
-    second_linear,
-    split_of,
-)
+from converters.names.megatron.model.axes import STAGE_ARGS, Grid, Stages
+from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
+from converters.names.megatron.model.splits import is_gated, rank_boxes, rank_shape, second_linear, split_of
 
 #: Entries of a model file that each slice has for itself: random states of Megatron-DeepSpeed and of GPT-NeoX.
 OF_SLICES = (

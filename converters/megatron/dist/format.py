@@ -29,7 +29,7 @@ from converters.megatron.dist.optimizer import is_optimizers, read_optimizer
 from converters.megatron.dist.read import BACKENDS, COMMON, Reading, is_iteration, read_folder
 from converters.megatron.dist.write import lay_out
 from converters.megatron.folder import find_iteration
-from converters.names.megatron.model import EMBEDDING, OUTPUT
+from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 #: Entries of the common state that are described otherwise.
 _KNOWN = frozenset({"optimizer", "args", "iteration"})

@@ -43,7 +43,9 @@ from converters.megatron.dist.keys import ObjectKey, TensorKey
 from converters.megatron.dist.optimizer import note_step, plain
 from converters.megatron.dist.read import BACKENDS, COMMON, Reading, is_models
 from converters.megatron.optimizer_read import Optimizers
-from converters.names.megatron.model import Grid, Spelling, is_expert, is_gated, layer_kinds, second_linear, split_layer
+from converters.names.megatron.model.axes import Grid
+from converters.names.megatron.model.spelling import Spelling, is_expert, layer_kinds, split_layer
+from converters.names.megatron.model.splits import is_gated, second_linear
 from converters.pytorch.keys import nest
 
 _MARK = re.compile(

@@ -23,7 +23,7 @@ from itertools import product
 
 from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.tensors import Box, Extent, Shape
-from converters.names.megatron.model import LayerKind, Spelling, layer_kinds, split_layer
+from converters.names.megatron.model.spelling import LayerKind, Spelling, layer_kinds, split_layer
 
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(?P<rest>.+)")
 _EXPERTS = re.compile(r"(?P<before>.*\.mlp\.experts\.)experts\.(?:(?P<expert>\d+)\.)?(?P<rest>.+)")

@@ -43,7 +43,8 @@ from converters.megatron.dist.read import Reading, flat_pieces
 from converters.megatron.optimizer_read import IDENTITY, Optimizers, belongs
 from converters.megatron.write import Model, describe_model
 from converters.megatron.write import Placed as Local
-from converters.names.megatron.model import Grid, Rank, Spelling, is_expert, layer_kinds, split_layer
+from converters.names.megatron.model.axes import Grid, Rank
+from converters.names.megatron.model.spelling import Spelling, is_expert, layer_kinds, split_layer
 
 _OBJECT = re.compile(
     r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>\w+)"

@@ -24,7 +24,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key
 from converters.megatron.read import plain_args
-from converters.names.megatron.model import registered
+from converters.names.megatron.model.spelling import registered
 
 COMMON, BACKENDS = "common.pt", "metadata.json"
 #: Where megatron-core since 0.19 keeps what `common.pt` had.

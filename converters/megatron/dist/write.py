@@ -31,7 +31,8 @@ from converters.megatron.dist.read import BACKENDS, COMMON
 from converters.megatron.folder import TRACKER, iteration_folder, run_files
 from converters.megatron.read import EXTRA
 from converters.megatron.write import Model, Optimizer, describe_model
-from converters.names.megatron.model import Grid, split_layer
+from converters.names.megatron.model.axes import Grid
+from converters.names.megatron.model.spelling import split_layer
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj))\.weight")

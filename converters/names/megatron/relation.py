@@ -20,7 +20,8 @@ from ckpt.plan.tensors import Box, Shape, Tensor
 from ckpt.state.positions import megatron_schedule, sequences_seen
 from converters.names.megatron import architectures as tables
 from converters.names.megatron import order
-from converters.names.megatron.model import EMBEDDING, OUTPUT, padded_vocab_size
+from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
+from converters.names.megatron.model.splits import padded_vocab_size
 from converters.names.megatron.sizes import Config, Sizes
 from converters.names.megatron.table import Table
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt.plan.relation import Link, Relation
 from ckpt.plan.tensors import Box, Shape
-from converters.names.megatron.model import EMBEDDING, MTP_INNER, OUTPUT
+from converters.names.megatron.model.spelling import EMBEDDING, MTP_INNER, OUTPUT
 from converters.names.megatron.rows import DENSE, SPARSE, Row, stacked
 from converters.names.megatron.sizes import Config, Sizes
 

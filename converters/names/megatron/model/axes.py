@@ -1,0 +1,310 @@
+"""Sizes of Megatron's parallel axes, which ranks there are, and which layers each pipeline stage holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt.errors import CorruptError, UsageError
+
+# -- parallel axes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank's coordinates.  `number` counts `Grid.ranks`, `in_stage` those of its pipeline stage."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+    in_stage: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Sizes of the parallel axes; `vpp` is the number of model chunks of a pipeline rank, `etp` the experts' `tp`."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    vpp: int = 1
+    etp: int = 1
+
+    @classmethod
+    def of_args(cls, args: Mapping[str, Any]) -> Grid:
+        """As Megatron-LM's arguments record it; CorruptError where one is no size."""
+        tp = _size(args, "tensor_model_parallel_size", 1)
+        return cls(
+            tp=tp,
+            pp=_size(args, "pipeline_model_parallel_size", 1),
+            ep=_size(args, "expert_model_parallel_size", 1),
+            vpp=_size(args, "virtual_pipeline_model_parallel_size", 1),
+            etp=_size(args, "expert_tensor_parallel_size", tp),
+        )
+
+    @classmethod
+    def recorded(cls, args: Mapping[str, Any], path: Path) -> Grid:
+        """The grid of a checkpoint at `path`; CorruptError for one that Megatron has no ranks for."""
+        grid = cls.of_args(args)
+        try:
+            grid.check()
+        except UsageError as error:
+            raise CorruptError(f"the recorded arguments: {error.what}", path=path, found=error.found) from None
+        return grid
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The grid as Megatron-LM's arguments."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "expert_model_parallel_size": self.ep,
+            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
+            "expert_tensor_parallel_size": self.etp,
+        }
+
+    def check(self) -> None:
+        """UsageError for a combination that Megatron has no ranks for."""
+        if self.vpp > 1 and self.pp == 1:
+            raise UsageError(
+                "a virtual pipeline needs a pipeline", expected="--pp above 1", found=f"--vpp {self.vpp} with --pp 1"
+            )
+        if self.tp % self.etp or self.ranks_in_stage % self.tp or self.ranks_in_stage % (self.etp * self.ep):
+            raise UsageError(
+                "expert and tensor parallel ranks do not fit each other",
+                expected="an --etp that divides --tp, and one of tp and etp * ep that divides the other",
+                found=f"tp {self.tp}, ep {self.ep}, etp {self.etp}",
+            )
+
+    @property
+    def ranks_in_stage(self) -> int:
+        """Ranks of one pipeline stage that among them hold each of its tensors, experts included."""
+        return max(self.tp, self.etp * self.ep)
+
+    def ranks(self) -> Iterator[Rank]:
+        """One rank for each part of the model, by pipeline stage.
+
+        Ranks of a stage are numbered tp first (parallel_state.py, order "tp-cp-ep-dp-pp"); the experts' grid counts
+        the same ranks etp first, then ep.
+        """
+        for pp in range(self.pp):
+            for number in range(self.ranks_in_stage):
+                expert = number // self.etp % self.ep
+                yield Rank(number % self.tp, pp, expert, number % self.etp, number, pp * self.ranks_in_stage + number)
+
+
+def _size(args: Mapping[str, Any], name: str, default: int) -> int:
+    value = args.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not 1 <= value <= 1 << 20:
+        raise CorruptError(f"the argument {name} is no size", expected="a positive integer", found=repr(value))
+    return value
+
+
+def expert_range(rank: Rank, grid: Grid, num_experts: int) -> range:
+    """The experts of a rank, by their numbers in the whole model."""
+    if num_experts % grid.ep:
+        raise UsageError(f"{num_experts} experts do not divide among {grid.ep} expert parallel ranks")
+    count = num_experts // grid.ep
+    return range(rank.ep * count, (rank.ep + 1) * count)
+
+
+# -- pipeline stages -----------------------------------------------------------------------------------------
+
+#: Elements of a written layout: embedding, decoder layer, multi-token prediction layer, loss.
+_LAYER_TYPES = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
+_MAX_LAYERS = 1 << 16
+
+#: Arguments of Megatron-LM that deal layers to stages.  megatron-core's config spells the first two otherwise.
+STAGE_ARGS = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """How `num_layers` decoder layers (and `num_mtp` layers behind them) are dealt to the chunks of pipeline ranks.
+
+    `first` and `last` are numbers of layers of the first and the last rank where these differ from the others;
+    `embedding` and `loss` count the embedding and the loss as layers; `layout` lists the elements of every chunk, of
+    pp ranks first, then of chunks.
+    """
+
+    num_layers: int
+    pp: int = 1
+    vpp: int = 1
+    first: int | None = None
+    last: int | None = None
+    embedding: bool = False
+    loss: bool = False
+    layout: tuple[tuple[str, ...], ...] | None = None
+    num_mtp: int = 0
+
+    @classmethod
+    def of_args(cls, args: Mapping[str, Any]) -> Stages:
+        """As Megatron-LM's arguments record it; CorruptError where they contradict themselves."""
+        grid = Grid.of_args(args)
+        first = args.get("decoder_first_pipeline_num_layers", args.get("num_layers_in_first_pipeline_stage"))
+        last = args.get("decoder_last_pipeline_num_layers", args.get("num_layers_in_last_pipeline_stage"))
+        layout = args.get("pipeline_model_parallel_layout")
+        stages = cls(
+            _size(args, "num_layers", 0),
+            grid.pp,
+            grid.vpp,
+            first,
+            last,
+            bool(args.get("account_for_embedding_in_pipeline_split")),
+            bool(args.get("account_for_loss_in_pipeline_split")),
+            parse_layout(layout) if layout else None,
+            args.get("mtp_num_layers") or 0,
+        )
+        try:
+            stages.check()
+        except UsageError as error:
+            raise CorruptError(
+                f"the recorded arguments: {error.what}", expected=error.expected, found=error.found
+            ) from None
+        return stages
+
+    def with_args(self, args: Mapping[str, Any]) -> Stages:
+        """The same number of stages, dealt as those of `STAGE_ARGS` that are there say."""
+        layout = args.get("pipeline_model_parallel_layout")
+        return replace(
+            self,
+            first=args.get("decoder_first_pipeline_num_layers"),
+            last=args.get("decoder_last_pipeline_num_layers"),
+            embedding=bool(args.get("account_for_embedding_in_pipeline_split")),
+            loss=bool(args.get("account_for_loss_in_pipeline_split")),
+            layout=parse_layout(layout) if layout else None,
+        )
+
+    def check(self) -> None:
+        """UsageError where layers and stages do not fit each other."""
+        chunks = [(p, v) for v in range(self.vpp) for p in range(self.pp)]
+        if self.layout is not None and len(self.layout) != len(chunks):
+            raise UsageError(
+                "the pipeline layout has another number of stages", expected=len(chunks), found=len(self.layout)
+            )
+        reached, shares = 0, self._shares()
+        for p, v in chunks:
+            layers = self.layers(p, v)
+            if layers.start != reached or len(layers) < 0:
+                shares = None
+            reached = layers.stop
+        if shares is None or reached != self.num_layers:
+            raise UsageError(
+                f"{self.num_layers} layers cannot be dealt to {self.pp} pipeline stages of {self.vpp} chunks",
+                expected="a number of layers (embedding and loss counted where asked) that divides evenly",
+                found=self._as_asked(),
+            )
+
+    def _as_asked(self) -> str | None:
+        """What of the division is not the even one, for a message."""
+        counts = [f"{count} in the {which}" for which, count in (("first", self.first), ("last", self.last)) if count]
+        others = [what for what in ("embedding", "loss") if getattr(self, what)]
+        return ", ".join(counts + [f"the {what} counted" for what in others]) or None
+
+    def _shares(self) -> bool | None:
+        """None where a division leaves a rest."""
+        if self.layout is not None or self.pp == 1:
+            return True
+        if self.first is not None or self.last is not None:
+            uneven = [count for count in (self.first, self.last) if count is not None]
+            rest, ranks = self.num_layers - sum(uneven), self.pp - len(uneven)
+            whole_chunks = all(count % self.vpp == 0 for count in uneven)
+            if not ranks and self.vpp > 1:
+                return None  # megatron-core divides by the number of ranks between
+            if rest < 0 or not whole_chunks or (rest % (ranks * self.vpp) if ranks else rest):
+                return None
+            return None if self.embedding or self.loss else True
+        return None if (self.num_layers + self.embedding + self.loss) % (self.pp * self.vpp) else True
+
+    def layers(self, pp: int, vp: int = 0) -> range:
+        """The decoder layers of chunk `vp` of pipeline rank `pp`, by their numbers in the whole model."""
+        if self.layout is not None:
+            before = self.layout[: vp * self.pp + pp]
+            start = sum(row.count("decoder") for row in before)
+            return range(start, start + self.layout[vp * self.pp + pp].count("decoder"))
+        if self.pp == 1:
+            return range(self.num_layers)
+        if self.first is not None or self.last is not None:
+            return self._uneven(pp, vp)
+        per_chunk = (self.num_layers + self.embedding + self.loss) // (self.pp * self.vpp)
+        start = (vp * self.pp + pp) * per_chunk
+        stop = start + per_chunk
+        # Numbers count the embedding as layer 0, where it counts, and the loss as the last one.
+        start, stop = max(0, start - self.embedding), stop - self.embedding
+        return range(start, min(stop, self.num_layers))
+
+    def _uneven(self, pp: int, vp: int) -> range:
+        first, last = self.first or 0, self.last or 0
+        ranks = self.pp - (self.first is not None) - (self.last is not None)
+        middle = (self.num_layers - first - last) // ranks if ranks else 0
+        counts = [middle] * self.pp
+        if self.first is not None:
+            counts[0] = first
+        if self.last is not None:
+            counts[-1] = last
+        per_chunk = [count // self.vpp for count in counts]
+        start = vp * sum(per_chunk) + sum(per_chunk[:pp])
+        return range(start, start + per_chunk[pp])
+
+    def is_first(self, pp: int, vp: int) -> bool:
+        """Whether the chunk begins with the embedding."""
+        return pp == vp == 0
+
+    def is_last(self, pp: int, vp: int) -> bool:
+        """Whether the chunk ends with the final norm's output layer."""
+        return (pp, vp) == (self.pp - 1, self.vpp - 1)
+
+    def has_mtp(self, pp: int, vp: int) -> bool:
+        """Whether the layers of multi-token prediction are here; they need a copy of the embedding."""
+        if self.layout is not None:
+            return "mtp" in self.layout[vp * self.pp + pp]
+        return self.num_mtp > 0 and self.is_last(pp, vp)
+
+    def has_final_norm(self, pp: int, vp: int) -> bool:
+        """Whether the decoder's last norm is here: at the end, or with MTP layers behind the last decoder layer."""
+        return self.num_layers - 1 in self.layers(pp, vp) if self.num_mtp else self.is_last(pp, vp)
+
+    def place(self, layer: int) -> tuple[int, int, int]:
+        """(pipeline rank, chunk, number in the chunk) of a decoder layer."""
+        for vp in range(self.vpp):
+            for pp in range(self.pp):
+                layers = self.layers(pp, vp)
+                if layer in layers:
+                    return pp, vp, layer - layers.start
+        raise ValueError(f"layer {layer} of {self.num_layers}")
+
+
+def parse_layout(layout: Any) -> tuple[tuple[str, ...], ...]:
+    """`"Et*3|(tt|)*4m|L"`, or the list of stages that it stands for, as names of layer types per stage.
+
+    megatron-core's grammar: `|` ends a stage, `x*n` and `(...)*n` repeat, commas are cosmetic.  A record of
+    `PipelineParallelLayerLayout` has what it was made from as `input_data`.
+    """
+    data = getattr(layout, "attributes", {}).get("input_data") if not isinstance(layout, str | list | tuple) else layout
+    if isinstance(data, list | tuple):
+        return tuple(tuple(str(getattr(item, "value", item)).lower() for item in stage) for stage in data)
+    if not isinstance(data, str):
+        raise CorruptError("the pipeline layout is neither text nor a list", found=type(layout).__name__)
+    text = data.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        length = sum(len(m[1]) * int(m[2][:9]) for m in re.finditer(pattern, text))
+        if length > _MAX_LAYERS:
+            raise UsageError("the pipeline layout is too long", expected=f"at most {_MAX_LAYERS} elements", found=data)
+        text = re.sub(pattern, lambda m: m[1] * int(m[2]), text)
+    unknown = set(text) - set(_LAYER_TYPES) - {"|"}
+    if unknown:
+        raise UsageError("the pipeline layout has elements that are not known", expected="E, t, m, L", found=data)
+    return tuple(tuple(_LAYER_TYPES[letter] for letter in stage) for stage in text.split("|"))

@@ -1,0 +1,216 @@
+"""What Megatron calls a tensor: in one chunk on one rank, in the whole model; and in which order modules have them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+#: Names of a large model, of each of which every rank's file asks the same.
+_NAMES = 1 << 17
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+_EXPERT = re.compile(r"(?P<layer>.*)\.mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.*)")
+_LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.*)")
+_MTP = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.(?P<inner>transformer_layer|mtp_model_layer)\.(?P<rest>.*)")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.*)")
+_GROUPED = re.compile(r"mlp\.experts\.(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)(?P<expert>\d+)")
+
+#: The layer inside a layer of multi-token prediction, here and in megatron-core up to 0.16.
+MTP_INNER = "transformer_layer"
+
+#: What megatron-core's own layers call norms that are part of the next linear layer in Transformer Engine's.
+_OWN_NORMS = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What decides the names of a layer's norms: routed experts, and latent attention."""
+
+    moe: bool
+    latent: bool
+
+    @classmethod
+    def of(cls, names: Collection[str]) -> LayerKind:
+        """From the names of a layer's tensors, in either spelling."""
+        return cls(
+            any("mlp.router." in name or "mlp.experts." in name for name in names),
+            any("self_attention.linear_kv_up_proj." in name for name in names),
+        )
+
+    def fuses(self, norm: str) -> bool:
+        """Whether Transformer Engine's layers hold this norm inside the next linear layer."""
+        if norm == "pre_mlp_layernorm.":
+            return not self.moe
+        return self.latent != (norm == "input_layernorm.")
+
+
+def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
+    """The kind of every layer, by the prefix of its tensors."""
+    members: dict[str, list[str]] = {}
+    for name in names:
+        prefix, rest = split_layer(name)
+        if prefix:
+            members.setdefault(prefix, []).append(rest)
+    return {prefix: LayerKind.of(rest) for prefix, rest in members.items()}
+
+
+@lru_cache(_NAMES)
+def split_layer(name: str) -> tuple[str, str]:
+    """`decoder.layers.3.`, or the layer inside an MTP layer, and the rest; `("", name)` for what is in no layer."""
+    match = _LAYER.fullmatch(name) or _MTP.fullmatch(name)
+    if match is None:
+        return "", name
+    return name[: match.start("rest")], match["rest"]
+
+
+def is_expert(name: str) -> bool:
+    """Whether it is a tensor of a routed expert, which follows the experts' axes."""
+    return _EXPERT.fullmatch(name) is not None
+
+
+@lru_cache(_NAMES)
+def expert_of(name: str) -> int | None:
+    """The number of the routed expert that a tensor belongs to."""
+    match = _EXPERT.fullmatch(name)
+    return int(match["expert"]) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How one run spells names: `local_spec` for megatron-core's own layers, `grouped` for one module of all experts
+    (`linear_fc1.weight0`), `mtp_inner` for the layer inside an MTP layer.
+    """
+
+    local_spec: bool = False
+    grouped: bool = False
+    mtp_inner: str = MTP_INNER
+
+    @classmethod
+    def of_names(cls, names: Collection[str]) -> Spelling:
+        """The spelling that a rank's file is in."""
+        kinds = layer_kinds(names)
+        own = False
+        for name in names:
+            prefix, rest = split_layer(name)
+            own = own or any(rest.startswith(norm) and kinds[prefix].fuses(norm) for norm, _ in _OWN_NORMS if prefix)
+        inner = next((m["inner"] for name in names if (m := _MTP.fullmatch(name))), MTP_INNER)
+        return cls(own, any(_GROUPED.fullmatch(split_layer(name)[1]) for name in names), inner)
+
+    def canonical(self, name: str, kind: LayerKind | None, first_layer: int, first_expert: int) -> str:
+        """The name in the whole model of what a chunk calls `name`; the chunk's layers begin with `first_layer`."""
+        prefix, rest = split_layer(name)
+        if not prefix or kind is None:
+            return name
+        if match := _LAYER.fullmatch(name):
+            prefix = f"decoder.layers.{int(match['layer']) + first_layer}."
+        else:
+            prefix = prefix.replace(".mtp_model_layer.", f".{MTP_INNER}.")
+        if match := _LOCAL_EXPERT.fullmatch(rest):
+            rest = f"mlp.experts.local_experts.{int(match['expert']) + first_expert}.{match['rest']}"
+        elif match := _GROUPED.fullmatch(rest):
+            expert = int(match["expert"]) + first_expert
+            rest = f"mlp.experts.local_experts.{expert}.{match['linear']}.{match['kind']}"
+        for norm, fused in _OWN_NORMS:
+            if rest.startswith(norm) and kind.fuses(norm):
+                rest = fused + rest.removeprefix(norm)
+        return prefix + rest
+
+    def spelled(self, name: str, kind: LayerKind | None, first_layer: int, first_expert: int) -> str:
+        """The inverse of `canonical`."""
+        prefix, rest = split_layer(name)
+        if not prefix or kind is None:
+            return name
+        if match := _LAYER.fullmatch(name):
+            prefix = f"decoder.layers.{int(match['layer']) - first_layer}."
+        else:
+            prefix = prefix.replace(f".{MTP_INNER}.", f".{self.mtp_inner}.")
+        if match := _LOCAL_EXPERT.fullmatch(rest):
+            expert = int(match["expert"]) - first_expert
+            linear, _, what = match["rest"].partition(".")
+            rest = (
+                f"mlp.experts.{linear}.{what}{expert}"
+                if self.grouped
+                else f"mlp.experts.local_experts.{expert}.{match['rest']}"
+            )
+        if self.local_spec:
+            for norm, fused in _OWN_NORMS:
+                if rest.startswith(fused) and kind.fuses(norm):
+                    rest = norm + rest.removeprefix(fused)
+        return prefix + rest
+
+
+# -- order ---------------------------------------------------------------------------------------------------
+
+_MODULES = (
+    "embedding.word_embeddings.",
+    "embedding.position_embeddings.",
+    "embedding.tokentype_embeddings.",
+    "decoder.layers.",
+    "decoder.final_layernorm.",
+    "mtp.layers.",
+    "output_layer.",
+)
+_MTP_MODULES = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "mtp_model_layer.", "final_layernorm.")
+_LAYER_MODULES = (
+    "input_layernorm.",
+    "self_attention.core_attention.",
+    "self_attention.linear_proj.",
+    "self_attention.linear_qkv.",
+    "self_attention.linear_q_proj.",
+    "self_attention.linear_q_down_proj.",
+    "self_attention.linear_q_up_proj.",
+    "self_attention.linear_kv_down_proj.",
+    "self_attention.linear_kv_up_proj.",
+    "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.",
+    "self_attention.kv_layernorm.",
+    "pre_mlp_layernorm.",
+    "mlp.router.",
+    "mlp.experts.",
+    "mlp.shared_experts.gate_weight",
+    "mlp.shared_experts.",
+    "mlp.",
+)
+_PARAMETERS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
+_NUMBERED = re.compile(r"(\D*)(\d*)")
+
+
+def _position(name: str, prefixes: tuple[str, ...]) -> int:
+    return next((index for index, prefix in enumerate(prefixes) if name.startswith(prefix)), len(prefixes))
+
+
+@lru_cache(_NAMES)
+def registered(name: str) -> tuple[Any, ...]:
+    """A sort key that puts the names of one chunk, as the chunk spells them, into the order of its modules."""
+    place: tuple[Any, ...] = (_position(name, _MODULES),)
+    if match := re.fullmatch(r"(?:decoder|mtp)\.layers\.(\d+)\.(.*)", name):
+        place += (int(match[1]),)
+        rest = match[2]
+        if name.startswith("mtp."):
+            place += (_position(rest, _MTP_MODULES),)
+            rest = re.sub(r"^(transformer_layer|mtp_model_layer)\.", "", rest)
+        place += (_position(rest, _LAYER_MODULES),)
+        if match := _LOCAL_EXPERT.fullmatch(rest):
+            place += (int(match["expert"]),)
+            rest = match["rest"]
+        elif match := _GROUPED.fullmatch(rest):  # Transformer Engine's GroupedLinear: weight0, bias0, weight1, ...
+            return (*place, match["linear"], int(match["expert"]), _position(match["kind"], _PARAMETERS))
+        name = rest
+    module, _, parameter = name.rpartition(".")
+    numbered = _NUMBERED.match(parameter)
+    assert numbered is not None
+    return (*place, module, _position(numbered[1], _PARAMETERS), int(numbered[2] or 0), parameter)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """The names of one chunk, as the chunk spells them, in the order in which megatron-core 0.16 registers them."""
+    return sorted(names, key=registered)
