@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
-from itertools import islice
+from itertools import chain, islice
 from math import prod
 from pathlib import Path
 
@@ -129,7 +129,7 @@ def execute(
 def _submit(file: TargetFile, plan: Plan, staging: Staging, workers: _Workers) -> Iterator[None]:
     """Create a target file and hand out its copies, one batch at each step."""
     output = _create(file, staging, workers)
-    for batch in _batches(plan.copies(file)):
+    for batch in chain(_batches(plan.copies(file)), _grouped(_span_copies(plan, file))):
         workers.submit(output, batch)
         yield
     for name, copies in plan.computed_copies(file).items():
@@ -161,20 +161,32 @@ def _create(file: TargetFile, staging: Staging, workers: _Workers, *, is_hashed:
 
 def _batches(slots: Iterable[tuple[Slot, Sequence[Copy]]]) -> Iterator[list[Copy]]:
     """Copies in lists of about `_BATCH` bytes; long ones are cut."""
-    batch: list[Copy] = []
-    size = 0
     for slot, copies in slots:
         if slot.extent.is_contiguous and not all(copy.target.is_contiguous for copy in copies):
             copies = yield from _row_batches(slot.extent, copies)
-        for copy in copies:
-            for part in _cut(copy):
-                batch.append(part)
-                size += part.target.nbytes
-                if size >= _BATCH:
-                    yield batch
-                    batch, size = [], 0
+        yield from _grouped(copies)
+
+
+def _grouped(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
+    batch: list[Copy] = []
+    size = 0
+    for part in (part for copy in copies for part in _cut(copy)):
+        batch.append(part)
+        size += part.target.nbytes
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
     if batch:
         yield batch
+
+
+def _span_copies(plan: Plan, file: TargetFile) -> Iterator[Copy]:
+    """What the plan has as arrays, one by one."""
+    for spans in plan.spans(file):
+        for path, source, target, numel in zip(spans.path, spans.source, spans.target, spans.numel, strict=True):
+            shape = (int(numel),)
+            read = Extent(spans.paths[path], int(source), spans.source_dtype, shape, (1,))
+            yield Copy(read, Extent(file.name, int(target), spans.target_dtype, shape, (1,)))
 
 
 def _row_batches(slot: Extent, copies: Sequence[Copy]) -> Generator[list[Copy], None, list[Copy]]:

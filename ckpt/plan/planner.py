@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from math import prod
 
+import numpy as np
+
 from ckpt.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import Checkpoint, Key, Slot, Target, TargetFile
 from ckpt.plan.dtypes import CASTABLE, FLOAT64, DType
+from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import (
     Box,
     Extent,
@@ -81,11 +84,29 @@ class Plan:
         """Bytes of tensor data to be written."""
         return self.span_bytes + self.buffered_bytes
 
+    def spans(self, file: TargetFile) -> tuple[Spans, ...]:
+        """The copies of contiguous elements to `file` from files, as arrays: one `Spans` for each pair of dtypes."""
+        rows: dict[tuple[DType, DType], list[tuple[int, int, int, int]]] = {}
+        paths: dict[str, int] = {}
+        for copy in (copy for _, copies in self._all_copies(file) for copy in copies):
+            if self._is_in_spans(copy):
+                row = (copy.target.offset, paths.setdefault(copy.source.path, len(paths)), copy.source.offset)
+                rows.setdefault((copy.source.dtype, copy.target.dtype), []).append((*row, copy.target.numel))
+        return tuple(
+            Spans(*dtypes, tuple(paths), path.astype(np.int32), source, target, numel)
+            for dtypes, found in rows.items()
+            for target, path, source, numel in [np.array(sorted(found), np.int64).T]
+        )
+
     def copies(self, file: TargetFile) -> Iterator[tuple[Slot, list[Copy]]]:
-        """The slots of `file` and the copies from files that fill each."""
+        """The slots of `file` and the copies from files that fill each, but for those that `spans` has."""
         computed = self.checkpoint.computed
         for slot, copies in self._all_copies(file):
-            yield slot, [copy for copy in copies if copy.source.path not in computed]
+            yield slot, [c for c in copies if c.source.path not in computed and not self._is_in_spans(c)]
+
+    def _is_in_spans(self, copy: Copy) -> bool:
+        is_flat = copy.source.is_contiguous and copy.target.is_contiguous and copy.target.numel
+        return bool(is_flat) and copy.source.path not in self.checkpoint.computed
 
     def computed_copies(self, file: TargetFile) -> dict[str, list[Copy]]:
         """The copies of what is computed, by the name of what it is in `Checkpoint.computed`."""

@@ -15,6 +15,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -351,7 +352,8 @@ class TestExecute:
 
     def test_parts_are_as_small_as_they_should_be(self, case: Case, small_pieces: None) -> None:
         for file in case.plan.target.files:
-            parts = [part for batch in run._batches(case.plan.copies(file)) for part in batch]
+            batches = chain(run._batches(case.plan.copies(file)), run._grouped(run._span_copies(case.plan, file)))
+            parts = [part for batch in batches for part in batch]
             assert all(part.source.end - part.source.offset <= 200 and part.target.nbytes <= 200 for part in parts)
             assert sum(part.target.nbytes for part in parts) == sum(slot.extent.nbytes for slot in file.slots)
 

@@ -15,7 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ckpt.plan.checkpoint import TargetFile
 from ckpt.plan.dtypes import FLOAT32, DType
+from ckpt.plan.planner import Copy, Plan
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, Shape, Tensor, flat_boxes, whole
 
 Store = dict[str, NDArray]
@@ -144,3 +146,15 @@ def assembled(fragments: Iterable[Fragment], shape: Shape, store: Store) -> NDAr
         values[where] = store[fragment.extent.path][positions(fragment.extent)]
     assert (count == 1).all()
     return values.reshape(shape)
+
+
+def all_copies(plan: Plan, file: TargetFile) -> list[Copy]:
+    """Every copy to a target file, those that the plan has as arrays among them."""
+    copies = [copy for _, filling in plan.copies(file) for copy in filling]
+    for spans in plan.spans(file):
+        assert (np.diff(spans.target) > 0).all()
+        for path, source, target, numel in zip(spans.path, spans.source, spans.target, spans.numel, strict=True):
+            shape = (int(numel),)
+            read = Extent.contiguous(spans.paths[path], int(source), spans.source_dtype, shape)
+            copies.append(Copy(read, Extent.contiguous(file.name, int(target), spans.target_dtype, shape)))
+    return copies
