@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ckpt.containers.torchfile.pickles import open_file
 from ckpt.errors import CorruptError, LossError, NotFoundError, StorageError
+from ckpt.move.source import open_file
 from ckpt.plan.dtypes import BY_TAG, DType
 from ckpt.plan.tensors import Shape
 

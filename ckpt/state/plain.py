@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
-from ckpt.containers.torchfile.pickles import Array, StoredDict, StoredTensor
+from ckpt.containers.torchfile.values import Array, StoredDict, StoredTensor
 from ckpt.containers.torchfile.write import NewTensor
 from ckpt.plan.dtypes import DType
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.containers.torchfile.pickles import StoredTensor
 from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.containers.torchfile.values import StoredTensor
 
 #: Entries of a Megatron schedule's state beside its position: what the shape is.
 _SHAPE = (

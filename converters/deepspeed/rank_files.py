@@ -12,8 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.torchfile.pickles import StoredTensor
 from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.tensors import Extent, Shape

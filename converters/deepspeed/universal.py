@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.pickles import StoredTensor
 from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import FromSource, NewTensor, Zeros, copy_of, torch_file
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.torchfile.pickler import Size
-from ckpt.containers.torchfile.pickles import Record, StoredDict
+from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, Part, Zeros, copy_of, number, torch_file
 from ckpt.errors import UsageError
 from ckpt.plan.checkpoint import BUFFER, MASTER, Checkpoint, Layout, ParamGroup, Target, TargetFile

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.pickles import Record, StoredTensor
+from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import (
     BUFFER,

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt.containers.safetensors import Planned, build_header, read_header
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import (

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.torchfile.pickles import StoredTensor
 from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import MASTER, ParamGroup
 from converters.megatron.buffers import bucket_sizes, find_buffer

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.pickles import Record, StoredTensor
+from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key, SourceFile

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ckpt.containers.torchfile.pickles import Record, StoredDict
+from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, Part, Zeros, number, torch_file
 from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile

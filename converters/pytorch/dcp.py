@@ -22,7 +22,7 @@ from ckpt.containers.dcp.metadata import Metadata, Path_, Place, read_metadata
 from ckpt.containers.dcp.shards import read_shards
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, writer_of
 from ckpt.containers.dcp.write import Writing
-from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import (
     OWN,

@@ -27,8 +27,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.torchfile.pickles import Record, StoredTensor
 from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ParamGroup, ReadRequest, Target, TrainingState

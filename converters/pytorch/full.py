@@ -36,8 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.torchfile.pickles import StoredDict, StoredTensor
 from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.containers.torchfile.values import StoredDict, StoredTensor
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, number, torch_file
 from ckpt.errors import CorruptError, LossError, NotFoundError, UnsafeError
 from ckpt.move.files import confined, translate_os_errors

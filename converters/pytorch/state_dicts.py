@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.pickles import Record, StoredTensor
+from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, SourceFile

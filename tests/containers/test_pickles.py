@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt.containers.torchfile import pickles
-from ckpt.containers.torchfile.pickles import Array, Global, Record, StoredDict
+from ckpt.containers.torchfile.values import Array, Global, Record, StoredDict
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UnsafeError
 from ckpt.plan import dtypes
 
@@ -244,7 +244,7 @@ import json, os, resource, sys, time
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
 sys.path.insert(0, sys.argv[1])
-from ckpt import pickles, torchfile
+from ckpt.containers.torchfile import pickles, read as torchfile
 from ckpt.errors import CkptError
 str(CkptError("\x1b"))  # escaping needs a codec, which Python imports when it is first used
 before = set(sys.modules)
@@ -454,6 +454,7 @@ def test_every_truncation_is_corrupt() -> None:
 
 
 def test_imports_no_framework() -> None:
-    code = "import sys; from ckpt import torchfile; print(sorted({'torch', 'numpy', 'deepspeed'} & set(sys.modules)))"
+    names = "{'torch', 'numpy', 'deepspeed'}"
+    code = f"import sys; from ckpt.containers.torchfile import read; print(sorted({names} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 from ckpt.containers.torchfile import pickles
 from ckpt.containers.torchfile.pickler import Size, TensorRef, dumps
-from ckpt.containers.torchfile.pickles import GLOBALS, Array, Global, Record, StoredDict
+from ckpt.containers.torchfile.pickles import GLOBALS
+from ckpt.containers.torchfile.values import Array, Global, Record, StoredDict
 from ckpt.errors import LossError
 from ckpt.plan.dtypes import BY_NAME, FLOAT32
 
@@ -343,7 +344,7 @@ def test_the_same_bytes_in_every_process() -> None:
 def test_nothing_is_imported() -> None:
     code = (
         "import sys;"
-        "from ckpt.containers.torchfile.pickler import dumps;from ckpt.containers.torchfile.pickles import Record;"
+        "from ckpt.containers.torchfile.pickler import dumps;from ckpt.containers.torchfile.values import Record;"
         "dumps([Record('torch','device',('cpu',)), Record('deepspeed.x','y')]);"
         "assert not {'torch', 'numpy', 'pickle', 'deepspeed'} & set(sys.modules), 'imported'"
     )

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.pickles import Array, Record, Storage, StoredDict, StoredTensor
+from ckpt.containers.torchfile.values import Array, Record, Storage, StoredDict, StoredTensor
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UnsafeError
 from tests.containers.test_pickles import make
 
@@ -399,9 +399,9 @@ import json, os, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 sys.path.insert(0, sys.argv[1])
-from ckpt import torchfile
+from ckpt.containers.torchfile import read as torchfile
 from ckpt.errors import CkptError
-from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.containers.torchfile.values import StoredTensor
 outcomes = {}
 def attempt(label, content):
     with open("x", "wb") as file:

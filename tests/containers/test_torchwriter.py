@@ -14,7 +14,7 @@ import torch
 
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.pickler import Size
-from ckpt.containers.torchfile.pickles import Record, StoredDict, StoredTensor
+from ckpt.containers.torchfile.values import Record, StoredDict, StoredTensor
 from ckpt.containers.torchfile.write import (
     Bytes,
     FromSource,

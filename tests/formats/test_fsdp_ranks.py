@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt import api
-from ckpt.containers.torchfile.pickles import Record
+from ckpt.containers.torchfile.values import Record
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import Checkpoint, ReadRequest
 from ckpt.plan.planner import check_source

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ckpt import api
-from ckpt.containers.torchfile.pickles import Record
+from ckpt.containers.torchfile.values import Record
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnsafeError
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Layout, ParamGroup, SourceFile, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT32

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.containers.torchfile.pickles import Record
+from ckpt.containers.torchfile.values import Record
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, ParamGroup, SourceFile, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, BOOL, FLOAT32, DType
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Pieces, Shape, Tensor, Whole

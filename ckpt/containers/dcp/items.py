@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.containers.dcp.metadata import Entry, Place
-from ckpt.containers.torchfile import pickles
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.pickles import StoredTensor
 from ckpt.containers.torchfile.scalars import scalar_from_bytes
+from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
+from ckpt.move.source import open_file
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape
@@ -76,7 +76,7 @@ class Items:
             self._close()
             if place.path not in self.files:
                 self.files[place.path] = _stat(place.path, key, box)
-            self._fd, self._path = pickles.open_file(place.path), place.path
+            self._fd, self._path = open_file(place.path), place.path
         size = self.files[place.path].size
         if place.offset + place.length > size:
             raise CorruptError(

@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpt.containers.dcp.metadata import METADATA, Path_
 from ckpt.containers.torchfile.pickler import Size, dumps
-from ckpt.containers.torchfile.pickles import Record, StoredTensor
+from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_item
 from ckpt.plan.checkpoint import Key, Slot, TargetFile
 from ckpt.plan.dtypes import DType

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
-from ckpt.containers.torchfile.pickles import Array, Global, Record, StoredDict
+from ckpt.containers.torchfile.values import Array, Global, Record, StoredDict
 from ckpt.errors import LossError
 from ckpt.plan.dtypes import DType
 

@@ -7,17 +7,7 @@ and makes a plain value, a `Record` or a `StoredTensor`.  Any other global is re
 `Decoder` is the machine, `GLOBALS` the table, `load_pickle` reads a plain pickle file (DCP's `.metadata`);
 `ckpt.containers.torchfile.read` reads torch's containers with the same machine.
 
-What comes out:
-
-    torch's tensors and parameters      StoredTensor: where the elements are, never the elements
-    storages on their own               Storage
-    torch dtypes                        ckpt.plan.dtypes.DType
-    torch.Size                          tuple
-    OrderedDict, defaultdict, Counter   StoredDict (a dict that knows its kind and its attributes)
-    numpy arrays                        Array (dtype, shape, bytes); numpy scalars are Python's own
-    pathlib paths                       PurePosixPath, PureWindowsPath
-    enums, dataclasses, namespaces, ... Record
-    a class or function that is named   Global
+`ckpt.containers.torchfile.values` lists what comes out.
 
 The machine is total: whatever the bytes, it returns or raises a `CkptError`.  Its memory is linear in the length
 of the pickle (at most some 250 bytes per byte, which takes a pickle of nothing but empty sets), it does not
@@ -33,202 +23,43 @@ from __future__ import annotations
 import codecs
 import datetime
 import os
-import stat
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn, cast
 
-from ckpt.errors import CorruptError, NotFoundError, StorageError, UnsafeError
+from ckpt.containers.torchfile.values import (
+    MAX_DEPTH,
+    MAX_DIMS,
+    MAX_EXPANDED,
+    MAX_LINE,
+    MAX_LONG,
+    MAX_PICKLE,
+    Array,
+    CutShortError,
+    Global,
+    MalformedError,
+    Record,
+    Storage,
+    StorageType,
+    StoredDict,
+    StoredTensor,
+    Unsupported,
+    short,
+)
+from ckpt.errors import CorruptError, UnsafeError
+from ckpt.move.source import open_file, read_at
 from ckpt.plan import dtypes
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent
-
-#: Bytes of one pickle.  A DCP `.metadata` of a million chunks has some 200 MB.
-MAX_PICKLE = 1 << 30
-#: Containers within containers.  Real training state stays below 20; naive recursion is safe far above this.
-MAX_DEPTH = 100
-#: Bytes of an integer.  Seeds and RNG words have 16 at most.
-MAX_LONG = 1024
-#: Characters of a line of the text opcodes other than text itself (names of globals, decimal numbers).
-MAX_LINE = 4096
-#: torch itself stops at 64 dims.
-MAX_DIMS = 64
-#: Bytes of a tensor that is larger than its storage (expanded: a stride of 0).  More is an attack on the disk.
-MAX_EXPANDED = 1 << 32
 
 _TOO_DEEP_A_KEY = 8
 _MAX_INT64 = (1 << 63) - 1
 
 
-# --- what comes out ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """Where a torch storage's bytes are: `numel` elements of `dtype`, `nbytes` bytes at `offset` of `path`."""
-
-    path: str
-    offset: int
-    dtype: DType
-    numel: int
-    nbytes: int
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor as it lies in a file.
-
-    `attributes` are the Python attributes that `_rebuild_from_type_v2` and `_rebuild_parameter_with_state` carry
-    (DeepSpeed's `ds_id`); None where the tensor has none.
-    """
-
-    extent: Extent
-    requires_grad: bool = False
-    attributes: Mapping[str, Any] | None = None
-
-    @property
-    def dtype(self) -> DType:
-        return self.extent.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.extent.shape
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Global:
-    """A class or function that a pickle names: an entry of the table, and inert.
-
-    `build` makes what a call of it gives; None where only the name itself occurs in files.  `fields` names the
-    positional arguments (namedtuples) or the parts of a tuple state; `members` the values of an enum by name.
-    """
-
-    module: str
-    name: str
-    build: Callable[[Decoder, Global, tuple[Any, ...]], Any] | None = None
-    fields: tuple[str, ...] = ()
-    members: Mapping[str, int] | None = None
-
-    @property
-    def typename(self) -> str:
-        return f"{self.module}.{self.name}"
-
-    def __repr__(self) -> str:
-        return f"<{self.typename}>"
-
-
-class Record:
-    """An object of a class that is known by name only: what it was made from, and its state.
-
-    Compared by identity, so that records can be keys.  The repr shows the class only, so that it never recurses.
-    """
-
-    __slots__ = ("args", "fields", "kwargs", "module", "name", "state")
-
-    def __init__(
-        self,
-        module: str,
-        name: str,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        state: Any = None,
-        fields: tuple[str, ...] = (),
-    ) -> None:
-        self.module = module
-        self.name = name
-        self.args = args
-        self.kwargs = kwargs
-        self.state = state
-        self.fields = fields
-
-    @property
-    def typename(self) -> str:
-        return f"{self.module}.{self.name}"
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The attribute `key` of the object that was pickled, or `default`."""
-        state = self.state
-        if type(state) is dict and key in state:
-            return state[key]
-        return self.attributes.get(key, default)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.attributes
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """Every attribute by name: named positional arguments, keyword arguments, `__dict__` and slots."""
-        found: dict[str, Any] = dict(zip(self.fields, self.args, strict=False))
-        found.update(self.kwargs or {})
-        # An object with slots has the state (its __dict__ or None, its slots); a namedtuple-like state has names.
-        states: tuple[Any, ...] = (self.state,)
-        if isinstance(self.state, tuple):
-            if self.fields and not self.args:
-                found.update(zip(self.fields, self.state, strict=False))
-            elif len(self.state) == 2:
-                states = self.state
-        for state in states:
-            if isinstance(state, dict):
-                found.update(state)
-        return found
-
-    @property
-    def value(self) -> Any:
-        """The value of an enum's member: enums are pickled as `cls(value)`."""
-        return self.args[0] if len(self.args) == 1 else None
-
-    def __repr__(self) -> str:
-        return f"<{self.typename} record>"
-
-
-class StoredDict(dict[Any, Any]):
-    """An `OrderedDict`, `defaultdict` or `Counter`: a dict that knows its kind.
-
-    `attributes` are Python attributes set on it, as `nn.Module.state_dict()` does with `_metadata`.
-    """
-
-    __slots__ = ("attributes", "kind")
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.attributes: Mapping[str, Any] | None = None
-
-
-class Array:
-    """A numpy array: `dtype` as numpy writes it (`<f8`, `|b1`, `|S3`, `|O`), and the elements' bytes.
-
-    `fortran` says that the bytes are in column-major order.  An object array has `objects` and no data.  `record`
-    is the dtype as it was pickled, with what the string leaves out (fields, units of time).
-    """
-
-    __slots__ = ("data", "dtype", "fortran", "objects", "record", "shape")
-
-    def __init__(self) -> None:
-        self.dtype = ""
-        self.record: Record | None = None
-        self.shape: tuple[int, ...] = ()
-        self.fortran = False
-        self.data: bytes = b""
-        self.objects: list[Any] | None = None
-
-    def __repr__(self) -> str:
-        return f"<numpy array {self.dtype} {self.shape}>"
-
-
 # --- the machine ---------------------------------------------------------------------------------------------
-
-
-class CutShortError(Exception):
-    """The bytes end within the pickle.  Only of interest to a caller that can get more of them."""
-
-
-class _MalformedError(Exception):
-    """What is wrong with a pickle; the machine adds where."""
 
 
 Handler = Callable[["Decoder", int], int]
@@ -261,7 +92,7 @@ _MEANT_AS_MALFORMED = (
     ArithmeticError,
     AttributeError,
     struct.error,
-    _MalformedError,
+    MalformedError,
 )
 
 
@@ -312,7 +143,7 @@ class Decoder:
                 at = pos
                 pos = handlers[data[at]](self, at + 1)
             if len(self.stack) != 1 or self._marks:
-                raise _MalformedError(f"{len(self.stack)} objects are left on the stack")
+                raise MalformedError(f"{len(self.stack)} objects are left on the stack")
             value = self.stack.pop()
             if type(value) not in _LEAVES:
                 _check_tree(value, pos - start)
@@ -341,7 +172,7 @@ class Decoder:
         if end < 0:
             if len(self.data) - pos < limit:
                 raise CutShortError
-            raise _MalformedError(f"a line of more than {limit} characters")
+            raise MalformedError(f"a line of more than {limit} characters")
         return self.data[pos:end], end + 1
 
     def pop_mark(self) -> list[Any]:
@@ -349,7 +180,7 @@ class Decoder:
         stack = self.stack
         mark = self._marks.pop()
         if mark > len(stack):
-            raise _MalformedError("the stack was emptied beyond a mark")
+            raise MalformedError("the stack was emptied beyond a mark")
         items = stack[mark:]
         del stack[mark:]
         return items
@@ -358,24 +189,24 @@ class Decoder:
         """Account for elements that are copied, so that a small pickle cannot make large objects."""
         self._allowance -= copies
         if self._allowance < 0:
-            raise _MalformedError("it copies more than it holds")
+            raise MalformedError("it copies more than it holds")
 
     def check_key(self, key: Any, depth: int = 0) -> None:
         """Refuse a dict key or set element that is unhashable, or whose hash would recurse or take long."""
         kind = type(key)
         if kind is tuple:
             if depth > _TOO_DEEP_A_KEY:
-                raise _MalformedError("a key of nested tuples")
+                raise MalformedError("a key of nested tuples")
             self.spend(len(key))
             for item in key:
                 self.check_key(item, depth + 1)
         elif kind not in _KEYS:
-            raise _MalformedError(f"a {kind.__name__} as a key")
+            raise MalformedError(f"a {kind.__name__} as a key")
 
     def look_up(self, module: Any, name: Any) -> None:
         """Push the table's entry for a global."""
         if type(module) is not str or type(name) is not str:
-            raise _MalformedError("the name of a global is no text")
+            raise MalformedError("the name of a global is no text")
         found = GLOBALS.get((module, name))
         if found is None:
             raise UnsafeError(
@@ -385,7 +216,7 @@ class Decoder:
                 hint="load the file with the framework that wrote it, only if you trust where it comes from, "
                 "and save tensors and plain values",
             )
-        if type(found) is _Unsupported:
+        if type(found) is Unsupported:
             self.unsupported(found.what)
         self.stack.append(found)
 
@@ -400,14 +231,14 @@ class Decoder:
                 path=self.path,
             )
         if type(args) is not tuple:
-            raise _MalformedError("the arguments of a call are no tuple")
+            raise MalformedError("the arguments of a call are no tuple")
         return function.build(self, function, args)
 
     def dict_update(self, target: Any, items: list[Any]) -> None:
         if type(target) is not dict and type(target) is not StoredDict:
-            raise _MalformedError(f"items are set on a {type(target).__name__}")
+            raise MalformedError(f"items are set on a {type(target).__name__}")
         if len(items) % 2:
-            raise _MalformedError("a key has no value")
+            raise MalformedError("a key has no value")
         for i in range(0, len(items), 2):
             key = items[i]
             if type(key) is not str:
@@ -461,7 +292,7 @@ class Decoder:
     def _long4(self, pos: int) -> int:
         length = _i32(self.data, pos)[0]
         if not 0 <= length <= MAX_LONG:
-            raise _MalformedError(f"an integer of {length} bytes")
+            raise MalformedError(f"an integer of {length} bytes")
         self.stack.append(int.from_bytes(self.bytes_at(pos + 4, length), "little", signed=True))
         return pos + 4 + length
 
@@ -470,7 +301,7 @@ class Decoder:
         # Python 2's protocol 0; no framework writes it with escapes in what it stores.
         line, pos = self.line_at(pos)
         if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"') or b"\\" in line:
-            raise _MalformedError("a quoted string that is not plain text")
+            raise MalformedError("a quoted string that is not plain text")
         self.stack.append(line[1:-1].decode("ascii"))
         return pos
 
@@ -478,7 +309,7 @@ class Decoder:
     def _binstring(self, pos: int) -> int:
         length = _i32(self.data, pos)[0]
         if length < 0:
-            raise _MalformedError("a string of negative length")
+            raise MalformedError("a string of negative length")
         self.stack.append(_python2_text(self.bytes_at(pos + 4, length)))
         return pos + 4 + length
 
@@ -514,11 +345,11 @@ class Decoder:
 
     @_opcode(b"\x97")
     def _next_buffer(self, pos: int) -> int:
-        raise _MalformedError("it refers to buffers outside the file")
+        raise MalformedError("it refers to buffers outside the file")
 
     @_opcode(b"\x98")
     def _readonly_buffer(self, pos: int) -> int:
-        raise _MalformedError("it refers to buffers outside the file")
+        raise MalformedError("it refers to buffers outside the file")
 
     @_opcode(b"N")
     def _none(self, pos: int) -> int:
@@ -585,7 +416,7 @@ class Decoder:
         item = self.stack.pop()
         target = self.stack[-1]
         if type(target) is not list and type(target) is not deque:
-            raise _MalformedError(f"an item is appended to a {type(target).__name__}")
+            raise MalformedError(f"an item is appended to a {type(target).__name__}")
         target.append(item)
         return pos
 
@@ -594,7 +425,7 @@ class Decoder:
         items = self.pop_mark()
         target = self.stack[-1]
         if type(target) is not list and type(target) is not deque:
-            raise _MalformedError(f"items are appended to a {type(target).__name__}")
+            raise MalformedError(f"items are appended to a {type(target).__name__}")
         target.extend(items)
         return pos
 
@@ -669,7 +500,7 @@ class Decoder:
         items = self.pop_mark()
         target = self.stack[-1]
         if type(target) is not set:
-            raise _MalformedError(f"items are added to a {type(target).__name__}")
+            raise MalformedError(f"items are added to a {type(target).__name__}")
         self.set_update(target, items)
         return pos
 
@@ -785,7 +616,7 @@ class Decoder:
         kind = type(target)
         if kind is Record:
             if target.state is not None:
-                raise _MalformedError("the state of an object is set twice")
+                raise MalformedError("the state of an object is set twice")
             target.state = state
         elif kind is Array:
             _set_array(self, target, state)
@@ -827,7 +658,7 @@ class Decoder:
         args = self.stack.pop()
         made = self.call(self.stack[-1], args)
         if type(kwargs) is not dict or (kwargs and type(made) is not Record):
-            raise _MalformedError("keyword arguments that make no sense")
+            raise MalformedError("keyword arguments that make no sense")
         if kwargs:
             made.kwargs = kwargs
         self.stack[-1] = made
@@ -836,7 +667,7 @@ class Decoder:
     @_opcode(b"\x80")
     def _proto(self, pos: int) -> int:
         if self.data[pos] > 5:
-            raise _MalformedError(f"protocol {self.data[pos]}")
+            raise MalformedError(f"protocol {self.data[pos]}")
         return pos + 1
 
     @_opcode(b".")
@@ -863,14 +694,14 @@ class Decoder:
 
 
 def _unknown_opcode(decoder: Decoder, pos: int) -> NoReturn:
-    raise _MalformedError(f"there is no opcode {decoder.data[pos - 1]:#04x}")
+    raise MalformedError(f"there is no opcode {decoder.data[pos - 1]:#04x}")
 
 
 _HANDLERS: list[Handler] = [_OPCODES.get(code, _unknown_opcode) for code in range(256)]
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, _MalformedError):
+    if isinstance(error, MalformedError):
         return str(error)
     if isinstance(error, KeyError):
         return "it refers to what it has not stored"
@@ -881,7 +712,7 @@ def _reason(error: Exception) -> str:
 
 def _decimal(line: bytes) -> int:
     if len(line) > MAX_LONG:
-        raise _MalformedError(f"an integer of {len(line)} digits")
+        raise MalformedError(f"an integer of {len(line)} digits")
     return int(line)
 
 
@@ -921,7 +752,7 @@ def _is_branch(value: Any) -> bool:
 
 
 def _check_tree(root: Any, length: int) -> None:
-    """Prove that code may walk `root` naively.  Raises _MalformedError.
+    """Prove that code may walk `root` naively.  Raises MalformedError.
 
     Nesting would overflow a recursive consumer's stack; a list that holds itself would never end; a list of two
     references to a list of two references to ... is small in the pickle and endless when it is printed.
@@ -961,10 +792,10 @@ def _check_tree(root: Any, length: int) -> None:
                 continue
             if id(child) in open_:
                 if not _cycle_has_record(frames, child):
-                    raise _MalformedError("an object that contains itself")
+                    raise MalformedError("an object that contains itself")
                 continue
             if len(frames) >= MAX_DEPTH:
-                raise _MalformedError(f"objects nested more than {MAX_DEPTH} deep")
+                raise MalformedError(f"objects nested more than {MAX_DEPTH} deep")
             open_.add(id(child))
             frames.append([child, iter(_children(child)), 1, 1])
             break
@@ -974,9 +805,9 @@ def _check_tree(root: Any, length: int) -> None:
             open_.discard(id(value))
             done[id(value)] = (height, elements)
             if height > MAX_DEPTH:
-                raise _MalformedError(f"objects nested more than {MAX_DEPTH} deep")
+                raise MalformedError(f"objects nested more than {MAX_DEPTH} deep")
             if elements > budget:
-                raise _MalformedError("an object that is endless when it is unfolded")
+                raise MalformedError("an object that is endless when it is unfolded")
             if frames:
                 above = frames[-1]
                 if height >= above[2]:
@@ -1039,7 +870,7 @@ def _reconstructor(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> Any:
     """`copyreg._reconstructor(cls, object, None)`: how protocols 0 and 1 make an object."""
     cls, base, state = args
     if type(base) is not Global or base.name != "object" or state is not None:
-        raise _MalformedError("an object of a class that is derived from a built-in one")
+        raise MalformedError("an object of a class that is derived from a built-in one")
     return decoder.call(cls, ())
 
 
@@ -1047,14 +878,14 @@ def _encode(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> bytes:
     """`_codecs.encode(text, 'latin1')`: bytes, as protocol 2 writes them."""
     text, encoding = args
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise _MalformedError("bytes in an unknown encoding")
+        raise MalformedError("bytes in an unknown encoding")
     decoder.spend(len(text))
     return text.encode("latin-1")
 
 
 def _bytes(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> bytes:
     if args:
-        raise _MalformedError("arguments of bytes")
+        raise MalformedError("arguments of bytes")
     return b""
 
 
@@ -1063,7 +894,7 @@ def _bytearray(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> bytearray:
         return bytearray()
     (data,) = args
     if type(data) is not bytes:  # an int would allocate as many bytes
-        raise _MalformedError("a bytearray of what is no bytes")
+        raise MalformedError("a bytearray of what is no bytes")
     decoder.spend(len(data))
     return bytearray(data)
 
@@ -1074,7 +905,7 @@ def _items(decoder: Decoder, args: tuple[Any, ...]) -> Any:
         return ()
     (items,) = args
     if type(items) not in (list, tuple, set, frozenset, dict, StoredDict):
-        raise _MalformedError(f"a container made from a {type(items).__name__}")
+        raise MalformedError(f"a container made from a {type(items).__name__}")
     decoder.spend(len(items))
     return items
 
@@ -1104,41 +935,41 @@ def _ordered_dict(decoder: Decoder, cls: Global, args: tuple[Any, ...]) -> Store
 
 def _defaultdict(decoder: Decoder, cls: Global, args: tuple[Any, ...]) -> StoredDict:
     if args and args[0] is not None and type(args[0]) is not Global:
-        raise _MalformedError("a default factory that is no class")
+        raise MalformedError("a default factory that is no class")
     return _ordered_dict(decoder, cls, args[1:])
 
 
 def _deque(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> deque[Any]:
     maxlen = args[1] if len(args) > 1 else None
     if maxlen is not None and (type(maxlen) is not int or not 0 <= maxlen < 1 << 62):
-        raise _MalformedError("the length of a deque")
+        raise MalformedError("the length of a deque")
     return deque(_items(decoder, args[:1]), maxlen)
 
 
 def _complex(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> complex:
     real, imag = args
     if type(real) is not float or type(imag) is not float:
-        raise _MalformedError("a complex number of what is no number")
+        raise MalformedError("a complex number of what is no number")
     return complex(real, imag)
 
 
 def _slice(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> slice:
     start, stop, step = args
     if any(part is not None and type(part) is not int for part in args):
-        raise _MalformedError("a slice of what is no integer")
+        raise MalformedError("a slice of what is no integer")
     return slice(start, stop, step)
 
 
 def _range(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> range:
     start, stop, step = args
     if any(type(part) is not int for part in args):
-        raise _MalformedError("a range of what is no integer")
+        raise MalformedError("a range of what is no integer")
     return range(start, stop, step)
 
 
 def _path(decoder: Decoder, cls: Global, args: tuple[Any, ...]) -> PurePosixPath | PureWindowsPath:
     if any(type(part) is not str for part in args):
-        raise _MalformedError("a path of what is no text")
+        raise MalformedError("a path of what is no text")
     decoder.spend(sum(map(len, args)))
     return PureWindowsPath(*args) if "Windows" in cls.name else PurePosixPath(*args)
 
@@ -1156,7 +987,7 @@ _TIME_ARGUMENTS = (bytes, int, str, datetime.timedelta, datetime.timezone)
 def _time(decoder: Decoder, cls: Global, args: tuple[Any, ...]) -> Any:
     """The standard library's own immutable times; their constructors take the pickled bytes and check them."""
     if any(type(arg) not in _TIME_ARGUMENTS for arg in args):
-        raise _MalformedError(f"a {cls.name} of what is no number")
+        raise MalformedError(f"a {cls.name} of what is no number")
     return _TIMES[cls.name](*args)
 
 
@@ -1167,17 +998,17 @@ _SCALARS |= {"f2": "e", "f4": "f", "f8": "d", "c8": "ff", "c16": "dd"}
 
 
 def _dtype_text(value: Any) -> tuple[str, int]:
-    """numpy's string for a dtype record, and its itemsize.  Raises _MalformedError."""
+    """numpy's string for a dtype record, and its itemsize.  Raises MalformedError."""
     if type(value) is not Record or value.module != "numpy" or not value.args or type(value.args[0]) is not str:
-        raise _MalformedError("an array without a dtype")
+        raise MalformedError("an array without a dtype")
     text = value.args[0]
     if len(text) > 32 or not text[:1].isalpha() or not text[1:].isdigit():
         if text == "O":
             return "|O", 0
-        raise _MalformedError("an array of an unknown dtype")
+        raise MalformedError("an array of an unknown dtype")
     order = value.state[1] if type(value.state) is tuple and len(value.state) > 1 else "|"
     if order not in ("<", ">", "|", "="):
-        raise _MalformedError("an array of an unknown byte order")
+        raise MalformedError("an array of an unknown byte order")
     size = int(text[1:])
     if text[0] == "O":
         return "|O", 0
@@ -1188,7 +1019,7 @@ def _numpy_shape(value: Any) -> tuple[int, ...]:
     if type(value) is int:
         value = (value,)
     if type(value) is not tuple or len(value) > MAX_DIMS or any(type(n) is not int or n < 0 for n in value):
-        raise _MalformedError("the shape of an array")
+        raise MalformedError("the shape of an array")
     return tuple(value)
 
 
@@ -1204,14 +1035,14 @@ def _fill_array(decoder: Decoder, array: Array, shape: Any, dtype: Any, data: An
     shape = _numpy_shape(shape)
     if text == "|O":
         if type(data) is not list or len(data) != _numel(shape):
-            raise _MalformedError("an array that is not as long as its shape says")
+            raise MalformedError("an array that is not as long as its shape says")
         array.objects = data
     else:
         if type(data) is bytearray:
             decoder.spend(len(data))
             data = bytes(data)
         if type(data) is not bytes or len(data) != _numel(shape) * itemsize:
-            raise _MalformedError("an array that is not as long as its shape says")
+            raise MalformedError("an array that is not as long as its shape says")
         array.data = data
     array.dtype, array.record, array.shape, array.fortran = text, dtype, shape, fortran
     return array
@@ -1225,7 +1056,7 @@ def _new_array(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> Array:
 def _set_array(decoder: Decoder, array: Array, state: Any) -> None:
     _, shape, dtype, fortran, data = state
     if array.dtype:
-        raise _MalformedError("the state of an array is set twice")
+        raise MalformedError("the state of an array is set twice")
     _fill_array(decoder, array, shape, dtype, data, bool(fortran))
 
 
@@ -1249,42 +1080,28 @@ def _scalar(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> Any:
 # --- torch ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StorageType:
-    """`torch.FloatStorage` and its kind: the dtype of a storage's elements."""
-
-    dtype: DType
-
-
-@dataclass(frozen=True, slots=True)
-class _Unsupported:
-    """An entry of the table that says what the file holds, and that it is not read."""
-
-    what: str
-
-
 def _size(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> tuple[Any, ...]:
     (size,) = args
     if type(size) is list:
         decoder.spend(len(size))
         return tuple(size)
     if type(size) is not tuple:
-        raise _MalformedError("a torch.Size of what is no tuple")
+        raise MalformedError("a torch.Size of what is no tuple")
     return size
 
 
 def _extent(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Extent:
-    """The elements of a tensor, proven to lie within its storage.  Raises _MalformedError."""
+    """The elements of a tensor, proven to lie within its storage.  Raises MalformedError."""
     if type(storage) is not Storage or type(dtype) is not DType:
-        raise _MalformedError("a tensor without a storage")
+        raise MalformedError("a tensor without a storage")
     if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
-        raise _MalformedError("a tensor's shape and strides do not fit")
+        raise MalformedError("a tensor's shape and strides do not fit")
     if len(shape) > MAX_DIMS or type(offset) is not int or offset < 0:
-        raise _MalformedError("a tensor's shape or offset makes no sense")
+        raise MalformedError("a tensor's shape or offset makes no sense")
     numel, reach = 1, 0
     for n, step in zip(shape, strides, strict=True):
         if type(n) is not int or type(step) is not int or n < 0 or step < 0 or n > _MAX_INT64 or step > _MAX_INT64:
-            raise _MalformedError("a tensor's shape or strides are no integers of 64 bits, or negative")
+            raise MalformedError("a tensor's shape or strides are no integers of 64 bits, or negative")
         numel *= n
         reach += (n - 1) * step
     itemsize = dtype.itemsize
@@ -1292,20 +1109,13 @@ def _extent(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> 
         return Extent(storage.path, storage.offset, dtype, shape, strides)
     end = (offset + reach + 1) * itemsize
     if end > storage.nbytes:
-        raise _MalformedError(
+        raise MalformedError(
             f"a tensor of shape {short(shape)} and strides {short(strides)} ends at byte {short(end)} "
             f"of a storage of {storage.nbytes} bytes"
         )
     if numel * itemsize > storage.nbytes and numel * itemsize > MAX_EXPANDED:
-        raise _MalformedError(f"a tensor of shape {short(shape)} over a storage of {storage.nbytes} bytes")
+        raise MalformedError(f"a tensor of shape {short(shape)} over a storage of {storage.nbytes} bytes")
     return Extent(storage.path, storage.offset + offset * itemsize, dtype, shape, strides)
-
-
-def short(value: Any) -> str:
-    """A number or a tuple of numbers for a message; a huge one is not spelled out (that takes quadratic time)."""
-    if type(value) is int:
-        return str(value) if value.bit_length() <= 128 else f"2^{value.bit_length() - 1} or more"
-    return f"({', '.join(map(short, value[:8]))}{', ...' if len(value) > 8 else ''})"
 
 
 def _plain_bits(decoder: Decoder, metadata: Any) -> None:
@@ -1324,7 +1134,7 @@ def _tensor_v2(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> StoredTens
     """`_rebuild_tensor_v2(storage, storage_offset, size, stride, requires_grad, backward_hooks, metadata=None)`."""
     if len(args) > 6:
         if len(args) > 7:
-            raise _MalformedError("a tensor of too many arguments")
+            raise MalformedError("a tensor of too many arguments")
         _plain_bits(decoder, args[6])
     storage, offset, shape, strides, requires_grad = args[:5]
     return StoredTensor(_extent(storage, storage.dtype, offset, shape, strides), requires_grad is True)
@@ -1348,7 +1158,7 @@ def _parameter(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> Any:
     if type(data) is Record:  # a parameter that is a DTensor
         return data
     if type(data) is not StoredTensor:
-        raise _MalformedError("a parameter that is no tensor")
+        raise MalformedError("a parameter that is no tensor")
     return StoredTensor(data.extent, requires_grad is True, _attributes(decoder, state))
 
 
@@ -1359,20 +1169,20 @@ def _attributes(decoder: Decoder, state: Any) -> Mapping[str, Any] | None:
     if type(state) is tuple and len(state) == 2 and all(part is None or type(part) is dict for part in state):
         decoder.spend(sum(len(part) for part in state if part))
         return {**(state[0] or {}), **(state[1] or {})} or None
-    raise _MalformedError("a tensor's attributes are no dict")
+    raise MalformedError("a tensor's attributes are no dict")
 
 
 def _from_type(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> Any:
     """`_rebuild_from_type_v2(function, type, args, state)`: a tensor with attributes, or of a subclass."""
     function, cls, inner, state = args
     if type(function) is not Global or type(cls) is not Global or type(inner) is not tuple:
-        raise _MalformedError("a tensor of a subclass that makes no sense")
+        raise MalformedError("a tensor of a subclass that makes no sense")
     if function.build is _wrapper_subclass:
         # DTensor, ShardedTensor: no elements of their own, all is in the state.
         return Record(cls.module, cls.name, inner, state=state)
     # Only these, so that nothing here calls itself.
     if function.build not in (_tensor, _tensor_v2, _tensor_v3, _parameter, _meta):
-        raise _MalformedError("a tensor of a subclass that is made by no tensor function")
+        raise MalformedError("a tensor of a subclass that is made by no tensor function")
     made = function.build(decoder, function, inner)
     if (cls.module, cls.name) not in _PLAIN_TENSORS or type(made) is not StoredTensor:
         decoder.unsupported(f"a tensor of class {cls.typename}")
@@ -1391,7 +1201,7 @@ def _from_cpu_tensor(decoder: Decoder, _: Global, args: tuple[Any, ...]) -> Stor
     """`_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`: a tensor saved on XLA."""
     data, dtype, _device, requires_grad = args
     if type(data) is not StoredTensor or dtype is not data.dtype:
-        raise _MalformedError("a device tensor whose data is of another dtype")
+        raise MalformedError("a device tensor whose data is of another dtype")
     return StoredTensor(data.extent, requires_grad is True)
 
 
@@ -1612,7 +1422,7 @@ def _table() -> dict[tuple[str, str], Any]:
         # torch.cuda's classes stand in files from before 1.5; the elements are stored alike.
         table.update({(module, name): kind for module in ("torch", "torch.cuda", "torch.storage")})
     for module, names, what in _UNSUPPORTED:
-        table.update({(module, name): _Unsupported(what) for name in names.split()})
+        table.update({(module, name): Unsupported(what) for name in names.split()})
     return table
 
 
@@ -1668,63 +1478,3 @@ def load_pickle(path: str | os.PathLike[str]) -> Any:
     finally:
         os.close(fd)
     return loads(data, path=path, name=os.path.basename(path))
-
-
-def open_file(path: str) -> int:
-    """A descriptor of a regular file.  Raises NotFoundError or StorageError."""
-    try:
-        # Without O_NONBLOCK a named pipe would be waited for.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError("there is no such file", path=path) from None
-    except ValueError:
-        raise NotFoundError("there can be no such file: its name holds a NUL", path=path) from None
-    except OSError as error:
-        raise StorageError(f"the file cannot be opened: {error.strerror}", path=path) from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise StorageError("this is no regular file", path=path)
-    return fd
-
-
-def read_at(fd: int, path: str, offset: int, length: int) -> bytes:
-    """Exactly `length` bytes at `offset`.  Raises CorruptError where the file ends before, StorageError."""
-    try:
-        data = os.pread(fd, length, offset)
-        if len(data) == length:
-            return data
-        parts = [data]
-        while data and length > sum(map(len, parts)):  # a read returns at most 2 GiB, and less on a signal
-            done = sum(map(len, parts))
-            data = os.pread(fd, length - done, offset + done)
-            parts.append(data)
-    except OSError as error:
-        raise StorageError(f"the file cannot be read: {error.strerror}", path=path) from None
-    data = b"".join(parts)
-    if len(data) != length:
-        raise CorruptError(
-            "the file ends too early",
-            path=path,
-            expected=f"{offset + length} bytes or more",
-            found=f"{offset + len(data)} bytes",
-        )
-    return data
-
-
-__all__ = [
-    "GLOBALS",
-    "Array",
-    "CutShortError",
-    "Decoder",
-    "Global",
-    "Record",
-    "Storage",
-    "StorageType",
-    "StoredDict",
-    "StoredTensor",
-    "load_pickle",
-    "loads",
-    "open_file",
-    "read_at",
-    "short",
-]

@@ -32,8 +32,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ckpt.containers.torchfile import pickles
-from ckpt.containers.torchfile.pickles import MAX_PICKLE, CutShortError, Decoder, Storage, StorageType, short
+from ckpt.containers.torchfile.pickles import Decoder
+from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError, Storage, StorageType, short
 from ckpt.errors import CorruptError, NotFoundError, UnsafeError
+from ckpt.move.source import open_file, read_at
 
 #: Bytes of a central directory: some five million records.
 MAX_DIRECTORY = 1 << 29
@@ -81,7 +83,7 @@ def read(path: str | os.PathLike[str], offset: int = 0, length: int | None = Non
     * StorageError: the file cannot be read.
     """
     path = os.fspath(path)
-    fd = pickles.open_file(path)
+    fd = open_file(path)
     try:
         available = os.fstat(fd).st_size
         if length is None:
@@ -110,7 +112,7 @@ class _Region:
     def read(self, offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > self.size:
             self.truncated(offset + length)
-        return pickles.read_at(self.fd, self.path, self.start + offset, length)
+        return read_at(self.fd, self.path, self.start + offset, length)
 
     def truncated(self, expected: int) -> NoReturn:
         raise CorruptError(

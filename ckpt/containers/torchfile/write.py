@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ckpt.containers.torchfile import pickles
 from ckpt.containers.torchfile.pickler import TensorRef, dumps
-from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import LossError
+from ckpt.move.source import open_file, read_at
 from ckpt.plan.checkpoint import Key, Slot, TargetFile
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Extent, FlatRange, Region, Tensor, contiguous_strides, whole
@@ -348,9 +348,9 @@ def _carried(stored: StoredTensor) -> NewTensor:
             expected=f"at most {MAX_CARRIED} bytes",
             found=f"{extent.dtype} of shape {list(extent.shape)}",
         )
-    descriptor = pickles.open_file(extent.path)
+    descriptor = open_file(extent.path)
     try:
-        data = pickles.read_at(descriptor, extent.path, extent.offset, length)
+        data = read_at(descriptor, extent.path, extent.offset, length)
     finally:
         os.close(descriptor)
     storage = NewStorage(extent.dtype, length // extent.dtype.itemsize, (Bytes(data),))

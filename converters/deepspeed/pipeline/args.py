@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.containers.torchfile.pickles import Record
+from ckpt.containers.torchfile.values import Record
 
 _NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
 #: What both call the sizes of a layout.

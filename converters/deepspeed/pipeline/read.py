@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, SourceFile

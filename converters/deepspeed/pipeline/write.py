@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from ckpt.containers.torchfile.pickler import Size
-from ckpt.containers.torchfile.pickles import StoredDict
+from ckpt.containers.torchfile.values import StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_file
 from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key, Layout, ParamGroup, Target, TargetFile

@@ -33,7 +33,7 @@ from typing import Any
 
 from ckpt.containers.dcp.metadata import METADATA, Metadata, Path_, read_metadata
 from ckpt.containers.dcp.tensors import FoundTensor
-from ckpt.containers.torchfile.pickles import StoredTensor
+from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT

@@ -16,7 +16,7 @@ from typing import Any
 from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.pickles import Record
+from ckpt.containers.torchfile.values import Record
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Key

@@ -19,7 +19,7 @@ from math import prod
 from typing import Any
 
 from ckpt.containers.dcp.write import Writing, dim0_boxes
-from ckpt.containers.torchfile.pickles import Record
+from ckpt.containers.torchfile.values import Record
 from ckpt.containers.torchfile.write import FromSource, number, torch_file
 from ckpt.errors import LossError
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
