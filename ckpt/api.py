@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from ckpt import registry
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
 from ckpt.move.files import check_destination, is_filled, translate_os_errors
+from ckpt.move.lazy import OpenCheckpoint
 from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,
@@ -51,7 +52,7 @@ def open(
     tag: str | None = None,
     config: str | None = None,
     replica: int | None = None,
-) -> Checkpoint:
+) -> OpenCheckpoint:
     """Describe the checkpoint at `path`, which may be a checkpoint or a run folder; no tensor data is read.
 
     `format` is a name from the registry or `auto`; `tag` names a step folder; `config` is a folder, a config.json or a
@@ -73,7 +74,8 @@ def open(
         if checkpoint is None:
             raise _nothing_found(path, format, tag)
         checkpoint = _with_config(checkpoint, request)
-        return checkpoint if replica is None else choose_replica(checkpoint, replica)
+        checkpoint = checkpoint if replica is None else choose_replica(checkpoint, replica)
+        return OpenCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(Checkpoint)})
 
 
 def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Checkpoint | None:
@@ -344,6 +346,7 @@ class Conversion:
         filled folder: their content by name.
         """
         from ckpt.move.run import execute
+        from ckpt.verify.compare import check_plan_replicas
 
         check_destination(Path(destination), Path(self.plan.checkpoint.path))
         for folder in self.plan.checkpoint.folders:  # the config's too; output may lie in these, but not replace them
@@ -364,6 +367,7 @@ class Conversion:
                 resources=self.resources,
                 progress=progress,
                 hashing=manifest,
+                check=partial(check_plan_replicas, self.plan),
                 describe=partial(self._described, describe, manifest),
             )
         except (CorruptError, NotFoundError):

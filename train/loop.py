@@ -18,7 +18,7 @@ from train.config import STRATEGIES, ZERO, Config, UserError
 
 # Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
 ENGINES = {strategy: "train.engines.zero" if strategy in ZERO else "train.engines.native" for strategy in STRATEGIES}
-ENGINES |= {"megatron": "train.megatron.engine", "megatron-deepspeed": "train.engines.pipeline"}
+ENGINES |= {"megatron": "train.megatron.open", "megatron-deepspeed": "train.engines.pipeline"}
 
 
 class Engine(Protocol):

@@ -239,7 +239,7 @@ def convert(
         transformer_impl=transformer_impl.value if transformer_impl else None,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
     )
-    checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
+    checkpoint: Checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
     if dequantize:
         checkpoint = api.dequantized(checkpoint, layout.dtype)
     conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))

@@ -54,7 +54,7 @@ def load(choice: Choice, of: Checkpoint) -> torch.Tensor:
     """The tensor of a choice of the checkpoint `of`, in the choice's dtype."""
     import torch
 
-    tensor = LazyTensor(choice.tensor, of)[...]
+    tensor = LazyTensor(choice.tensor, of.computed)[...]
     return tensor.to(getattr(torch, choice.dtype.name)) if choice.is_cast else tensor
 
 

@@ -6,11 +6,13 @@ from types import EllipsisType
 from typing import TYPE_CHECKING
 
 from ckpt.errors import UsageError
-from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.checkpoint import BUFFER, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Tensor
 
 if TYPE_CHECKING:
     import torch
+
+    from ckpt.move.reading import Computed
 
 Index = int | slice | EllipsisType
 
@@ -18,9 +20,9 @@ Index = int | slice | EllipsisType
 class LazyTensor:
     """A tensor that is read where it is indexed: `tensor[0:8]` reads the bytes of these rows and no others."""
 
-    def __init__(self, tensor: Tensor, of: Checkpoint) -> None:
+    def __init__(self, tensor: Tensor, computed: Computed) -> None:
         self._tensor = tensor
-        self._computed = of.computed
+        self._computed = computed
 
     @property
     def shape(self) -> Shape:
@@ -47,16 +49,22 @@ class LazyTensor:
         return result.squeeze(dropped) if dropped else result
 
 
-def lazy(checkpoint: Checkpoint, key: str | tuple[str, str]) -> LazyTensor:
-    """The tensor `fqn` (the model's weight, or its master where only that is stored), or `(fqn, role)`."""
-    if isinstance(key, tuple):
-        tensor = checkpoint.tensors.get(key)
-    else:
-        fqn = checkpoint.ties.get(key, key)
-        tensor = checkpoint.parameters.get(fqn) or checkpoint.get(fqn, "buffer")
-    if tensor is None:
-        raise KeyError(key)
-    return LazyTensor(tensor, checkpoint)
+class OpenCheckpoint(Checkpoint):
+    """A description whose tensors can be read: what `ckpt.open` returns."""
+
+    def __getitem__(self, key: str | Key) -> LazyTensor:
+        """The tensor `fqn` (the model's weight, or its master where only that is stored), or `(fqn, role)`.
+
+        It is read where it is indexed: `checkpoint["fqn"][0:8]`.  Raises KeyError where there is none.
+        """
+        if isinstance(key, tuple):
+            tensor = self.tensors.get(key)
+        else:
+            fqn = self.ties.get(key, key)
+            tensor = self.parameters.get(fqn) or self.get(fqn, BUFFER)
+        if tensor is None:
+            raise KeyError(key)
+        return LazyTensor(tensor, self.computed)
 
 
 def _box(index: tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int, ...]]:

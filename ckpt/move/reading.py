@@ -1,4 +1,4 @@
-"""Reading a box of one tensor of a checkpoint into memory, as raw bits."""
+"""Reading a range of a file, an extent, or a box of one tensor into memory, as raw bits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from ckpt.errors import CorruptError
 from ckpt.move.casts import storage_dtype
 from ckpt.move.files import translate_os_errors
-from ckpt.move.run import in_shape, read_bits
 from ckpt.plan.tensors import Box, Extent, Fragment, Tensor, overlay
 
 Computed = Mapping[str, Callable[[], memoryview]]
@@ -46,3 +46,35 @@ def _read(extent: Extent, computed: Computed) -> NDArray:
         return read_bits(descriptor, extent)
     finally:
         os.close(descriptor)
+
+
+def read_bits(descriptor: int, extent: Extent) -> NDArray:
+    """The elements of `extent` as a contiguous array of raw bits, in the extent's shape."""
+    raw = np.empty(extent.end - extent.offset, np.uint8)
+    read_into(descriptor, raw.data, extent)
+    return in_shape(raw, extent)
+
+
+def in_shape(raw: NDArray, extent: Extent) -> NDArray:
+    """The elements of `extent`, whose bytes are `raw`, as a contiguous array of raw bits in the extent's shape."""
+    elements = raw.view(storage_dtype(extent.dtype))
+    if extent.is_contiguous:
+        return elements.reshape(extent.shape)
+    strides = tuple(stride * extent.dtype.itemsize for stride in extent.strides)
+    return np.ascontiguousarray(np.lib.stride_tricks.as_strided(elements, extent.shape, strides))
+
+
+def read_into(descriptor: int, buffer: memoryview, extent: Extent) -> None:
+    """Fill `buffer` from the start of `extent`; CorruptError where the file ends before that."""
+    done = 0
+    while done < len(buffer):
+        with translate_os_errors(extent.path):
+            count = os.preadv(descriptor, [buffer[done:]], extent.offset + done)
+        if count == 0:
+            raise truncated(extent, extent.offset + done)
+        done += count
+
+
+def truncated(extent: Extent, offset: int) -> CorruptError:
+    """The error for a file that ends at `offset`, inside `extent`."""
+    return CorruptError("the file ends inside a tensor", path=extent.path, found=f"end of file at byte {offset}")

@@ -25,14 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.move.casts import cast_bits, storage_dtype
+from ckpt.move.casts import cast_bits
 from ckpt.move.filehash import CHUNK, FileDigest, Hasher, Piece, max_pieces, pieces_of
 from ckpt.move.files import OpenFiles, Staging, check_destination, sync, translate_os_errors
+from ckpt.move.reading import in_shape, read_bits, truncated
 from ckpt.plan.checkpoint import Slot, TargetFile
 from ckpt.plan.planner import Copy, Plan
 from ckpt.plan.tensors import Extent, Shape, is_contiguous
-from ckpt.verify.compare import Reader
-from ckpt.verify.compare import check_replicas as check_tensor_replicas
 
 Progress = Callable[[int], None]
 FileDigests = Mapping[str, FileDigest]  # by the file's name
@@ -96,11 +95,13 @@ def execute(
     resources: Resources | None = None,
     progress: Progress | None = None,
     hashing: bool = False,
+    check: Callable[[], None] = lambda: None,
     describe: Callable[[Path, FileDigests], Mapping[str, bytes]] = lambda *_: {},
 ) -> None:
     """Write the plan's files and move them to `destination` when all of them are complete and durable.
 
-    `progress` is called with numbers of bytes written, from several threads, one at a time.  `describe` is given the
+    `progress` is called with numbers of bytes written, from several threads, one at a time.  `check` is called before
+    the first byte is written, when the destination has been found good, and may raise.  `describe` is given the
     folder when it is filled, while it is still being synced, and where `hashing` the digests of all files in it; it
     returns the content of more files.  Raises StorageError for the disk's errors and CorruptError for a source that
     changed meanwhile; the destination is then as it was.
@@ -110,7 +111,7 @@ def execute(
     for source in plan.checkpoint.files:  # which links may have led out of the checkpoint's own folder
         check_destination(destination, Path(source.path))
     with Staging(destination, overwrite=overwrite, total_bytes=plan.total_bytes) as staging:
-        check_replicas(plan)
+        check()
         with workers:
             filling = (_submit(file, plan, staging, workers) for file in plan.target.files)
             _run_in_turn(filling, min(workers.num_fillers, _MAX_UNFINISHED))
@@ -592,7 +593,7 @@ def _copy_through_buffer(source: int, target: int, extent: Extent, size: int, re
     with translate_os_errors(extent.path):
         data = os.pread(source, size, read_at)
     if not data:
-        raise _truncated(extent, read_at)
+        raise truncated(extent, read_at)
     _write_all(target, memoryview(data), write_at)
     return len(data)
 
@@ -667,33 +668,6 @@ def _slice(extent: Extent, dim: int, start: int, size: int) -> Extent:
     )
 
 
-def read_bits(descriptor: int, extent: Extent) -> NDArray:
-    """The elements of `extent` as a contiguous array of raw bits, in the extent's shape."""
-    raw = np.empty(extent.end - extent.offset, np.uint8)
-    read_into(descriptor, raw.data, extent)
-    return in_shape(raw, extent)
-
-
-def in_shape(raw: NDArray, extent: Extent) -> NDArray:
-    """The elements of `extent`, whose bytes are `raw`, as a contiguous array of raw bits in the extent's shape."""
-    elements = raw.view(storage_dtype(extent.dtype))
-    if extent.is_contiguous:
-        return elements.reshape(extent.shape)
-    strides = tuple(stride * extent.dtype.itemsize for stride in extent.strides)
-    return np.ascontiguousarray(np.lib.stride_tricks.as_strided(elements, extent.shape, strides))
-
-
-def read_into(descriptor: int, buffer: memoryview, extent: Extent) -> None:
-    """Fill `buffer` from the start of `extent`; CorruptError where the file ends before that."""
-    done = 0
-    while done < len(buffer):
-        with translate_os_errors(extent.path):
-            count = os.preadv(descriptor, [buffer[done:]], extent.offset + done)
-        if count == 0:
-            raise _truncated(extent, extent.offset + done)
-        done += count
-
-
 def _write_bits(descriptor: int, extent: Extent, bits: NDArray) -> None:
     """Write a contiguous array to a possibly strided extent, one contiguous run at a time."""
     inner = len(extent.shape)
@@ -722,10 +696,6 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _truncated(extent: Extent, offset: int) -> CorruptError:
-    return CorruptError("the file ends inside a tensor", path=extent.path, found=f"end of file at byte {offset}")
-
-
 def _start_writeback(descriptor: int, copies: list[Copy]) -> None:
     """Ask the kernel to start writing what was just copied, so that the final fsync finds little left to do."""
     if _sync_file_range is None:
@@ -736,10 +706,3 @@ def _start_writeback(descriptor: int, copies: list[Copy]) -> None:
 
 
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-
-
-def check_replicas(plan: Plan) -> None:
-    """Raise CorruptError where a tensor that several ranks hold is not the same on all of them."""
-    with Reader() as reader:
-        for key in dict.fromkeys(slot.key for file in plan.target.files for slot in file.slots):
-            check_tensor_replicas(plan.checkpoint.tensors[key], reader)

@@ -10,14 +10,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import CorruptError
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent, Region, Tensor
-
-if TYPE_CHECKING:
-    from ckpt.move.lazy import LazyTensor
 
 #: Roles with a meaning of their own; every other role is the name of an optimizer state.
 WEIGHT, MASTER, BUFFER = "weight", "master", "buffer"
@@ -105,12 +102,6 @@ class Checkpoint:
     folders: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
-
-    def __getitem__(self, key: str | Key) -> LazyTensor:
-        """A tensor to be read where it is indexed: `checkpoint["fqn"][0:8]`, `checkpoint["fqn", "exp_avg"][...]`."""
-        from ckpt.move.lazy import lazy  # the only thing here that reads tensor data, and imports what it takes to
-
-        return lazy(self, key)
 
     def get(self, fqn: str, role: str) -> Tensor | None:
         return self.tensors.get((fqn, role))
@@ -249,7 +240,3 @@ class Format(Protocol):
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """Say which files this format needs for `checkpoint` and what each byte of them must hold."""
         ...
-
-
-def not_readable(name: str) -> NotFoundError:
-    return NotFoundError(f"the format {name!r} cannot be read", hint="see `ckpt formats`")

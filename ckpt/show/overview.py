@@ -6,29 +6,17 @@ that a reader made of a pickle is asked for its own text.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from ckpt.errors import printable
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, ParamGroup
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor
 from ckpt.sizes import show_size
+from ckpt.text import JSON, MAX_MEMBERS, json_text, one_line, summarise
 
-_MAX_TEXT = 120  # characters of one value
-_MAX_MEMBERS = 8  # members shown of one container
-_MAX_DEPTH = 4
-_MAX_NODES = 200  # values shown of one entry
 _MAX_LISTED = 20  # ties, groups, items and notes shown as text
-
-JSON = None | bool | int | float | str | list[Any] | dict[str, Any]
-
-
-def one_line(text: str, limit: int = 400) -> str:
-    """`text` bounded and with every control character escaped, line ends too."""
-    return printable(text, limit).replace("\n", "\\n")
 
 
 def describe(checkpoint: Checkpoint, tensors: bool = False) -> dict[str, Any]:
@@ -125,8 +113,8 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, JSON]:
     """How many parameters have the scalar, and its values if they are few."""
     distinct = {type(value).__name__ + str(value): value for value in values.values() if _is_number(value)}
     others = any(not _is_number(value) for value in values.values())
-    shown = [summarise(value) for value in islice(distinct.values(), _MAX_MEMBERS)]
-    return {"parameters": len(values), "values": None if others or len(distinct) > _MAX_MEMBERS else shown}
+    shown = [summarise(value) for value in islice(distinct.values(), MAX_MEMBERS)]
+    return {"parameters": len(values), "values": None if others or len(distinct) > MAX_MEMBERS else shown}
 
 
 def _is_number(value: Any) -> bool:
@@ -156,88 +144,6 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def summarise(value: Any) -> JSON:
-    """`value` as bounded plain data: long texts cut, large or deep containers shortened, other objects by type only."""
-    return _summarise(value, _MAX_DEPTH, [_MAX_NODES])
-
-
-def _summarise(value: Any, depth: int, budget: list[int]) -> JSON:
-    budget[0] -= 1
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        # Digits of a long integer take quadratic time, and Python refuses to print the longest ones.
-        return value if value.bit_length() <= 64 else f"<integer of {value.bit_length()} bits>"
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, str):
-        return one_line(value, _MAX_TEXT)
-    if isinstance(value, bytes | bytearray):
-        return f"<{len(value)} bytes>"
-    if isinstance(value, DType):
-        return value.name
-    if isinstance(value, Mapping):
-        return _summarise_mapping(value, depth, budget)
-    if isinstance(value, list | tuple | set | frozenset):
-        if depth == 0 or budget[0] <= 0:
-            return f"<{len(value)} values>"
-        shown = []
-        for member in islice(value, _MAX_MEMBERS):
-            if budget[0] <= 0:
-                break
-            shown.append(_summarise(member, depth - 1, budget))
-        left = len(value) - len(shown)
-        return [*shown, f"... {left} more"] if left else shown
-    return _kind(value)
-
-
-def _summarise_mapping(value: Mapping[Any, Any], depth: int, budget: list[int]) -> JSON:
-    if depth == 0 or budget[0] <= 0:
-        return f"<{len(value)} entries>"
-    shown: dict[str, JSON] = {}
-    for key in islice(value, _MAX_MEMBERS * 2):
-        if budget[0] <= 0:
-            break
-        shown[_key(key)] = _summarise(value[key], depth - 1, budget)
-    left = len(value) - len(shown)
-    if left:
-        shown["..."] = f"{left} more"
-    return shown
-
-
-def _key(key: Any) -> str:
-    plain = summarise(key) if isinstance(key, str | int | float | bytes | None) else _kind(key)
-    return str(plain)
-
-
-def _kind(value: Any) -> str:
-    """What an object is, by the name that it records of its class, or else by its type."""
-    name = getattr(value, "typename", None)
-    shape = getattr(value, "shape", None)
-    dtype = getattr(value, "dtype", None)
-    text = one_line(name, _MAX_TEXT) if isinstance(name, str) else type(value).__name__
-    if isinstance(shape, tuple) and all(isinstance(size, int) for size in shape) and len(shape) <= 64:
-        return f"<{text} {one_line(str(dtype), _MAX_TEXT) if isinstance(dtype, str | DType) else ''}{list(shape)}>"
-    return f"<{text}>"
-
-
-def summary_text(value: Any) -> str:
-    """`value` in one short line."""
-    return _text(summarise(value))
-
-
-def _text(value: JSON) -> str:
-    if isinstance(value, list):
-        return _cut("[" + ", ".join(map(_text, value)) + "]")
-    if isinstance(value, dict):
-        return _cut(", ".join(f"{name} {_text(member)}" for name, member in value.items()))
-    return str(value)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
-
-
 def lines(checkpoint: Checkpoint, tensors: bool = False) -> Iterator[str]:
     """The description as text, with `tensors` followed by a table of them."""
     facts = describe(checkpoint, tensors)
@@ -257,8 +163,8 @@ def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "framework", facts["framework"] or ""
     model = dict(facts["model"] or {})
     quantization = model.pop("quantization", None)
-    yield "model", _text(next(iter(model.values()), ""))
-    yield "quantized", _text(quantization or "")
+    yield "model", json_text(next(iter(model.values()), ""))
+    yield "quantized", json_text(quantization or "")
     if facts["step"] is not None:
         yield "step", str(facts["step"])
     if facts["world_size"] is not None:
@@ -272,7 +178,7 @@ def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "optimizer", ", ".join(states) if states else "no states"
     yield from _named("scalars", (_scalar_text(*entry) for entry in training["scalars"].items()))
     yield from _named("param groups", (_group_text(group) for group in training["param_groups"]))
-    yield from _named("also stored", (f"{name}: {_text(value)}" for name, value in training["items"].items()))
+    yield from _named("also stored", (f"{name}: {json_text(value)}" for name, value in training["items"].items()))
     yield from _named("notes", facts["notes"])
 
 
@@ -298,12 +204,12 @@ def _role_text(role: str, entry: Mapping[str, Any]) -> str:
 
 
 def _scalar_text(name: str, entry: Mapping[str, Any]) -> str:
-    values = "several values" if entry["values"] is None else " and ".join(map(_text, entry["values"]))
+    values = "several values" if entry["values"] is None else " and ".join(map(json_text, entry["values"]))
     return f"{name}: {values}, for {_count(entry['parameters'], 'parameter')}"
 
 
 def _group_text(group: Mapping[str, Any]) -> str:
-    return f"{_count(group['parameters'], 'parameter')}: {_text(group['options'])}"
+    return f"{_count(group['parameters'], 'parameter')}: {json_text(group['options'])}"
 
 
 def _count(number: int, what: str) -> str:

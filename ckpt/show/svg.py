@@ -11,10 +11,11 @@ from html import escape
 from pathlib import Path
 
 from ckpt.plan.checkpoint import Checkpoint
-from ckpt.show.overview import one_line, ranks_text, summary_text
+from ckpt.show.overview import ranks_text
 from ckpt.show.rows import Picture, Row
 from ckpt.show.sketch import Holder, Patch, holder_text
 from ckpt.sizes import show_size
+from ckpt.text import one_line, summary_text
 
 #: The first eight are told apart by everybody; of all of them, neighbours are, and none is near a red, which is for
 #: faults, or a grey.  Chosen for their distance in OKLab, as seen with normal vision and with red-green blindness.

@@ -20,7 +20,7 @@ from ckpt.errors import CorruptError
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.plan.dtypes import BFLOAT16, BOOL, DType
-from ckpt.plan.planner import check_source, first_index
+from ckpt.plan.planner import Plan, check_source, first_index
 from ckpt.plan.tensors import Box, Extent, Fragment, Overlap, Region, Shape, Tensor, contiguous_strides, overlay
 
 Value = int | float | str
@@ -400,3 +400,10 @@ def check_replicas(tensor: Tensor, reader: Reader) -> None:
                 f"(bits {other.bits} instead of {one.bits}); {difference.num_different} differ",
                 hint="--replica RANK takes one rank's copy",
             )
+
+
+def check_plan_replicas(plan: Plan) -> None:
+    """Raise CorruptError where a tensor that `plan` takes is not the same on all of the ranks that hold it."""
+    with Reader() as reader:
+        for key in dict.fromkeys(slot.key for file in plan.target.files for slot in file.slots):
+            check_replicas(plan.checkpoint.tensors[key], reader)

@@ -20,8 +20,8 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Fragment, Tensor
-from ckpt.show.overview import one_line, summary_text
 from ckpt.sizes import show_size
+from ckpt.text import one_line, summary_text
 from ckpt.verify.compare import Difference, Element, Reader, check_replicas, compare, narrower
 
 Only = Literal["all", "weights", "optimizer"]

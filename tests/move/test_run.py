@@ -15,6 +15,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -35,6 +36,7 @@ from ckpt.plan.checkpoint import Checkpoint, Slot, SourceFile, Target, TargetFil
 from ckpt.plan.dtypes import ALL, BFLOAT16, BY_NAME, FLOAT32, DType
 from ckpt.plan.planner import Copy, Plan, make_plan
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
+from ckpt.verify.compare import check_plan_replicas
 from tests.move.test_files import killed_before_call
 from tests.support.pieces import extents, shapes
 
@@ -418,7 +420,7 @@ class TestExecute:
         checkpoint = Checkpoint(str(tmp_path), "test", {("w", "weight"): tensor}, ())
         plan = make_plan(checkpoint, Target((TargetFile("out.bin", 8, (), (slot,)),)))
         with pytest.raises(CorruptError):
-            execute(plan, tmp_path / "out")
+            execute(plan, tmp_path / "out", check=partial(check_plan_replicas, plan))
         assert listing(tmp_path) == ["a.bin", "b.bin"]
 
     def test_a_destination_that_holds_a_file_of_the_source(self, tmp_path: Path, case: Case) -> None:

@@ -17,7 +17,8 @@ from ckpt.containers.torchfile.values import Record
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, ParamGroup, SourceFile, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, BOOL, FLOAT32, DType
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Pieces, Shape, Tensor, Whole
-from ckpt.show.overview import describe, lines, one_line, ranks_text, summarise, summary_text
+from ckpt.show.overview import describe, lines, ranks_text
+from ckpt.text import one_line, summarise, summary_text
 
 
 def tensor(fqn: str, role: str, dtype: DType, shape: Shape, num_ranks: int = 0) -> Tensor:

@@ -55,7 +55,7 @@ def _prepare(jobs: list[dict[str, Any]]) -> None:
         pass
 
     import train.loop
-    import train.megatron.engine  # noqa: F401
+    import train.megatron.open  # noqa: F401
 
 
 def _rank(rank: int, jobs: list[dict[str, Any]], ranks: int, listening: int) -> None:
@@ -107,11 +107,11 @@ def _train(job: dict[str, Any], saves: dict[str, dict[str, Any]]) -> None:
     from train import data
     from train.config import Config
     from train.megatron import args as megatron_args
-    from train.megatron import engine as megatron
+    from train.megatron.open import engine_of
 
     config = Config(**job)
     sizes = _sizes(*_named(job))
-    engine = megatron.engine_of(sizes, config)
+    engine = engine_of(sizes, config)
     shard, num_shards = engine.data_shard
     for _ in range(config.steps):
         sequences = data.batch(engine.sequences, config.batch, config.length, config.seed)

@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from train import launch, memory, truth
 from train.config import Config, UserError
@@ -26,20 +25,6 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distribu
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 _WARMUP = 3
-
-
-def open_engine(model: nn.Module, config: Config) -> "MegatronEngine":
-    """Builds megatron-core's model of the same configuration."""
-    return engine_of(model.config, config)
-
-
-def engine_of(sizes: Any, config: Config) -> "MegatronEngine":
-    """The engine of a model of transformers' configuration `sizes`."""
-    if config.saving == "fsdp_dtensor":
-        from train.megatron.fsdp import FsdpEngine
-
-        return FsdpEngine(sizes, config)
-    return MegatronEngine(sizes, config)
 
 
 class MegatronEngine:
