@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from ckpt import __version__, registry
+from ckpt.cli import quick
 from ckpt.errors import CkptError, CorruptError, UsageError, printable
 from ckpt.sizes import parse_size, show_size
 
@@ -795,4 +796,4 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of any language on a terminal of any
-    app()
+    quick.command(app)()

@@ -1,0 +1,46 @@
+"""A quick start: typer 0.29 imports pydantic and builds a validator for every parameter, which takes 0.15 s."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from enum import Enum
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import typer.core
+
+
+def command(app: typer.Typer) -> Callable[[], Any]:
+    """What runs `app`, built without the other commands where the one that was typed is known."""
+    known = {one.name or getattr(one.callback, "__name__", None): one for one in app.registered_commands}
+    if len(sys.argv) > 1 and (typed := known.get(sys.argv[1])):
+        others = [one for one in app.registered_commands if one is not typed]
+        app.registered_commands = [typed, *others[:1]]  # of one alone typer makes no group of commands
+    for kind in (typer.core.TyperArgument, typer.core.TyperOption):
+        if hasattr(kind, "get_runtime_param"):
+            kind.get_runtime_param = partialmethod(_Param, kind.get_runtime_param)  # type: ignore[assignment,method-assign]
+    return typer.main.get_command(app)
+
+
+class _Param:
+    """What typer asks for a parameter's value: pydantic only looks at, and has the words for, what may be wrong."""
+
+    def __init__(self, parameter: Any, validated: Callable[[Any], Any]) -> None:
+        self.parameter = parameter
+        self.validated = validated
+
+    def coerce(self, value: Any, **context: Any) -> Any:
+        annotation, is_one = self.parameter.type_descriptor.annotation, self.parameter.nargs == 1
+        if is_one and not self.parameter.multiple:
+            if value is None or value is self.parameter.default:
+                return value
+            if annotation is str and isinstance(value, str):
+                return value
+            if annotation is Path and (os.access(value, os.R_OK) or not os.path.exists(value)):
+                return Path(value)
+            if isinstance(annotation, type) and issubclass(annotation, Enum) and value in [e.value for e in annotation]:
+                return annotation(value)
+        return self.validated(self.parameter).coerce(value, **context)
