@@ -29,7 +29,6 @@ from ckpt.plan.checkpoint import (
     Target,
 )
 from ckpt.plan.dtypes import DType
-from ckpt.plan.planner import Plan, choose_replica, make_plan
 from ckpt.plan.relation import Relation, translate
 from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.companions import read_config
@@ -37,6 +36,7 @@ from ckpt.run_folder.steps import enclosing_folders, trainer_steps
 
 if TYPE_CHECKING:
     from ckpt.move.run import FileDigests, Progress, Resources
+    from ckpt.plan.planner import Plan
     from ckpt.show.rows import Only, Picture
     from ckpt.verify.digest import Digests
     from ckpt.verify.pairs import Report
@@ -74,7 +74,10 @@ def open(
         if checkpoint is None:
             raise _nothing_found(path, format, tag)
         checkpoint = _with_config(checkpoint, request)
-        checkpoint = checkpoint if replica is None else choose_replica(checkpoint, replica)
+        if replica is not None:
+            from ckpt.plan.planner import choose_replica
+
+            checkpoint = choose_replica(checkpoint, replica)
         return OpenCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(Checkpoint)})
 
 
@@ -396,6 +399,7 @@ def plan(
     Raises LossError where a tensor would go nowhere or part of the target would be filled by nothing.
     """
     from ckpt.move.run import Resources
+    from ckpt.plan.planner import make_plan
 
     target = registry.get(to)
     if not target.writes:

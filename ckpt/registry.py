@@ -6,7 +6,11 @@ Other packages add formats with the entry-point group `ckpt.formats`: the entry'
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from functools import cache
+from glob import glob
 from importlib import import_module
 from typing import cast
 
@@ -56,9 +60,23 @@ DEQUANTIZE = "converters.quantized.dequantize"
 
 @cache
 def _known() -> dict[str, str]:
-    from importlib.metadata import entry_points  # takes longer to import than the rest of the command line
+    if not _has_other_formats():
+        return FORMATS
+    from importlib.metadata import entry_points
 
     return FORMATS | {entry.name: entry.value for entry in entry_points(group="ckpt.formats")}
+
+
+def _has_other_formats() -> bool:
+    """Whether an installed package may add formats: `importlib.metadata` takes longer to say so than most runs plan."""
+    for folder in sys.path:
+        if os.path.isfile(folder):  # a zip file
+            return True
+        for path in glob(os.path.join(folder, "*-info", "entry_points.txt")):
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                if b"[ckpt.formats]" in file.read():
+                    return True
+    return False
 
 
 def names() -> list[str]:

@@ -77,6 +77,16 @@ def test_an_absolute_path_gives_an_absolute_output(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "value"),
+    [("--tp", "0"), ("--tp", "two"), ("--dtype", "int8"), ("--dtype", "BF16"), ("--workers", "-1"), ("--replica", "")],
+)
+def test_a_value_that_an_option_does_not_take(run: Path, option: str, value: str) -> None:
+    result = run_ckpt("convert", "zero3", "hf", run, option, value)
+    assert (result.code, result.out) == (2, "")
+    assert f"Invalid value for '{option}'" in result.err and "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
     "options",
     [
         ("--max-shard-size", "2KB", "--dry-run"),
@@ -293,6 +303,7 @@ import sys
 print(" ".join(name for name in {heavy} if name in sys.modules), file=sys.stderr)
 """
 HEAVY = ("torch", "numpy", "transformers", "deepspeed", "huggingface_hub", "safetensors", "tqdm")
+HEAVY += ("pydantic", "importlib.metadata")  # which take half of the time before the first byte moves
 
 
 def imported(code: str, *args: str | Path) -> list[str]:
