@@ -71,8 +71,8 @@ def open(
                 raise UsageError(f"the format {one.name!r} cannot be read", hint="see `ckpt formats`")
         request = ReadRequest(tag, None if config is None else find_config(config))
         checkpoint = _open_first(path, formats, request)
-        if checkpoint is None:
-            raise _nothing_found(path, format, tag)
+        if checkpoint is None or (format != AUTO and checkpoint.format != formats[0].name):
+            raise _nothing_found(path, format, tag, [checkpoint.format] if checkpoint else [])
         checkpoint = _with_config(checkpoint, request)
         if replica is not None:
             from ckpt.plan.planner import choose_replica
@@ -133,19 +133,19 @@ def _open_here(path: Path, asked: Path, formats: list[Format], request: ReadRequ
     return None
 
 
-def _nothing_found(path: Path, format: str, tag: str | None) -> NotFoundError:
+def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) -> NotFoundError:
+    """What to say where there is nothing of `format`; `others` are the formats that it is known to be instead."""
     wanted = "checkpoint of a known format" if format == AUTO else f"{format} checkpoint"
     if tag is not None:
         wanted += f" with the tag {tag!r}"
-    others = []
-    for one in registry.all_formats():
+    for one in registry.all_formats() if not others else ():
         if one.name != format and one.reads:
             try:
                 found = any(one.find(folder, tag) is not None for folder in [path, *trainer_steps(path)])
             except CkptError:
                 continue
             others += [one.name] if found else []
-    hint = f"what is here looks like {' and '.join(others)}" if others else "see `ckpt formats`"
+    hint = f"what is here looks like {' or '.join(others)}" if others else "see `ckpt formats`"
     if tag is not None and not others and (steps := trainer_steps(path)):
         hint = "there is " + ", ".join(folder.name for folder in steps[:8])
     return NotFoundError(f"no {wanted} here", path=path, hint=hint)

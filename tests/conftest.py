@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def fixtures() -> Path:
     """The committed checkpoints."""
     return Path(__file__).parent.parent / "fixtures"
+
+
+_OPENED: list[str] | None = None
+
+
+def _note_open(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and _OPENED is not None and isinstance(arguments[0], str | os.PathLike):
+        _OPENED.append(os.fspath(arguments[0]))
+
+
+sys.addaudithook(_note_open)  # there is no removing it: it rests while nobody asks
+
+
+@pytest.fixture
+def opened() -> Iterator[list[str]]:
+    """The path of each file that is opened from now on, by whatever call, as often as it is opened."""
+    global _OPENED
+    _OPENED = []
+    yield _OPENED
+    _OPENED = None

@@ -229,7 +229,9 @@ class Format(Protocol):
     def find(self, path: Path, tag: str | None) -> Path | None:
         """The checkpoint of this format that `path` is, or records as its latest one; None if there is none.
 
-        Cheap: names and small files only.  Raises CorruptError where the record is there and contradicts the folder.
+        Cheap: names and small files only.  Where these do not tell apart formats of one family, each of them returns
+        the folder, and `read` describes it as what it is.  Raises CorruptError where the record is there and
+        contradicts the folder.
         """
         ...
 

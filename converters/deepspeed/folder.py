@@ -6,9 +6,10 @@ number after `zero_pp_rank_` is the data-parallel rank; the prefix says which pr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,10 +38,34 @@ class StepFolder:
     model_per_rank: dict[int, str]
     model: str | None
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The ZeRO stages that the names allow: in stage 3 each rank has a model file, in 1 and 2 they share one.
+
+        Where both kinds are there, left by an earlier run, or neither is, only the optimizer files can tell.
+        """
+        if self.model is not None and not self.model_per_rank:
+            return 1, 2
+        return (3,) if self.model_per_rank and self.model is None else (1, 2, 3)
+
+    def has_files_of(self, num_ranks: int) -> bool:
+        ranks = set(range(num_ranks))
+        return set(self.optimizer) == ranks and (self.model is not None or set(self.model_per_rank) == ranks)
+
 
 def is_step_folder(path: Path) -> bool:
     """Whether it holds ZeRO partition files."""
     return path.is_dir() and any(_OPTIMIZER.fullmatch(name) for name in os.listdir(path))
+
+
+def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
+    """As `find_step_folder`, where the names of the folder's files allow for ZeRO's `stage`.  No file of it is opened.
+
+    Names do not tell stage 1 from 2: both take such a folder, and whoever reads it finds the stage in the files.
+    """
+    with naming_a_complete_step(path, check_names):
+        folder = find_step_folder(path, tag)
+    return folder if folder is not None and stage in list_step_folder(folder).stages else None
 
 
 def find_step_folder(path: Path, tag: str | None) -> Path | None:
@@ -111,15 +136,37 @@ def step_folders(path: Path) -> list[Path]:
     return sorted(folders, key=lambda f: (_number(f.name), f.name), reverse=True)
 
 
-def newest_complete(path: Path, read: Callable[[Path], object]) -> Path | None:
-    """The newest step folder in `path` that can be read."""
-    for folder in step_folders(path):
-        try:
-            read(folder)
-        except (CkptError, OSError):
-            continue
-        return folder
-    return None
+@contextlib.contextmanager
+def naming_a_complete_step(path: Path, check: Callable[[Path], object]) -> Iterator[None]:
+    """Give an error about a step folder in `path` the hint which of them can be read: the newest that passes `check`.
+
+    `check` raises CkptError or OSError for a step that is not complete.
+    """
+    try:
+        yield
+    except CorruptError as error:
+        if error.hint is None:
+            whole = next((folder for folder in step_folders(path) if _passes(check, folder)), None)
+            if whole is not None:
+                error.hint = f"the newest complete step here is {whole.name}: --tag {whole.name}"
+            else:
+                error.hint = "is this folder complete? it may still be being written, or have been copied only in part"
+        raise
+
+
+def _passes(check: Callable[[Path], object], folder: Path) -> bool:
+    try:
+        check(folder)
+    except (CkptError, OSError):
+        return False
+    return True
+
+
+def check_names(folder: Path) -> None:
+    """Raise CorruptError where `folder` lacks a rank's file, as far as names and the steps beside it tell."""
+    num_ranks = max(len(list_step_folder(step).optimizer) for step in step_folders(folder.parent))
+    if not list_step_folder(folder).has_files_of(num_ranks):
+        raise CorruptError("files of ranks are missing", path=folder, expected=f"files of {num_ranks} ranks")
 
 
 def _number(name: str) -> int:

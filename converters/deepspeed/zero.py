@@ -6,8 +6,7 @@ runtime/zero/stage_1_and_2.py and runtime/zero/stage3.py (`state_dict`), runtime
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -35,10 +34,10 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from converters.deepspeed.folder import (
     StepFolder,
-    find_step_folder,
+    find_stage,
     list_step_folder,
+    naming_a_complete_step,
     newer_than_latest,
-    newest_complete,
 )
 from converters.deepspeed.layout import undealt
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
@@ -101,15 +100,11 @@ class Zero:
         return f"DeepSpeed ZeRO-{self.stage}"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        with _naming_a_complete_step(path):
-            folder = find_step_folder(path, tag)
-        if folder is None:
-            return None
-        with _naming_a_complete_step(folder.parent):
-            return folder if _stage_of_folder(folder) == self.stage else None
+        return find_stage(path, tag, self.stage)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        with _naming_a_complete_step(path.parent):
+        """Describe a step of any stage, under the name of the stage that its optimizer files record."""
+        with naming_a_complete_step(path.parent, _read_step):
             checkpoint = _read_step(path)
         ahead = newer_than_latest(path)
         if ahead and request.tag is None:
@@ -122,21 +117,6 @@ class Zero:
 
 
 ZERO1, ZERO2, ZERO3 = Zero(1), Zero(2), Zero(3)
-
-
-@contextlib.contextmanager
-def _naming_a_complete_step(path: Path) -> Iterator[None]:
-    """Give an error about a step folder in `path` the hint which of them can be read."""
-    try:
-        yield
-    except CorruptError as error:
-        if error.hint is None:
-            whole = newest_complete(path, _read_step)
-            if whole is not None:
-                error.hint = f"the newest complete step here is {whole.name}: --tag {whole.name}"
-            else:
-                error.hint = "is this folder complete? it may still be being written, or have been copied only in part"
-        raise
 
 
 @dataclass
@@ -162,12 +142,6 @@ class _Reading:
 
 def _framework(reading: _Reading) -> str:
     return f"deepspeed {reading.version}" if reading.version else "deepspeed"
-
-
-def _stage_of_folder(folder: Path) -> int:
-    files = list_step_folder(folder).optimizer
-    first = files[min(files)]
-    return _stage(inner_file(_Reading(StepFolder(folder, files, {}, None)).load(first, min(files))))
 
 
 def _stage(inner: RankFile) -> int:

@@ -113,6 +113,7 @@ _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _SHARD = "pytorch_model-{:05d}-of-{:05d}.bin"
 _SHARD_NAME = re.compile(r"[^/\\]+\.(?:bin|pt|pth)")
 _MAX_INDEX = 128 << 20
+_LARGE = 1 << 20
 
 
 class Full:
@@ -131,7 +132,7 @@ class Full:
         Beside safetensors weights, `pytorch_model.bin` is another copy of these, and so it is not looked at.
         """
         if path.is_file():
-            return path if _is_weights_name(path.name) and _is_torch_file(path) else None
+            return path if _is_weights_name(path.name) and _is_torch_file(path, or_large=True) else None
         folder = path if tag is None else confined(path, tag)
         if not folder.is_dir():
             return None
@@ -213,10 +214,14 @@ def _is_weights_name(name: str) -> bool:
     return name.endswith(_SUFFIXES) and not any(fnmatch.fnmatch(name, pattern) for pattern in _OTHERS)
 
 
-def _is_torch_file(path: Path) -> bool:
-    """By its first bytes: a zip archive, or the magic number of files from before torch 1.6."""
-    if path.name.endswith(".json"):
-        return True
+def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
+    """By its first bytes: a zip archive, or the magic number of files from before torch 1.6; an index by its name.
+
+    No large file is opened to find what it is: one that was not asked for itself is told by its name, and
+    other programs, too, write `.bin`.
+    """
+    if path.stat().st_size > _LARGE:
+        return or_large or not path.name.endswith(".bin") or "pytorch_model" in path.name
     with translate_os_errors(path), open(path, "rb") as file:
         head = file.read(16)
     # What is empty or zeroed by a crash is ours to complain about.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -236,6 +237,18 @@ def digests(folder: Path) -> dict[str, str]:
 
 def test_every_format_is_declared() -> None:
     assert sorted(d.format for d in DECLARATIONS) == sorted(n for n in registry.names() if registry.get(n).reads)
+
+
+def test_finding_opens_no_large_file(sample: Sample, opened: list[str]) -> None:
+    """All are as large as real ones here; of a DCP `.metadata`, the names at its head tell Megatron's from others."""
+    declaration, path, _ = sample
+    for file in [file for pattern in declaration.vital for file in path.glob(pattern)]:
+        os.truncate(file, 2 << 20)
+    opened.clear()
+    found = [name for name in registry.names() if registry.get(name).reads and registry.get(name).find(path, None)]
+    assert declaration.format in found
+    large = [name for name in opened if Path(name).is_file() and Path(name).stat().st_size > 1 << 20]
+    assert {Path(name).name for name in large} <= {".metadata"}
 
 
 def test_reads_the_truth_bit_for_bit(sample: Sample) -> None:

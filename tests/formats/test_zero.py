@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ckpt import api
+from ckpt.containers.torchfile import read as torchfile
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32
@@ -200,6 +201,35 @@ def test_every_number_of_ranks(tmp_path: Path, write: Callable[..., Path], num_r
 @pytest.mark.parametrize("write", [write_stage2, write_stage3])
 def test_prefixes_of_file_names(tmp_path: Path, write: Callable[..., Path], name: str) -> None:
     assert_holds(api.open(write(tmp_path / "run", GROUPS, 3, name=name)), GROUPS)
+
+
+@pytest.mark.parametrize("toy", TOYS)
+def test_each_file_is_parsed_once(fixtures: Path, monkeypatch: pytest.MonkeyPatch, toy: str) -> None:
+    """Whichever of ZeRO's formats is asked first: the stage is found by whoever reads the files anyway."""
+    parsed: list[str] = []
+    read = torchfile.read
+    monkeypatch.setattr(torchfile, "read", lambda path: parsed.append(str(path)) or read(path))
+    assert api.open(fixtures / toy).format == toy.removeprefix("toy-")
+    assert len(parsed) == len(set(parsed)) > 1
+
+
+@pytest.mark.parametrize("left", [(1, "mp_rank_00"), (2, "mp_rank_00"), (3, "zero_pp_rank_0_mp_rank_00")])
+def test_the_stage_is_that_of_the_optimizer_files_whatever_an_earlier_run_left(
+    fixtures: Path, tmp_path: Path, left: tuple[int, str]
+) -> None:
+    """Accelerate saves into one folder again and again: model files of two stages in it."""
+    stage, name = left
+    run = tmp_path / "run"
+    shutil.copytree(fixtures / f"toy-zero{stage}", run)
+    for step in run.glob("global_step*"):
+        for other in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+            if not (step / other).exists():
+                shutil.copy(step / f"{name}_model_states.pt", step / other)
+    assert api.open(run).format == api.open(run, f"zero{stage}").format == f"zero{stage}"
+    for other_stage in {1, 2, 3} - {stage}:
+        with pytest.raises(NotFoundError) as caught:
+            api.open(run, f"zero{other_stage}")
+        assert caught.value.hint == f"what is here looks like zero{stage}"
 
 
 def test_old_names_without_an_underscore(tmp_path: Path) -> None:
