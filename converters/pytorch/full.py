@@ -220,6 +220,8 @@ def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
     No large file is opened to find what it is: one that was not asked for itself is told by its name, and
     other programs, too, write `.bin`.
     """
+    if path.name.endswith(".json"):
+        return True
     if path.stat().st_size > _LARGE:
         return or_large or not path.name.endswith(".bin") or "pytorch_model" in path.name
     with translate_os_errors(path), open(path, "rb") as file:
