@@ -399,15 +399,13 @@ def plan(
     Raises LossError where a tensor would go nowhere or part of the target would be filled by nothing.
     """
     from ckpt.move.run import Resources
-    from ckpt.plan.planner import make_plan
+    from ckpt.plan.planner import make_plan  # it takes numpy, which describing a checkpoint does not
 
     target = registry.get(to)
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
     layout = layout or Layout()
-    if target.namespace != MEGATRON and layout.megatron_options:
-        asked = " ".join(f"--{name.replace('_', '-')}" for name in layout.megatron_options)
-        raise UsageError(f"the format {to!r} has none of Megatron's parallel axes", found=asked)
+    registry.check_options(target.name, layout.options)
     named = to_namespace(checkpoint, target.namespace, layout)
     laid_out = target.lay_out(named, layout)
     check_casts(named, laid_out, layout)

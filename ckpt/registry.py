@@ -1,7 +1,7 @@
 """The formats, one line each.  The core reaches converters only from here, by dotted name, when one is asked for.
 
-Other packages add formats with the entry-point group `ckpt.formats`: the entry's name is the format's name, its value
-`module:object`.
+Other packages add formats with the entry-point group `ckpt.formats`, whose entry has the format's name and the value
+`module:object`, and a format's options with `ckpt.format_options`: the same name, and the dataclass that declares them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterable
 from functools import cache
 from glob import glob
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
 from ckpt.errors import UsageError
 from ckpt.plan.checkpoint import Format
+from ckpt.plan.options import options_of
 
 #: In the order in which a folder is asked what it is: what holds most comes first.
 FORMATS = {
@@ -32,6 +34,11 @@ FORMATS = {
     "hf": "converters.huggingface.hf:HF",
     "peft": "converters.huggingface.peft:PEFT",
 }
+
+#: Formats with options of their own: the dataclass that declares these (see `ckpt.plan.options`).
+OPTIONS = dict.fromkeys(
+    ("megatron", "megatron-dist", "megatron-deepspeed"), "converters.names.megatron.options:MegatronOptions"
+)
 
 #: Other names that users type for these.
 ALIASES = {"fsdp": "dcp"}
@@ -59,39 +66,78 @@ DEQUANTIZE = "converters.quantized.dequantize"
 
 
 @cache
-def _known() -> dict[str, str]:
-    if not _has_other_formats():
-        return FORMATS
+def _entries(group: str) -> dict[str, str]:
+    """What other packages register in an entry-point group: `module:object` by name."""
+    if not _others_register():
+        return {}
     from importlib.metadata import entry_points
 
-    return FORMATS | {entry.name: entry.value for entry in entry_points(group="ckpt.formats")}
+    return {entry.name: entry.value for entry in entry_points(group=group)}
 
 
-def _has_other_formats() -> bool:
-    """Whether an installed package may add formats: `importlib.metadata` takes longer to say so than most runs plan."""
+@cache
+def _others_register() -> bool:
+    """Whether an installed package may register: `importlib.metadata` takes longer to say so than most runs plan."""
     for folder in sys.path:
         if os.path.isfile(folder):  # a zip file
             return True
         for path in glob(os.path.join(folder, "*-info", "entry_points.txt")):
             with contextlib.suppress(OSError), open(path, "rb") as file:
-                if b"[ckpt.formats]" in file.read():
+                if b"[ckpt." in file.read():
                     return True
     return False
 
 
+def _load(where: str) -> Any:
+    """The object at `module:object`.  Raises UsageError where a package registers what cannot be imported."""
+    module, _, attribute = where.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        if module.startswith("converters."):
+            raise
+        raise UsageError(
+            f"an installed package registers {where!r}, which cannot be imported",
+            found=f"{type(error).__name__}: {error}",
+            hint="update that package, or uninstall it",
+        ) from error
+
+
 def names() -> list[str]:
     """Names of all formats."""
-    return list(_known())
+    return list(FORMATS | _entries("ckpt.formats"))
 
 
 def get(name: str) -> Format:
     """The format called `name`; UsageError if there is none."""
-    known = _known()
+    known = FORMATS | _entries("ckpt.formats")
     name = ALIASES.get(name, name)
     if name not in known:
         raise UsageError(f"there is no format called {name!r}", expected="one of " + ", ".join(known))
-    module, _, attribute = known[name].partition(":")
-    return cast(Format, getattr(import_module(module), attribute))
+    return cast(Format, _load(known[name]))
+
+
+def declared_options() -> dict[type, list[str]]:
+    """The dataclasses in which formats declare options of their own, and the names of the formats that share each."""
+    found: dict[type, list[str]] = {}
+    for name, where in (OPTIONS | _entries("ckpt.format_options")).items():
+        found.setdefault(_load(where), []).append(name)
+    return found
+
+
+def check_options(format: str, asked: Iterable[str]) -> None:
+    """Raise UsageError where an option is asked for that `format` does not declare."""
+    declared = declared_options()
+    known = {one.name for owner, formats in declared.items() if format in formats for one in options_of(owner)}
+    if not (others := [name for name in asked if name not in known]):
+        return
+    owners = {owner: formats for owner, formats in declared.items() if {o.name for o in options_of(owner)} & {*others}}
+    of = [getattr(owner, "about", "the options of " + ", ".join(formats)) for owner, formats in owners.items()]
+    raise UsageError(
+        f"the format {format!r} has none of {' or '.join(of)}" if of else f"the format {format!r} has no such option",
+        found=" ".join(f"--{name.replace('_', '-')}" for name in others),
+        hint="see `ckpt convert --help`",
+    )
 
 
 def all_formats() -> list[Format]:

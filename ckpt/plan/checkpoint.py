@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from ckpt.errors import CorruptError
 from ckpt.plan.dtypes import DType
@@ -25,6 +25,7 @@ WEIGHT, MASTER, BUFFER = "weight", "master", "buffer"
 HUB, TRANSFORMERS, MEGATRON, OWN = "hub", "transformers", "megatron", "own"
 
 Key = tuple[str, str]  # (fqn, role)
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,40 +134,35 @@ class ReadRequest:
     config: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Layout:
-    """What a writer has to know.
+    """What a writer has to know: `Layout(dtype=FLOAT32)`, and with options of its format `Layout(tp=2, pp=4)`.
 
     `dtype` None keeps the model's own; `max_shard_size` is in bytes; `world_size` None keeps the source's number
-    of ranks.  `tp`, `pp`, `ep`, `vpp` and `etp` are sizes of Megatron's tensor, pipeline, expert, virtual pipeline and
-    expert tensor parallelism; None keeps the source's, or is 1.  What follows them says how layers are dealt to
-    pipeline stages, under the names of Megatron-LM's own arguments; where all of it is left out the source's way is
-    kept if it still fits, and otherwise stages are even.  `transformer_impl` (`local`, `transformer_engine`) says which
-    layers the model is built from, where names of tensors depend on it; `make_vocab_size_divisible_by`, of which number
-    times `tp` the padded vocabulary is a multiple.
+    of ranks.  `options` are those that the format declares, by name (see `ckpt.plan.options`); None asks for nothing.
     """
 
-    dtype: DType | None = None
-    max_shard_size: int = 5_000_000_000
-    world_size: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    ep: int | None = None
-    vpp: int | None = None
-    etp: int | None = None
-    decoder_first_pipeline_num_layers: int | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    account_for_embedding_in_pipeline_split: bool = False
-    account_for_loss_in_pipeline_split: bool = False
-    pipeline_model_parallel_layout: str | None = None
-    transformer_impl: str | None = None
-    make_vocab_size_divisible_by: int | None = None
+    dtype: DType | None
+    max_shard_size: int
+    world_size: int | None
+    options: Mapping[str, Any]
 
-    @property
-    def megatron_options(self) -> dict[str, int | bool | str]:
-        """What was asked for that only a Megatron target can be asked for, by the names of these fields."""
-        names = [field.name for field in fields(self)]
-        return {name: value for name in names[names.index("tp") :] if (value := getattr(self, name))}
+    def __init__(
+        self,
+        dtype: DType | None = None,
+        max_shard_size: int = 5_000_000_000,
+        world_size: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        asked = {name: value for name, value in {**(options or {}), **named}.items() if value is not None}
+        for name, value in zip(self.__slots__, (dtype, max_shard_size, world_size, asked), strict=True):
+            object.__setattr__(self, name, value)
+
+    def read(self, declaration: type[Options]) -> Options:
+        """What was asked for of the options that a format declares, as that dataclass.  Other options are ignored."""
+        names = {one.name for one in fields(cast(Any, declaration))}
+        return declaration(**{name: value for name, value in self.options.items() if name in names})
 
 
 @dataclass(frozen=True, slots=True)

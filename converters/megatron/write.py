@@ -36,6 +36,7 @@ from converters.names.megatron.model.spelling import (
     split_layer,
 )
 from converters.names.megatron.model.splits import is_gated, rank_shape, second_linear, split_of
+from converters.names.megatron.options import MegatronOptions
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 #: Entries that each rank has for itself.
@@ -259,12 +260,13 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> Model:
         if numbers != set(range(len(numbers))):
             missing = next(number for number in range(max(numbers)) if number not in numbers)
             raise LossError(f"the source lacks some of the model's {what}", expected=f"number {missing}")
-    grid = _grid(args, layout)
+    options = layout.read(MegatronOptions)
+    grid = _grid(args, options)
     if grid.ep > 1 and not experts:  # megatron/core/transformer/transformer_config.py refuses this too
         raise UsageError("a model without experts has no expert parallel ranks", found=f"ep {grid.ep}")
-    stages = _stages(args, grid, layout, len(layers))
-    if layout.transformer_impl:
-        args["transformer_impl"] = layout.transformer_impl
+    stages = _stages(args, grid, options, len(layers))
+    if options.transformer_impl:
+        args["transformer_impl"] = options.transformer_impl
     local = args.setdefault("transformer_impl", _ENGINE) == "local"
     grouped = bool(args.get("moe_grouped_gemm"))
     if grouped and experts and (local or args.get("moe_use_legacy_grouped_gemm")):
@@ -289,13 +291,13 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> Model:
     )
 
 
-def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
+def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:
     """The sizes that were asked for, and otherwise the source's."""
     source = Grid.of_args(args)
-    tp, pp = layout.tp or source.tp, layout.pp or source.pp
-    etp = layout.etp or (tp if source.etp == source.tp else source.etp)
-    vpp = layout.vpp or (source.vpp if pp > 1 else 1)
-    grid = Grid(tp, pp, layout.ep or source.ep, vpp, etp)
+    tp, pp = options.tp or source.tp, options.pp or source.pp
+    etp = options.etp or (tp if source.etp == source.tp else source.etp)
+    vpp = options.vpp or (source.vpp if pp > 1 else 1)
+    grid = Grid(tp, pp, options.ep or source.ep, vpp, etp)
     grid.check()
     heads, groups = args.get("num_attention_heads"), args.get("num_query_groups")
     if heads and (heads % tp or (args.get("group_query_attention") and groups and groups % tp and tp % groups)):
@@ -307,11 +309,11 @@ def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
     return grid
 
 
-def _stages(args: Mapping[str, Any], grid: Grid, layout: Layout, num_layers: int) -> Stages:
+def _stages(args: Mapping[str, Any], grid: Grid, options: MegatronOptions, num_layers: int) -> Stages:
     """As asked for; otherwise the source's way where it fits, and even stages where it does not."""
     num_mtp = args.get("mtp_num_layers") or 0
     even = Stages(num_layers, grid.pp, grid.vpp, num_mtp=num_mtp)
-    asked = {name: value for name in STAGE_ARGS if (value := getattr(layout, name, None))}
+    asked = {name: value for name in STAGE_ARGS if (value := getattr(options, name, None))}
     if asked:
         wanted = even.with_args(asked)
         wanted.check()
@@ -354,8 +356,8 @@ def _args(
     }
     if stages.layout is None:
         result["pipeline_model_parallel_layout"] = None
-    elif layout.pipeline_model_parallel_layout:
-        result["pipeline_model_parallel_layout"] = layout.pipeline_model_parallel_layout
+    elif asked := layout.read(MegatronOptions).pipeline_model_parallel_layout:
+        result["pipeline_model_parallel_layout"] = asked
     result["untie_embeddings_and_output_weights"] = OUTPUT in chosen
     if EMBEDDING in chosen:
         result["padded_vocab_size"] = chosen[EMBEDDING].tensor.shape[0]

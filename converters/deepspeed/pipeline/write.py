@@ -41,6 +41,7 @@ from converters.megatron.folder import TRACKER, run_files
 from converters.names.megatron.model.axes import STAGE_ARGS, Grid, Stages
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import is_gated, rank_boxes, rank_shape, second_linear, split_of
+from converters.names.megatron.options import MegatronOptions
 
 #: Entries of a model file that each slice has for itself: random states of Megatron-DeepSpeed and of GPT-NeoX.
 OF_SLICES = (
@@ -196,15 +197,16 @@ def _layers(model: Model, record: Mapping[str, Any]) -> Layers:
 
 def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
     """The sizes that were asked for, and otherwise the source's."""
-    for name, value in layout.megatron_options.items():
-        if name not in ("tp", "pp", *STAGE_ARGS, "make_vocab_size_divisible_by") and value != 1:
+    options = layout.read(MegatronOptions)
+    for name, value in vars(options).items():
+        if name not in ("tp", "pp", *STAGE_ARGS, "make_vocab_size_divisible_by") and value not in (None, 1):
             raise UsageError(
                 "Megatron-DeepSpeed's pipelines have no such layout",
                 expected="--tp, --pp, --world-size, how layers are dealt to stages and the vocabulary padded",
                 found=f"--{name.replace('_', '-')} {value}",
             )
     source = Grid.of_args(args)
-    grid = Grid(layout.tp or source.tp, layout.pp or source.pp)
+    grid = Grid(options.tp or source.tp, options.pp or source.pp)
     heads = args.get("num_attention_heads")
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
     if any(isinstance(count, int) and count % grid.tp for count in (heads, groups)):
@@ -221,7 +223,7 @@ def _stages(num_layers: int, grid: Grid, layout: Layout, recorded: Any) -> Stage
     if num_layers < grid.pp:
         raise UsageError("there are more pipeline stages than layers", expected=f"--pp {num_layers} or less")
     even = Stages(num_layers, grid.pp)
-    asked = {name: value for name in STAGE_ARGS if (value := getattr(layout, name))}
+    asked = {name: value for name in STAGE_ARGS if (value := getattr(layout.read(MegatronOptions), name))}
     if asked:
         stages = even.with_args(asked)
         stages.check()

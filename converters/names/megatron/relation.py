@@ -22,6 +22,7 @@ from converters.names.megatron import architectures as tables
 from converters.names.megatron import order
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import padded_vocab_size
+from converters.names.megatron.options import MegatronOptions
 from converters.names.megatron.sizes import Config, Sizes
 from converters.names.megatron.table import Table
 
@@ -56,8 +57,9 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     shapes = _shapes(checkpoint)
     _refuse_quantized(shapes)
     sizes, more = _with_stored_mtp(table.sizes(config), shapes)
-    multiple = layout.make_vocab_size_divisible_by or args["make_vocab_size_divisible_by"]
-    padded = padded_vocab_size(sizes.dims["v"], multiple, layout.tp or 1)
+    options = layout.read(MegatronOptions)
+    multiple = options.make_vocab_size_divisible_by or args["make_vocab_size_divisible_by"]
+    padded = padded_vocab_size(sizes.dims["v"], multiple, options.tp or 1)
     copies = {copy: owner for copy, owner in table.copies(sizes).items() if copy in shapes}
     relation = table.relation(sizes, padded, copies)
     _check_complete(relation, shapes)
@@ -171,7 +173,8 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     args = _recorded(checkpoint)
     old_tp = args.get("tensor_model_parallel_size") or 1
     shapes = _shapes(checkpoint)
-    asked, new_tp = layout.make_vocab_size_divisible_by, layout.tp or old_tp
+    options = layout.read(MegatronOptions)
+    asked, new_tp = options.make_vocab_size_divisible_by, options.tp or old_tp
     if (new_tp == old_tp and not asked) or EMBEDDING not in shapes:
         return checkpoint
     stored, multiple = shapes[EMBEDDING][0], args.get("make_vocab_size_divisible_by") or 128

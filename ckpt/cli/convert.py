@@ -1,0 +1,95 @@
+"""`ckpt convert`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt.cli import options as opt
+from ckpt.cli.text import carry_out, say_source
+from ckpt.errors import UsageError, printable
+from ckpt.sizes import parse_size
+
+if TYPE_CHECKING:
+    from ckpt.plan.checkpoint import Checkpoint
+
+
+def convert(
+    *,
+    source: Annotated[str, typer.Argument(metavar="FROM", help="The format to read, or auto; see `ckpt formats`.")],
+    target: Annotated[str, typer.Argument(metavar="TO", help="The format to write.")],
+    path: opt.PathArgument,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The folder to write. [default: PATH-TO, beside PATH]")
+    ] = None,
+    tag: opt.TagOption = None,
+    config: opt.ConfigOption = None,
+    dtype: Annotated[
+        opt.DType,
+        typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
+    ] = opt.DType.keep,
+    dequantize: opt.DequantizeOption = False,
+    max_shard_size: opt.ShardSizeOption = "5GB",
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of a sharded target. [default: as many as the source has]")
+    ] = None,
+    replica: Annotated[
+        int | None, typer.Option(metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.")
+    ] = None,
+    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Bound on all buffers together.")] = "512MB",
+    workers: opt.WorkersOption = 0,
+    manifest: opt.ManifestOption = True,
+    dry_run: opt.DryRunOption = False,
+    as_json: opt.JsonOption = False,
+    overwrite: opt.OverwriteOption = False,
+    quiet: opt.QuietOption = False,
+    verbose: opt.VerboseOption = False,
+    options: Mapping[str, Any],
+) -> None:
+    """Convert a checkpoint from one format to another."""
+    from ckpt import api
+    from ckpt.move.files import check_destination
+    from ckpt.move.run import Resources
+    from ckpt.plan.checkpoint import Layout
+    from ckpt.plan.dtypes import CASTABLE
+
+    destination = output or default_output(path, target)
+    check_destination(destination, path)
+    layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), world_size, options)
+    checkpoint: Checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
+    if dequantize:
+        checkpoint = api.dequantized(checkpoint, layout.dtype)
+    conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
+    if not quiet:
+        say_source(checkpoint)
+    report = carry_out(
+        conversion,
+        destination,
+        dry_run=dry_run,
+        as_json=as_json,
+        quiet=quiet,
+        verbose=verbose,
+        overwrite=overwrite,
+        manifest=manifest,
+    )
+    if report is not None:
+        print(json.dumps(report, indent=2) if as_json else printable(str(destination)))
+
+
+def default_output(path: Path, target: str) -> Path:
+    """`./outputs` becomes `./outputs-hf`, beside it.  UsageError where `path` has no name."""
+    absolute = path.absolute()
+    if not absolute.name:
+        raise UsageError("there is no name to derive an output folder from", path=path, hint="give one with -o")
+    return absolute.with_name(f"{absolute.name}-{target}") if path.is_absolute() else _beside(path, target)
+
+
+def _beside(path: Path, target: str) -> Path:
+    """A relative sibling, so that what is printed is what the user would type; `.` and `..` need the real name."""
+    if path.name in ("", ".."):
+        path = Path(path.resolve())
+    return path.with_name(f"{path.name}-{target}")

@@ -1,0 +1,182 @@
+"""`ckpt merge-lora` and `ckpt push`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt.cli import options as opt
+from ckpt.cli.convert import default_output
+from ckpt.cli.text import carry_out, files_of, say_notes, say_source
+from ckpt.errors import UsageError, printable
+from ckpt.sizes import parse_size, show_size
+
+if TYPE_CHECKING:
+    from ckpt.hub.push import Push, Pushed
+
+
+def merge_lora(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ADAPTER]...",
+            help="A PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache. "
+            "[default: this folder]",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="The model to merge into: any format, or a Hub id. [default: the one trained on]"),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The folder to write. [default: ADAPTER-merged, beside it]")
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option("--adapter-weights", metavar="W,...", help="Weights by which several adapters become one."),
+    ] = None,
+    combination: Annotated[
+        str, typer.Option(help="How adapters are combined: linear, cat, svd, ties, dare_linear, ... as PEFT calls it.")
+    ] = "svd",
+    density: Annotated[
+        float | None, typer.Option(help="Fraction of weights kept (ties, dare, magnitude_prune).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed for dare.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="The folder with adapter_config.json, where it is not with the weights.")
+    ] = None,
+    tag: opt.TagOption = None,
+    dtype: Annotated[opt.DType, typer.Option(help="Precision of the base that is merged into.")] = opt.DType.keep,
+    dequantize: opt.DequantizeOption = False,
+    max_shard_size: opt.ShardSizeOption = "5GB",
+    accept_base: Annotated[
+        bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
+    ] = False,
+    workers: opt.WorkersOption = 0,
+    manifest: opt.ManifestOption = True,
+    push: Annotated[bool, typer.Option("--push", help="Push the result to the Hub, and verify what arrived.")] = False,
+    repo_id: opt.RepoOption = None,
+    private: opt.PrivateOption = False,
+    revision: opt.RevisionOption = None,
+    create_pr: opt.PullRequestOption = False,
+    commit_message: opt.MessageOption = None,
+    dry_run: opt.DryRunOption = False,
+    as_json: opt.JsonOption = False,
+    overwrite: opt.OverwriteOption = False,
+    quiet: opt.QuietOption = False,
+    verbose: opt.VerboseOption = False,
+) -> None:
+    """Merge a LoRA adapter into its base model, as PEFT does, without loading the model."""
+    from ckpt import api
+    from ckpt.lora import find as adapters
+    from ckpt.lora import merge as lora
+    from ckpt.move.run import Resources
+    from ckpt.plan.checkpoint import Layout
+    from ckpt.plan.dtypes import CASTABLE
+
+    wanted = sources or ["."]
+    destination = output or default_output(Path(wanted[0]), "merged")
+    found = [adapters.open_adapter(where, config=config, tag=tag) for where in wanted]
+    if not push and (repo_id or private or revision or create_pr or commit_message):
+        raise UsageError("--repo-id, --private, --revision, --create-pr and --commit-message go with --push")
+    to = None
+    if push:
+        from ckpt.hub import push as hub
+
+        repo_id = repo_id or hub.recorded_repo([found[0].folder, Path(wanted[0])])
+        to = hub.Push(repo_id, private, revision, create_pr, commit_message)
+    made_of = [one.path for one in found]
+    model = adapters.open_base(found[0], base, accept=accept_base)
+    if dequantize:
+        model = api.dequantized(model, CASTABLE.get(dtype.value))
+    if weights is not None:
+        from ckpt.lora.combine import combine
+
+        found = [combine(found, parse_weights(weights), model, combination, density, seed)]
+    layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size))
+    conversion = lora.plan(found, model, layout, Resources(workers=workers))
+    if not quiet:
+        for one in found:
+            say_notes(one.notes)
+        say_source(model, "merging into ")
+    facts = {"base": base or found[0].config.base or model.path, "adapters": ", ".join(made_of)}
+    report = carry_out(
+        conversion,
+        destination,
+        dry_run=dry_run,
+        as_json=as_json,
+        quiet=quiet,
+        verbose=verbose,
+        overwrite=overwrite,
+        manifest=manifest,
+        describe=functools.partial(_merge_card, to, facts, found[0].config.base),
+    )
+    if report is None:
+        return
+    if to is not None:
+        report["pushed"] = _push(destination, to, None, quiet).to_json()
+    print(json.dumps(report, indent=2) if as_json else printable(str(destination)))
+    if to is not None and not as_json:
+        print(printable(report["pushed"]["url"]))
+
+
+def parse_weights(text: str) -> list[float]:
+    """`0.7,0.3` as numbers; UsageError where they are none."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError("--adapter-weights takes numbers with commas between them", found=text) from None
+
+
+def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder: Path) -> dict[str, bytes]:
+    """The model card of what was merged into `folder`, if it is going to be pushed."""
+    from ckpt import api
+    from ckpt.hub import push as hub
+
+    if to is None:
+        return {}
+    digests = api.digests(api.open(folder, "hf")).whole
+    card = hub.model_card(to.repo_id.rpartition("/")[2], facts, digests, ["ckpt", *sys.argv[1:]], base)
+    return {hub.CARD: card.encode()}
+
+
+def push(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder to push, all of it.")],
+    repo_id: opt.RepoOption = None,
+    private: opt.PrivateOption = False,
+    revision: opt.RevisionOption = None,
+    create_pr: opt.PullRequestOption = False,
+    commit_message: opt.MessageOption = None,
+    as_json: opt.JsonOption = False,
+    quiet: opt.QuietOption = False,
+) -> None:
+    """Push a folder to the Hugging Face Hub, and verify the checksums of what arrived. Run it again to go on."""
+    from ckpt import api
+    from ckpt.hub import push as hub
+
+    to = hub.Push(repo_id or hub.recorded_repo([path]), private, revision, create_pr, commit_message)
+    card = None
+    if path.is_dir() and not (path / hub.CARD).exists():
+        checkpoint = api.open(path)
+        facts = {"format": checkpoint.format}
+        digests = api.digests(checkpoint).whole
+        card = hub.model_card(to.repo_id.rpartition("/")[2], facts, digests, ["ckpt", *sys.argv[1:]])
+    pushed = _push(path, to, card, quiet)
+    print(json.dumps(pushed.to_json(), indent=2) if as_json else printable(pushed.url))
+
+
+def _push(folder: Path, to: Push, card: str | None, quiet: bool) -> Pushed:
+    from ckpt.hub import push as hub
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(printable(text), file=sys.stderr)
+
+    pushed = hub.push(folder, to, card=card, say=say, progress=not quiet and sys.stderr.isatty())
+    say(f"verified: {files_of(pushed.num_files)}, {show_size(pushed.num_bytes)}, on the Hub as they are here")
+    return pushed

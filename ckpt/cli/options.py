@@ -1,0 +1,171 @@
+"""The options of the commands: those that several commands share, and those that formats declare for `convert`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from ckpt import registry
+from ckpt.errors import CkptError, UsageError
+from ckpt.plan.options import Option, options_of
+
+INTERRUPTED = 130
+DIFFERENT = 1
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class DType(str, Enum):
+    """What `--dtype` takes."""
+
+    keep = "keep"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Only(str, Enum):
+    """What `--only` takes."""
+
+    weights = "weights"
+    optimizer = "optimizer"
+    all = "all"
+
+
+PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or the run folder it lies in.")]
+FormatOption = Annotated[str, typer.Option(help="The format to read.")]
+TagOption = Annotated[str | None, typer.Option(help="The step folder to take, instead of the one recorded as latest.")]
+ConfigOption = Annotated[
+    str | None, typer.Option(help="The model's config and tokenizer: a folder, a config.json or a Hub id.")
+]
+ShardSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")]
+WorkersOption = Annotated[int, typer.Option(min=0, help="Threads that move data. 0: by the processors.")]
+ManifestOption = Annotated[
+    bool, typer.Option(help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`.")
+]
+DequantizeOption = Annotated[
+    bool, typer.Option("--dequantize", help="Take the plain values of quantized weights (MXFP4, bitsandbytes, FP8).")
+]
+RepoOption = Annotated[
+    str | None,
+    typer.Option("--repo-id", metavar="ORG/NAME", help="The repository on the Hub. [default: the run's hub_model_id]"),
+]
+PrivateOption = Annotated[bool, typer.Option("--private", help="Make a new repository private.")]
+RevisionOption = Annotated[
+    str | None, typer.Option(metavar="BRANCH", help="The branch to push to, made where it is missing.")
+]
+PullRequestOption = Annotated[bool, typer.Option("--create-pr", help="Push as a pull request against main.")]
+MessageOption = Annotated[
+    str | None, typer.Option("--commit-message", metavar="TEXT", help="Commit message on the Hub.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at the output.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors only.")]
+VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Print every tensor or file.")]
+
+
+def guarded(function: Function) -> Function:
+    """Turn our errors into one message on stderr and their exit code; a user's mistake gets no traceback."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from ckpt.move.files import translate_os_errors
+
+        try:
+            with translate_os_errors():
+                result = function(*args, **kwargs)
+                sys.stdout.flush()
+                return result
+        except CkptError as error:
+            if isinstance(error.__cause__, BrokenPipeError):  # whoever read our output has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            else:
+                print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt as interrupt:
+            print(*(interrupt.args or ["interrupted; the destination is as it was"]), file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+
+    return run  # type: ignore[return-value]
+
+
+class Commands(TyperGroup):
+    """The commands.  `convert` gets the options that formats declare when it is run, so that the others stay fast."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        resolved: Any = super().resolve_command(ctx, args)
+        name, command, rest = resolved
+        if name == "convert":
+            alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+            alone.command(name, cls=CommandInSections)(guarded(_with_declared(inspect.unwrap(command.callback))))
+            command = typer.main.get_command(alone)
+        return name, command, rest
+
+
+class CommandInSections(TyperCommand):
+    """A command whose help lists the options of each `rich_help_panel` by themselves, as plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                kind = "Arguments" if param.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+@guarded
+def _with_declared(function: Callable[..., Any]) -> Callable[..., Any]:
+    return with_options(function, registry.declared_options())
+
+
+def with_options(function: Callable[..., Any], owners: Mapping[type, Sequence[str]]) -> Callable[..., Any]:
+    """`function` with the options that dataclasses declare, each for the formats given with it.
+
+    What was asked for arrives in its argument `options`, by name.  Raises UsageError where two have the same name.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    known = {name: parameter for name, parameter in signature.parameters.items() if name != "options"}
+    declared: dict[str, Option] = {}
+    for owner, formats in owners.items():
+        for one in options_of(owner):
+            if one.name in known:
+                raise UsageError(
+                    f"two options of `ckpt convert` are called --{one.name.replace('_', '-')}",
+                    found=f"one of them is of {', '.join(formats)}",
+                    hint="uninstall the package of one of the two, or rename its option",
+                )
+            declared[one.name] = one
+            known[one.name] = _parameter(one, f"Options of {', '.join(formats)}")
+
+    @functools.wraps(function)
+    def run(**arguments: Any) -> Any:
+        given = {name: arguments.pop(name) for name in declared}
+        plain = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
+        options = {name: value for name, value in plain.items() if value != declared[name].default}
+        return function(**arguments, options=options)
+
+    vars(run)["__signature__"] = signature.replace(parameters=list(known.values()))
+    run.__annotations__ = {name: parameter.annotation for name, parameter in known.items()}
+    return run
+
+
+def _parameter(one: Option, section: str) -> inspect.Parameter:
+    kind: Any = Enum(one.name, {choice: choice for choice in one.choices}) if one.choices else one.type
+    flags = [f"--{one.name.replace('_', '-')}"] if one.type is bool else []  # without a --no- of its own
+    info = typer.Option(*flags, help=one.help, min=one.min, metavar=one.metavar, rich_help_panel=section)
+    return inspect.Parameter(
+        one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=Annotated[kind | None, info]
+    )

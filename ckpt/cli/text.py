@@ -1,0 +1,143 @@
+"""What the commands print: plans, outcomes, sources, and a bar of progress."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import printable
+from ckpt.sizes import show_size
+
+if TYPE_CHECKING:
+    from ckpt.api import Conversion
+    from ckpt.move.run import Progress
+    from ckpt.plan.checkpoint import Checkpoint
+
+
+def carry_out(
+    conversion: Conversion,
+    destination: Path,
+    *,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    overwrite: bool,
+    manifest: bool,
+    describe: Callable[[Path], Mapping[str, bytes]] = lambda _: {},
+) -> dict[str, Any] | None:
+    """Run a conversion and say on stderr what was written; its report for stdout.
+
+    A dry run prints the plan instead, and has no report.
+    """
+    report = plan_report(conversion, destination)
+    if dry_run:
+        print(json.dumps(report, indent=2) if as_json else "\n".join(plan_lines(report, verbose)))
+        return None
+    with progress_bar(conversion.plan.moved_bytes, quiet) as progress:
+        conversion.run(destination, overwrite=overwrite, progress=progress, manifest=manifest, describe=describe)
+    if not quiet:
+        for line in _outcome(conversion, destination, manifest):
+            print(line, file=sys.stderr)
+    return report
+
+
+def plan_report(conversion: Conversion, destination: Path) -> dict[str, Any]:
+    """What a conversion writes, moves, casts and leaves out, for printing and for JSON."""
+    plan = conversion.plan
+    return {
+        "source": plan.checkpoint.path,
+        "format": plan.checkpoint.format,
+        "destination": str(destination),
+        "files": [{"name": file.name, "bytes": file.size} for file in plan.target.files],
+        "total_bytes": plan.total_bytes,
+        "moved_bytes": plan.moved_bytes,
+        "copied_by_the_kernel_bytes": plan.span_bytes,
+        "copies": plan.num_copies,
+        "peak_buffer_bytes": conversion.peak_buffers,
+        "casts": [
+            {"from": c.source.name, "to": c.target.name, "tensors": c.num_tensors, "bytes": c.nbytes}
+            for c in plan.casts
+        ],
+        "notes": list(plan.target.notes),
+        "left_out": list(plan.target.dropped),
+    }
+
+
+def plan_lines(report: dict[str, Any], verbose: bool) -> list[str]:
+    """The report of a plan as text; without `verbose` a long list of files is cut."""
+    files = report["files"]
+    shown = files if verbose or len(files) <= 12 else files[:10]
+    lines = [
+        f"would write {files_of(len(files))}, {show_size(report['total_bytes'])}, to {printable(report['destination'])}"
+    ]
+    lines += [f"  {show_size(file['bytes']):>9}  {printable(file['name'])}" for file in shown]
+    if len(shown) < len(files):
+        lines.append(f"  ... and {len(files) - len(shown)} more (-v lists them)")
+    kernel = show_size(report["copied_by_the_kernel_bytes"])
+    lines.append(
+        f"bytes to move: {show_size(report['moved_bytes'])} in {report['copies']} copies, {kernel} as they are"
+    )
+    lines.append(f"peak buffer memory: {show_size(report['peak_buffer_bytes'])}")
+    lines += [
+        f"cast: {c['tensors']} tensors from {c['from']} to {c['to']}, {show_size(c['bytes'])}" for c in report["casts"]
+    ]
+    return lines + _notes(report["notes"], report["left_out"])
+
+
+def files_of(count: int) -> str:
+    """`1 file`, `2 files`."""
+    return f"{count} file" + ("s" if count != 1 else "")
+
+
+def _notes(notes: list[str], left_out: list[str]) -> list[str]:
+    return [f"note: {printable(note)}" for note in notes] + [f"not in the target: {printable(x)}" for x in left_out]
+
+
+def _outcome(conversion: Conversion, destination: Path, manifest: bool) -> list[str]:
+    from ckpt.run_folder.steps import TRAINER_STATE
+    from ckpt.verify.manifest import MANIFEST
+
+    plan = conversion.plan
+    summary = f"wrote {files_of(len(plan.target.files))}, {show_size(plan.total_bytes)}" + (
+        f", and {MANIFEST}" if manifest else ""
+    )
+    lines = [*_notes(list(plan.target.notes), list(plan.target.dropped)), summary]
+    if any(file.name == TRAINER_STATE for file in plan.target.files):  # whatever its name, Trainer takes the folder
+        lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={printable(str(destination))!r})")
+    return lines
+
+
+def say_notes(notes: Sequence[str]) -> None:
+    """Print notes on stderr."""
+    for note in notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
+
+
+def say_source(checkpoint: Checkpoint, prefix: str = "") -> None:
+    """Print on stderr what was opened, and what is to be known about it."""
+    ranks = f", {checkpoint.world_size} ranks" if checkpoint.world_size else ""
+    step = f", step {checkpoint.state.step}" if checkpoint.state.step is not None else ""
+    framework = f" ({checkpoint.framework})" if checkpoint.framework else ""
+    print(printable(f"{prefix}{checkpoint.path}: {checkpoint.format}{framework}{ranks}{step}"), file=sys.stderr)
+    say_notes(checkpoint.notes)
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, quiet: bool) -> Iterator[Progress | None]:
+    """A bar of bytes on stderr, where that is a terminal; otherwise nothing."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
+
+        def advance(count: int) -> None:
+            bar.update(count)
+
+        yield advance

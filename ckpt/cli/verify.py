@@ -1,0 +1,118 @@
+"""`ckpt verify` and `ckpt hash`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ckpt import registry
+from ckpt.cli import options as opt
+from ckpt.cli.text import progress_bar, say_source
+from ckpt.errors import UsageError, printable
+
+
+def verify(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint or run folder.")],
+    b: Annotated[Path | None, typer.Argument(metavar="B", help="Another, of any format.")] = None,
+    from_a: Annotated[str, typer.Option(metavar="FORMAT", help="The format of A.")] = "auto",
+    from_b: Annotated[str, typer.Option(metavar="FORMAT", help="The format of B.")] = "auto",
+    tag_a: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of A.")] = None,
+    tag_b: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of B.")] = None,
+    config: opt.ConfigOption = None,
+    only: Annotated[opt.Only, typer.Option(help="Compare only these tensors.")] = opt.Only.all,
+    cast: Annotated[
+        bool, typer.Option("--cast", help="Where dtypes differ, round the wider to the narrower, then compare.")
+    ] = False,
+    loads: Annotated[
+        bool, typer.Option("--loads", help="Have transformers load A without data, and report what is wrong with it.")
+    ] = False,
+    as_json: opt.JsonOption = False,
+    quiet: opt.QuietOption = False,
+    verbose: opt.VerboseOption = False,
+) -> None:
+    """Compare two checkpoints bit by bit, or a folder with its manifest. Exit code 0: equal, 1: different."""
+    from ckpt import api
+
+    if loads:
+        if b is not None:
+            raise UsageError("--loads takes one folder", found=f"{a} and {b}")
+        _verify_loads(a, as_json, quiet)
+        return
+    if b is None:
+        _verify_manifest(a, as_json, quiet)
+        return
+    one = api.open(a, from_a, tag=tag_a, config=config)
+    other = api.open(b, from_b, tag=tag_b, config=config)
+    if not quiet:
+        say_source(one, "A: ")
+        say_source(other, "B: ")
+    total = sum(tensor.nbytes for tensor in one.tensors.values())
+    with progress_bar(total, quiet) as progress:
+        report = api.verify(one, other, only=only.value, cast=cast, progress=progress)
+    _conclude(report.to_json, lambda: report.lines(verbose), report.equal, as_json, quiet)
+
+
+def _verify_loads(path: Path, as_json: bool, quiet: bool) -> None:
+    from ckpt.verify.transformers_loads import check_loads
+
+    loading = check_loads(path)
+    _conclude(loading.to_json, loading.lines, loading.good, as_json, quiet)
+
+
+def _verify_manifest(path: Path, as_json: bool, quiet: bool) -> None:
+    from ckpt.verify import manifest
+
+    with progress_bar(manifest.expected_bytes(path), quiet) as progress:
+        checked = manifest.check(path, registry.all_formats(), progress)
+    _conclude(checked.to_json, checked.lines, checked.good, as_json, quiet)
+
+
+def _conclude(
+    to_json: Callable[[], Any], lines: Callable[[], Iterable[str]], good: bool, as_json: bool, quiet: bool
+) -> None:
+    """Print a report, and exit with opt.DIFFERENT where it is not `good`."""
+    if as_json:
+        print(json.dumps(to_json(), indent=2))
+    elif not quiet:
+        print("\n".join(lines()))
+    if not good:
+        raise typer.Exit(opt.DIFFERENT)
+
+
+def hash_(
+    path: opt.PathArgument,
+    format: opt.FormatOption = "auto",
+    tag: opt.TagOption = None,
+    config: opt.ConfigOption = None,
+    dtype: Annotated[
+        opt.DType,
+        typer.Option(help="Precision in which weights count: their own, or as `convert` casts them."),
+    ] = opt.DType.keep,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor too.")] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Threads that read. 0: by the processors.")] = 0,
+    as_json: opt.JsonOption = False,
+    quiet: opt.QuietOption = False,
+) -> None:
+    """Print digests of what a checkpoint holds: the same whatever its format, sharding and order of files."""
+    from ckpt import api
+    from ckpt.plan.dtypes import CASTABLE
+    from ckpt.verify.digest import ALGORITHM
+
+    checkpoint = api.open(path, format, tag=tag, config=config)
+    if not quiet:
+        say_source(checkpoint)
+    with progress_bar(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), quiet) as progress:
+        found = api.digests(checkpoint, dtype=CASTABLE.get(dtype.value), workers=workers, progress=progress)
+    if as_json:
+        content = {"algorithm": ALGORITHM, "digests": found.whole, "tensors": [t.to_json() for t in found.tensors]}
+        print(json.dumps(content, indent=2))
+        return
+    for kind, digest in found.whole.items():
+        print(f"{ALGORITHM}:{digest}  {kind}  ({len(found.of_kind(kind))} tensors)")
+    if tensors:
+        for tensor in found.tensors:
+            print(printable(f"{tensor.digest}  {tensor.role}  {tensor.fqn}  {tensor.dtype} {list(tensor.shape)}"))

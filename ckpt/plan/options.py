@@ -1,0 +1,47 @@
+"""Options that a format adds to `ckpt convert` and to `Layout`.
+
+A format declares them as a frozen dataclass, each field made by `option`.  Its writer reads what was asked for with
+`layout.read(TheDataclass)`, typed.  The module of the dataclass is imported for `ckpt convert --help`, so it stays
+small: neither numpy nor torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """`--name` on the command line, `Layout(name=...)` in Python.
+
+    `type` is bool, int, float or str; `choices` are all values that a str may have, if not any.
+    """
+
+    name: str
+    type: type
+    default: Any
+    help: str
+    min: int | None = None
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+
+
+def option(help: str, *, default: Any = None, **more: Any) -> Any:
+    """A field of a format's options: its help text, and what else an `Option` has."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+def options_of(declaration: type) -> tuple[Option, ...]:
+    """The options that a dataclass declares.  A field of type `int | None` takes an int."""
+    hints = get_type_hints(declaration)
+    return tuple(
+        Option(one.name, _plain(hints[one.name]), one.default, **one.metadata)
+        for one in fields(declaration)
+        if "help" in one.metadata
+    )
+
+
+def _plain(hint: Any) -> Any:
+    return next(kind for kind in get_args(hint) or (hint,) if kind is not NoneType)

@@ -1,0 +1,46 @@
+"""What a Megatron target can be asked for, under the names of Megatron-LM's own arguments (August 2026)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ckpt.plan.options import option
+
+
+@dataclass(frozen=True)
+class MegatronOptions:
+    """Sizes of Megatron's parallel axes, how layers are dealt to pipeline stages, and which layers a model has.
+
+    A size that is None is the source's, or 1.  Where nothing is said of the stages the source's way is kept if it still
+    fits, and otherwise stages are even.
+    """
+
+    about: ClassVar[str] = "Megatron's parallel axes"
+
+    tp: int | None = option("Tensor parallel size.", min=1)
+    pp: int | None = option("Pipeline parallel size.", min=1)
+    ep: int | None = option("Expert parallel size.", min=1)
+    vpp: int | None = option("Virtual pipeline size: model chunks on each pipeline rank.", min=1)
+    etp: int | None = option("Expert tensor parallel size. [default: as --tp]", min=1)
+    decoder_first_pipeline_num_layers: int | None = option(
+        "Layers of the first pipeline stage, where stages differ.", min=1
+    )
+    decoder_last_pipeline_num_layers: int | None = option(
+        "Layers of the last pipeline stage, where stages differ.", min=1
+    )
+    account_for_embedding_in_pipeline_split: bool = option(
+        "Count the embedding as a layer of the first stage.", default=False
+    )
+    account_for_loss_in_pipeline_split: bool = option("Count the loss as a layer of the last stage.", default=False)
+    pipeline_model_parallel_layout: str | None = option(
+        "The stages as Megatron writes them, like 'Et*3|t*4|t*3L'.", metavar="LAYOUT"
+    )
+    transformer_impl: str | None = option(
+        "Which layers the model is built from, where names of tensors depend on it. "
+        "[default: the source's, or transformer_engine]",
+        choices=("local", "transformer_engine"),
+    )
+    make_vocab_size_divisible_by: int | None = option(
+        "The padded vocabulary is a multiple of this number times --tp. [default: 128]", min=1
+    )

@@ -1,0 +1,117 @@
+"""Options that formats declare: in the help under their names, read back typed, refused where they do not belong."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import ckpt
+from ckpt import registry
+from ckpt.errors import UsageError
+from ckpt.plan.checkpoint import Layout
+from ckpt.plan.options import Option, option, options_of
+from converters.names.megatron.options import MegatronOptions
+from tests.support.commands import ckpt as run_ckpt
+from tests.support.commands import process
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Options of a format that another package brings."""
+
+    mark: str | None = option("A mark.", choices=("red", "blue"))
+    depth: int = option("How deep.", default=3, min=1)
+    plain: bool = option("Without marks.", default=False)
+
+
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module that is registered as that of another package's options."""
+    module = ModuleType("marks_of_tests")
+    module.Marks = Marks  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    entries = {"ckpt.format_options": {"marks": "marks_of_tests:Marks"}}
+    monkeypatch.setattr(registry, "_entries", lambda group: entries.get(group, {}))
+    return module
+
+
+def section(text: str, title: str) -> str:
+    return text.split(f"\n{title}:\n")[1].split("\n\n")[0]
+
+
+def test_the_options_of_a_format_are_in_the_help_under_its_name(marks: ModuleType) -> None:
+    text = run_ckpt("convert", "--help").out
+    of_megatron = section(text, "Options of megatron, megatron-dist, megatron-deepspeed")
+    for one in options_of(MegatronOptions):
+        assert f"--{one.name.replace('_', '-')}" in of_megatron
+        assert f"--{one.name.replace('_', '-')}" not in section(text, "Options")
+    of_marks = section(text, "Options of marks")
+    assert "--mark <red|blue>" in of_marks
+    assert "--depth <int range>" in of_marks
+    assert "Without marks." in of_marks
+    assert "--no-plain" not in of_marks
+
+
+def test_a_declaration_is_read_from_its_dataclass() -> None:
+    assert options_of(Marks) == (
+        Option("mark", str, None, "A mark.", choices=("red", "blue")),
+        Option("depth", int, 3, "How deep.", min=1),
+        Option("plain", bool, False, "Without marks."),
+    )
+
+
+def test_a_layout_gives_a_format_its_own_options() -> None:
+    layout = Layout(tp=2, vpp=None, mark="red")
+    assert layout.options == {"tp": 2, "mark": "red"}
+    assert layout.read(MegatronOptions) == MegatronOptions(tp=2)
+    assert layout.read(Marks) == Marks("red")
+    assert layout == Layout(options={"tp": 2}, mark="red")
+    assert replace(layout, world_size=4).options == layout.options
+
+
+def test_an_option_of_another_format_is_a_mistake(fixtures: Path, marks: ModuleType) -> None:
+    run = str(fixtures / "toy-zero3")
+    result = run_ckpt("convert", "auto", "hf", run, "--tp", "2", "--dry-run")
+    assert result.code == 2
+    assert "the format 'hf' has none of Megatron's parallel axes" in result.err
+    result = run_ckpt("convert", "auto", "hf", run, "--mark", "red", "--dry-run")
+    assert result.code == 2
+    assert "the format 'hf' has none of the options of marks" in result.err
+    assert "found: --mark" in result.err
+    assert run_ckpt("convert", "auto", "hf", run, "--depth", "3", "--dry-run").code == 0  # as if it was not given
+    with pytest.raises(UsageError, match="has no such option"):
+        ckpt.plan(ckpt.open(run), "hf", Layout(colour="red"))
+    assert run_ckpt("convert", "auto", "hf", run, "--mark", "green").code == 2
+    assert run_ckpt("convert", "auto", "hf", run, "--depth", "0").code == 2
+
+
+def test_two_options_of_one_name_are_a_mistake(fixtures: Path, marks: ModuleType) -> None:
+    for name in ("tp", "dtype"):
+        other = dataclass(frozen=True)(type("Other", (), {name: option("Another."), "__annotations__": {name: "int"}}))
+        marks.Marks = other  # type: ignore[attr-defined]
+        result = run_ckpt("convert", "auto", "hf", fixtures / "toy-zero3", "--dry-run")
+        assert result.code == 2
+        assert f"two options of `ckpt convert` are called --{name}" in result.err
+        assert "marks" in result.err
+        assert run_ckpt("inspect", fixtures / "toy-zero3").code == 0
+
+
+def test_a_package_that_cannot_be_imported_is_named(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_entries", lambda group: {"gone": "gone_from_here:FORMAT"})
+    result = run_ckpt("convert", "auto", "hf", fixtures / "toy-zero3")
+    assert result.code == 2
+    assert "registers 'gone_from_here:FORMAT', which cannot be imported" in result.err
+    assert "hint: update that package, or uninstall it" in result.err
+
+
+def test_commands_other_than_convert_do_not_look_for_options() -> None:
+    code = "import sys; from ckpt.cli import app\ntry: app(sys.argv[1:])\nexcept SystemExit: pass\n"
+    code += "print([name for name in sys.modules if name.startswith('converters')])"
+    assert process("--help", script=code).out.splitlines()[-1] == "[]"
+    known = process("convert", "--help", script=code).out.splitlines()[-1]
+    assert "converters.names.megatron.options" in known
+    assert "converters.names.megatron.relation" not in known
