@@ -8,7 +8,7 @@ model's dtype, which is exactly what the engine computes after each step.  No ot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
@@ -67,6 +67,27 @@ def choices(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
     for fqn in {**weights, **masters}:
         found[fqn] = choose(weights.get(fqn), masters.get(fqn), dtype)
     return found
+
+
+def num_elements(chosen: Iterable[Choice]) -> dict[DType, int]:
+    """Elements of floating parameters, without buffers, by the dtype that they are written in."""
+    counts: dict[DType, int] = {}
+    for choice in chosen:
+        if choice.tensor.role != BUFFER and choice.dtype in CAST_SOURCES:
+            counts[choice.dtype] = counts.get(choice.dtype, 0) + choice.tensor.numel
+    return counts
+
+
+def model_dtypes(checkpoint: Checkpoint, dtype: DType | None) -> dict[DType, int]:
+    """Elements of the model's parameters by the dtype that it computes in: `dtype`, or its own.
+
+    Empty where only its config knows: engines that train in fp32 and compute in 16 bits keep no 16-bit weights.
+    """
+    counts = num_elements(choices(checkpoint, dtype).values())
+    is_run = bool(checkpoint.optimizer_states or checkpoint.state.param_groups)
+    has_master = any(True for _ in checkpoint.with_role(MASTER))
+    main = max(counts, key=lambda one: counts[one], default=FLOAT32)
+    return {} if dtype is None and is_run and not has_master and main == FLOAT32 else counts
 
 
 def describe(chosen: Mapping[str, Choice], checkpoint: Checkpoint, asked: DType | None) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,16 @@ from ckpt.errors import LossError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import Checkpoint, TargetFile
 from ckpt.plan.dtypes import DType
-from ckpt.run_folder.companions import CONFIG, SHARED_RUN_PATTERNS, companions, dump_config, find_config, parse_json
+from ckpt.plan.precision import model_dtypes
+from ckpt.run_folder.companions import (
+    CONFIG,
+    SHARED_RUN_PATTERNS,
+    companions,
+    dump_config,
+    find_config,
+    parse_json,
+    true_config,
+)
 from ckpt.run_folder.left_out import run_files_left_out
 from ckpt.run_folder.steps import TRAINER_STATE
 
@@ -45,24 +54,55 @@ class Companions:
     notes: tuple[str, ...]
 
 
-def run_companions(
-    checkpoint: Checkpoint, num_ranks: int | None, dtype: DType | None, *, leave: tuple[str, ...] = ()
-) -> Companions:
-    """Config, tokenizer and the like of the model; trainer state, scheduler and random states of the step.
+def model_files(
+    checkpoint: Checkpoint, dtype: DType | None, written: Mapping[DType, int] | None = None, *, plain: bool = False
+) -> tuple[list[TargetFile], list[str]]:
+    """What every target has beside a model: config, tokenizer and the like, by name; and notes on the config.
 
-    `num_ranks` None keeps the random states of all ranks; files named in `leave` are not wanted.
+    In a config of transformers' the dtype is made true: that of most elements in `written`, by default of those of the
+    model in `dtype`, or its own.  `plain` says that nothing quantized is written.  Raises CorruptError for a config
+    that is no JSON.
     """
     folders = [Path(folder) for folder in checkpoint.folders]
     found = {companion.name: companion.content for companion in companions(folders)}
-    config = _config(folders, dtype)
-    if config is not None:
-        found[CONFIG] = config
-    home = _home(checkpoint)
+    path, config = find_config(folders), checkpoint.config
+    notes: list[str] = []
+    if path is not None:
+        found[CONFIG] = _content(path.parent, path.name)
+        config = parse_json(found[CONFIG], path)
+    elif config is not None:
+        found[CONFIG] = dump_config(config)
+    if isinstance(config, Mapping) and {"model_type", "architectures"} & config.keys():
+        no_longer = checkpoint.config is not None and not checkpoint.config.get("quantization_config")
+        written = model_dtypes(checkpoint, dtype) if written is None else written
+        true, notes = true_config(config, written, plain=plain or no_longer)
+        if true != config:
+            found[CONFIG] = dump_config(true)
+    return _files(found), notes
+
+
+def run_companions(
+    checkpoint: Checkpoint,
+    num_ranks: int | None,
+    dtype: DType | None,
+    *,
+    deepspeed: bool = True,
+    own: Sequence[TargetFile] = (),
+) -> Companions:
+    """`model_files`, and of a step that a trainer resumes from: its state, scheduler and random states.
+
+    `num_ranks` None keeps the random states of all ranks.  `deepspeed` says that the target is DeepSpeed's, around
+    whose tag a run's files lie; `own` are the format's files with training state, which those of a step precede.
+    """
+    files, notes = model_files(checkpoint, dtype)
+    home = _home(checkpoint) if deepspeed else trainer_folder(checkpoint)
     if home is None:
-        return Companions(_files(found), tuple(run_files_left_out(checkpoint)), ())
+        return Companions((*files, *own), tuple(run_files_left_out(checkpoint)), tuple(notes))
+    found: dict[str, bytes] = {}
     names = sorted(entry.name for entry in home.iterdir() if entry.is_file())
     for name in names:
-        if name not in leave and any(fnmatch.fnmatchcase(name, pattern) for pattern in _SHARED):
+        unwanted = not deepspeed and name in DEEPSPEED_SCRIPTS
+        if not unwanted and any(fnmatch.fnmatchcase(name, pattern) for pattern in _SHARED):
             found[name] = _content(home, name)
     states = [state for state in map(_random_state, names) if state is not None]
     for state in states:
@@ -71,11 +111,14 @@ def run_companions(
     sources = {file.path for file in checkpoint.files}
     others = [name for name in names if str(home / name) not in sources]
     ranks = max((state.rank for state in states), default=0) + 1 if num_ranks is None else num_ranks
-    return Companions(_files(found), tuple(_dropped(others, states, ranks)), tuple(_missing(states, ranks)))
+    files = [*(file for file in files if file.name not in found), *_files(found)]
+    files += [file for file in own if file.name not in found]
+    notes += [*_missing(states, ranks), *(() if deepspeed else _no_schedule(files))]
+    return Companions(tuple(files), tuple(_dropped(others, states, ranks)), tuple(notes))
 
 
-def _files(content: dict[str, bytes]) -> tuple[TargetFile, ...]:
-    return tuple(TargetFile.of_bytes(name, content[name]) for name in sorted(content))
+def _files(content: Mapping[str, bytes]) -> list[TargetFile]:
+    return [TargetFile.of_bytes(name, content[name]) for name in sorted(content)]
 
 
 def trainer_folder(checkpoint: Checkpoint) -> Path | None:
@@ -94,7 +137,7 @@ def trainer_folder(checkpoint: Checkpoint) -> Path | None:
     return None
 
 
-def no_schedule(files: tuple[TargetFile, ...]) -> tuple[str, ...]:
+def _no_schedule(files: Sequence[TargetFile]) -> tuple[str, ...]:
     """What to tell of a step for HF Trainer under FSDP that lacks its scheduler (5.23, the method named above)."""
     names = {file.name for file in files}
     if TRAINER_STATE not in names or "scheduler.pt" in names:
@@ -109,19 +152,6 @@ def _home(checkpoint: Checkpoint) -> Path | None:
     if step is None and checkpoint.format in _TAGGED and str(parent) in checkpoint.folders:
         return parent
     return step
-
-
-def _config(folders: list[Path], dtype: DType | None) -> bytes | None:
-    """The model's config as it is, or with the dtype that was asked for."""
-    path = find_config(folders)
-    if path is None:
-        return None
-    content = _content(path.parent, path.name)
-    if dtype is None:
-        return content
-    config = parse_json(content, path)
-    keys = [key for key in ("dtype", "torch_dtype") if isinstance(config, dict) and key in config]
-    return dump_config(config | dict.fromkeys(keys, dtype.name)) if keys else content
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckpt.containers.safetensors import Header, Planned, build_header, read_header
 from ckpt.errors import CorruptError, NotFoundError, UnsafeError, UsageError
@@ -32,18 +31,13 @@ from ckpt.plan.checkpoint import (
     Target,
     TargetFile,
 )
-from ckpt.plan.dtypes import DType
-from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe
+from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
 from ckpt.plan.tensors import Extent, Tensor, Whole, whole
+from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.companions import (
     CONFIG,
-    companions,
-    dump_config,
-    find_config,
-    parse_json,
     read_config,
     read_json,
-    true_config,
 )
 from ckpt.run_folder.left_out import run_files_left_out, training_left_out
 from converters.names.transformers.ties import kept_names, tied_names
@@ -122,7 +116,11 @@ class HuggingFace:
         names = kept_names(checkpoint)
         chosen = {names.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, layout.dtype).items()}
         files = _weight_targets(chosen, layout.max_shard_size)
-        beside, notes = _side_files(checkpoint, chosen)
+        quantized = parts(chosen)
+        plain = [choice for name, choice in chosen.items() if name not in quantized]
+        beside, notes = model_files(checkpoint, layout.dtype, num_elements(plain), plain=_is_plain(chosen))
+        if all(file.name != CONFIG for file in beside):
+            notes = ["no config.json was found, so none is written; --config names the folder that has it"]
         notes = (
             describe(chosen, checkpoint, layout.dtype) + _tie_notes(checkpoint, names) + _adapter_notes(chosen) + notes
         )
@@ -346,40 +344,6 @@ def _weight_target(
         slots.append(Slot(chosen[tensor.name].key, whole(tensor.shape), extent))
         end = offset + tensor.nbytes
     return TargetFile(name, end, ((0, header),), tuple(slots))
-
-
-def _side_files(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> tuple[list[TargetFile], list[str]]:
-    folders = [Path(folder) for folder in checkpoint.folders]
-    files = [TargetFile.of_bytes(c.name, c.content) for c in companions(folders)]
-    path = find_config(folders)
-    if path is None and checkpoint.config is None:
-        return files, ["no config.json was found, so none is written; --config names the folder that has it"]
-    config: Any = checkpoint.config
-    content = dump_config(config) if config is not None else b""
-    if path is not None:
-        with translate_os_errors(path):
-            content = path.read_bytes()
-        config = parse_json(content, path)
-    if not isinstance(config, dict) or not {"model_type", "architectures"} & config.keys():
-        return [
-            TargetFile.of_bytes(CONFIG, content),
-            *files,
-        ], []  # not a transformers config: none of our business
-    no_longer = checkpoint.config is not None and not checkpoint.config.get("quantization_config")
-    corrected, notes = true_config(config, _written_dtypes(chosen), plain=no_longer or _is_plain(chosen))
-    if corrected != config:
-        content = dump_config(corrected)
-    return [TargetFile.of_bytes(CONFIG, content), *files], notes
-
-
-def _written_dtypes(chosen: Mapping[str, Choice]) -> dict[DType, int]:
-    """Elements of plain floating parameters by the dtype that they are written in."""
-    counts: dict[DType, int] = {}
-    quantized = parts(chosen)
-    for name, choice in chosen.items():
-        if name not in quantized and choice.tensor.role != BUFFER and choice.dtype in CAST_SOURCES:
-            counts[choice.dtype] = counts.get(choice.dtype, 0) + choice.tensor.numel
-    return counts
 
 
 def _is_plain(chosen: Mapping[str, Choice]) -> bool:

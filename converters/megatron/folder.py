@@ -8,13 +8,11 @@ After Megatron-LM of August 2026, training/checkpointing.py: `get_checkpoint_tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.errors import CorruptError
 from ckpt.move.files import confined, translate_os_errors
-from ckpt.plan.checkpoint import Checkpoint, TargetFile
-from ckpt.run_folder.companions import CONFIG, companions, dump_config, find_config
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 
@@ -56,16 +54,3 @@ def find_iteration(path: Path, tag: str | None, is_iteration: Callable[[Path], b
         found="no such folder",
         hint=f"the newest here is {others[-1]}",
     )
-
-
-def run_files(checkpoint: Checkpoint) -> Iterator[TargetFile]:
-    """Config and tokenizer, which the way back to the Hub's names needs."""
-    folders = [Path(folder) for folder in checkpoint.folders]
-    path = find_config(folders)
-    if path is not None:
-        with translate_os_errors(path):
-            yield TargetFile.of_bytes(CONFIG, path.read_bytes())
-    elif checkpoint.config is not None:
-        yield TargetFile.of_bytes(CONFIG, dump_config(checkpoint.config))
-    for companion in companions(folders):
-        yield TargetFile.of_bytes(companion.name, companion.content)

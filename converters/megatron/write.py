@@ -19,8 +19,9 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Layout
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe
 from ckpt.plan.tensors import Shape, Tensor
+from ckpt.run_folder.carried import model_files
 from converters.megatron.buffers import bucket_sizes, stored_buffer
-from converters.megatron.folder import RELEASE, TRACKER, iteration_folder, run_files
+from converters.megatron.folder import RELEASE, TRACKER, iteration_folder
 from converters.megatron.optimizer_read import IDENTITY, is_decayed, is_decoupled
 from converters.megatron.read import DISTRIBUTED, EXTRA, MODEL, OTHER_ORDER, Piece, folder_name, pieces_of
 from converters.names.megatron.model.axes import STAGE_ARGS, Grid, Rank, Stages, expert_range
@@ -79,7 +80,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     written = {slot.key for file in files for slot in file.slots}
     masters = [key for key in checkpoint.tensors if key[1] in (MASTER, WEIGHT) and key not in written]
     return Target(
-        files=(*files, *run_files(checkpoint), TargetFile.of_bytes(TRACKER, tracker.encode())),
+        files=(*files, *model_files(checkpoint, layout.dtype)[0], TargetFile.of_bytes(TRACKER, tracker.encode())),
         leaves_out=frozenset(masters),
         dropped=tuple(dropped),
         notes=tuple(_notes(model, layout, optimizer)),

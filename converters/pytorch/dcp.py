@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.dcp.folder import find_folder, other_models, parts, run_folders
+from ckpt.containers.dcp.folder import MODEL_0, OPTIMIZER_0, find_folder, other_models, parts, run_folders
 from ckpt.containers.dcp.metadata import Metadata, Path_, Place, read_metadata
 from ckpt.containers.dcp.shards import read_shards
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, writer_of
@@ -38,11 +38,11 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole
+from ckpt.run_folder.carried import run_companions, trainer_folder
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from converters.names.transformers.installed import tied_weights
 from converters.names.transformers.ties import ties_embeddings
-from converters.pytorch.beside import beside_files
 from converters.pytorch.keys import Leaf, Understood, nest, understand
 from converters.pytorch.state import state_dict
 
@@ -79,8 +79,8 @@ class DistributedCheckpoint:
         """One folder, or Accelerate's two where the source is a step of HF Trainer or Accelerate."""
         num_ranks = layout.world_size or checkpoint.world_size or 1
         state = state_dict(checkpoint, layout.dtype)
-        beside = beside_files(checkpoint, num_ranks, layout.dtype)
-        folders = [Writing(num_ranks, prefix) for prefix in beside.prefixes]
+        beside = run_companions(checkpoint, num_ranks, layout.dtype, deepspeed=False)
+        folders = [Writing(num_ranks, prefix) for prefix in _prefixes(checkpoint)]
         folders[0].add_all(state.model)
         folders[-1].add_all((*state.optimizer, *state.rest))
         files = [file for folder in folders if folder.paths for file in folder.files()]
@@ -93,6 +93,16 @@ class DistributedCheckpoint:
 
 
 DCP = DistributedCheckpoint()
+
+
+def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Of the folders to be written, model first.  A step of HF Trainer or Accelerate stays one, to be resumed from.
+
+    Accelerate 1.15, `utils/fsdp_utils.py`.
+    """
+    path = Path(checkpoint.path)
+    is_pair = checkpoint.format == DCP.name and path.is_dir() and parts(path).is_pair
+    return (f"{MODEL_0}/", f"{OPTIMIZER_0}/") if is_pair or trainer_folder(checkpoint) else ("",)
 
 
 # -- where tensors are -----------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ import fnmatch
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,21 +53,14 @@ from ckpt.plan.checkpoint import (
     TargetFile,
     TrainingState,
 )
-from ckpt.plan.dtypes import DType
-from ckpt.plan.precision import CAST_SOURCES, Choice, choose, describe
+from ckpt.plan.precision import Choice, choose, describe
 from ckpt.plan.tensors import Tensor, Whole, whole
-from ckpt.run_folder.carried import DEEPSPEED_SCRIPTS, Companions, no_schedule, run_companions, trainer_folder
+from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.companions import (
-    CONFIG,
     RUN_PATTERNS,
-    companions,
-    dump_config,
-    find_config,
     read_config,
     read_json,
-    true_config,
 )
-from ckpt.run_folder.left_out import run_files_left_out
 from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from ckpt.state.plain import is_plain
 from converters.pytorch.state_dicts import (
@@ -191,13 +184,14 @@ class Full:
             files = [torch_file(FSDP_MODEL, _model(chosen, checkpoint.ties, extra)), _optimizer(checkpoint)]
         else:
             files = _weight_files(chosen, checkpoint.ties, extra, layout.max_shard_size)
-        beside = _beside(checkpoint, {} if trained else chosen, layout)
+        states, dropped = _state_files(checkpoint)
+        beside = run_companions(checkpoint, layout.world_size, layout.dtype, deepspeed=False, own=states)
         written = {choice.key for choice in chosen.values()}
         kept = {key for key in checkpoint.tensors if trained and key[1] not in (WEIGHT, MASTER, BUFFER)}
         return Target(
             files=(*beside.files, *files),
             leaves_out=frozenset(key for key in checkpoint.tensors if key not in written | kept),
-            dropped=(*_dropped(checkpoint, chosen), *beside.dropped),
+            dropped=(*_dropped(checkpoint, chosen), *beside.dropped, *dropped),
             notes=(*_notes(checkpoint, chosen, layout, trained), *beside.notes),
         )
 
@@ -503,18 +497,6 @@ def _optimizer(checkpoint: Checkpoint) -> TargetFile:
     return torch_file(OPTIMIZERS[0], {"state": stepped, "param_groups": groups})
 
 
-def _beside(checkpoint: Checkpoint, weights: Mapping[str, Choice], layout: Layout) -> Companions:
-    """What stands beside the state dicts; a step of HF Trainer or Accelerate stays one, from which they resume."""
-    states, dropped = _state_files(checkpoint)
-    if trainer_folder(checkpoint) is None:
-        dropped += run_files_left_out(checkpoint)
-        return Companions((*_side_files(checkpoint, weights), *states), tuple(dropped), ())
-    found = run_companions(checkpoint, layout.world_size, layout.dtype, leave=DEEPSPEED_SCRIPTS)
-    carried = {file.name for file in found.files}
-    files = (*found.files, *(file for file in states if file.name not in carried))
-    return Companions(files, (*found.dropped, *dropped), (*found.notes, *no_schedule(files)))
-
-
 def _state_files(checkpoint: Checkpoint) -> tuple[list[TargetFile], list[str]]:
     """`training_state.pt` and `scheduler.pt`, and what cannot be written."""
     content: dict[str, Any] = {}
@@ -538,24 +520,6 @@ def _state_files(checkpoint: Checkpoint) -> tuple[list[TargetFile], list[str]]:
     if isinstance(scheduler, Mapping) and "last_epoch" in scheduler:  # torch's; DeepSpeed's own have another shape
         files.append(torch_file(SCHEDULERS[0], scheduler))
     return files, dropped
-
-
-def _side_files(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> Iterator[TargetFile]:
-    """Config, tokenizer and the like; in the config of weights alone the dtype is made true."""
-    folders = [Path(folder) for folder in checkpoint.folders]
-    config = checkpoint.config if checkpoint.config is not None else read_config(folders)
-    if config is not None:
-        written: dict[DType, int] = {}
-        for choice in weights.values():
-            if choice.tensor.role != BUFFER and choice.dtype in CAST_SOURCES:
-                written[choice.dtype] = written.get(choice.dtype, 0) + choice.tensor.numel
-        true = true_config(config, written, plain=False)[0] if config.get("model_type") else config
-        path = find_config(folders)
-        unchanged = true == config and path is not None
-        with translate_os_errors(path):
-            yield TargetFile.of_bytes(CONFIG, path.read_bytes() if unchanged and path else dump_config(true))
-    for companion in companions(folders):
-        yield TargetFile.of_bytes(companion.name, companion.content)
 
 
 def _dropped(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:

@@ -20,6 +20,7 @@ from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_file
 from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key, Layout, ParamGroup, Target, TargetFile
 from ckpt.plan.precision import Choice
+from ckpt.run_folder.carried import model_files
 from converters.deepspeed import model as zero_model
 from converters.deepspeed.model import PIPELINE, Model
 from converters.deepspeed.pipeline.args import namespace, recorded
@@ -37,7 +38,7 @@ from converters.deepspeed.write import (
     stage12_items,
     step_folder,
 )
-from converters.megatron.folder import TRACKER, run_files
+from converters.megatron.folder import TRACKER
 from converters.names.megatron.model.axes import STAGE_ARGS, Grid, Stages
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import is_gated, rank_boxes, rank_shape, second_linear, split_of
@@ -70,7 +71,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     if step is not None:
         trackers.append(TargetFile.of_bytes(TRACKER, str(step).encode()))
     return Target(
-        files=(*files, *run_files(checkpoint), *trackers),
+        files=(*files, *model_files(checkpoint, layout.dtype)[0], *trackers),
         leaves_out=model.left_out | pipeline.without_groups,
         dropped=(*model.dropped, *dropped, *_dropped_states(pipeline)),
         notes=(*pipeline.notes, *model.notes, *_notes(pipeline)),

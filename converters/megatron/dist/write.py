@@ -26,9 +26,10 @@ from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Key, Layout, Target
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Box, Shape
+from ckpt.run_folder.carried import model_files
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
 from converters.megatron.dist.read import BACKENDS, COMMON
-from converters.megatron.folder import TRACKER, iteration_folder, run_files
+from converters.megatron.folder import TRACKER, iteration_folder
 from converters.megatron.read import EXTRA
 from converters.megatron.write import Model, Optimizer, describe_model
 from converters.names.megatron.model.axes import Grid
@@ -69,7 +70,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         *writing.files(),
         torch_file(f"{folder}/{COMMON}", common),
         TargetFile.of_bytes(f"{folder}/{BACKENDS}", json.dumps(backends).encode()),
-        *run_files(checkpoint),
+        *model_files(checkpoint, layout.dtype)[0],
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
     written = {slot.key for file in files for slot in file.slots}
