@@ -411,7 +411,8 @@ def plan(
     check_casts(named, laid_out, layout)
     new = [note for note in named.notes if note not in checkpoint.notes]  # said by the way from names to names
     laid_out = replace(laid_out, notes=(*new, *laid_out.notes))
-    return Conversion(make_plan(named, laid_out), resources or Resources(), to)
+    made = make_plan(named, laid_out, carries_optimizer=target.carries_optimizer)
+    return Conversion(made, resources or Resources(), to)
 
 
 def picture(checkpoint: Checkpoint, only: Only = "all") -> Picture:

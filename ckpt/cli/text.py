@@ -64,7 +64,7 @@ def plan_report(conversion: Conversion, destination: Path) -> dict[str, Any]:
             for c in plan.casts
         ],
         "notes": list(plan.target.notes),
-        "left_out": list(plan.target.dropped),
+        "left_out": list(plan.target.not_written),
     }
 
 
@@ -106,7 +106,7 @@ def _outcome(conversion: Conversion, destination: Path, manifest: bool) -> list[
     summary = f"wrote {files_of(len(plan.target.files))}, {show_size(plan.total_bytes)}" + (
         f", and {MANIFEST}" if manifest else ""
     )
-    lines = [*_notes(list(plan.target.notes), list(plan.target.dropped)), summary]
+    lines = [*_notes(list(plan.target.notes), list(plan.target.not_written)), summary]
     if any(file.name == TRAINER_STATE for file in plan.target.files):  # whatever its name, Trainer takes the folder
         lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={printable(str(destination))!r})")
     return lines

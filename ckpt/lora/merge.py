@@ -94,7 +94,7 @@ def plan(
     notes = (*notes, *merge.notes(), *target.notes)
     left_out = dict.fromkeys(line for one in given for line in training_left_out(one.checkpoint))
     target = replace(target, notes=notes, dropped=(*left_out, *target.dropped))
-    return api.Conversion(make_plan(merged, target), resources or Resources(), "hf")
+    return api.Conversion(make_plan(merged, target, carries_optimizer=False), resources or Resources(), "hf")
 
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:

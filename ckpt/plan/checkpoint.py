@@ -200,15 +200,20 @@ class TargetFile:
 class Target:
     """Everything a writer wants written.
 
-    `dropped` names each part of the source that this format has no place for; `notes` is what the user should
-    know about the choice that was made (which precision, which names).  A tensor that is neither in a slot nor
-    of a role in `leaves_out` stops the conversion.
+    `left_out` are tensors that are not written, each with the sentence that tells the user why; any other tensor that
+    the plan cannot prove to be placed stops the conversion.  `dropped` names what is no tensor and has no place in this
+    format; `notes` is what the user should know about the choice that was made (which precision, which names).
     """
 
     files: tuple[TargetFile, ...]
-    leaves_out: frozenset[Key] = frozenset()
+    left_out: Mapping[Key, str] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def not_written(self) -> tuple[str, ...]:
+        """Everything of the source that is not in the target, a line each."""
+        return (*self.dropped, *dict.fromkeys(self.left_out.values()))
 
 
 class Format(Protocol):
@@ -218,6 +223,7 @@ class Format(Protocol):
     title: str
     reads: bool
     writes: bool
+    #: Whether it has a place for optimizer states; a plan proves that each is placed in one that has.
     carries_optimizer: bool
     #: The namespace that what is written must have; None takes any.
     namespace: str | None

@@ -5,7 +5,7 @@ Pure: no I/O, no torch.  A plan can be printed, counted and dealt out by target 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from math import prod
@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from ckpt.errors import CorruptError, LossError
-from ckpt.plan.checkpoint import Checkpoint, Key, Slot, Target, TargetFile
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Slot, Target, TargetFile
 from ckpt.plan.dtypes import CASTABLE, FLOAT64, DType
 from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import (
@@ -123,8 +123,10 @@ class Plan:
             yield slot, _slot_copies(tensor.fragments(), tensor.shape, slot)
 
 
-def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
+def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool = True) -> Plan:
     """Prove that `target` can be made from `checkpoint`, and count what it takes.
+
+    `carries_optimizer` says whether the target's format has a place for optimizer states.
 
     Raises CorruptError where fragments of a tensor leave a hole or overlap, LossError where a target range is filled
     by nothing, a tensor goes nowhere, or a cast is none that is ever made.
@@ -173,7 +175,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
                     expected=f"{slot.extent.numel} elements",
                     found=f"{filled} elements",
                 )
-    _check_every_source_used(checkpoint, target, regions)
+    _prove_nothing_is_lost(checkpoint, target, regions, carries_optimizer)
     counted = tuple(Cast(a, b, len(keys), sum(keys.values())) for (a, b), keys in casts.items())
     return Plan(checkpoint, target, num_copies, span_bytes, buffered_bytes, counted, largest)
 
@@ -252,17 +254,31 @@ def _check_file_cover(file: TargetFile) -> None:
         raise AssertionError(f"{file.name}: literals and slots cover {covered} of {file.size} bytes")
 
 
-def _check_every_source_used(checkpoint: Checkpoint, target: Target, regions: dict[Key, dict[Region, None]]) -> None:
+def _prove_nothing_is_lost(
+    checkpoint: Checkpoint, target: Target, regions: Mapping[Key, Iterable[Region]], carries_optimizer: bool
+) -> None:
+    """Raise LossError unless all of the source is placed, or left out for a reason that the user is told.
+
+    Of a parameter its weight or its master is placed; every buffer is, and every optimizer state of a format that
+    carries them.  What is placed is placed as a whole.  Only slots prove anything: zeros and literals do not.
+    """
+    assert all(target.left_out.values()), "a tensor is left out without a reason"
+    placed = {fqn for fqn, role in regions if role in (WEIGHT, MASTER)}
     for key, tensor in checkpoint.tensors.items():
+        fqn, role = key
         if key in regions:
             # A target may hold an element more than once: as a master and, rounded, as a weight.
             fault = check_tiling(list(regions[key]), tensor.shape, overlaps=True)
             if fault is not None:
-                raise LossError(
-                    "part of a tensor would not be written", fqn=tensor.fqn, found=f"{fault.kind} at {fault.region}"
-                )
-        elif key not in target.leaves_out:
-            raise LossError("a tensor of the source goes nowhere in the target", fqn=key[0], found=f"role {key[1]}")
+                found = f"{fault.kind} at {fault.region}"
+                raise LossError("part of a tensor would not be written", fqn=fqn, found=found)
+            continue
+        if role in (WEIGHT, MASTER):
+            is_proved = fqn in placed
+        else:
+            is_proved = role != BUFFER and not carries_optimizer
+        if not is_proved and key not in target.left_out:
+            raise LossError("a tensor of the source goes nowhere in the target", fqn=fqn, found=f"role {role}")
 
 
 def choose_replica(checkpoint: Checkpoint, rank: int) -> Checkpoint:

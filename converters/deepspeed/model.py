@@ -56,8 +56,7 @@ class Model:
     masters: Mapping[str, Tensor]
     states: Mapping[str, Mapping[str, Tensor]]
     buffers: Mapping[str, Tensor]
-    left_out: frozenset[Key]
-    dropped: tuple[str, ...]
+    left_out: Mapping[Key, str]
     notes: tuple[str, ...]
 
     @property
@@ -153,8 +152,8 @@ def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
     """`checkpoint` as a DeepSpeed model; `dtype` None keeps the model's own."""
     recorded = None if dtype is not None else _recorded_dtype(checkpoint)
     dtype = dtype or recorded
-    aliases = set(_ties(checkpoint))
-    chosen = {fqn: choice for fqn, choice in choices(checkpoint, dtype).items() if fqn not in aliases}
+    ties = _ties(checkpoint)
+    chosen = {fqn: choice for fqn, choice in choices(checkpoint, dtype).items() if fqn not in ties}
     buffers = {fqn: choice.tensor for fqn, choice in chosen.items() if _is_buffer(choice.tensor)}
     weights = {fqn: choice for fqn, choice in chosen.items() if fqn not in buffers}
     groups, resumable = _groups(checkpoint, weights)
@@ -164,7 +163,6 @@ def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
     states, misfits = _states(checkpoint, masters)
     if not _is_deepspeed(checkpoint):
         groups = [_completed(group, states) for group in groups]
-    dropped = _misfit_lines(misfits)
     notes = [
         *_dtype_notes(checkpoint, dtype, recorded),
         *_kept_notes(kept),
@@ -172,13 +170,8 @@ def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
         *_unknown_group_notes(resumable),
         *_schedule_notes(checkpoint),
     ]
-    left_out = misfits | {
-        key
-        for fqn in masters
-        for key in ((fqn, WEIGHT),)
-        if key in checkpoint.tensors and (fqn, MASTER) in checkpoint.tensors
-    }
-    left_out |= {key for key in checkpoint.tensors if key[0] in aliases}
+    left_out = _misfits(misfits)
+    left_out |= {key: f"{key[0]}: the same tensor as {ties[key[0]]}" for key in checkpoint.tensors if key[0] in ties}
     return Model(
         checkpoint,
         tuple(groups),
@@ -187,8 +180,7 @@ def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
         masters,
         states,
         buffers,
-        frozenset(left_out),
-        tuple(dropped),
+        left_out,
         tuple(notes),
     )
 
@@ -341,14 +333,16 @@ def _states(
     return states, frozenset(misfits)
 
 
-def _misfit_lines(misfits: Iterable[Key]) -> list[str]:
+def _misfits(misfits: Iterable[Key]) -> dict[Key, str]:
+    """Optimizer states that are left out, and why."""
     by_role: dict[str, list[str]] = {}
     for fqn, role in sorted(misfits):
         by_role.setdefault(role, []).append(fqn)
-    return [
-        f"optimizer state {role} of {_named(fqns)}: not shaped like a trainable parameter, as ZeRO's flat buffers are"
-        for role, fqns in by_role.items()
-    ]
+    left_out: dict[Key, str] = {}
+    for role, fqns in by_role.items():
+        why = "not shaped like a trainable parameter, as ZeRO's flat buffers are"
+        left_out |= dict.fromkeys(((fqn, role) for fqn in fqns), f"optimizer state {role} of {_named(fqns)}: {why}")
+    return left_out
 
 
 def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[str]:

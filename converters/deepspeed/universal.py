@@ -387,8 +387,8 @@ def _lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
             *beside.files,
             TargetFile.of_bytes(LATEST, folder.encode()),
         ),
-        leaves_out=model.left_out,
-        dropped=(*model.dropped, *dropped, *_dropped_numbers(model), *beside.dropped),
+        left_out=model.left_out,
+        dropped=(*dropped, *_dropped_numbers(model), *beside.dropped),
         notes=(*notes, *_notes(model, stage), *beside.notes),
     )
 

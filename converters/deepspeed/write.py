@@ -21,7 +21,7 @@ from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, Part, Zeros, copy_of, number, torch_file
 from ckpt.errors import UsageError
-from ckpt.plan.checkpoint import BUFFER, MASTER, Checkpoint, Layout, ParamGroup, Target, TargetFile
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, ParamGroup, Target, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, FlatRange, Shape, Tensor, flat_regions
 from ckpt.run_folder.carried import run_companions
@@ -61,8 +61,8 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
             *beside.files,
             TargetFile.of_bytes("latest", tag.encode()),
         ),
-        leaves_out=model.left_out,
-        dropped=(*model.dropped, *dropped, *beside.dropped),
+        left_out=model.left_out,
+        dropped=(*dropped, *beside.dropped),
         notes=(*notes, *model.notes, *_notes(model, config, num_ranks, stage), *beside.notes),
     )
 
@@ -81,7 +81,7 @@ def _notes(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) 
     before = checkpoint.world_size
     yield f"ZeRO-{stage} for {num_ranks} ranks" + (f", from {before}" if before not in (None, num_ranks) else "")
     yield from master_notes(model)
-    left = [fqn for fqn in model.masters if (fqn, "weight") in model.left_out]
+    left = [fqn for fqn, master in model.masters.items() if master.role == MASTER and checkpoint.get(fqn, WEIGHT)]
     if stage == 3 and left:
         yield f"weights of {len(left)} parameters are not stored: ZeRO-3 rounds the masters"
     if stage == 3 and model.frozen and not model.is_deepspeed and not any(True for _ in checkpoint.with_role(BUFFER)):

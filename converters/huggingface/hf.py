@@ -124,10 +124,8 @@ class HuggingFace:
         notes = (
             describe(chosen, checkpoint, layout.dtype) + _tie_notes(checkpoint, names) + _adapter_notes(chosen) + notes
         )
-        written = {choice.key for choice in chosen.values()}
         return Target(
             files=(*files, *beside),
-            leaves_out=frozenset(key for key in checkpoint.tensors if key not in written),
             dropped=tuple(_dropped(checkpoint)),
             notes=tuple(notes),
         )

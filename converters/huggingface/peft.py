@@ -25,6 +25,7 @@ from ckpt.plan.checkpoint import (
     OWN,
     WEIGHT,
     Checkpoint,
+    Key,
     Layout,
     ReadRequest,
     Slot,
@@ -104,15 +105,15 @@ class Peft:
             if c.name not in (CONFIG, "generation_config.json")
         ]
         written = {choice.key for choice in chosen.values()}
-        left = frozenset(key for key in checkpoint.tensors if key not in written)
+        left = [key for key in checkpoint.tensors if key not in written and key[1] in (WEIGHT, MASTER, BUFFER)]
         return Target(
             files=(
                 TargetFile(SAFETENSORS, size, ((0, header),), slots),
                 TargetFile.of_bytes(adapter.CONFIG, _config_bytes(checkpoint)),
                 *beside,
             ),
-            leaves_out=left,
-            dropped=tuple(_dropped(checkpoint, left)),
+            left_out=dict.fromkeys(left, _base_model(checkpoint, left)),
+            dropped=tuple(training_left_out(checkpoint)),
             notes=tuple(describe(chosen, checkpoint, layout.dtype)),
         )
 
@@ -173,11 +174,7 @@ def _config_bytes(checkpoint: Checkpoint) -> bytes:
         return path.read_bytes()
 
 
-def _dropped(checkpoint: Checkpoint, left: frozenset[tuple[str, str]]) -> list[str]:
-    base = [key for key in left if key[1] in (WEIGHT, MASTER, BUFFER)] if checkpoint.format != PEFT.name else []
-    lines = []
-    if base:
-        size = show_size(sum(checkpoint.tensors[key].nbytes for key in base))
-        count = len({fqn for fqn, _ in base})
-        lines.append(f"the base model's {count} parameters and buffers ({size}), which were not trained")
-    return [*lines, *training_left_out(checkpoint)]
+def _base_model(checkpoint: Checkpoint, left: list[Key]) -> str:
+    """What the tensors are that an adapter's folder has no place for."""
+    size = show_size(sum(checkpoint.tensors[key].nbytes for key in left))
+    return f"the base model's {len({fqn for fqn, _ in left})} parameters and buffers ({size}), which were not trained"

@@ -77,11 +77,8 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
             state = optimizer.distributed_state(rank, chunks)
             files.append(torch_file(f"{name}/{DISTRIBUTED}", state))
     tracker = RELEASE if checkpoint.state.step is None else str(checkpoint.state.step)
-    written = {slot.key for file in files for slot in file.slots}
-    masters = [key for key in checkpoint.tensors if key[1] in (MASTER, WEIGHT) and key not in written]
     return Target(
         files=(*files, *model_files(checkpoint, layout.dtype)[0], TargetFile.of_bytes(TRACKER, tracker.encode())),
-        leaves_out=frozenset(masters),
         dropped=tuple(dropped),
         notes=tuple(_notes(model, layout, optimizer)),
     )

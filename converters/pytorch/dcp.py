@@ -86,7 +86,6 @@ class DistributedCheckpoint:
         files = [file for folder in folders if folder.paths for file in folder.files()]
         return Target(
             files=(*beside.files, *files),
-            leaves_out=state.left_out,
             dropped=(*state.dropped, *beside.dropped),
             notes=(*state.notes, *beside.notes),
         )

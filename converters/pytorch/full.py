@@ -186,11 +186,8 @@ class Full:
             files = _weight_files(chosen, checkpoint.ties, extra, layout.max_shard_size)
         states, dropped = _state_files(checkpoint)
         beside = run_companions(checkpoint, layout.world_size, layout.dtype, deepspeed=False, own=states)
-        written = {choice.key for choice in chosen.values()}
-        kept = {key for key in checkpoint.tensors if trained and key[1] not in (WEIGHT, MASTER, BUFFER)}
         return Target(
             files=(*beside.files, *files),
-            leaves_out=frozenset(key for key in checkpoint.tensors if key not in written | kept),
             dropped=(*_dropped(checkpoint, chosen), *beside.dropped, *dropped),
             notes=(*_notes(checkpoint, chosen, layout, trained), *beside.notes),
         )

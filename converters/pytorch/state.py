@@ -20,7 +20,7 @@ from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.write import AliasOf, Sharded, flatten
 from ckpt.containers.torchfile.write import number
 from ckpt.errors import LossError
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import FLOAT32, FLOAT64, INT64, DType
 from ckpt.plan.precision import Choice, choices, describe
 from ckpt.state import adam
@@ -32,12 +32,11 @@ _KNOWN = ("lr_scheduler", "train_state")
 
 @dataclass(frozen=True, slots=True)
 class StateDict:
-    """The leaves of the state dict by path; `left_out` are tensors of the source that are in it in another form."""
+    """The leaves of the state dict by path."""
 
     model: tuple[tuple[Path_, Any], ...]
     optimizer: tuple[tuple[Path_, Any], ...]
     rest: tuple[tuple[Path_, Any], ...]
-    left_out: frozenset[Key]
     dropped: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -46,16 +45,13 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None) -> StateDict:
     """What is written for `checkpoint`, with parameters in `dtype` (None: as they are kept in training)."""
     chosen = _choose(checkpoint, dtype)
     written = {choice.key for choice in chosen.values()}
-    roles = (WEIGHT, MASTER, BUFFER)
-    left_out = {key for key in checkpoint.tensors if key[1] in roles and key not in written}
     rest, dropped = _rest(checkpoint)
-    if masters := sum(role == MASTER for _, role in left_out):
+    if masters := sum(role == MASTER and (fqn, role) not in written for fqn, role in checkpoint.tensors):
         dropped.append(f"fp32 masters of {masters} parameters, as --dtype asks for weights in {dtype}")
     return StateDict(
         tuple(_model(checkpoint, chosen)),
         tuple(_optimizer(checkpoint)),
         tuple(rest),
-        frozenset(left_out),
         tuple(dropped),
         tuple(_notes(checkpoint, chosen, dtype)),
     )

@@ -52,7 +52,7 @@ def read(path: Path, **request: Any) -> Checkpoint:
 
 
 def convert(checkpoint: Checkpoint, out: Path, **layout: Any) -> Path:
-    execute(make_plan(checkpoint, HF.lay_out(checkpoint, Layout(**layout))), out)
+    execute(make_plan(checkpoint, HF.lay_out(checkpoint, Layout(**layout)), carries_optimizer=False), out)
     return out
 
 
@@ -664,8 +664,8 @@ def test_fp32_writes_the_masters_and_upcasts_the_rest_but_never_buffers(tmp_path
 
 def test_what_is_left_out_is_listed(engine: Checkpoint) -> None:
     target = HF.lay_out(engine, Layout())
-    assert target.leaves_out == {("layer.weight", "exp_avg"), ("layer.weight", "momentum_buffer")}
-    assert target.dropped == (
+    assert not target.left_out
+    assert target.not_written == (
         "optimizer states exp_avg, momentum_buffer, step (2 tensors, 120 B)",
         "training state step 7, loss_scaler, lr_scheduler",
     )
@@ -675,10 +675,10 @@ def test_weights_beside_masters(tmp_path: Path) -> None:
     tensors = {("w", WEIGHT): torch.ones(3).bfloat16(), ("w", MASTER): torch.full((3,), 1.001)}
     checkpoint = engine_checkpoint(tmp_path, tensors, native=BFLOAT16)
     target = HF.lay_out(checkpoint, Layout())
-    assert target.leaves_out == {("w", MASTER)}
+    assert {slot.key for file in target.files for slot in file.slots} == {("w", WEIGHT)}
     assert "written as the model's bfloat16 weights are; --dtype fp32 writes the fp32 masters" in target.notes[0]
     target = HF.lay_out(checkpoint, Layout(dtype=FLOAT32))
-    assert target.leaves_out == {("w", WEIGHT)}
+    assert {slot.key for file in target.files for slot in file.slots} == {("w", MASTER)}
     assert "written as the float32 masters are, bit for bit; --dtype keep writes" in target.notes[0]
 
 

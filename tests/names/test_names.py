@@ -154,7 +154,7 @@ def shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def convert(checkpoint: Checkpoint, out: Path) -> Path:
-    execute(make_plan(checkpoint, HF.lay_out(checkpoint, Layout())), out)
+    execute(make_plan(checkpoint, HF.lay_out(checkpoint, Layout()), carries_optimizer=False), out)
     return out
 
 

@@ -72,8 +72,8 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         trackers.append(TargetFile.of_bytes(TRACKER, str(step).encode()))
     return Target(
         files=(*files, *model_files(checkpoint, layout.dtype)[0], *trackers),
-        leaves_out=model.left_out | pipeline.without_groups,
-        dropped=(*model.dropped, *dropped, *_dropped_states(pipeline)),
+        left_out={**model.left_out, **pipeline.without_groups},
+        dropped=tuple(dropped),
         notes=(*pipeline.notes, *model.notes, *_notes(pipeline)),
     )
 
@@ -114,11 +114,13 @@ class _Pipeline:
         return self.model.resumable and bool(self.model.masters)
 
     @cached_property
-    def without_groups(self) -> frozenset[Key]:
-        """Masters and states that go nowhere, as there are no groups to partition."""
+    def without_groups(self) -> dict[Key, str]:
+        """Masters and states that go nowhere, and why: there are no groups to partition."""
         if self.has_optimizer:
-            return frozenset()
-        return frozenset(key for key in self.checkpoint.tensors if key[1] not in (WEIGHT, BUFFER))
+            return {}
+        left = [key for key in self.checkpoint.tensors if key[1] not in (WEIGHT, BUFFER)]
+        why = "without hyperparameters of param groups there is no optimizer to partition"
+        return dict.fromkeys(left, f"{', '.join(sorted({role for _, role in left}))}: {why}")
 
     def stage_of(self, number: int) -> int:
         """The pipeline stage of a layer."""
@@ -409,12 +411,6 @@ def _of_slice(pipeline: _Pipeline, number: int) -> dict[str, Any]:
         return {}
     found = pipeline.record.get("of_slices", {})
     return {name: of_ranks[number] for name, of_ranks in found.items() if number in of_ranks}
-
-
-def _dropped_states(pipeline: _Pipeline) -> Iterator[str]:
-    roles = sorted({role for _, role in pipeline.without_groups})
-    if roles:
-        yield f"{', '.join(roles)}: without hyperparameters of param groups there is no optimizer to partition"
 
 
 def _notes(pipeline: _Pipeline) -> Iterator[str]:

@@ -22,7 +22,7 @@ from ckpt.containers.dcp.write import Writing, dim0_boxes
 from ckpt.containers.torchfile.values import Record
 from ckpt.containers.torchfile.write import FromSource, number, torch_file
 from ckpt.errors import LossError
-from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
+from ckpt.plan.checkpoint import Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Box, Shape
@@ -73,9 +73,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         *model_files(checkpoint, layout.dtype)[0],
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
-    written = {slot.key for file in files for slot in file.slots}
-    left = frozenset(key for key in checkpoint.tensors if key[1] in (MASTER, WEIGHT) and key not in written)
-    return Target(files, left, tuple(dropped), tuple(_notes(model, layout, keys, optimizer)))
+    return Target(files, dropped=tuple(dropped), notes=tuple(_notes(model, layout, keys, optimizer)))
 
 
 # -- tensors -------------------------------------------------------------------------------------------------
