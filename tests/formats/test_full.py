@@ -228,7 +228,7 @@ def test_masters_are_what_the_optimizer_updates(tmp_path: Path) -> None:
     asked = api.plan(source, "full", Layout(dtype=BFLOAT16))
     asked.run(tmp_path / "b")
     assert raw(torch.load(tmp_path / "b/pytorch_model_fsdp.bin")["w"]) == raw(weight)
-    assert any("masters" in line for line in asked.plan.target.dropped)
+    assert any("masters" in line for line in asked.plan.target.not_written)
 
     weights = Checkpoint(
         described.path, "zero2", {k: v for k, v in tensors.items() if k[1] in (WEIGHT, MASTER)}, described.files
@@ -364,7 +364,7 @@ def test_what_cannot_be_written_is_said(inside: Path, tmp_path: Path) -> None:
     checkpoint = api.open(inside)
     checkpoint.state.items["part"] = Record("torch.distributed.tensor", "DTensor")  # type: ignore[index]
     plan = api.plan(checkpoint, "full")
-    assert any("part" in line for line in plan.plan.target.dropped)
+    assert any("part" in line for line in plan.plan.target.not_written)
     plan.run(tmp_path / "out")
     assert torch.load(tmp_path / "out/training_state.pt") == {"epoch": 3}
     assert torch.load(tmp_path / "out/pytorch_model.bin")["x._extra_state"] == b"abc"

@@ -233,7 +233,7 @@ def of_file(path: Path) -> Any:
 def test_the_same_layout_is_written_as_it_was(name: str, tmp_path: Path) -> None:
     """Every entry of every file is there again; BF16_Optimizer's partitions have those of ZeRO-1 besides."""
     conversion = ckpt.plan(ckpt.open(sample(name)), FORMAT)
-    assert not conversion.plan.target.dropped
+    assert not conversion.plan.target.not_written
     conversion.run(tmp_path / "out")
     files = sorted(path.name for path in (sample(name) / TAG).iterdir())
     assert files == sorted(path.name for path in (tmp_path / "out" / TAG).iterdir())
@@ -271,17 +271,17 @@ def test_random_states_stay_with_their_ranks(tmp_path: Path) -> None:
         state = [{"random_rng_state": (3, (int(path.name[8:10]),), None), "torch_rng_state": torch.ones(4)}]
         edit(path, lambda saved, state=state: saved.update(rng_state=state, universal_checkpoint_info={"a": [".*"]}))
     conversion = ckpt.plan(ckpt.open(run), FORMAT)
-    assert not conversion.plan.target.dropped
+    assert not conversion.plan.target.not_written
     conversion.run(tmp_path / "same")
     for path in (run / TAG).glob("mp_rank_*"):
         assert of_file(tmp_path / "same" / TAG / path.name) == of_file(path)
     other = ckpt.plan(ckpt.open(run), FORMAT, Layout(tp=1))
-    assert [line for line in other.plan.target.dropped if "rng_state" in line and "--no-load-rng" in line]
+    assert [line for line in other.plan.target.not_written if "rng_state" in line and "--no-load-rng" in line]
     other.run(tmp_path / "other")
     saved = of_file(tmp_path / "other" / TAG / "mp_rank_01_model_states.pt")
     assert "rng_state" not in saved and saved["universal_checkpoint_info"] == {"a": [".*"]}
     assert (saved["args"]["tensor_model_parallel_size"], saved["args"]["data_parallel_size"]) == (1, 2)
-    assert [line for line in ckpt.plan(ckpt.open(run), "zero1").plan.target.dropped if "rng_state" in line]
+    assert [line for line in ckpt.plan(ckpt.open(run), "zero1").plan.target.not_written if "rng_state" in line]
 
 
 @pytest.mark.slow

@@ -206,7 +206,7 @@ class TestRelations:
             stored, padding = tensor.fragments()
             assert (stored.region, padding.region) == (Box((0, 0), (3, 2)), Box((3, 0), (2, 2)))
             assert (padding.extent.path, padding.extent.dtype) == (ZEROS, source.tensors["x", role].dtype)
-        assert not any(LazyTensor(there.tensors["y", WEIGHT], {})[3:].flatten())
+        assert not any(LazyTensor(there.tensors["y", "weight"], {})[3:].flatten())
         back = translate(there, mapped.inverse(), "here")
         for key, tensor in back.tensors.items():
             check_source(tensor)
