@@ -32,6 +32,10 @@ SOURCES = {
 WRITABLE = [name for name in registry.names() if registry.get(name).writes]
 
 
+Tables = dict[str, dict[str, dict[str, str]]]
+TITLE = "Targets of forgetful writers: refused for a parameter, a buffer, an optimizer state"
+
+
 class Case:
     """A source under the names of a format, and the format's writer."""
 
@@ -45,6 +49,7 @@ class Case:
         )
         self.source = api.to_namespace(opened, self.format.namespace, layout)
         self.layout = layout
+        self.name = name
         self.target = self.lay_out(self.source)
 
     def lay_out(self, checkpoint: Checkpoint) -> Target:
@@ -52,6 +57,10 @@ class Case:
 
     def plan(self, target: Target) -> None:
         make_plan(self.source, target, carries_optimizer=self.format.carries_optimizer)
+
+    def count(self, tables: Tables, way: str) -> None:
+        row = tables[TITLE][self.name]
+        row[way] = str(int(row.get(way, "0")) + 1)
 
     def forgotten(self) -> Iterator[tuple[str, set[Key]]]:
         """A parameter, a buffer and an optimizer state that are placed, as what a writer may forget."""
@@ -93,22 +102,24 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("put", [zeros, literals])
-def test_a_tensor_in_whose_place_is_something_else(case: Case, put: Callable[..., TargetFile]) -> None:
+def test_a_tensor_in_whose_place_is_something_else(case: Case, put: Callable[..., TargetFile], tables: Tables) -> None:
     case.plan(case.target)
     for what, keys in case.forgotten():
         with pytest.raises(LossError, match="goes nowhere") as caught:
             case.plan(without_slots(case.target, keys, put))
         assert caught.value.fqn in {fqn for fqn, _ in keys}, what
+        case.count(tables, f"slots to {put.__name__}")
 
 
-def test_slots_that_are_dropped(case: Case) -> None:
+def test_slots_that_are_dropped(case: Case, tables: Tables) -> None:
     """The bytes of the file are then filled by nothing, which is a writer's bug and no user's mistake."""
     for _, keys in case.forgotten():
         with pytest.raises(AssertionError, match="cover"):
             case.plan(without_slots(case.target, keys, lambda file, *_: file))
+        case.count(tables, "slots dropped")
 
 
-def test_a_part_that_is_dropped(case: Case) -> None:
+def test_a_part_that_is_dropped(case: Case, tables: Tables) -> None:
     """All slots of a tensor but one, where it has several."""
     for _, keys in case.forgotten():
         slots = [slot for file in case.target.files for slot in file.slots if slot.key in keys and slot.extent.numel]
@@ -123,21 +134,24 @@ def test_a_part_that_is_dropped(case: Case) -> None:
             files.append(file)
         with pytest.raises(LossError, match=r"would not be written|goes nowhere"):
             case.plan(replace(case.target, files=tuple(files)))
+        case.count(tables, "one slot of several")
 
 
-def test_a_tensor_that_the_writer_does_not_see(case: Case) -> None:
+def test_a_tensor_that_the_writer_does_not_see(case: Case, tables: Tables) -> None:
     for what, keys in case.forgotten():
         if what == "parameter":  # with its optimizer states
             keys = {key for key in case.source.tensors if key[0] in {fqn for fqn, _ in keys}}
         seen = {key: tensor for key, tensor in case.source.tensors.items() if key not in keys}
         with pytest.raises(LossError):
             case.plan(case.lay_out(replace(case.source, tensors=seen)))
+        case.count(tables, "never seen")
 
 
-def test_a_tensor_that_is_left_out_without_a_reason(case: Case) -> None:
+def test_a_tensor_that_is_left_out_without_a_reason(case: Case, tables: Tables) -> None:
     for _, keys in case.forgotten():
         target = without_slots(case.target, keys, zeros)
         with pytest.raises(AssertionError, match="reason"):
             case.plan(replace(target, left_out=dict.fromkeys(keys, "")))
         case.plan(replace(target, left_out=target.left_out | dict.fromkeys(keys, "said to the user")))
         assert "said to the user" in replace(target, left_out=dict.fromkeys(keys, "said to the user")).not_written
+        case.count(tables, "without a reason")
