@@ -22,9 +22,10 @@ from typing import Any
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ReadRequest, Target, TrainingState
 from ckpt.run_folder.companions import read_config
+from converters.megatron.chunks import EXTRA
 from converters.megatron.folder import find_iteration
 from converters.megatron.optimizer_read import read_optimizers
-from converters.megatron.read import EXTRA, MODEL, RankFile, Reading, folder_name, rank_folders, read_ranks
+from converters.megatron.read import MODEL, RankFile, Reading, folder_name, rank_folders, read_ranks
 from converters.megatron.write import lay_out
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
@@ -56,7 +57,9 @@ class Megatron:
         tensors = reading.tensors()
         order = [fqn for fqn, role in tensors if role == WEIGHT]
         first = files[0].content
-        items = _items(reading, files) | optimizers.items
+        items = _items(reading, files)
+        if optimizers.grad_scaler is not None:
+            items["grad_scaler"] = optimizers.grad_scaler
         folders = tuple(p for p in (request.config, path, path.parent) if p)
         world_size = reading.args.get("world_size")
         return Checkpoint(

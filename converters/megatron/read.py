@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key, SourceFile
 from ckpt.plan.dtypes import DType
-from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Source, Tensor, contiguous_strides
+from ckpt.plan.tensors import Extent, Fragment, Pieces, Shape, Source, Tensor
+from converters.megatron.chunks import BUFFERS, Piece, pieces_of
 from converters.megatron.legacy_names import LANGUAGE_MODEL, core_names
 from converters.names.megatron.model.axes import Grid, Rank, Stages
 from converters.names.megatron.model.spelling import (
@@ -31,17 +33,14 @@ from converters.names.megatron.model.spelling import (
     registered,
     split_layer,
 )
-from converters.names.megatron.model.splits import Split, full_shape, is_gated, rank_boxes, second_linear, split_of
+from converters.names.megatron.model.splits import Split, full_shape, is_gated, second_linear, split_of
 
 MODEL, DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
-#: The entry of the training state that names modules with a state of their own: Transformer Engine's FP8 scaling.
-EXTRA = "_extra_state"
 #: A note of the reader, which keeps the writer from dealing optimizer states to the wrong parameters.
 OTHER_ORDER = "the model's modules are in another order than those of megatron-core 0.16"
 _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 _GROUPED_GEMM = re.compile(r"(?P<layer>.*\.mlp\.experts\.)weight(?P<number>[12])")
-_BUFFERS = (".expert_bias",)
 
 
 def folder_name(rank: Rank, grid: Grid) -> str:
@@ -63,19 +62,12 @@ def rank_folders(folder: Path) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Box `box` of tensor `name` of `shape`, in a rank's tensor: from element `offset` on, with `strides`."""
+class Held:
+    """What a rank's tensor holds of tensor `fqn` of the whole model, which is of `shape`."""
 
-    name: str
+    fqn: str
     shape: Shape
-    box: Box
-    offset: int
-    strides: Shape
-
-    def of(self, extent: Extent, rank: int) -> Fragment:
-        """The piece in a contiguous extent that holds the rank's tensor."""
-        offset = extent.offset + self.offset * extent.dtype.itemsize
-        return Fragment(self.box, Extent(extent.path, offset, extent.dtype, self.box.sizes, self.strides), rank)
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +79,18 @@ class Local:
 
     name: str
     stored: StoredTensor
-    pieces: tuple[Piece, ...]
+    held: tuple[Held, ...]
     is_expert: bool
     shared: bool = False
 
     @property
     def is_buffer(self) -> bool:
-        return self.name.endswith(_BUFFERS)
+        return self.name.endswith(BUFFERS)
+
+    @property
+    def fqns(self) -> list[str]:
+        """The tensors of the whole model that it has a part of."""
+        return [one.fqn for one in self.held]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +135,19 @@ class Reading:
         """Take note of what a rank's tensor, which lies at `extent`, holds in this role."""
         if not extent.is_contiguous:
             raise CorruptError("a rank's tensor is not contiguous", path=path, rank=rank.number, fqn=local.name)
-        for piece in local.pieces:
-            key = (piece.name, role)
-            known = self.shapes.setdefault(key, (piece.shape, extent.dtype))
-            if known != (piece.shape, extent.dtype):
+        for held in local.held:
+            key = (held.fqn, role)
+            known = self.shapes.setdefault(key, (held.shape, extent.dtype))
+            if known != (held.shape, extent.dtype):
                 raise CorruptError(
                     f"ranks hold parts of different tensors under one name ({role})",
                     path=path,
                     rank=rank.number,
-                    fqn=piece.name,
+                    fqn=held.fqn,
                     expected=f"{known[1]} {list(known[0])}",
-                    found=f"{extent.dtype} {list(piece.shape)}",
+                    found=f"{extent.dtype} {list(held.shape)}",
                 )
-            self.fragments.setdefault(key, []).append(piece.of(extent, rank.number))
+            self.fragments.setdefault(key, []).extend(piece.of(extent, rank.number) for piece in held.pieces)
 
     def tensors(self) -> dict[Key, Tensor]:
         """A tensor for every name and role, in the model's order; a part that several ranks hold has replicas."""
@@ -199,8 +196,7 @@ def read_ranks(reading: Reading) -> list[RankFile]:
             for local in chunk:
                 role = BUFFER if local.is_buffer else WEIGHT
                 reading.add(local, role, local.stored.extent, file.path, file.rank)
-                for piece in local.pieces:
-                    reading.natives[piece.name] = local.stored.dtype
+                reading.natives |= dict.fromkeys(local.fqns, local.stored.dtype)
     return files
 
 
@@ -347,7 +343,7 @@ def _chunks(reading: Reading, rank: Rank, path: str, content: Mapping[Any, Any])
     if not reading.stages.num_layers:
         reading.stages = _stages(reading, content, keys)
     for number, key in enumerate(keys):
-        chunk = tuple(_locals(reading, rank, number, path, _flat_names(content[key])))
+        chunk = tuple(_Chunk(reading, rank, number, path, _flat_names(content[key])).tensors())
         names = [local.name for local in chunk]
         if LANGUAGE_MODEL not in content[key] and names != in_order(names) and OTHER_ORDER not in reading.notes:
             reading.notes.append(OTHER_ORDER)
@@ -377,151 +373,150 @@ def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
     return names
 
 
-def _locals(reading: Reading, rank: Rank, vp: int, path: str, state: Mapping[str, Any]) -> Iterator[Local]:
-    kinds = layer_kinds(state)
-    spelling = Spelling.of_names(state)
-    layers = reading.stages.layers(rank.pp, vp)
-    found = {int(m[1]) for name in state if (m := _LAYER_NUMBER.match(name))}
-    if found != set(range(len(layers))):
-        raise CorruptError(
-            "a model chunk holds other layers than the recorded arguments deal to it",
-            path=path,
-            rank=rank.number,
-            expected=f"{len(layers)} layers ({layers.start} to {layers.stop - 1} of the model)" if layers else "none",
-            found=f"{len(found)} layers",
-        )
-    num_experts = reading.args.get("num_experts") or reading.args.get("num_moe_experts") or 0
-    first_expert = rank.ep * (num_experts // reading.grid.ep)
-    for name, value in state.items():
-        kind = kinds.get(split_layer(name)[0])
-        if name.endswith("_extra_state"):
-            _note_extra(reading, spelling.canonical(name, kind, layers.start, first_expert), value)
-            continue
-        if not isinstance(value, StoredTensor):
-            raise CorruptError("an entry of the model is no tensor", path=path, fqn=name, found=type(value).__name__)
-        if match := _GROUPED_GEMM.fullmatch(name):
-            count = num_experts // reading.grid.ep
-            pieces = _grouped_gemm(match, name, value, rank, reading.grid, spelling, layers.start, count, state)
-            yield Local(name, value, tuple(pieces), True)
-            continue
-        canonical = spelling.canonical(name, kind, layers.start, first_expert)
-        if kind is not None and is_expert(canonical) and not num_experts:
-            raise CorruptError("the file records no number of experts", path=path, expected="args.num_experts")
-        canonical, shared = _shared(reading, rank, vp, canonical)
-        yield Local(
-            name,
-            value,
-            _pieces(reading, rank, path, name, canonical, value.shape, spelling, state),
-            is_expert(canonical),
-            shared,
-        )
+@dataclass(frozen=True)
+class _Chunk:
+    """A model chunk in a rank's file: its entries by the chunk's own names, in megatron-core's spelling."""
 
+    reading: Reading
+    rank: Rank
+    vp: int
+    path: str
+    state: Mapping[str, Any]
 
-def _shared(reading: Reading, rank: Rank, vp: int, name: str) -> tuple[str, bool]:
-    """A copy of the embedding under the embedding's name, and whether two stages keep it equal.
+    @cached_property
+    def kinds(self) -> Mapping[str, LayerKind]:
+        return layer_kinds(self.state)
 
-    models/common/language_module/language_module.py, `setup_embeddings_and_output_layer`.
-    """
-    stages = reading.stages
-    if stages.pp == 1 or name not in (EMBEDDING, OUTPUT) or not (reading.tied or stages.num_mtp):
-        return name, False
-    if name == OUTPUT:
-        return (EMBEDDING, not stages.has_mtp(rank.pp, vp)) if reading.tied else (OUTPUT, False)
-    return EMBEDDING, True
+    @cached_property
+    def spelling(self) -> Spelling:
+        return Spelling.of_names(self.state)
 
+    @cached_property
+    def layers(self) -> range:
+        return self.reading.stages.layers(self.rank.pp, self.vp)
 
-def _pieces(
-    reading: Reading,
-    rank: Rank,
-    path: str,
-    name: str,
-    canonical: str,
-    shape: Shape,
-    spelling: Spelling,
-    state: Mapping[str, Any],
-) -> tuple[Piece, ...]:
-    split = split_of(canonical, gated=_gated(name, shape, state, reading.args), local_spec=spelling.local_spec)
-    if split is None:
-        raise LossError(
-            "nothing is known of how tensor parallel ranks share this tensor", path=path, rank=rank.number, fqn=name
-        )
-    size, number = (reading.grid.etp, rank.etp) if is_expert(canonical) else (reading.grid.tp, rank.tp)
-    return pieces_of(canonical, full_shape(split, shape, size), split, size, number)
+    @cached_property
+    def num_experts(self) -> int:
+        """Experts of this rank."""
+        args = self.reading.args
+        return (args.get("num_experts") or args.get("num_moe_experts") or 0) // self.reading.grid.ep
 
+    def tensors(self) -> Iterator[Local]:
+        """The chunk's tensors; CorruptError for what is none, LossError for one of which nothing is known."""
+        self._check_layers()
+        for name, value in self.state.items():
+            if name.endswith("_extra_state"):
+                self._note_extra(name, value)
+                continue
+            if not isinstance(value, StoredTensor):
+                what = type(value).__name__
+                raise CorruptError("an entry of the model is no tensor", path=self.path, fqn=name, found=what)
+            if match := _GROUPED_GEMM.fullmatch(name):
+                yield Local(name, value, tuple(self._grouped_gemm(match, value)), True)
+                continue
+            canonical = self._canonical(name)
+            if is_expert(canonical) and not self.num_experts:
+                raise CorruptError("the file records no number of experts", path=self.path, expected="args.num_experts")
+            canonical, shared = self._shared(canonical)
+            yield Local(name, value, (self._held(name, canonical, value.shape),), is_expert(canonical), shared)
 
-def pieces_of(name: str, shape: Shape, split: Split, size: int, number: int) -> tuple[Piece, ...]:
-    """What rank `number` of `size` holds of a tensor of `shape`, in its own contiguous tensor."""
-    pieces, at = [], 0
-    for box in rank_boxes(split, shape, size, number):
-        pieces.append(Piece(name, shape, box, at, contiguous_strides(box.sizes)))
-        at += box.numel
-    return tuple(pieces)
+    def _check_layers(self) -> None:
+        layers = self.layers
+        found = {int(m[1]) for name in self.state if (m := _LAYER_NUMBER.match(name))}
+        if found != set(range(len(layers))):
+            dealt = f"{len(layers)} layers ({layers.start} to {layers.stop - 1} of the model)" if layers else "none"
+            raise CorruptError(
+                "a model chunk holds other layers than the recorded arguments deal to it",
+                path=self.path,
+                rank=self.rank.number,
+                expected=dealt,
+                found=f"{len(found)} layers",
+            )
 
+    def _canonical(self, name: str) -> str:
+        """The name in the whole model of what the chunk calls `name`."""
+        kind = self.kinds.get(split_layer(name)[0])
+        return self.spelling.canonical(name, kind, self.layers.start, self.rank.ep * self.num_experts)
 
-def _gated(name: str, shape: Shape, state: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
-    """Whether the first layer of an MLP has gate and up rows: its second layer's weight tells."""
-    second = second_linear(name)
-    if second is None:
-        second = re.sub(r"linear_fc1\.(weight|bias)(\d+)$", r"linear_fc2.weight\2", name)
-        if second == name:
-            return False
-    other = state.get(second)
-    if isinstance(other, StoredTensor) and len(other.shape) == 2:
-        return is_gated(shape, other.shape)
-    return bool(args.get("swiglu"))
+    def _note_extra(self, name: str, value: Any) -> None:
+        """Transformer Engine's `_extra_state`: FP8 scaling of this rank, or nothing."""
+        canonical = self._canonical(name)
+        if not is_empty(value):
+            self.reading.notes.append(f"FP8 state of a module is left out: {canonical}")
+        self.reading.extra[canonical] = None
 
+    def _shared(self, name: str) -> tuple[str, bool]:
+        """A copy of the embedding under the embedding's name, and whether two stages keep it equal.
 
-def _grouped_gemm(
-    match: re.Match[str],
-    name: str,
-    value: StoredTensor,
-    rank: Rank,
-    grid: Grid,
-    spelling: Spelling,
-    first_layer: int,
-    count: int,
-    state: Mapping[str, Any],
-) -> Iterator[Piece]:
-    """Legacy grouped GEMM: `weight1` [h, experts * rows] is (experts, h, rows) in memory, `weight2` (experts, columns,
-    h); each expert's matrix is transposed (transformer/moe/experts.py, `GroupedMLP`).
-    """
-    first = match["number"] == "1"
-    other = state.get(f"{match['layer']}weight{'2' if first else '1'}")
-    hidden = value.shape[0 if first else 1]
-    width = value.extent.numel // (count * hidden) if count and hidden else 0
-    if not isinstance(other, StoredTensor) or width * count * hidden != value.extent.numel:
-        raise CorruptError("grouped experts do not divide by their number", fqn=name, found=f"{list(value.shape)}")
-    gated = first and width * count == 2 * other.shape[0]
-    split = (Split.HALVES if gated else Split.ROWS) if first else Split.COLUMNS
-    linear = "linear_fc1" if first else "linear_fc2"
-    local = (width, hidden) if first else (hidden, width)
-    shape = full_shape(split, local, grid.etp)
-    for expert in range(count):
-        rest = f"local_experts.{expert}.{linear}.weight"
-        kind = LayerKind(moe=True, latent=False)
-        canonical = spelling.canonical(match["layer"] + rest, kind, first_layer, rank.ep * count)
-        at = expert * hidden * width
-        for box in rank_boxes(split, shape, grid.etp, rank.etp):
-            strides = (1, width) if first else (1, hidden)
-            yield Piece(canonical, shape, box, at, strides)
-            at += box.sizes[0] if first else 0
+        models/common/language_module/language_module.py, `setup_embeddings_and_output_layer`.
+        """
+        stages, tied = self.reading.stages, self.reading.tied
+        if stages.pp == 1 or name not in (EMBEDDING, OUTPUT) or not (tied or stages.num_mtp):
+            return name, False
+        if name == OUTPUT:
+            return (EMBEDDING, not stages.has_mtp(self.rank.pp, self.vp)) if tied else (OUTPUT, False)
+        return EMBEDDING, True
 
+    def _held(self, name: str, canonical: str, shape: Shape) -> Held:
+        split = split_of(canonical, gated=self._gated(name, shape), local_spec=self.spelling.local_spec)
+        if split is None:
+            raise LossError(
+                "nothing is known of how tensor parallel ranks share this tensor",
+                path=self.path,
+                rank=self.rank.number,
+                fqn=name,
+            )
+        grid, rank = self.reading.grid, self.rank
+        size, number = (grid.etp, rank.etp) if is_expert(canonical) else (grid.tp, rank.tp)
+        full = full_shape(split, shape, size)
+        return Held(canonical, full, pieces_of(split, full, size, number))
 
-def _note_extra(reading: Reading, name: str, value: Any) -> None:
-    """Transformer Engine's `_extra_state`: FP8 scaling of this rank, or nothing."""
-    if value is not None and not _is_empty(value):
-        reading.notes.append(f"FP8 state of a module is left out: {name}")
-    reading.extra[name] = None
+    def _gated(self, name: str, shape: Shape) -> bool:
+        """Whether the first layer of an MLP has gate and up rows: its second layer's weight tells."""
+        second = second_linear(name)
+        if second is None:
+            second = re.sub(r"linear_fc1\.(weight|bias)(\d+)$", r"linear_fc2.weight\2", name)
+            if second == name:
+                return False
+        other = self.state.get(second)
+        if isinstance(other, StoredTensor) and len(other.shape) == 2:
+            return is_gated(shape, other.shape)
+        return bool(self.reading.args.get("swiglu"))
+
+    def _grouped_gemm(self, match: re.Match[str], value: StoredTensor) -> Iterator[Held]:
+        """Legacy grouped GEMM: `weight1` [h, experts * rows] is (experts, h, rows) in memory, `weight2` (experts,
+        columns, h); each expert's matrix is transposed (transformer/moe/experts.py, `GroupedMLP`).
+        """
+        first, count, numel = match["number"] == "1", self.num_experts, value.extent.numel
+        other = self.state.get(f"{match['layer']}weight{'2' if first else '1'}")
+        hidden = value.shape[0 if first else 1]
+        width = numel // (count * hidden) if count and hidden else 0
+        if not isinstance(other, StoredTensor) or width * count * hidden != numel:
+            raise CorruptError(
+                "grouped experts do not divide by their number", fqn=match[0], found=f"{list(value.shape)}"
+            )
+        gated = first and width * count == 2 * other.shape[0]
+        split = (Split.HALVES if gated else Split.ROWS) if first else Split.COLUMNS
+        shape = full_shape(split, (width, hidden) if first else (hidden, width), self.reading.grid.etp)
+        strides = (1, width) if first else (1, hidden)
+        for expert in range(count):
+            name = f"{match['layer']}local_experts.{expert}.linear_fc{1 if first else 2}.weight"
+            pieces, at = [], expert * hidden * width
+            for piece in pieces_of(split, shape, self.reading.grid.etp, self.rank.etp):
+                pieces.append(Piece(piece.box, at, strides))
+                at += piece.box.sizes[0] if first else 0
+            yield Held(self._canonical(name), shape, tuple(pieces))
 
 
 #: torch.save(None): the pickle of the only object in the archive.
 _PICKLED_NONE = b"\x80\x02N."
 
 
-def _is_empty(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
+    """Whether Transformer Engine's state of a module says nothing: FP8 is not used."""
     if isinstance(value, StoredTensor):
         return not value.extent.numel
     if isinstance(value, Record) and value.name == "BytesIO":
         content = value.state[0] if isinstance(value.state, tuple) and value.state else b""
         return isinstance(content, bytes) and (not content or _PICKLED_NONE in content)
-    return False
+    return value is None

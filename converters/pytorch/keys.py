@@ -1,6 +1,6 @@
 """What the keys of a DCP checkpoint mean: parameters, optimizer states, param groups, the rest.
 
-DCP itself saves a nested state dict and knows nothing of its content.  `nest` puts it together again; `understand`
+DCP itself saves a nested state dict and knows nothing of its content (`containers.dcp.nested`).  `understand`
 finds in it
 
 * the model: what stands under `model` (torch's recipes, Accelerate, Lightning) or another name in `_MODEL_NAMES`, or
@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.containers.dcp.metadata import Path_
 from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import ParamGroup
 
@@ -35,7 +34,6 @@ _STATE, _GROUPS = "state", "param_groups"
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 _DDP = "module."
 
-_LONGEST_LIST = 1 << 20
 _MAX_DEPTH = 32
 
 
@@ -58,47 +56,6 @@ class Understood:
     groups: list[ParamGroup] = field(default_factory=list)
     rest: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-
-
-# -- the nested state dict -------------------------------------------------------------------------------------
-
-
-def nest(leaves: Iterable[tuple[Path_, Any]], path: str) -> dict[str | int, Any]:
-    """The nested state dict of these values, as torch's `unflatten_state_dict` makes it.
-
-    `path` is the file, for messages.
-    """
-    root: dict[str | int, Any] = {}
-    for steps, value in leaves:
-        node = root
-        for step in steps[:-1]:
-            inner = node.setdefault(step, _Node())
-            if type(inner) is not _Node:
-                raise _conflict(steps, path)
-            node = inner
-        if steps[-1] in node:
-            raise _conflict(steps, path)
-        node[steps[-1]] = value
-    return {name: _with_lists(value) for name, value in root.items()}
-
-
-class _Node(dict[str | int, Any]):
-    """A dict or list that is being put together, unlike one that is itself a value."""
-
-
-def _conflict(steps: Path_, path: str) -> CorruptError:
-    return CorruptError("two values have the same place in the state dict", path=path, fqn=".".join(map(str, steps)))
-
-
-def _with_lists(value: Any) -> Any:
-    """Dicts whose names are indices as lists; a missing element (an empty dict, which DCP drops) is None."""
-    if type(value) is not _Node:
-        return value
-    inner = {name: _with_lists(item) for name, item in value.items()}
-    indices = [name for name in inner if type(name) is int]
-    if len(indices) != len(inner) or not inner or max(indices) > max(2 * len(inner), _LONGEST_LIST):
-        return {str(name): item for name, item in inner.items()}
-    return [inner.get(index) for index in range(max(indices) + 1)]
 
 
 # -- model, optimizers, the rest -------------------------------------------------------------------------------

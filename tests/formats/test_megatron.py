@@ -590,7 +590,7 @@ def test_every_part_of_the_model_is_on_a_rank_of_its_own_folder(tp: int, pp: int
     ranks = list(grid.ranks())
     assert len({(rank.tp, rank.pp, rank.ep) for rank in ranks}) == len(ranks)
     assert {(rank.tp, rank.pp) for rank in ranks} == set(itertools.product(range(tp), range(pp)))
-    held = {(rank.etp, rank.pp, expert) for rank in ranks for expert in expert_range(rank, grid, 8)}
+    held = {(rank.etp, rank.pp, expert) for rank in ranks for expert in expert_range(rank.ep, grid, 8)}
     assert held == set(itertools.product(range(etp), range(pp), range(8)))
 
 

@@ -85,7 +85,7 @@ class MegatronDist:
                 step if type(step) is int else None,
                 optimizers.param_groups(parameters),
                 optimizers.scalars,
-                _items(reading) | optimizers.items,
+                _items(reading) | ({} if (scaler := optimizers.grad_scaler) is None else {"grad_scaler": scaler}),
             ),
             config=read_config(folders),
             folders=tuple(str(p) for p in folders if p.is_dir()),

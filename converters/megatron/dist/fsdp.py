@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.dcp.metadata import METADATA, Metadata, Path_, read_metadata
+from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.tensors import FoundTensor
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
@@ -39,14 +40,13 @@ from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.tensors import Box, Extent, Shape, whole
+from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.keys import ObjectKey, TensorKey
-from converters.megatron.dist.optimizer import note_step, plain
 from converters.megatron.dist.read import BACKENDS, COMMON, Reading, is_models
-from converters.megatron.optimizer_read import Optimizers
+from converters.megatron.optimizer import Optimizers, plain
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import Spelling, is_expert, layer_kinds, split_layer
 from converters.names.megatron.model.splits import is_gated, second_linear
-from converters.pytorch.keys import nest
 
 _MARK = re.compile(
     rb"model\.module\.(embedding\.word_embeddings\.|decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.)))"
@@ -59,7 +59,6 @@ _STATES, _GROUPS = "state", "param_to_group_meta"
 _RNG = "rng_state"
 #: The one of Transformer Engine's states that is a copy of the parameter.
 _MASTER_STATE = "master_param"
-_BUFFERS = (".expert_bias",)
 _SINKS = ".softmax_offset"
 _EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<expert>\d+)(?P<after>\..*)")
 _LEGACY_EXPERTS = re.compile(r"\.mlp\.experts\.weight[12]$")
@@ -204,7 +203,7 @@ def _note_model(stored: _Stored) -> None:
         stored.shapes[name] = found[name].entry.shape
     for name, tensor in found.items():
         role = WEIGHT
-        if name.name.endswith(_BUFFERS):
+        if name.name.endswith(BUFFERS):
             role = BUFFER
         elif reading.native is not None and tensor.entry.dtype == FLOAT32:
             role = MASTER
@@ -369,7 +368,7 @@ def _note_state(stored: _Stored, found: Optimizers, key: str, name: TensorKey, s
         number = stored.values.get(key) if tensor is None else tensor.number
         if not isinstance(number, int | float):
             raise stored.strange(key, "a tensor or a number")
-        _note_number(stored, found, name.name, state, number)
+        found.note_scalar(state, [name.name], number, stored.metadata.path)
         return
     if tensor.entry.dtype not in (FLOAT32, BFLOAT16):
         raise NotFoundError(
@@ -397,13 +396,6 @@ def _note_state(stored: _Stored, found: Optimizers, key: str, name: TensorKey, s
         )
 
 
-def _note_number(stored: _Stored, found: Optimizers, fqn: str, state: str, number: float) -> None:
-    if state == "step":
-        note_step(stored.reading, found, [fqn], number)
-    elif found.scalars.setdefault(state, {}).setdefault(fqn, number) != number:
-        raise CorruptError("halves of a parameter have different states", path=stored.metadata.path, fqn=fqn)
-
-
 def _note_groups(stored: _Stored, found: Optimizers) -> None:
     """Parameters with the same options are a group."""
     optimizer = stored.rest.get(_OPTIMIZER, {})
@@ -411,8 +403,4 @@ def _note_groups(stored: _Stored, found: Optimizers) -> None:
         if not isinstance(described, Mapping):
             raise stored.strange(f"{_OPTIMIZER}.{_GROUPS}.{name}", "the options of a param group")
         options = {option: plain(value) for option, value in described.items()}
-        fqn = stored.names[str(name)].name
-        fqns, _ = found.groups.setdefault((repr(sorted(options.items(), key=str)),), ({}, options))
-        fqns[fqn] = None
-        if isinstance(options.get("step"), int | float):
-            note_step(stored.reading, found, [fqn], options["step"])
+        found.note_group(options, [stored.names[str(name)].name], stored.metadata.path, by_all=True)

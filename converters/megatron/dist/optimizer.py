@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.containers.dcp.tensors import Placed
-from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import translate_os_errors
@@ -38,11 +37,10 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, K
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.tensors import Box, Extent
 from converters.megatron.buffers import ALIGNMENT, bucket_sizes, find_buffer
+from converters.megatron.chunks import ChunkTensor, Model, describe_model
 from converters.megatron.dist.keys import MASTERS
 from converters.megatron.dist.read import Reading, flat_pieces
-from converters.megatron.optimizer_read import IDENTITY, Optimizers, belongs
-from converters.megatron.write import Model, describe_model
-from converters.megatron.write import Placed as Local
+from converters.megatron.optimizer import Optimizers, belongs
 from converters.names.megatron.model.axes import Grid, Rank
 from converters.names.megatron.model.spelling import Spelling, is_expert, layer_kinds, split_layer
 
@@ -79,8 +77,8 @@ def read_optimizer(reading: Reading) -> Optimizers:
         return found
     for content in _contents(reading):
         inner = content.get("optimizer", content)
-        if "grad_scaler" in content:
-            found.items.setdefault("grad_scaler", content["grad_scaler"])
+        if found.grad_scaler is None:
+            found.grad_scaler = content.get("grad_scaler")
         if isinstance(inner, Mapping) and isinstance(inner.get("param_groups"), list):
             _note_groups(reading, found, inner)
     return found
@@ -130,33 +128,8 @@ def _note_groups(reading: Reading, found: Optimizers, inner: Mapping[Any, Any]) 
     state = inner.get("state")
     common_step = state.get("common_step") if isinstance(state, Mapping) else None
     for group in groups:
-        options = {name: value for name, value in group.items() if name != "params"}
         members = list(_members(reading, group, len(groups) == 1))
-        key = tuple(str(options.get(name, options.get(f"pre_{name}"))) for name in IDENTITY)
-        fqns, _ = found.groups.setdefault(key, ({}, options))
-        fqns |= dict.fromkeys(members)
-        step = plain(options.get("step", common_step))
-        if type(step) in (int, float):
-            note_step(reading, found, members, step)
-
-
-def plain(value: Any) -> Any:
-    """A tensor of one number as that number."""
-    return read_scalar(value.extent) if isinstance(value, StoredTensor) and not value.shape else value
-
-
-def note_step(reading: Reading, found: Optimizers, members: Sequence[str], step: float) -> None:
-    """Take note of the step of parameters; CorruptError where it has been another one before."""
-    steps = found.scalars.setdefault("step", {})
-    for fqn in members:
-        if steps.setdefault(fqn, step) != step:
-            raise CorruptError(
-                "optimizers disagree in the step of a parameter",
-                path=reading.folder,
-                fqn=fqn,
-                expected=steps[fqn],
-                found=step,
-            )
+        found.note_group(group, members, str(reading.folder), common_step)
 
 
 def _members(reading: Reading, group: Mapping[str, Any], alone: bool) -> Iterator[str]:
@@ -200,7 +173,7 @@ class _Buffer:
     pp: int
     vp: int
     chunk_numel: int
-    members: tuple[Local, ...]
+    members: tuple[ChunkTensor, ...]
 
     def places(self, stored: _Stored, args: Mapping[str, Any]) -> Sequence[tuple[int, int]] | None:
         """(bucket, first element in it) of each parameter; None where they do not fit."""
@@ -291,12 +264,12 @@ def _gathered(reading: Reading) -> Iterator[tuple[_Name, _Stored]]:
 
 def _buffers(model: Model) -> Iterator[_Buffer]:
     """Every buffer once: data parallel ranks, and for dense parameters expert parallel ones, share it."""
-    apart = model.grid.ep > 1 and model.num_experts > 0
+    apart = model.has_expert_optimizer
     done: set[_Name] = set()
     for rank in model.grid.ranks():
-        chunks = [model.chunk(rank, vp) for vp in range(model.grid.vpp)]
+        chunks = model.chunks(rank)
         for number in range(1 + apart):
-            buffers: dict[tuple[int, str], list[Local]] = {}
+            buffers: dict[tuple[int, str], list[ChunkTensor]] = {}
             for chunk in chunks:
                 for one in chunk.tensors:
                     if model.chosen[one.fqn].tensor.role != BUFFER and (apart and is_expert(one.fqn)) == bool(number):
@@ -337,7 +310,7 @@ def bucket_places(numels: Sequence[int], lengths: Sequence[int]) -> list[tuple[i
     return places if bucket == len(lengths) else None
 
 
-def _pieces(one: Local, chunks: Placed, start: int) -> Iterator[tuple[Box, Placed]]:
+def _pieces(one: ChunkTensor, chunks: Placed, start: int) -> Iterator[tuple[Box, Placed]]:
     """Where each part that a rank's parameter holds lies in a bucket, in which the parameter begins at `start`."""
     firsts = [box.offsets[0] for box, _ in chunks]
     for piece in one.pieces:

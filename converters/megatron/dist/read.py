@@ -16,14 +16,14 @@ from typing import Any
 from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.values import Record
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Key
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
+from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key
-from converters.megatron.read import plain_args
+from converters.megatron.read import is_empty, plain_args
 from converters.names.megatron.model.spelling import registered
 
 COMMON, BACKENDS = "common.pt", "metadata.json"
@@ -34,7 +34,6 @@ _CLASSES = (
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",  # 0.15
 )
 _EXTRA = "._extra_state"
-_BUFFERS = (".expert_bias",)
 
 
 @dataclass
@@ -187,19 +186,11 @@ def _read_objects(reading: Reading, values: Mapping[str, Any]) -> None:
         if parsed is None or not isinstance(value, list) or len(value) != 1:
             raise CorruptError("a value is not stored as Megatron stores it", path=reading.folder, fqn=key)
         if parsed.key.endswith(_EXTRA):
-            if not _is_empty(value[0]):
+            if not is_empty(value[0]):
                 filled[parsed.key] = None
             continue
         reading.objects.setdefault(parsed.key, {})[parsed] = value[0]
     reading.notes += [f"FP8 state of a module is left out: {key}" for key in filled]
-
-
-def _is_empty(value: Any) -> bool:
-    """Whether Transformer Engine's state of a module says nothing: FP8 is not used."""
-    if isinstance(value, Record) and value.name == "BytesIO":
-        content = value.state[0] if isinstance(value.state, tuple) and value.state else b""
-        return isinstance(content, bytes) and (not content or b"\x80\x02N." in content)  # torch.save(None)
-    return value is None or (hasattr(value, "extent") and not value.extent.numel)
 
 
 # -- tensors -------------------------------------------------------------------------------------------------
@@ -218,7 +209,7 @@ def _read_keys(reading: Reading, models: Mapping[str, FoundTensor], tensors: Map
         _check_dims(reading, key, one, shapes[key])
     names = canonical_names({name: None for key, one in parsed.items() for name in one.names(shapes[key])}.keys())
     for key, found in models.items():
-        buffer = key.endswith(_BUFFERS)
+        buffer = key.endswith(BUFFERS)
         _note(reading, parsed[key], names, BUFFER if buffer else WEIGHT, found.entry.shape, found, found.placed)
     for key, (role, model) in states.items():
         found = tensors[key]

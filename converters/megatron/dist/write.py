@@ -27,11 +27,11 @@ from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.carried import model_files
+from converters.megatron.chunks import EXTRA, Model, describe_model
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
 from converters.megatron.dist.read import BACKENDS, COMMON
 from converters.megatron.folder import TRACKER, iteration_folder
-from converters.megatron.read import EXTRA
-from converters.megatron.write import Model, Optimizer, describe_model
+from converters.megatron.optimizer import Optimizer
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import split_layer
 
@@ -213,7 +213,6 @@ def _common(model: Model, keys: KeyWriter, optimizer: Optimizer | None, items: M
 
 def _optimizer(model: Model, optimizer: Optimizer) -> dict[Any, Any]:
     """The param groups of each optimizer: one for experts alone where they are spread over ranks."""
-    scaler = model.checkpoint.state.items.get("grad_scaler")
     contents: list[dict[str, Any]] = []
     for expert in (False, True) if optimizer.apart else (False,):
         groups = [dict(group.options) for group in optimizer.groups if group.expert == expert]
@@ -225,7 +224,7 @@ def _optimizer(model: Model, optimizer: Optimizer) -> dict[Any, Any]:
             step = next(iter(model.checkpoint.state.scalars.get("step", {}).values()), None)
             inner = {"state": {} if step is None else {"common_step": number(step)}, "param_groups": groups}
             content = {"optimizer": inner} if has_half else inner
-        contents.append(content if scaler is None else {**content, "grad_scaler": scaler})
+        contents.append(content | optimizer.scaler)
     return contents[0] if len(contents) == 1 else dict(enumerate(contents))
 
 
@@ -280,4 +279,3 @@ def _notes(model: Model, layout: Layout, keys: KeyWriter, optimizer: Optimizer |
     yield f"Megatron for any sizes of its parallel axes, {form}; recorded: TP {model.grid.tp}, PP {model.grid.pp}"
     if optimizer is None:
         yield from describe(model.chosen, model.checkpoint, layout.dtype)
-    yield from model.notes

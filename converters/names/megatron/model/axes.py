@@ -107,12 +107,12 @@ def _size(args: Mapping[str, Any], name: str, default: int) -> int:
     return value
 
 
-def expert_range(rank: Rank, grid: Grid, num_experts: int) -> range:
-    """The experts of a rank, by their numbers in the whole model."""
+def expert_range(ep: int, grid: Grid, num_experts: int) -> range:
+    """The experts of expert parallel rank `ep`, by their numbers in the whole model."""
     if num_experts % grid.ep:
         raise UsageError(f"{num_experts} experts do not divide among {grid.ep} expert parallel ranks")
     count = num_experts // grid.ep
-    return range(rank.ep * count, (rank.ep + 1) * count)
+    return range(ep * count, (ep + 1) * count)
 
 
 # -- pipeline stages -----------------------------------------------------------------------------------------

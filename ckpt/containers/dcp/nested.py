@@ -1,0 +1,53 @@
+"""The nested state dict that a DCP checkpoint was saved from, of its values and their paths.
+
+The inverse of `ckpt.containers.dcp.write.flatten`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ckpt.containers.dcp.metadata import Path_
+from ckpt.errors import CorruptError
+
+#: What a list with gaps may be expanded to.
+_LONGEST_LIST = 1 << 20
+
+
+def nest(leaves: Iterable[tuple[Path_, Any]], path: str) -> dict[str | int, Any]:
+    """The nested state dict of these values, as torch's `unflatten_state_dict` makes it.
+
+    `path` is the file, for messages.  CorruptError where two values have the same place.
+    """
+    root: dict[str | int, Any] = {}
+    for steps, value in leaves:
+        node = root
+        for step in steps[:-1]:
+            inner = node.setdefault(step, _Node())
+            if type(inner) is not _Node:
+                raise _conflict(steps, path)
+            node = inner
+        if steps[-1] in node:
+            raise _conflict(steps, path)
+        node[steps[-1]] = value
+    return {name: _with_lists(value) for name, value in root.items()}
+
+
+class _Node(dict[str | int, Any]):
+    """A dict or list that is being put together, unlike one that is itself a value."""
+
+
+def _conflict(steps: Path_, path: str) -> CorruptError:
+    return CorruptError("two values have the same place in the state dict", path=path, fqn=".".join(map(str, steps)))
+
+
+def _with_lists(value: Any) -> Any:
+    """Dicts whose names are indices as lists; a missing element (an empty dict, which DCP drops) is None."""
+    if type(value) is not _Node:
+        return value
+    inner = {name: _with_lists(item) for name, item in value.items()}
+    indices = [name for name in inner if type(name) is int]
+    if len(indices) != len(inner) or not inner or max(indices) > max(2 * len(inner), _LONGEST_LIST):
+        return {str(name): item for name, item in inner.items()}
+    return [inner.get(index) for index in range(max(indices) + 1)]

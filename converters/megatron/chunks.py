@@ -1,0 +1,388 @@
+"""Megatron's model as its ranks hold it: which tensors are in a chunk, under which names, which boxes of the whole.
+
+What the readers and the writers of Megatron's formats share.  Pure: no I/O.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from ckpt.errors import LossError, UsageError
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout
+from ckpt.plan.precision import Choice, choices
+from ckpt.plan.tensors import Box, Extent, Fragment, Shape, contiguous_strides
+from converters.names.megatron.model.axes import STAGE_ARGS, Grid, Rank, Stages, expert_range
+from converters.names.megatron.model.spelling import (
+    EMBEDDING,
+    OUTPUT,
+    LayerKind,
+    Spelling,
+    expert_of,
+    is_expert,
+    layer_kinds,
+    registered,
+    split_layer,
+)
+from converters.names.megatron.model.splits import Split, is_gated, rank_boxes, rank_shape, second_linear, split_of
+from converters.names.megatron.options import MegatronOptions
+
+#: The entry of the training state that names modules with a state of their own: Transformer Engine's FP8 scaling.
+EXTRA = "_extra_state"
+#: Endings of the names of buffers.
+BUFFERS = (".expert_bias",)
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+#: What Megatron-LM builds layers from where nothing else is said.
+_ENGINE = "transformer_engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Box `box` of a tensor of the whole model, in a rank's own tensor: from element `offset` on, with `strides`."""
+
+    box: Box
+    offset: int
+    strides: Shape
+
+    def of(self, extent: Extent, rank: int) -> Fragment:
+        """The piece in a contiguous extent that holds the rank's tensor."""
+        offset = extent.offset + self.offset * extent.dtype.itemsize
+        return Fragment(self.box, Extent(extent.path, offset, extent.dtype, self.box.sizes, self.strides), rank)
+
+
+@lru_cache(8192)  # the same few shapes for thousands of experts
+def pieces_of(split: Split, shape: Shape, size: int, rank: int) -> tuple[Piece, ...]:
+    """What rank `rank` of `size` holds of a tensor of `shape`, in its own contiguous tensor.
+
+    UsageError where the tensor does not divide.
+    """
+    pieces, at = [], 0
+    for box in rank_boxes(split, shape, size, rank):
+        pieces.append(Piece(box, at, contiguous_strides(box.sizes)))
+        at += box.numel
+    return tuple(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTensor:
+    """A tensor of a chunk on one rank: its own name there, its name in the whole model, and the pieces it holds.
+
+    `shared` marks a copy of the embedding that is kept equal on two stages.
+    """
+
+    name: str
+    fqn: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    shared: bool
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.box.numel for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A model chunk of one rank: its tensors in the order of the modules, and the names of empty extra states."""
+
+    vp: int
+    tensors: tuple[ChunkTensor, ...]
+    extra: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A tensor of a chunk, on whichever tensor parallel rank."""
+
+    name: str
+    fqn: str
+    shared: bool
+    shape: Shape
+    split: Split
+    expert: bool
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint as Megatron's model, and the layout that it has or is to have."""
+
+    checkpoint: Checkpoint
+    args: Mapping[str, Any]
+    grid: Grid
+    stages: Stages
+    spelling: Spelling
+    chosen: Mapping[str, Choice]
+    kinds: Mapping[str, LayerKind]
+    num_experts: int
+    _lists: dict[tuple[int, int, int], tuple[list[_Listed], tuple[str, ...]]] = field(default_factory=dict)
+
+    @property
+    def tied(self) -> bool:
+        return OUTPUT not in self.chosen
+
+    @property
+    def has_expert_optimizer(self) -> bool:
+        """Whether experts, spread over ranks, have an optimizer of their own."""
+        return self.grid.ep > 1 and self.num_experts > 0
+
+    @cached_property
+    def has_optimizer(self) -> bool:
+        return any(role not in (WEIGHT, MASTER, BUFFER) for _, role in self.checkpoint.tensors)
+
+    @cached_property
+    def members(self) -> dict[tuple[int, int], list[str]]:
+        """Names of the whole model's tensors in every chunk, copies of the embedding not among them."""
+        found: dict[tuple[int, int], list[str]] = {
+            (pp, vp): [] for pp in range(self.grid.pp) for vp in range(self.grid.vpp)
+        }
+        for name in (*self.chosen, *self.extra):
+            found[self._home(name)].append(name)
+        return found
+
+    @cached_property
+    def extra(self) -> tuple[str, ...]:
+        """Names of entries without content, `_extra_state`: the source's, or those that linear layers have."""
+        items = self.checkpoint.state.items
+        recorded, args = items.get(EXTRA), items.get("args") or {}
+        if isinstance(recorded, Mapping) and args.get("transformer_impl", _ENGINE) == self.args["transformer_impl"]:
+            return tuple(name for name in recorded if isinstance(name, str))
+        linear = (name for name in self.chosen if re.search(r"(linear_\w+|eh_proj|output_layer)\.weight$", name))
+        found = {_extra_name(name, self.spelling): None for name in linear} | {"output_layer._extra_state": None}
+        if not self.spelling.local_spec:
+            found |= {
+                f"{name.partition('linear_proj')[0]}core_attention._extra_state": None
+                for name in self.chosen
+                if name.endswith("self_attention.linear_proj.weight")
+            }
+        return tuple(found)
+
+    @cached_property
+    def _stage_of_layer(self) -> dict[str, tuple[int, int]]:
+        """(pipeline rank, chunk) of each decoder layer, by its number as names have it."""
+        chunks = [(pp, vp) for vp in range(self.grid.vpp) for pp in range(self.grid.pp)]
+        return {str(layer): chunk for chunk in chunks for layer in self.stages.layers(*chunk)}
+
+    def _home(self, name: str) -> tuple[int, int]:
+        """(pipeline rank, chunk) of a tensor."""
+        stages = self.stages
+        if match := _LAYER.match(name):
+            return self._stage_of_layer[match[1]]
+        if name.startswith("embedding."):
+            return 0, 0
+        chunks = [(pp, vp) for vp in range(self.grid.vpp) for pp in range(self.grid.pp)]
+        if name.startswith("mtp."):
+            return next(((pp, vp) for pp, vp in chunks if stages.has_mtp(pp, vp)), chunks[-1])
+        if name.startswith("decoder."):
+            return next((pp, vp) for pp, vp in chunks if stages.has_final_norm(pp, vp))
+        return chunks[-1]
+
+    def chunks(self, rank: Rank) -> list[Chunk]:
+        """What a rank's chunks hold.
+
+        Raises LossError for a tensor of which nothing is known, UsageError for one that does not divide.
+        """
+        return [self._chunk(rank, vp) for vp in range(self.grid.vpp)]
+
+    def _chunk(self, rank: Rank, vp: int) -> Chunk:
+        where = rank.pp, vp, rank.ep
+        if where not in self._lists:
+            self._lists[where] = self._list(*where)
+        listed, extra = self._lists[where]
+        tensors = []
+        for one in listed:
+            size, part = (self.grid.etp, rank.etp) if one.expert else (self.grid.tp, rank.tp)
+            try:
+                shape, pieces = rank_shape(one.split, one.shape, size), pieces_of(one.split, one.shape, size, part)
+            except UsageError as error:
+                error.fqn = one.fqn
+                raise
+            tensors.append(ChunkTensor(one.name, one.fqn, shape, pieces, one.shared))
+        return Chunk(vp, tuple(tensors), extra)
+
+    def _list(self, pp: int, vp: int, ep: int) -> tuple[list[_Listed], tuple[str, ...]]:
+        """The tensors of a chunk in the order of its modules, and its extra states."""
+        experts = expert_range(ep, self.grid, self.num_experts)
+        first_layer = self.stages.layers(pp, vp).start
+        listed, extra = [], []
+        for fqn in self.members[pp, vp]:
+            expert = expert_of(fqn)
+            if expert is not None and expert not in experts:
+                continue
+            own = self.spelling.spelled(fqn, self.kinds.get(split_layer(fqn)[0]), first_layer, experts.start)
+            if fqn.endswith("_extra_state"):
+                extra.append(own)
+            else:
+                listed.append(self._listed(own, fqn, self._is_shared(fqn)))
+        listed += [self._listed(*copy) for copy in self._copies(pp, vp)]
+        return sorted(listed, key=lambda one: registered(one.name)), tuple(dict.fromkeys(extra))
+
+    def _is_shared(self, fqn: str) -> bool:
+        """Whether another stage keeps a copy: language_module.py, `setup_embeddings_and_output_layer`."""
+        return fqn == EMBEDDING and self.grid.pp > 1 and (self.tied or self.stages.num_mtp > 0)
+
+    def _copies(self, pp: int, vp: int) -> Iterator[tuple[str, str, bool]]:
+        """Copies of the embedding on later stages: (own name, name in the model, kept equal)."""
+        if self.grid.pp == 1 or self.stages.is_first(pp, vp):
+            return
+        if self.stages.has_mtp(pp, vp):
+            for name in self.chosen:
+                if name.startswith("embedding."):
+                    yield name, name, name == EMBEDDING
+        if self.tied and self.stages.is_last(pp, vp):
+            yield OUTPUT, EMBEDDING, not self.stages.has_mtp(pp, vp)
+
+    def _listed(self, own: str, fqn: str, shared: bool) -> _Listed:
+        split = split_of(fqn, gated=self._gated(fqn), local_spec=self.spelling.local_spec)
+        if split is None:
+            raise LossError("nothing is known of how tensor parallel ranks share this tensor", fqn=fqn)
+        return _Listed(own, fqn, shared, self.chosen[fqn].tensor.shape, split, is_expert(fqn))
+
+    def _gated(self, fqn: str) -> bool:
+        second = second_linear(fqn)
+        if second is None:
+            return False
+        if second in self.chosen:
+            return is_gated(self.chosen[fqn].tensor.shape, self.chosen[second].tensor.shape)
+        return bool(self.args.get("swiglu"))
+
+
+def _extra_name(name: str, spelling: Spelling) -> str:
+    """The entry of the module that a weight belongs to; grouped experts are one module."""
+    module = name.rpartition(".")[0]
+    if spelling.grouped:
+        module = re.sub(r"\.local_experts\.\d+\.", ".", module)
+    return f"{module}._extra_state"
+
+
+def describe_model(checkpoint: Checkpoint, layout: Layout) -> Model:
+    """The source's tensors, and the layout to write them in.
+
+    Raises UsageError for a layout that does not fit the model.
+    """
+    recorded = checkpoint.state.items.get("args")
+    args: dict[str, Any] = dict(recorded) if isinstance(recorded, Mapping) else {}
+    chosen = choices(checkpoint, layout.dtype)
+    names = list(chosen)
+    layers = {int(m[1]) for name in names if (m := _LAYER.match(name))}
+    experts = {number for name in names if (number := expert_of(name)) is not None}
+    for what, numbers in (("layers", layers), ("experts", experts)):
+        if numbers != set(range(len(numbers))):
+            missing = next(number for number in range(max(numbers)) if number not in numbers)
+            raise LossError(f"the source lacks some of the model's {what}", expected=f"number {missing}")
+    options = layout.read(MegatronOptions)
+    grid = _grid(args, options)
+    if grid.ep > 1 and not experts:  # megatron/core/transformer/transformer_config.py refuses this too
+        raise UsageError("a model without experts has no expert parallel ranks", found=f"ep {grid.ep}")
+    stages = _stages(args, grid, options, len(layers))
+    if options.transformer_impl:
+        args["transformer_impl"] = options.transformer_impl
+    local = args.setdefault("transformer_impl", _ENGINE) == "local"
+    grouped = bool(args.get("moe_grouped_gemm"))
+    if grouped and experts and (local or args.get("moe_use_legacy_grouped_gemm")):
+        raise LossError(
+            "the legacy grouped GEMM's weights are not written: megatron-core 0.17 has left that layout",
+            expected="experts one by one, or grouped in Transformer Engine's way",
+            found="moe_grouped_gemm with " + ("transformer_impl local" if local else "moe_use_legacy_grouped_gemm"),
+        )
+    if args.get("untie_embeddings_and_output_weights") and OUTPUT not in chosen:
+        raise LossError(
+            "the arguments say that the output layer is not the embedding, and the source has none", fqn=OUTPUT
+        )
+    return Model(
+        checkpoint,
+        _args(args, grid, stages, checkpoint, layout, chosen),
+        grid,
+        stages,
+        Spelling(local, grouped),
+        chosen,
+        layer_kinds(names),
+        len(experts),
+    )
+
+
+def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:
+    """The sizes that were asked for, and otherwise the source's."""
+    source = Grid.of_args(args)
+    tp, pp = options.tp or source.tp, options.pp or source.pp
+    etp = options.etp or (tp if source.etp == source.tp else source.etp)
+    vpp = options.vpp or (source.vpp if pp > 1 else 1)
+    grid = Grid(tp, pp, options.ep or source.ep, vpp, etp)
+    grid.check()
+    heads, groups = args.get("num_attention_heads"), args.get("num_query_groups")
+    if heads and (heads % tp or (args.get("group_query_attention") and groups and groups % tp and tp % groups)):
+        raise UsageError(
+            "attention does not divide among the tensor parallel ranks",
+            expected="heads that --tp divides, and query groups that it divides or that divide it",
+            found=f"{heads} heads, {groups} query groups, tp {tp}",
+        )
+    return grid
+
+
+def _stages(args: Mapping[str, Any], grid: Grid, options: MegatronOptions, num_layers: int) -> Stages:
+    """As asked for; otherwise the source's way where it fits, and even stages where it does not."""
+    num_mtp = args.get("mtp_num_layers") or 0
+    even = Stages(num_layers, grid.pp, grid.vpp, num_mtp=num_mtp)
+    asked = {name: value for name in STAGE_ARGS if (value := getattr(options, name, None))}
+    if asked:
+        wanted = even.with_args(asked)
+        wanted.check()
+        return wanted
+    recorded = {name: value for name in STAGE_ARGS if (value := args.get(name))}
+    if recorded and grid.pp > 1:
+        kept = even.with_args(recorded)
+        try:
+            kept.check()
+        except UsageError:
+            pass
+        else:
+            return kept
+    try:
+        even.check()
+    except UsageError as error:
+        error.hint = "--pp and --vpp that divide the layers, or --decoder-first-pipeline-num-layers and its like"
+        raise
+    return even
+
+
+def _args(
+    args: Mapping[str, Any],
+    grid: Grid,
+    stages: Stages,
+    checkpoint: Checkpoint,
+    layout: Layout,
+    chosen: Mapping[str, Choice],
+) -> dict[str, Any]:
+    """The source's arguments with the target's layout."""
+    result = {**args, **grid.args, "num_layers": stages.num_layers}
+    even = grid.vpp > 1 and stages == replace(stages, first=None, last=None, embedding=False, loss=False, layout=None)
+    result["num_layers_per_virtual_pipeline_stage"] = stages.num_layers // (grid.pp * grid.vpp) if even else None
+    result["transformer_pipeline_model_parallel_size"] = grid.pp
+    result |= {
+        "decoder_first_pipeline_num_layers": stages.first,
+        "decoder_last_pipeline_num_layers": stages.last,
+        "account_for_embedding_in_pipeline_split": stages.embedding,
+        "account_for_loss_in_pipeline_split": stages.loss,
+    }
+    if stages.layout is None:
+        result["pipeline_model_parallel_layout"] = None
+    elif asked := layout.read(MegatronOptions).pipeline_model_parallel_layout:
+        result["pipeline_model_parallel_layout"] = asked
+    result["untie_embeddings_and_output_weights"] = OUTPUT in chosen
+    if EMBEDDING in chosen:
+        result["padded_vocab_size"] = chosen[EMBEDDING].tensor.shape[0]
+    world_size = layout.world_size or checkpoint.world_size
+    model_ranks = grid.tp * grid.pp * (args.get("context_parallel_size") or 1)
+    if layout.world_size and layout.world_size % (grid.pp * grid.ranks_in_stage):
+        raise UsageError(
+            f"{layout.world_size} ranks do not divide into this layout",
+            expected=f"a multiple of {grid.pp * grid.ranks_in_stage}",
+            found=f"--world-size {layout.world_size}",
+        )
+    if not world_size or world_size % model_ranks or world_size % (grid.pp * grid.ranks_in_stage):
+        world_size = grid.pp * grid.ranks_in_stage
+    result["world_size"] = world_size
+    result["data_parallel_size"] = max(1, world_size // model_ranks)
+    return result

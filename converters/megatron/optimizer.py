@@ -1,0 +1,203 @@
+"""Megatron's optimizers in every format: which parameters a param group has, and what is known of both.
+
+No file says which parameters are in which group; it follows from what Megatron puts there: what has one dim or is
+called bias is not decayed, and experts that are spread over ranks are apart.
+
+Format facts: megatron-core 0.16.1, optimizer/__init__.py (`_get_param_groups`, `get_megatron_optimizer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.errors import CorruptError, LossError
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, ParamGroup
+from ckpt.plan.tensors import Tensor
+from converters.megatron.chunks import Model
+from converters.names.megatron.model.spelling import is_expert, split_layer
+
+#: What decides which param group is which (optimizer.py, `param_group_identifier_keys`).
+IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+#: What the distributed optimizer has places for.
+ADAM = ("exp_avg", "exp_avg_sq")
+
+
+def is_decayed(name: str, ndim: int, args: Mapping[str, Any]) -> bool:
+    """Whether weight decay applies to a parameter, as `get_standard_config_overrides` has it."""
+    if args.get("apply_wd_to_qk_layernorm") and ("q_layernorm." in name or "k_layernorm." in name) and ndim == 1:
+        return True
+    return not (name.endswith(".bias") or ndim == 1)
+
+
+def is_decoupled(name: str, args: Mapping[str, Any]) -> bool:
+    """Whether a parameter has the learning rate of the embedding and the output layer."""
+    return args.get("decoupled_lr") is not None and name.startswith(("embedding.word_embeddings.", "output_layer."))
+
+
+def belongs(name: str, ndim: int, group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
+    """Whether a parameter, under its module's own name, is of the kind that this param group is for."""
+    multiplier = group.get("wd_mult", group.get("pre_wd_mult", 1.0))
+    if (multiplier != 0.0) != is_decayed(name, ndim, args):
+        return False
+    decoupled = bool(group.get("is_decoupled_lr")) or (
+        args.get("decoupled_lr") is not None and group.get("max_lr") == args["decoupled_lr"]
+    )
+    return decoupled == is_decoupled(name, args)
+
+
+def plain(value: Any) -> Any:
+    """A tensor of one number as that number."""
+    is_number = isinstance(value, StoredTensor) and value.extent.numel == 1
+    return read_scalar(value.extent) if is_number else value
+
+
+@dataclass
+class Optimizers:
+    """What has been read of the optimizers of all ranks."""
+
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: dict[Any, tuple[dict[str, None], Mapping[str, Any]]] = field(default_factory=dict)
+    grad_scaler: Any = None
+
+    def note_group(
+        self, group: Mapping[str, Any], fqns: Sequence[str], file: str, step: Any = None, *, by_all: bool = False
+    ) -> None:
+        """Take note of the options of a param group and of their `step`, which may stand elsewhere.
+
+        Groups are told apart by `IDENTITY`, or with `by_all` by every option.  CorruptError where a parameter's step
+        has been another one before.
+        """
+        options = {name: value for name, value in group.items() if name != "params"}
+        names = sorted(options) if by_all else IDENTITY
+        key = tuple((name, str(options.get(name, options.get(f"pre_{name}")))) for name in names)
+        members, _ = self.groups.setdefault(key, ({}, options))
+        members |= dict.fromkeys(fqns)
+        step = plain(options.get("step", step))
+        if type(step) in (int, float):
+            self.note_scalar("step", fqns, step, file)
+
+    def note_scalar(self, name: str, fqns: Iterable[str], value: Any, file: str, rank: int | None = None) -> None:
+        """Take note of a state that is one number; CorruptError where it has been another one before."""
+        scalars = self.scalars.setdefault(name, {})
+        for fqn in fqns:
+            if scalars.setdefault(fqn, value) != value:
+                raise CorruptError(
+                    f"ranks disagree in the optimizer's {name!r} of a parameter",
+                    path=file,
+                    rank=rank,
+                    fqn=fqn,
+                    expected=scalars[fqn],
+                    found=value,
+                )
+
+    def param_groups(self, order: Iterable[str]) -> tuple[ParamGroup, ...]:
+        """The groups, each with its parameters in the order of the model."""
+        place = {fqn: number for number, fqn in enumerate(order)}
+        return tuple(
+            ParamGroup(tuple(sorted(fqns, key=place.__getitem__)), options) for fqns, options in self.groups.values()
+        )
+
+
+# -- to be written -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A param group: its options, and which parameters are in it."""
+
+    options: Mapping[str, Any]
+    expert: bool
+    decayed: bool
+    decoupled: bool
+
+    @property
+    def kind(self) -> tuple[bool, bool, bool]:
+        return self.expert, self.decayed, self.decoupled
+
+
+class Optimizer:
+    """The source's optimizer as Megatron's: a master and states of every parameter, and Megatron's own param groups.
+
+    LossError where the distributed optimizer has no place for the states.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.args = model.args
+        self.distributed = bool(self.args.get("use_distributed_optimizer", True))
+        self.masters = {fqn: self._master(fqn) for fqn, c in model.chosen.items() if c.tensor.role != BUFFER}
+        self.states: dict[str, dict[str, Tensor]] = {fqn: {} for fqn in self.masters}
+        for (fqn, role), tensor in model.checkpoint.tensors.items():
+            if role not in (WEIGHT, MASTER, BUFFER):
+                self.states[fqn][role] = tensor
+        if self.distributed:
+            self._check_adam()
+        self.apart = model.has_expert_optimizer
+        self.groups = self._groups()
+
+    def _master(self, fqn: str) -> Tensor:
+        found = self.model.checkpoint.get(fqn, MASTER) or self.model.checkpoint.get(fqn, WEIGHT)
+        assert found is not None
+        return found
+
+    def _check_adam(self) -> None:
+        for fqn, states in self.states.items():
+            if set(states) != set(ADAM):
+                raise LossError(
+                    "Megatron's distributed optimizer has places for Adam's states of every parameter, and no others",
+                    fqn=fqn,
+                    expected=", ".join(ADAM),
+                    found=", ".join(states) or "none",
+                )
+
+    def _groups(self) -> list[Group]:
+        """Megatron's own groups: with and without decay, of experts apart where they have an optimizer of their own.
+
+        Options are those of the source's group that has a parameter of this kind.
+        """
+        option_of = {fqn: group.options for group in self.model.checkpoint.state.param_groups for fqn in group.fqns}
+        found: dict[tuple[bool, bool, bool], Group] = {}
+        for fqn, master in self.masters.items():
+            kind = self.kind(self._own_name(fqn), fqn, len(master.shape))
+            if kind not in found:
+                options = self._options(dict(option_of.get(fqn, {})), *kind)
+                found[kind] = Group(options, *kind)
+        return [found[kind] for kind in sorted(found, key=lambda kind: (kind[0], not kind[1], kind[2]))]
+
+    def _own_name(self, fqn: str) -> str:
+        kind = self.model.kinds.get(split_layer(fqn)[0])
+        return self.model.spelling.spelled(fqn, kind, 0, 0)
+
+    def _options(self, options: dict[str, Any], expert: bool, decayed: bool, decoupled: bool) -> dict[str, Any]:
+        if not any(name in options or f"pre_{name}" in options for name in IDENTITY):
+            options |= {
+                "wd_mult": 1.0 if decayed else 0.0,
+                "lr_mult": 1.0,
+                "is_decoupled_lr": decoupled,
+                "default_config": not decoupled,
+            }
+            # If missing, Megatron uses --lr.  The group's current rate is no substitute: it is already decayed.
+            if "initial_lr" in options:
+                options["max_lr"] = options["initial_lr"]
+        step = next(iter(self.model.checkpoint.state.scalars.get("step", {}).values()), None)
+        if step is not None and self.distributed:
+            options.setdefault("step", step)
+        return options | {"is_expert_parallel": expert}
+
+    def kind(self, name: str, fqn: str, ndim: int) -> tuple[bool, bool, bool]:
+        """Which group a parameter is in: `Group.kind`."""
+        return (
+            self.apart and is_expert(fqn),
+            is_decayed(name, ndim, self.args),
+            is_decoupled(name, self.args),
+        )
+
+    @property
+    def scaler(self) -> dict[str, Any]:
+        """The loss scaler as an entry beside the groups."""
+        scaler = self.model.checkpoint.state.items.get("grad_scaler")
+        return {} if scaler is None else {"grad_scaler": scaler}

@@ -1,0 +1,142 @@
+"""Megatron-LM's `torch` format: the optimizer's state to be written, in the file of the model or in `distrib_optim.pt`.
+
+What is in these files is in `converters.megatron.optimizer_read`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ckpt.containers.torchfile.write import FromSource, NewTensor, Part, Zeros, number
+from ckpt.plan.checkpoint import Key
+from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from converters.megatron.buffers import bucket_sizes, stored_buffer
+from converters.megatron.chunks import Chunk, ChunkTensor
+from converters.megatron.optimizer import ADAM, Group, Optimizer
+from converters.names.megatron.model.axes import Rank
+from converters.names.megatron.model.spelling import is_expert
+
+
+def new_tensor(tensor: ChunkTensor, key: Key, dtype: DType) -> NewTensor:
+    """A rank's tensor with its elements from the source's tensor `key`."""
+    return NewTensor(dtype, tensor.shape, tuple(FromSource(key, p.box, p.offset) for p in tensor.pieces))
+
+
+class RankOptimizers(Optimizer):
+    """The optimizer's state as the files of ranks hold it."""
+
+    def _split(self, chunks: Sequence[Chunk]) -> list[tuple[list[Group], list[tuple[int, ChunkTensor]]]]:
+        """The groups and the parameters of each optimizer of a rank."""
+        everything = [(c.vp, p) for c in chunks for p in c.tensors if p.fqn in self.masters]
+        dense = [(vp, p) for vp, p in everything if not (self.apart and is_expert(p.fqn))]
+        groups = [group for group in self.groups if not group.expert]
+        parts = [(groups, dense)]
+        if self.args.get("overlap_param_gather_with_optimizer_step"):
+            parts = [(groups, [one for one in dense if one[0] == 0]), (groups, [one for one in dense if one[0] > 0])]
+        if self.apart:
+            experts = [group for group in self.groups if group.expert]
+            parts.append((experts, [(vp, p) for vp, p in everything if is_expert(p.fqn)]))
+        return parts
+
+    def of_rank(self, chunks: Sequence[Chunk]) -> Any:
+        """What a rank's file has as `optimizer`."""
+        contents = []
+        for groups, members in self._split(chunks):
+            placed = [one for _, one in members]
+            contents.append(self._without_states(groups) if self.distributed else self._plain(groups, placed))
+        return contents[0] if len(contents) == 1 else contents
+
+    def _without_states(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """distrib_optimizer.py, `state_dict`."""
+        content: dict[str, Any] = {"optimizer": {"param_groups": [dict(group.options) for group in groups]}}
+        return content | self.scaler
+
+    def _plain(self, groups: Sequence[Group], placed: Sequence[ChunkTensor]) -> dict[str, Any]:
+        """optimizer.py, `Float16OptimizerWithFloat16Params.state_dict` and `FP32Optimizer.state_dict`."""
+        state: dict[int, dict[str, Any]] = {}
+        masters: list[list[NewTensor]] = []
+        listed = []
+        identity = 0
+        for group in groups:
+            members = [one for one in placed if self.kind(one.name, one.fqn, len(one.shape)) == group.kind]
+            ids = list(range(identity, identity + len(members)))
+            identity += len(members)
+            listed.append({**group.options, "params": ids})
+            halves = []
+            for number_, one in zip(ids, members, strict=True):
+                values = self._state_of(one, "step" in group.options)
+                if values:
+                    state[number_] = values
+                if self.model.chosen[one.fqn].dtype in (BFLOAT16, FLOAT16):
+                    master = self.masters[one.fqn]
+                    halves.append(new_tensor(one, (master.fqn, master.role), FLOAT32))
+            masters.append(halves)
+        inner = {"state": state, "param_groups": listed}
+        if not any(choice.dtype in (BFLOAT16, FLOAT16) for choice in self.model.chosen.values()):
+            return inner
+        return {"optimizer": inner, **self.scaler, "fp32_from_fp16_params": masters}
+
+    def _state_of(self, one: ChunkTensor, step_in_group: bool) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, by_fqn in self.model.checkpoint.state.scalars.items():
+            if one.fqn in by_fqn and not (name == "step" and step_in_group):
+                value = by_fqn[one.fqn]
+                values[name] = number(value) if isinstance(value, int | float) and name == "step" else value
+        for role, tensor in self.states[one.fqn].items():
+            values[role] = new_tensor(one, (one.fqn, role), tensor.dtype)
+        return values
+
+    def distributed_state(self, rank: Rank, chunks: Sequence[Chunk]) -> Any:
+        """What a rank's `distrib_optim.pt` holds: None for what another rank of the same data has gathered."""
+        contents = []
+        for groups, members in self._split(chunks):
+            expert = any(group.expert for group in groups)
+            gathers = rank.in_stage < (self.model.grid.etp * self.model.grid.ep if expert else self.model.grid.tp)
+            contents.append(self._buffers(rank, chunks, members) if gathers else None)
+        return contents[0] if len(contents) == 1 else contents
+
+    def _buffers(
+        self, rank: Rank, chunks: Sequence[Chunk], members: Sequence[tuple[int, ChunkTensor]]
+    ) -> dict[Any, Any]:
+        """distrib_optimizer.py, `get_parameter_state_dp_zero`."""
+        buffers: dict[tuple[int, Any], list[ChunkTensor]] = {}
+        for vp, placed in members:
+            buffers.setdefault((vp, self.model.chosen[placed.fqn].dtype), []).append(placed)
+        content: dict[Any, Any] = {"buckets_coalesced": True}
+        for index, ((vp, dtype), ones) in enumerate(sorted(buffers.items(), key=lambda item: item[0][0])):
+            numel = sum(placed.numel for placed in chunks[vp].tensors)
+            size = next(bucket_sizes(self.args, rank.pp, vp, numel))
+            buffer = stored_buffer([one.numel for one in ones], [one.shared for one in ones], size)
+            reduced = FLOAT32 if self.args.get("accumulate_allreduce_grads_in_fp32", True) else dtype
+            tensors: dict[str, Any] = {}
+            for name in ("param", *ADAM):
+                fill = _fill((start, one, self._key(one, name)) for start, one in zip(buffer.starts, ones, strict=True))
+                tensors[name] = NewTensor(FLOAT32, (buffer.numel,), tuple(_with_gaps(fill, buffer.numel)))
+            content[index] = {(dtype, reduced): tensors | {"numel_unpadded": buffer.numel}}
+        return content
+
+    def _key(self, placed: ChunkTensor, name: str) -> Key:
+        if name == "param":
+            master = self.masters[placed.fqn]
+            return master.fqn, master.role
+        return placed.fqn, name
+
+
+def _fill(places: Iterable[tuple[int, ChunkTensor, Key]]) -> list[FromSource]:
+    return [
+        FromSource(key, piece.box, start + piece.offset) for start, placed, key in places for piece in placed.pieces
+    ]
+
+
+def _with_gaps(parts: Iterable[FromSource], numel: int) -> Iterator[Part]:
+    """The parts in their order, with zeros between and behind them."""
+    reached = 0
+    for part in sorted(parts, key=lambda part: part.start):
+        if part.start > reached:
+            yield Zeros(part.start - reached, reached)
+        if part.numel:
+            yield part
+        reached = part.start + part.numel
+    if reached < numel:
+        yield Zeros(numel - reached, reached)
