@@ -13,7 +13,7 @@ from typing import Any
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import torch_file
 from ckpt.errors import LossError
-from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Layout, Slot, Target, TargetFile
+from ckpt.plan.checkpoint import Checkpoint, Layout, Slot, Target, TargetFile
 from ckpt.plan.precision import CAST_SOURCES, describe
 from ckpt.plan.tensors import Extent
 from ckpt.run_folder.carried import model_files
