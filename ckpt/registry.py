@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from glob import glob
 from importlib import import_module
@@ -103,24 +103,44 @@ def _load(where: str) -> Any:
         ) from error
 
 
+def _registered(own: Mapping[str, str], group: str) -> dict[str, str]:
+    """Our own and those of other packages; UsageError where one of these has a name that is taken."""
+    others = _entries(group)
+    for name in others.keys() & own.keys():
+        raise UsageError(
+            f"an installed package registers {name!r}, which is ckpt's own, in {group}",
+            found=others[name],
+            hint="uninstall that package",
+        )
+    return {**own, **others}
+
+
 def names() -> list[str]:
-    """Names of all formats."""
-    return list(FORMATS | _entries("ckpt.formats"))
+    """Names of all formats, in the order in which a folder is asked what it is.
+
+    Those of other packages come first: a special kind of a format of ours is otherwise found as that.
+    """
+    return sorted(_registered(FORMATS, "ckpt.formats"), key=lambda name: name in FORMATS)
 
 
 def get(name: str) -> Format:
     """The format called `name`; UsageError if there is none."""
-    known = FORMATS | _entries("ckpt.formats")
+    known = _registered(FORMATS, "ckpt.formats")
     name = ALIASES.get(name, name)
     if name not in known:
         raise UsageError(f"there is no format called {name!r}", expected="one of " + ", ".join(known))
     return cast(Format, _load(known[name]))
 
 
+def declarations() -> list[Any]:
+    """The `ckpt.testing.Declaration` of each format that another package brings: what its function returns."""
+    return [_load(where)() for where in _entries("ckpt.declarations").values()]
+
+
 def declared_options() -> dict[type, list[str]]:
     """The dataclasses in which formats declare options of their own, and the names of the formats that share each."""
     found: dict[type, list[str]] = {}
-    for name, where in (OPTIONS | _entries("ckpt.format_options")).items():
+    for name, where in _registered(OPTIONS, "ckpt.format_options").items():
         found.setdefault(_load(where), []).append(name)
     return found
 

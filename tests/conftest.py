@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before anything imports deepspeed or torch: no accelerator is probed, and processes share the cores.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 
 #: Lines to print after the run, by title; tests fill it.
 TABLES: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
@@ -42,23 +44,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def fixtures() -> Path:
     """The committed checkpoints."""
     return Path(__file__).parent.parent / "fixtures"
-
-
-_OPENED: list[str] | None = None
-
-
-def _note_open(event: str, arguments: tuple[object, ...]) -> None:
-    if event == "open" and _OPENED is not None and isinstance(arguments[0], str | os.PathLike):
-        _OPENED.append(os.fspath(arguments[0]))
-
-
-sys.addaudithook(_note_open)  # there is no removing it: it rests while nobody asks
-
-
-@pytest.fixture
-def opened() -> Iterator[list[str]]:
-    """The path of each file that is opened from now on, by whatever call, as often as it is opened."""
-    global _OPENED
-    _OPENED = []
-    yield _OPENED
-    _OPENED = None

@@ -16,7 +16,8 @@ from ckpt.plan.checkpoint import Checkpoint, Slot, Target, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, BOOL, BY_NAME, FLOAT16, FLOAT32, FLOAT64, INT64, DType
 from ckpt.plan.planner import Cast, check_source, choose_replica, first_index, make_plan, region_boxes
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, Shape, Tensor, Whole, whole
-from tests.support.pieces import Store, all_copies, indices, positions, shapes, stored, tensor_of, tilings
+from ckpt.testing.strategies import Store, indices, positions, shapes, stored, tensor_of, tilings
+from tests.support.pieces import all_copies
 
 
 def fragment(region: Region, path: str = "part.bin", rank: int | None = 3, dtype: DType = FLOAT32) -> Fragment:

@@ -1,34 +1,10 @@
-"""What a description says a tensor's bytes are: read fragment by fragment, apart from the code that converts."""
+"""What a description says, against what an engine gathered."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
-from ckpt.plan.tensors import FlatRange, Tensor
-from tests.support.engines import RAW, Truth
-
-
-def content(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    """A described tensor as dtype name, shape and bytes."""
-    dtype = RAW[tensor.dtype.itemsize]
-    flat = np.zeros(tensor.numel, dtype)
-    for fragment in tensor.fragments():
-        if not fragment.region.numel:
-            continue
-        extent = fragment.extent
-        with open(extent.path, "rb") as file:
-            file.seek(extent.offset)
-            base = np.frombuffer(file.read(extent.end - extent.offset), dtype)
-        strides = tuple(s * extent.dtype.itemsize for s in extent.strides)
-        values = np.lib.stride_tricks.as_strided(base, extent.shape, strides)
-        if isinstance(fragment.region, FlatRange):
-            flat[fragment.region.start : fragment.region.stop] = values.reshape(-1)
-        else:
-            box = fragment.region
-            window = tuple(slice(a, b, s) for a, b, s in zip(box.offsets, box.ends, box.all_steps, strict=True))
-            flat.reshape(tensor.shape)[window] = values
-    return tensor.dtype.name, tensor.shape, flat.tobytes()
+from ckpt.testing import content
+from tests.support.engines import Truth
 
 
 def assert_equals_truth(checkpoint: Checkpoint, truth: Truth) -> int:

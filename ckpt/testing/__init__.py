@@ -1,0 +1,18 @@
+"""What a package that brings a format tests it with; needs pytest, and hypothesis for `strategies`.
+
+A `Declaration` says where a real sample comes from and what its truth is.  Register a function that returns it in the
+entry-point group `ckpt.declarations`, under the format's name, and run
+
+    pytest --pyargs ckpt.testing
+
+or subclass `Conformance` in a test module, with `declarations`.  Nothing else of ckpt imports this package.
+"""
+
+import pytest
+
+pytest.register_assert_rewrite("ckpt.testing.conformance")
+
+from ckpt.testing.conformance import Conformance, Declaration, Refusal, Sample, Tensors  # noqa: E402
+from ckpt.testing.describing import content  # noqa: E402
+
+__all__ = ["Conformance", "Declaration", "Refusal", "Sample", "Tensors", "content"]

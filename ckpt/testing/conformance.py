@@ -1,0 +1,253 @@
+"""What every format must do.  A format takes part by declaring where a real sample comes from and what its truth is.
+
+A sample is a checkpoint that the format's own framework wrote; its truth was gathered from the live engine, or is what
+the framework's own loader returns.  A round trip through ckpt's own code alone proves nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+import ckpt
+from ckpt import registry
+from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, OWN, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout
+from ckpt.plan.planner import check_source
+from ckpt.testing.describing import Content, content
+from ckpt.verify import manifest
+from ckpt.verify.manifest import MANIFEST
+
+Tensors = Mapping[Key, Content]
+#: The errors that a refusal may be, and a pattern of its message, where it is one.
+Refusal = tuple[tuple[type[CkptError], ...], str | None]
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A format's sample, and what is particular about the format.
+
+    `make` puts the sample into an empty folder and returns its path and its truth, by fqn and role.  `vital` are glob
+    patterns of files without which, or with half of which, nothing may be read.
+    """
+
+    format: str
+    make: Callable[[Path], tuple[Path, Tensors]]
+    vital: tuple[str, ...]
+    _: KW_ONLY
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+    #: Whether vital files end in tensor data, of which only a manifest or a second checkpoint could tell damage.
+    is_unchecked_data: bool = False
+    #: Whether the sample is a whole model of an architecture that is known by its config.
+    is_known_model: bool = False
+    #: As a target: whether it needs a number of ranks, where the source has none.
+    is_sharded: bool = False
+    #: As a target: whether a parameter that never had a gradient gets zeros for optimizer states.
+    adds_states: bool = False
+    #: As a target: the refusal of a sample, declared and opened, that the format has no place for.
+    refuses: Callable[[Declaration, Checkpoint], Refusal | None] = lambda _, __: None
+
+
+Sample = tuple[Declaration, Path, Tensors]
+
+
+_OPENED: list[str] | None = None
+
+
+def _note_open(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and _OPENED is not None and isinstance(arguments[0], str | os.PathLike):
+        _OPENED.append(os.fspath(arguments[0]))
+
+
+sys.addaudithook(_note_open)  # there is no removing it: it rests while nobody asks
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of a folder, by relative path."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+class Conformance:
+    """The suite.  A subclass has the `declarations` whose samples are read, damaged, converted and compared.
+
+    Each is converted to every writable format, whose own particulars are those of its declaration.  A target that is
+    declared nowhere may refuse a sample with an error of ckpt; the test is then skipped, with the error for a reason.
+    """
+
+    declarations: ClassVar[Sequence[Declaration]] = ()
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "target" in metafunc.fixturenames:
+            metafunc.parametrize("target", [name for name in registry.names() if registry.get(name).writes])
+        if "declaration" in metafunc.fixturenames:
+            cases = [pytest.param(one, id=one.format, marks=one.marks) for one in self.declarations]
+            metafunc.parametrize("declaration", cases)
+
+    @pytest.fixture
+    def sample(self, declaration: Declaration, tmp_path: Path) -> Sample:
+        folder = tmp_path / "sample"
+        folder.mkdir()
+        return (declaration, *declaration.make(folder))
+
+    @pytest.fixture
+    def opened(self) -> Iterator[list[str]]:
+        """The path of each file that is opened from now on, by whatever call, as often as it is opened."""
+        global _OPENED
+        _OPENED = []
+        yield _OPENED
+        _OPENED = None
+
+    def plan(self, declaration: Declaration, checkpoint: Checkpoint, target: str) -> ckpt.api.Conversion | None:
+        """The conversion; None where the pair is declared to be refused, which is checked here."""
+        to = next((one for one in self.declarations if one.format == target), None)
+        needs_ranks = checkpoint.world_size is None and (to is None or to.is_sharded)
+        layout = Layout(world_size=2 if needs_ranks else None)
+        refusal = to.refuses(declaration, checkpoint) if to is not None else None
+        if refusal is None:
+            try:
+                return ckpt.plan(checkpoint, target, layout)
+            except CkptError as error:
+                if to is not None or target in ("hf", declaration.format):
+                    raise
+                pytest.skip(f"refused: {error}")
+        errors, match = refusal
+        with pytest.raises(errors, match=match):
+            ckpt.plan(checkpoint, target, layout)
+        return None
+
+    # -- finding and reading -----------------------------------------------------------------------------------------
+
+    def test_finding_opens_no_large_file(self, sample: Sample, opened: list[str]) -> None:
+        """All are as large as real ones here; the names at the head of a DCP `.metadata` tell whose it is."""
+        declaration, path, _ = sample
+        for file in [file for pattern in declaration.vital for file in path.glob(pattern)]:
+            os.truncate(file, 2 << 20)
+        opened.clear()
+        found = [one.name for one in registry.all_formats() if one.reads and one.find(path, None)]
+        assert declaration.format in found
+        large = [name for name in opened if Path(name).is_file() and Path(name).stat().st_size > 1 << 20]
+        assert {Path(name).name for name in large} <= {".metadata"}
+
+    def test_reads_the_truth_bit_for_bit(self, sample: Sample) -> None:
+        declaration, path, truth = sample
+        checkpoint = ckpt.open(path, declaration.format)
+        assert checkpoint.format == declaration.format
+        for key, tensor in checkpoint.tensors.items():
+            check_source(tensor)
+            assert content(tensor) == truth[key], key
+        implied = {(fqn, WEIGHT) for fqn, role in checkpoint.tensors if role == MASTER}
+        assert set(truth) - set(checkpoint.tensors) <= implied
+
+    def test_is_recognised_without_being_named(self, sample: Sample) -> None:
+        declaration, path, _ = sample
+        found = ckpt.open(path)
+        assert found.format == declaration.format
+        assert found.tensors.keys() == ckpt.open(path, declaration.format).tensors.keys()
+
+    def test_parameters_are_counted_once(self, sample: Sample) -> None:
+        declaration, path, truth = sample
+        expected = {fqn for fqn, role in truth if role == WEIGHT}
+        assert set(ckpt.open(path, declaration.format).parameters) == expected
+
+    def test_reading_and_converting_leave_the_source_as_it_was(self, sample: Sample, tmp_path: Path) -> None:
+        _, path, _ = sample
+        before = digests(path)
+        checkpoint = ckpt.open(path)
+        ckpt.plan(checkpoint, "hf").run(tmp_path / "out")
+        assert ckpt.verify(checkpoint, ckpt.open(tmp_path / "out"), only="weights").equal
+        assert digests(path) == before
+
+    # -- damage ------------------------------------------------------------------------------------------------------
+
+    def test_damage_is_found(self, sample: Sample) -> None:
+        """A vital file that is missing, empty, cut short or zeroed at its end: CorruptError, naming folder or file."""
+        declaration, path, _ = sample
+        files = [file for pattern in declaration.vital for file in sorted(path.glob(pattern))]
+        assert files
+        for file in files:
+            original = file.read_bytes()
+            tail = min(64, len(original) // 2)
+            for damaged in (None, b"", original[:-1], original[: len(original) // 2], original[:-tail] + bytes(tail)):
+                if damaged is None:
+                    file.unlink()
+                else:
+                    file.write_bytes(damaged)
+                if declaration.is_unchecked_data and damaged is not None and len(damaged) == len(original):
+                    continue
+                # Without its only file there is nothing left to recognise.
+                kinds = (CorruptError, NotFoundError) if damaged is None and len(files) <= 2 else (CorruptError,)
+                with pytest.raises(kinds) as caught:
+                    ckpt.open(path, declaration.format)
+                assert str(path) in str(caught.value)
+            file.write_bytes(original)
+        ckpt.open(path, declaration.format)
+
+    def test_mutations_raise_only_our_errors(self, sample: Sample) -> None:
+        """Every 97th byte of vital files (300 of a large one), inverted: read as something, or one of our errors."""
+        declaration, path, _ = sample
+        outcomes = {"read": 0, "refused": 0}
+        for file in [file for pattern in declaration.vital for file in sorted(path.glob(pattern))][:2]:
+            original = file.read_bytes()
+            for position in range(0, len(original), max(97, len(original) // 300)):
+                damaged = bytearray(original)
+                damaged[position] ^= 0xFF
+                file.write_bytes(damaged)
+                try:
+                    ckpt.open(path, declaration.format)
+                    outcomes["read"] += 1
+                except CkptError:
+                    outcomes["refused"] += 1
+            file.write_bytes(original)
+        assert outcomes["refused"] > 0
+
+    # -- converting --------------------------------------------------------------------------------------------------
+
+    def test_converts_deterministically_and_as_planned(self, sample: Sample, target: str, tmp_path: Path) -> None:
+        declaration, path, _ = sample
+        one, other = tmp_path / "one", tmp_path / "other"
+        conversion = self.plan(declaration, ckpt.open(path, declaration.format), target)
+        again = self.plan(declaration, ckpt.open(path, declaration.format), target)
+        if conversion is None or again is None:
+            return
+        conversion.run(one)
+        again.run(other)
+        assert digests(one) == digests(other)
+        planned = {file.name: file.size for file in conversion.plan.target.files}
+        written = {str(f.relative_to(one)): f.stat().st_size for f in one.rglob("*") if f.is_file()}
+        assert written.pop(MANIFEST)
+        assert written == planned
+        checked = manifest.check(one, registry.all_formats())
+        assert checked.good and not checked.unknown
+
+    def test_what_is_written_reads_back_equal(self, sample: Sample, target: str, tmp_path: Path) -> None:
+        declaration, path, truth = sample
+        checkpoint = ckpt.open(path, declaration.format)
+        conversion = self.plan(declaration, checkpoint, target)
+        if conversion is None:
+            return
+        conversion.run(tmp_path / "out")
+        back: Checkpoint = ckpt.open(tmp_path / "out", target)
+        named = conversion.plan.checkpoint
+        if registry.get(target).namespace is None:  # it keeps names, whatever they are
+            back = replace(back, namespace=named.namespace)
+        report = ckpt.verify(checkpoint, back)
+        # A format that flattens has zeros for the states of a parameter which never had a gradient.
+        stateless = set(checkpoint.parameters) - {
+            f for f, role in checkpoint.tensors if role in checkpoint.optimizer_states
+        }
+        added = {result.b_fqn for result in report.results if result.status == "+"}
+        adds = next((one.adds_states for one in self.declarations if one.format == target), True)
+        assert report.equal or (adds and added and added <= stateless), "\n".join(report.lines())
+        assert {result.status for result in report.results} <= {"=", "+"}
+        spaces = {checkpoint.namespace, named.namespace}
+        renamed = len(spaces) > 1 and not spaces <= {HUB, TRANSFORMERS, OWN}
+        weights = {fqn for fqn, role in (named.tensors if renamed else truth) if role in (WEIGHT, BUFFER)}
+        assert {fqn for fqn, _ in back.tensors} == weights

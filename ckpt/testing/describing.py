@@ -1,0 +1,32 @@
+"""What a description says a tensor's bytes are: read fragment by fragment, apart from the code that converts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckpt.plan.tensors import FlatRange, Shape, Tensor
+
+#: A tensor's dtype by name, its shape, and its bytes in row-major order.
+Content = tuple[str, Shape, bytes]
+
+
+def content(tensor: Tensor) -> Content:
+    """What the files hold of a described tensor."""
+    dtype = np.dtype(f"u{tensor.dtype.itemsize}")
+    flat = np.zeros(tensor.numel, dtype)
+    for fragment in tensor.fragments():
+        if not fragment.region.numel:
+            continue
+        extent = fragment.extent
+        with open(extent.path, "rb") as file:
+            file.seek(extent.offset)
+            base = np.frombuffer(file.read(extent.end - extent.offset), dtype)
+        strides = tuple(s * extent.dtype.itemsize for s in extent.strides)
+        values = np.lib.stride_tricks.as_strided(base, extent.shape, strides)
+        if isinstance(fragment.region, FlatRange):
+            flat[fragment.region.start : fragment.region.stop] = values.reshape(-1)
+        else:
+            box = fragment.region
+            window = tuple(slice(a, b, s) for a, b, s in zip(box.offsets, box.ends, box.all_steps, strict=True))
+            flat.reshape(tensor.shape)[window] = values
+    return tensor.dtype.name, tensor.shape, flat.tobytes()

@@ -1,0 +1,200 @@
+"""The declarations of the formats in `converters`: where a real sample of each comes from, and what its truth is."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from ckpt.errors import LossError, NotFoundError, UsageError
+from ckpt.plan.checkpoint import MEGATRON, WEIGHT, Checkpoint
+from ckpt.testing import Declaration, Refusal, Tensors
+from tests.formats.test_universal import ds_to_universal
+from tests.support import megatron_runs, pipeline_runs
+from tests.support.engines import Truth, raw
+from tests.support.fsdp_runs import run_ranks
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+def from_fixture(name: str) -> Callable[[Path], tuple[Path, Tensors]]:
+    """A committed run folder with `truth/<tag>.safetensors` beside its checkpoint."""
+
+    def make(folder: Path) -> tuple[Path, Tensors]:
+        run = folder / name
+        shutil.copytree(FIXTURES / name, run)
+        truth = Truth.load(next(p for p in (run / "truth").iterdir() if "logits" not in p.name))
+        shutil.rmtree(run / "truth")
+        return run, {key: value for key, value in truth.tensors.items() if key[0] not in truth.ties}
+
+    return make
+
+
+def saved_by_transformers(folder: Path) -> tuple[Path, Tensors]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 19, "hidden_size": 12, "intermediate_size": 7, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16)
+    model.save_pretrained(folder / "model", max_shard_size="1kB")
+    return folder / "model", {(fqn, WEIGHT): raw(t) for fqn, t in model.state_dict().items()}
+
+
+def converted_by_deepspeed(folder: Path) -> tuple[Path, Tensors]:
+    """A ZeRO-3 run, made universal by DeepSpeed's own converter (which fails on the toy model's 0-d parameter)."""
+    run, truth = from_fixture("lora-zero3")(folder)
+    output = folder / "universal" / "global_step2_universal"
+    output.mkdir(parents=True)
+    ds_to_universal(run / "global_step2", output)
+    return output.parent, truth
+
+
+def gathered_by_torch(folder: Path) -> tuple[Path, Tensors]:
+    """The full state dicts of a model and its optimizer, as torch gathers and Accelerate names them."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    path = folder / "full"
+    path.mkdir()
+    torch.save(weights, path / "pytorch_model_fsdp.bin")
+    torch.save(states, path / "optimizer.bin")
+    truth = {(fqn, WEIGHT): raw(t) for fqn, t in weights.items()}
+    for fqn, values in states["state"].items():
+        truth |= {(fqn, name): raw(t) for name, t in values.items() if name != "step"}
+    return path, truth
+
+
+@functools.cache
+def run_of_ranks() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="fsdp-ranks-"))
+    atexit.register(shutil.rmtree, folder)
+    run_ranks("fsdp2", 2, folder)
+    return folder
+
+
+def saved_by_ranks(folder: Path) -> tuple[Path, Tensors]:
+    """What two ranks of FSDP2 wrote, each by itself, with the full state dicts that they gathered."""
+    import torch
+
+    shutil.copytree(run_of_ranks(), folder, dirs_exist_ok=True)
+    weights, states = (torch.load(folder / "full" / name) for name in ("pytorch_model_fsdp.bin", "optimizer.bin"))
+    shutil.rmtree(folder / "full")
+    ties = ckpt.open(folder / "ranks").ties
+    truth = {(fqn, WEIGHT): raw(t) for fqn, t in weights.items() if fqn not in ties}
+    for fqn, values in states["state"].items():
+        truth |= {(fqn, name): raw(t) for name, t in values.items() if name != "step"}
+    return folder / "ranks", truth
+
+
+def saved_by_peft(folder: Path) -> tuple[Path, Tensors]:
+    """An adapter with a bias of its own, and a module that was trained as a whole."""
+    import torch
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7))
+    lora = LoraConfig(r=2, target_modules=["0"], modules_to_save=["1"], lora_bias=True)
+    wrapped = get_peft_model(model, lora)
+    wrapped.save_pretrained(folder / "adapter")
+    return folder / "adapter", {(fqn, WEIGHT): raw(t) for fqn, t in get_peft_model_state_dict(wrapped).items()}
+
+
+def saved_by_megatron(folder: Path) -> tuple[Path, Tensors]:
+    """Two pipeline stages of two tensor-parallel ranks each, with the distributed optimizer."""
+    run = folder / "run"
+    shutil.copytree(megatron_runs.sample("llama"), run, ignore=shutil.ignore_patterns("truth"))
+    return run, megatron_runs.truth(megatron_runs.sample("llama")).tensors
+
+
+def saved_by_pipeline(folder: Path) -> tuple[Path, Tensors]:
+    """Two stages of DeepSpeed's pipeline on two data-parallel ranks each; the embedding is also the output layer."""
+    run = folder / "run"
+    shutil.copytree(pipeline_runs.sample("qwen2"), run, ignore=shutil.ignore_patterns("truth"))
+    return run, pipeline_runs.truth("qwen2").tensors
+
+
+def unknown_to_megatron(sample: Declaration, checkpoint: Checkpoint) -> Refusal | None:
+    """Megatron's formats take models of known architectures."""
+    known = checkpoint.namespace == MEGATRON or sample.is_known_model
+    return None if known else ((UsageError, NotFoundError, LossError), None)
+
+
+def without_an_adapter(sample: Declaration, _: Checkpoint) -> Refusal | None:
+    """Only what PEFT has wrapped holds an adapter, whose config is needed."""
+    words = "no LoRA adapter|no adapter_config.json"
+    return None if sample.format == "peft" else ((UsageError, NotFoundError), words)
+
+
+def empty_parameters(_: Declaration, checkpoint: Checkpoint) -> Refusal | None:
+    """Stage 3 has no place for a parameter without elements."""
+    empty = any(not tensor.numel for tensor in checkpoint.with_role(WEIGHT))
+    return ((LossError,), "goes nowhere") if empty else None
+
+
+#: Samples that take several processes to make.
+SLOW = (pytest.mark.slow,)
+
+DECLARATIONS = [
+    *(
+        Declaration(
+            f"zero{stage}",
+            from_fixture(f"toy-zero{stage}"),
+            ("*/*_optim_states.pt", "*/*_model_states.pt"),
+            is_sharded=True,
+            adds_states=True,
+            **({"refuses": empty_parameters} if stage == 3 else {}),
+        )
+        for stage in (1, 2, 3)
+    ),
+    Declaration("universal", converted_by_deepspeed, ("*/*_model_states.pt", "*/zero/*/exp_avg.pt"), adds_states=True),
+    Declaration(
+        "megatron",
+        saved_by_megatron,
+        ("*/*/model_optim_rng.pt", "*/*/distrib_optim.pt"),
+        marks=SLOW,
+        refuses=unknown_to_megatron,
+    ),
+    Declaration(
+        "megatron-dist",
+        from_fixture("megatron-dist-flattened"),
+        ("iter_0000002/.metadata", "iter_0000002/common.pt", "iter_0000002/__*_*.distcp"),
+        refuses=unknown_to_megatron,
+    ),
+    Declaration(
+        "megatron-deepspeed",
+        saved_by_pipeline,
+        ("*/layer_*-model_states.pt", "*/mp_rank_*_model_states.pt", "*/*_optim_states.pt"),
+        marks=SLOW,
+        refuses=unknown_to_megatron,
+    ),
+    Declaration("dcp", from_fixture("dcp-fsdp2"), ("step-2/__*_0.distcp", "step-2/.metadata"), is_sharded=True),
+    Declaration("full", gathered_by_torch, ("pytorch_model_fsdp.bin",)),
+    Declaration(
+        "fsdp-ranks",
+        saved_by_ranks,
+        ("model_world_size_2_rank_*.pt", "optim_world_size_2_rank_*.pt"),
+        marks=SLOW,
+    ),
+    Declaration("hf", saved_by_transformers, ("model-*.safetensors",), is_unchecked_data=True, is_known_model=True),
+    Declaration(
+        "peft",
+        saved_by_peft,
+        ("adapter_model.safetensors",),
+        is_unchecked_data=True,
+        refuses=without_an_adapter,
+    ),
+]
