@@ -6,12 +6,13 @@ Shared by the readers of formats that have such files.  Facts: see `converters.d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError
@@ -23,18 +24,14 @@ from converters.deepspeed.model import is_bf16_optimizer
 _SHOWN = 16
 
 
-@dataclass(frozen=True)
-class RankFile:
-    """What one rank wrote into one file."""
-
-    path: str
-    rank: int
-    content: Mapping[str, Any]
-
-    def need(self, key: str) -> Any:
-        if key not in self.content:
-            raise CorruptError("an entry is missing", path=self.path, rank=self.rank, expected=repr(key))
-        return self.content[key]
+def known_structure(path: Path, framework: Callable[[], str] = lambda: "deepspeed") -> AbstractContextManager[None]:
+    """Errors of files that are built in another way than those of known versions become CorruptError."""
+    return structure(
+        "the files are not built as those of any known version of DeepSpeed",
+        path,
+        expected="the structure that versions up to 0.19.8 write",
+        found=lambda: f"{framework()}; ",
+    )
 
 
 #: The optimizer's states of a group on one rank.

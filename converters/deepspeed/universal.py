@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import FromSource, NewTensor, Zeros, copy_of, torch_file
@@ -35,7 +35,6 @@ from ckpt.plan.checkpoint import (
     Layout,
     ParamGroup,
     ReadRequest,
-    SourceFile,
     Target,
     TargetFile,
     TrainingState,
@@ -47,6 +46,7 @@ from converters.deepspeed import write as zero_writer
 from converters.deepspeed.layout import undealt
 from converters.deepspeed.model import Model
 from converters.deepspeed.partitions import InSlots, slot_size
+from converters.deepspeed.rank_files import known_structure
 
 LATEST = "latest_universal"
 FP32 = "fp32"
@@ -99,15 +99,8 @@ class Universal:
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe it; the files of every parameter are opened, none of their data is read."""
-        try:
+        with known_structure(path):
             return _read(path)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise CorruptError(
-                "the files are not built as those of any known version of DeepSpeed",
-                path=path,
-                expected="the structure that versions up to 0.19.8 write",
-                found=f"{type(error).__name__}: {error}",
-            ) from error
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """A folder that `load_checkpoint` takes with `"checkpoint": {"load_universal": true}` in its config."""
@@ -134,19 +127,12 @@ class _Reading:
     """What has been read so far of one folder."""
 
     path: Path
-    files: list[SourceFile] = field(default_factory=list)
+    sources: Sources = field(default_factory=Sources)
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def load(self, path: Path) -> Any:
-        self.files.append(SourceFile.stat(str(path)))
-        return torchfile.read(path).root
-
-    def load_dict(self, path: Path) -> Mapping[str, Any]:
-        root = self.load(path)
-        if not isinstance(root, Mapping):
-            raise CorruptError("this is no DeepSpeed file", path=path, expected="a dict")
-        return root
+    def load_dict(self, path: Path) -> Mapping[Any, Any]:
+        return self.sources.of_rank(path, 0, "DeepSpeed file").content
 
     def add(self, tensor: Tensor) -> None:
         self.tensors[tensor.fqn, tensor.role] = tensor
@@ -174,7 +160,7 @@ def _read(path: Path) -> Checkpoint:
         path=str(path),
         format="universal",
         tensors=reading.tensors,
-        files=tuple(reading.files),
+        files=reading.sources.files,
         framework=f"deepspeed {version}" if version else "deepspeed",
         world_size=world_size if isinstance(world_size, int) else None,
         ties=ties,
@@ -273,7 +259,7 @@ def _add_parameter(reading: _Reading, fqn: str, shape: Shape, native: StoredTens
         raise CorruptError("the master of a parameter is missing", path=folder, fqn=fqn, expected=f"a file {FP32}.pt")
     for name in (name for name in names if name.endswith(".pt")):
         role = name.removesuffix(".pt")
-        value = reading.load(confined(folder, name))
+        value = reading.sources.root(confined(folder, name))
         if role == STEP or not isinstance(value, Mapping | StoredTensor):
             reading.scalars.setdefault(role, {})[fqn] = _number(value, folder / name)
             continue

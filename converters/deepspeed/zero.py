@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import (
@@ -27,7 +26,6 @@ from ckpt.plan.checkpoint import (
     Layout,
     ParamGroup,
     ReadRequest,
-    SourceFile,
     Target,
     TrainingState,
 )
@@ -42,7 +40,6 @@ from converters.deepspeed.folder import (
 from converters.deepspeed.layout import undealt
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from converters.deepspeed.rank_files import (
-    RankFile,
     base_state,
     check_same,
     expect_groups,
@@ -51,6 +48,7 @@ from converters.deepspeed.rank_files import (
     hyperparameters,
     inner_file,
     is_dealt,
+    known_structure,
     number_states,
     numeric_options,
     param_shapes,
@@ -124,17 +122,14 @@ class _Reading:
     """What has been read so far of one step folder."""
 
     folder: StepFolder
-    files: list[SourceFile] = field(default_factory=list)
+    sources: Sources = field(default_factory=Sources)
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     version: object = None
 
     def load(self, path: str, rank: int) -> RankFile:
-        self.files.append(SourceFile.stat(path))
-        root = torchfile.read(path).root
-        if not isinstance(root, Mapping):
-            raise CorruptError("this is no DeepSpeed file", path=path, rank=rank, expected="a dict")
-        self.version = self.version or root.get("ds_version")
-        return RankFile(path, rank, root)
+        file = self.sources.of_rank(path, rank, "DeepSpeed file")
+        self.version = self.version or file.content.get("ds_version")
+        return file
 
     def add(self, tensor: Tensor) -> None:
         self.tensors[tensor.fqn, tensor.role] = tensor
@@ -158,15 +153,8 @@ def _stage(inner: RankFile) -> int:
 
 def _read_step(path: Path) -> Checkpoint:
     reading = _Reading(list_step_folder(path))
-    try:
+    with known_structure(path, lambda: _framework(reading)):
         return _understand(reading)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(
-            "the files are not built as those of any known version of DeepSpeed",
-            path=path,
-            expected="the structure that versions up to 0.19.8 write",
-            found=f"{_framework(reading)}; {type(error).__name__}: {error}",
-        ) from error
 
 
 def _understand(reading: _Reading) -> Checkpoint:
@@ -216,16 +204,10 @@ def _world_size(inner: RankFile) -> int:
 
 
 def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: str) -> None:
-    missing = list(islice((rank for rank in range(world_size) if rank not in files), _SHOWN))
+    what = f"{kind} files are missing: every parameter has a part in each of them"
+    absent = next((rank for rank in range(world_size) if rank not in files), 0)
+    check_all_there(what, files, world_size, path, _name_for_rank(files, absent, kind))
     extra = [rank for rank in files if rank >= world_size]
-    if missing:
-        raise CorruptError(
-            f"{kind} files are missing: every parameter has a part in each of them",
-            path=path,
-            rank=", ".join(map(str, missing)) + (" and others" if len(missing) == _SHOWN else ""),
-            expected=f"{world_size} files, among them {_name_for_rank(files, missing[0], kind)}",
-            found=f"{len(files)} files",
-        )
     if extra:
         raise CorruptError(
             f"{kind} files of more ranks than the run had: left over from an earlier, larger run",
@@ -457,8 +439,7 @@ def _offloaded(reading: _Reading, inner: RankFile, stored: Any, state: str | Non
         raise CorruptError(
             "a buffer that was offloaded to NVMe is missing", path=path, rank=inner.rank, expected=f"{length} elements"
         )
-    file = SourceFile.stat(str(path))
-    reading.files.append(file)
+    file = reading.sources.add(path)
     if file.size < length * extent.dtype.itemsize:
         raise CorruptError(
             "a file of offloaded elements is too short",
@@ -566,7 +547,7 @@ def _checkpoint(reading: _Reading, model: _Model, inners: list[RankFile], stage:
         path=str(folder),
         format=f"zero{stage}",
         tensors=reading.tensors,
-        files=tuple(reading.files),
+        files=reading.sources.files,
         framework=_framework(reading),
         world_size=world_size,
         ties=model.ties,

@@ -22,18 +22,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
+from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ParamGroup, ReadRequest, Target, TrainingState
 from ckpt.plan.dtypes import DType
-from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, Shape, Tensor, whole
+from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
 from converters.pytorch.state_dicts import Reading, clean_names, is_part, newest_step, read_optimizer, tie_as_declared
 
@@ -86,26 +87,29 @@ class FsdpRanks:
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the tensors of all ranks' files; everything of the model has the role `weight`."""
-        reading = _Reading(path)
+        reading = Reading(path)
         files = _list(path)
-        models = [reading.load(files["model"][rank], rank) for rank in sorted(files["model"])]
+
+        def of(kind: str) -> list[RankFile]:
+            return [reading.sources.of_rank(file, rank, "state dict") for rank, file in sorted(files[kind].items())]
+
+        models = of("model")
         _refuse_flat(models)
         folders = tuple(p for p in (request.config, path / "huggingface", path, path.parent) if p and p.is_dir())
         config = read_config(folders)
         _read_models(reading, models)
         # FSDP1 saves a tied parameter under each of its names, apart.
         tie_as_declared(reading.tensors, reading.ties, config)
-        optimizers = [reading.load(files["optim"][rank], rank) for rank in sorted(files["optim"])]
-        if optimizers:
+        if optimizers := of("optim"):
             _read_optimizers(reading, optimizers)
-        for rank in sorted(files["extra"]):
-            _read_extra(reading, reading.load(files["extra"][rank], rank))
+        for file in of("extra"):
+            _read_extra(reading, file)
         step = next((int(m[1]) for p in (path, path.parent) if (m := re.search(r"step[-_](\d+)$", p.name))), None)
         return Checkpoint(
             path=str(path),
             format=self.name,
             tensors=reading.tensors,
-            files=tuple(reading.files),
+            files=reading.sources.files,
             framework="verl" if "huggingface" in {p.name for p in folders} else None,
             world_size=len(models),
             ties=reading.ties,
@@ -194,22 +198,7 @@ def _local(path: str) -> NotFoundError:
     )
 
 
-@dataclass(frozen=True)
-class _RankFile:
-    path: str
-    rank: int
-    content: Mapping[Any, Any]
-
-
-class _Reading(Reading):
-    def load(self, path: str, rank: int) -> _RankFile:
-        root = self.root(path)
-        if not isinstance(root, Mapping):
-            raise CorruptError("this is no state dict", path=path, rank=rank, found=type(root).__name__)
-        return _RankFile(path, rank, root)
-
-
-def _refuse_flat(models: list[_RankFile]) -> None:
+def _refuse_flat(models: list[RankFile]) -> None:
     for model in models:
         if any(isinstance(name, str) and _FLAT_PARAM.fullmatch(name) for name in model.content):
             raise _local(model.path)
@@ -218,52 +207,44 @@ def _refuse_flat(models: list[_RankFile]) -> None:
 # -- parts ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one rank has of a tensor: the tensor's shape, the region, and where its elements are."""
-
-    shape: Shape
-    region: Region
-    extent: Extent
-    rank: int
+#: What one rank has of a tensor, with the shape of the whole.
+_Part = tuple[Shape, Fragment]
 
 
-def _parts(value: Any, file: _RankFile, fqn: str) -> list[_Part]:
+def _part(shape: Shape, region: Region, extent: Extent, file: RankFile) -> _Part:
+    return shape, Fragment(region, extent, file.rank)
+
+
+def _parts(value: Any, file: RankFile, fqn: str) -> list[_Part]:
     """The parts in one entry of a rank's file; an empty one has no elements and is left out."""
+    what = f"this {getattr(value, 'name', 'value')} is not built as those of any known version of torch"
     try:
-        if isinstance(value, StoredTensor):
-            return [_Part(value.shape, whole(value.shape), value.extent, file.rank)]
-        if value.name == "ShardedTensor":
-            return list(_sharded(value, file.rank))
-        return [_distributed(value, file.rank)]
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(
-            f"this {getattr(value, 'name', 'value')} is not built as those of any known version of torch",
-            path=file.path,
-            rank=file.rank,
-            fqn=fqn,
-            found=f"{type(error).__name__}: {error}",
-        ) from error
+        with structure(what, file.path, rank=file.rank, fqn=fqn):
+            if isinstance(value, StoredTensor):
+                return [_part(value.shape, whole(value.shape), value.extent, file)]
+            if value.name == "ShardedTensor":
+                return list(_sharded(value, file))
+            return [_distributed(value, file)]
     except NotFoundError as error:
         error.path, error.rank, error.fqn = file.path, file.rank, fqn
         raise
 
 
-def _sharded(value: Record, rank: int) -> Iterator[_Part]:
+def _sharded(value: Record, file: RankFile) -> Iterator[_Part]:
     """FSDP1's: `(local shards, metadata, process group, spec, ...)`; ranks without elements have no shard."""
     shards, metadata = value.state[0], value.state[1]
     shape = tuple(metadata.attributes["size"])
     for shard in shards:
         place = shard.attributes["metadata"].attributes
         box = Box(tuple(place["shard_offsets"]), tuple(place["shard_sizes"]))
-        yield _Part(shape, box, _extent(shard.attributes["tensor"], box), rank)
+        yield _part(shape, box, _extent(shard.attributes["tensor"], box), file)
     if not shards:
         empty = Box((0,) * len(shape), (0,) * len(shape))
         dtype: DType = metadata.attributes["tensor_properties"].attributes["dtype"]
-        yield _Part(shape, empty, Extent.contiguous("", 0, dtype, empty.sizes), rank)
+        yield _part(shape, empty, Extent.contiguous(file.path, 0, dtype, empty.sizes), file)
 
 
-def _distributed(value: Record, rank: int) -> _Part:
+def _distributed(value: Record, file: RankFile) -> _Part:
     """FSDP2's: the local tensor, and a spec of mesh and placements."""
     content = value.attributes
     spec = content["_spec"].attributes
@@ -273,7 +254,7 @@ def _distributed(value: Record, rank: int) -> _Part:
         if list(entry.attributes["mesh_dims"]) != sorted(entry.attributes["mesh_dims"]):
             raise NotFoundError("a tensor whose axes are cut in another order than the mesh's")
     box = _local_box(shape, sizes, coordinate, spec["placements"])
-    return _Part(shape, box, _extent(content["_local_tensor"], box), rank)
+    return _part(shape, box, _extent(content["_local_tensor"], box), file)
 
 
 def _extent(local: Any, box: Box) -> Extent:
@@ -349,31 +330,10 @@ def _cut(offsets: list[int], sizes: list[int], dim: int, count: int, index: int)
     sizes[dim] = min(step, sizes[dim] - start)
 
 
-def _assemble(fqn: str, role: str, parts: list[_Part], files: Mapping[int, str]) -> Tensor:
-    """One tensor of all ranks' parts; a region that several ranks hold has replicas."""
-    first = parts[0]
-    holders: dict[Region, list[Fragment]] = {}
-    for part in parts:
-        if part.shape != first.shape or part.extent.dtype != first.extent.dtype:
-            raise CorruptError(
-                "ranks hold parts of different tensors under one name",
-                path=files[part.rank],
-                rank=part.rank,
-                fqn=fqn,
-                expected=f"{first.extent.dtype} {list(first.shape)}, as on rank {first.rank}",
-                found=f"{part.extent.dtype} {list(part.shape)}",
-            )
-        if part.region.numel:
-            holders.setdefault(part.region, []).append(Fragment(part.region, part.extent, part.rank))
-    copies = max(map(len, holders.values()), default=1)
-    sources = [Pieces(tuple(h[min(copy, len(h) - 1)] for h in holders.values())) for copy in range(copies)]
-    return Tensor(fqn, role, first.extent.dtype, first.shape, sources[0], None, tuple(sources[1:]))
-
-
 # -- the model -----------------------------------------------------------------------------------------------
 
 
-def _read_models(reading: _Reading, models: list[_RankFile]) -> None:
+def _read_models(reading: Reading, models: list[RankFile]) -> None:
     first = models[0]
     names = clean_names(first.content, first.path)
     for model in models[1:]:
@@ -383,7 +343,6 @@ def _read_models(reading: _Reading, models: list[_RankFile]) -> None:
                 "ranks hold different tensors", path=model.path, rank=model.rank, fqn=odd, expected=first.path
             )
     reading.ties = _ties(models, names)
-    paths = {model.rank: model.path for model in models}
     extra: dict[str, Any] = {}
     for name, fqn in names.items():
         if fqn in reading.ties:
@@ -393,12 +352,12 @@ def _read_models(reading: _Reading, models: list[_RankFile]) -> None:
             extra[fqn] = values[0]
             continue
         parts = [p for value, model in zip(values, models, strict=True) for p in _parts(value, model, fqn)]
-        reading.tensors[fqn, WEIGHT] = _assemble(fqn, WEIGHT, parts, paths)
+        reading.tensors[fqn, WEIGHT] = assemble(fqn, WEIGHT, parts)
     if extra:
         reading.items["extra_state"] = extra
 
 
-def _ties(models: list[_RankFile], names: Mapping[str, str]) -> dict[str, str]:
+def _ties(models: list[RankFile], names: Mapping[str, str]) -> dict[str, str]:
     """Names that have the same elements of the same storage on every rank that has any: the files record that."""
     places: dict[Any, str] = {}
     ties: dict[str, str] = {}
@@ -436,7 +395,7 @@ def _shape_of(value: Any) -> Any:
 # -- the optimizer -------------------------------------------------------------------------------------------
 
 
-def _read_optimizers(reading: _Reading, files: list[_RankFile]) -> None:
+def _read_optimizers(reading: Reading, files: list[RankFile]) -> None:
     order = [fqn for fqn, role in reading.tensors if role == WEIGHT]
     states: list[Mapping[str, Mapping[str, Any]]] = []
     groups: tuple[ParamGroup, ...] = ()
@@ -475,7 +434,7 @@ def _left_out(path: str) -> str:
     )
 
 
-def _is_numbered(file: _RankFile) -> bool:
+def _is_numbered(file: RankFile) -> bool:
     """Whether the file numbers parameters and has no names for them."""
     groups = file.content.get("param_groups") or []
     keys = [key for group in groups for key in group["params"]]
@@ -484,7 +443,7 @@ def _is_numbered(file: _RankFile) -> bool:
     )
 
 
-def _fits(reading: _Reading, states: Mapping[str, Mapping[str, Any]]) -> bool:
+def _fits(reading: Reading, states: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether the states can be those of the parameters that their numbers are taken for, by their shapes.
 
     Of sharded states one at least must have the parameter's own shape; a slice is at most as long as it.
@@ -501,7 +460,7 @@ def _fits(reading: _Reading, states: Mapping[str, Mapping[str, Any]]) -> bool:
     return True
 
 
-def _check_options(file: _RankFile, groups: tuple[ParamGroup, ...], found: tuple[ParamGroup, ...]) -> None:
+def _check_options(file: RankFile, groups: tuple[ParamGroup, ...], found: tuple[ParamGroup, ...]) -> None:
     """Ranks of one step have the same hyperparameters; a schedule moves them from step to step."""
     for number, (a, b) in enumerate(zip(groups, found, strict=False)):
         for name, value in a.options.items():
@@ -516,7 +475,7 @@ def _check_options(file: _RankFile, groups: tuple[ParamGroup, ...], found: tuple
                 )
 
 
-def _weight_shape(reading: _Reading, fqn: str, file: _RankFile) -> Shape:
+def _weight_shape(reading: Reading, fqn: str, file: RankFile) -> Shape:
     tensor = reading.tensors.get((reading.ties.get(fqn, fqn), WEIGHT))
     if tensor is None:
         raise CorruptError("the optimizer has a parameter that the model does not have", path=file.path, fqn=fqn)
@@ -529,7 +488,7 @@ def _is_scalar(name: str, value: Any, shape: Shape) -> bool:
     return not is_part(value)
 
 
-def _agreed(fqn: str, name: str, values: list[tuple[_RankFile, Any]]) -> Any:
+def _agreed(fqn: str, name: str, values: list[tuple[RankFile, Any]]) -> Any:
     """The number that all ranks have."""
     said = [(f, read_scalar(v.extent) if isinstance(v, StoredTensor) else v) for f, v in values]
     first = said[0][1]
@@ -546,30 +505,29 @@ def _agreed(fqn: str, name: str, values: list[tuple[_RankFile, Any]]) -> Any:
     return first
 
 
-def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[_RankFile, Any]]) -> Tensor | None:
+def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile, Any]]) -> Tensor | None:
     """A state of all ranks' parts; None where plain slices do not follow each other to the whole parameter."""
-    paths = {file.rank: file.path for file, _ in values}
     if not all(isinstance(value, StoredTensor) for _, value in values):
-        return _assemble(fqn, name, [p for f, v in values for p in _parts(v, f, fqn)], paths)
-    extents = [(file.rank, value.extent) for file, value in values]
-    if len(shape) != 1 and all(extent.shape == shape for _, extent in extents):
-        return _assemble(fqn, name, [_Part(shape, whole(shape), extent, rank) for rank, extent in extents], paths)
+        return assemble(fqn, name, [part for file, value in values for part in _parts(value, file, fqn)])
+    extents = [(file, value.extent) for file, value in values]
+    copies = [_part(shape, whole(shape), extent, file) for file, extent in extents if extent.shape == shape]
+    if len(shape) != 1 and len(copies) == len(extents):
+        return assemble(fqn, name, copies)
     if any(len(extent.shape) != 1 or not extent.is_contiguous for _, extent in extents):
         return None
     if sum(extent.numel for _, extent in extents) != prod(shape):
-        same = all(extent.shape == shape for _, extent in extents)
-        return _assemble(fqn, name, [_Part(shape, whole(shape), e, r) for r, e in extents], paths) if same else None
+        return assemble(fqn, name, copies) if len(copies) == len(extents) else None
     parts, start = [], 0
-    for rank, extent in extents:
-        parts.append(_Part(shape, FlatRange(start, start + extent.numel), extent, rank))
+    for file, extent in extents:
+        parts.append(_part(shape, FlatRange(start, start + extent.numel), extent, file))
         start += extent.numel
-    return _assemble(fqn, name, parts, paths)
+    return assemble(fqn, name, parts)
 
 
 # -- the rest ------------------------------------------------------------------------------------------------
 
 
-def _read_extra(reading: _Reading, file: _RankFile) -> None:
+def _read_extra(reading: Reading, file: RankFile) -> None:
     """`{lr_scheduler, rng}`: one scheduler for all, and each rank's random state."""
     for name, value in file.content.items():
         if value is None:

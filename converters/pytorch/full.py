@@ -163,7 +163,7 @@ class Full:
             path=str(path),
             format=self.name,
             tensors=reading.tensors,
-            files=tuple(reading.files),
+            files=reading.sources.files,
             framework="accelerate" if name == FSDP_MODEL else None,
             ties=reading.ties,
             state=state,
@@ -248,7 +248,7 @@ class _Reading(Reading):
 
     def load(self, name: str) -> tuple[str, Any]:
         path = str(confined(self.folder, name))
-        return path, self.root(path)
+        return path, self.sources.root(path)
 
     def add(self, tensor: Tensor, path: str) -> None:
         if (tensor.fqn, tensor.role) in self.tensors:

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError
-from ckpt.move.files import translate_os_errors
-from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, SourceFile
+from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup
 from ckpt.plan.tensors import Tensor
 from converters.names.transformers.installed import tied_weights
 from converters.names.transformers.ties import ties_embeddings
@@ -42,19 +41,13 @@ class Reading:
     """What has been read so far of the state dicts in one folder."""
 
     folder: Path
-    files: list[SourceFile] = field(default_factory=list)
+    sources: Sources = field(default_factory=Sources)
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     groups: tuple[ParamGroup, ...] = ()
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     items: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-
-    def root(self, path: str) -> Any:
-        """The object that a torch file holds, which becomes one of the checkpoint's files."""
-        with translate_os_errors(path):
-            self.files.append(SourceFile.stat(path))
-        return torchfile.read(path).root
 
 
 def is_part(value: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from ckpt.containers.dcp.folder import DATA_FILE
 from ckpt.containers.dcp.items import Items, in_reading_order
 from ckpt.containers.dcp.metadata import Entry, Metadata
+from ckpt.plan.assemble import whole_copies
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Source, Whole, whole
@@ -101,16 +102,10 @@ class DataFiles:
         return Chunks(self._names, dtype, rows)
 
     def replicas(self, tensor: FoundTensor) -> tuple[Source, ...]:
-        """Further copies of the whole tensor, each with the boxes that it does not have itself from the first."""
-        copies: dict[Box, list[Extent]] = {}
-        for box, extent in tensor.replicas:
-            copies.setdefault(box, []).append(extent)
-        count = max(map(len, copies.values()), default=0)
+        """Further copies of the whole tensor, each with the boxes that it does not have itself from one before."""
+        held = ((part[0], part) for part in (*tensor.placed, *tensor.replicas))
         dtype, shape = tensor.entry.dtype, tensor.entry.shape
-        return tuple(
-            self.source(dtype, shape, [(b, (copies.get(b, []) + [e] * count)[n]) for b, e in tensor.placed])
-            for n in range(count)
-        )
+        return tuple(self.source(dtype, shape, copy) for copy in whole_copies(held)[1:])
 
     def _number(self, path: str) -> int:
         number = self._numbers.setdefault(path, len(self._numbers))

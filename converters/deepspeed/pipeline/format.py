@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ckpt.containers.sources import RankFile
 from ckpt.errors import CorruptError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
@@ -36,7 +37,7 @@ from converters.deepspeed.pipeline.read import (
     stage_sizes,
 )
 from converters.deepspeed.pipeline.write import OF_SLICES, lay_out
-from converters.deepspeed.rank_files import RankFile
+from converters.deepspeed.rank_files import known_structure
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 # fmt: off
@@ -99,15 +100,8 @@ class MegatronDeepSpeed:
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the checkpoint of one step."""
         reading = Reading(list_folder(path))
-        try:
+        with known_structure(path):
             return self._read(reading, path, request)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise CorruptError(
-                "the files are not built as those of any known version of DeepSpeed",
-                path=path,
-                expected="the structure that versions up to 0.19.8 write",
-                found=f"{type(error).__name__}: {error}",
-            ) from error
 
     def _read(self, reading: Reading, path: Path, request: ReadRequest) -> Checkpoint:
         read_layers(reading)
@@ -121,7 +115,7 @@ class MegatronDeepSpeed:
             path=str(path),
             format=self.name,
             tensors=reading.tensors(),
-            files=tuple(reading.files),
+            files=reading.sources.files,
             framework=f"deepspeed {version}" if version else "deepspeed",
             world_size=len(slices) * dp if isinstance(dp, int) else None,
             namespace=NAMESPACE,

@@ -14,18 +14,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import translate_os_errors
-from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, SourceFile
+from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup
 from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, Tensor, Whole, flat_regions
 from converters.deepspeed.layout import undealt
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup
 from converters.deepspeed.pipeline.args import attributes
 from converters.deepspeed.pipeline.names import Layers, is_neox, is_recomputed, is_tied
 from converters.deepspeed.rank_files import (
-    RankFile,
     base_state,
     check_same,
     expect_groups,
@@ -98,8 +97,9 @@ def list_folder(path: Path) -> Folder:
             _put(partitions, (int(match[1]), int(match[2])), path, name)
     folder = Folder(path, layers, slices, partitions)
     numbers = sorted({number for number, _ in layers})
-    _check_all(path, "the file of a layer", [(number, rank) for number in numbers for rank in range(folder.tp)], layers)
-    _check_all(path, "the model file of a rank", range(max(1, len(slices), folder.tp)), slices)
+    of_layers = [(number, rank) for number in numbers for rank in range(folder.tp)]
+    check_all_there("the file of a layer is missing", layers, of_layers, path)
+    check_all_there("the model file of a rank is missing", slices, range(max(1, len(slices), folder.tp)), path)
     if len(slices) % folder.tp:
         raise CorruptError(
             "model files of ranks are missing: their number is no multiple of the tensor parallel ranks",
@@ -119,18 +119,6 @@ def _put(files: dict[Any, str], key: Any, path: Path, name: str) -> None:
             hint="remove the one that does not belong to this run",
         )
     files[key] = str(path / name)
-
-
-def _check_all(path: Path, what: str, expected: Sequence[Any], found: Mapping[Any, str]) -> None:
-    missing = [key for key in expected if key not in found]
-    if missing:
-        raise CorruptError(
-            f"{what} is missing",
-            path=path,
-            rank=", ".join(str(key) for key in missing[:8]),
-            expected=f"{len(expected)} files",
-            found=f"{len(expected) - len(missing)} files",
-        )
 
 
 # -- where a rank's tensor is in the whole one ---------------------------------------------------------------
@@ -217,7 +205,7 @@ class Reading:
 
     folder: Folder
     layers: Layers = field(default_factory=lambda: Layers({}))
-    files: list[SourceFile] = field(default_factory=list)
+    sources: Sources = field(default_factory=Sources)
     held: dict[Key, list[_Held]] = field(default_factory=dict)
     natives: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -230,12 +218,7 @@ class Reading:
     stages: dict[int, int] = field(default_factory=dict)  # of layers
 
     def load(self, path: str, rank: int) -> RankFile:
-        with translate_os_errors(Path(path)):
-            self.files.append(SourceFile.stat(path))
-        root = torchfile.read(path).root
-        if not isinstance(root, Mapping):
-            raise CorruptError("this is no file of DeepSpeed", path=path, rank=rank, expected="a dict")
-        return RankFile(path, rank, root)
+        return self.sources.of_rank(path, rank, "file of DeepSpeed")
 
     def split(self, fqn: str, path: str) -> Split:
         split = split_of(fqn, gated=self.gated.get(fqn, False))
@@ -485,7 +468,8 @@ def read_partitions(reading: Reading, slices: Sequence[RankFile]) -> RankFile | 
         return None
     first, dp = None, reading.dp
     expected = [(rank, number) for number in range(len(slices)) for rank in range(dp)]
-    _check_all(folder.path, "the partition of an optimizer (data parallel rank, slice)", expected, folder.partitions)
+    what = "the partition of an optimizer (data parallel rank, slice) is missing"
+    check_all_there(what, folder.partitions, expected, folder.path)
     extra = [key for key in folder.partitions if key not in set(expected)]
     if extra:
         raise CorruptError(
