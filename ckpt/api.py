@@ -451,7 +451,7 @@ def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkp
     sides, notes = [a, b], []
     for this, other in ((0, 1), (1, 0)):
         run, saved = sides[this], sides[other]
-        if saved.format != "peft" or run.format == "peft" or not is_adapter(fqn for fqn, _ in run.tensors):
+        if not saved.is_adapter or run.is_adapter or not is_adapter(fqn for fqn, _ in run.tensors):
             continue
         sides[this] = under_saved_names(run, {fqn for fqn, _ in saved.tensors})
         frozen = len({fqn for fqn, _ in run.tensors}) - len({fqn for fqn, _ in sides[this].tensors})

@@ -97,7 +97,7 @@ def open_adapter(where: str, *, config: str | None = None, tag: str | None = Non
     settings = names.read_config(found)
     chosen = names.tensors(checkpoint, settings.raw)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
-    if checkpoint.format != PEFT:
+    if not checkpoint.is_adapter:
         folder = found.parent  # of a sharded checkpoint: the run's files stand beside the config
     factors = {fqn: Factor.stored(fqn, choice, checkpoint) for fqn, choice in chosen.items()}
     return Adapter(where, folder, settings, checkpoint, factors, checkpoint.notes)
@@ -167,7 +167,7 @@ def _open_sharded(folder: Path, run: Path, config: str | None, tag: str | None) 
 def own_base(adapter: Adapter) -> Checkpoint | None:
     """The base model in the checkpoint that the adapter was trained in, where it is stored there whole."""
     checkpoint = adapter.checkpoint
-    if checkpoint.format == PEFT:
+    if checkpoint.is_adapter:
         return None
     tensors: dict[Key, Tensor] = {}
     for (fqn, role), tensor in checkpoint.tensors.items():

@@ -38,16 +38,88 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Everything of a run that is not a tensor of a parameter.
+    """Everything of a run that is not a tensor of a parameter.  A field is None where nothing of the kind is recorded.
 
-    `scalars` holds optimizer states that are one number per parameter, by state name and fqn (Adam's `step`);
-    `items` everything else by its name in the format: LR scheduler, loss scaler, RNG, the user's own entries.
+    What no field has the meaning of is in `private`, by the engine that understands it; any other's writer lists it as
+    left out, or hands it to the user.  Fields that are entries of files have the names that these have there.
     """
 
+    #: Optimizer steps taken, with those that an overflow made void.
     step: int | None = None
     param_groups: tuple[ParamGroup, ...] = ()
+    #: Optimizer states that are one number per parameter, by state and fqn: Adam's `step`.
     scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    items: Mapping[str, Any] = field(default_factory=dict)
+    #: Who recorded it: `deepspeed`, `megatron`, `torch` (its state dicts, whoever saved them).
+    engine: str | None = None
+    #: The version of `engine` that the files record.
+    engine_version: str | None = None
+    #: DeepSpeed: the stage, 1 to 3, by which the optimizer was partitioned.  The config may say another one.
+    zero_stage: int | None = None
+    #: An LR schedule that counts optimizer steps: torch's (`last_epoch`) or DeepSpeed's (`last_batch_iteration`).
+    lr_scheduler: Any = None
+    #: Megatron's LR and weight decay schedule, which counts sequences (`num_steps`).
+    opt_param_scheduler: Any = None
+    #: DeepSpeed's loss scaler: a Record of one of its classes.
+    loss_scaler: Any = None
+    #: Megatron's loss scaler: a dict with `scale`.
+    grad_scaler: Any = None
+    #: Sequences consumed, as DeepSpeed counts them: a number, or a stored tensor of one.
+    global_samples: Any = None
+    #: DeepSpeed: how many of `step` an overflow made void.
+    skipped_steps: Any = None
+    #: What a torch trainer counts, in optimizer steps (`step`) and sequences (`sequences`).
+    train_state: Mapping[str, Any] | None = None
+    #: DeepSpeed: the position of its data sampler (curriculum learning).
+    data_sampler: Any = None
+    #: DeepSpeed: the schedule of random layerwise token dropping.
+    random_ltd: Any = None
+    #: Megatron-LM's arguments by name: `tensor_model_parallel_size`, `consumed_train_samples` in sequences.
+    args: Mapping[str, Any] | None = None
+    #: The config that DeepSpeed's engine ran with.
+    ds_config: Mapping[str, Any] | None = None
+    #: What the user handed to DeepSpeed's `save_checkpoint`, or a script to Megatron-DeepSpeed.
+    client_state: Mapping[str, Any] | None = None
+    #: Entries of the model's state dict that are no tensors (`_extra_state`), by fqn.
+    extra_state: Mapping[str, Any] | None = None
+    #: What each rank has for itself, by entry (`rng_state`) and by the name that the rank has in the format.
+    per_rank: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    #: What only one engine understands: by engine, and by the entry's name in its files.
+    private: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of_entries(cls, engine: str, entries: Mapping[str, Any], **fields: Any) -> TrainingState:
+        """The state that `engine` recorded: `entries` of its files in the fields of their names, the rest `private`.
+
+        `fields` are what the files have elsewhere.  An entry that is no mapping, where its field is one, is private.
+        """
+        private: dict[str, dict[str, Any]] = {}
+        for name, value in entries.items():
+            if name in _ENTRIES and (name not in _MAPPINGS or isinstance(value, Mapping)):
+                fields.setdefault(name, value)
+            else:
+                private.setdefault(_OWNERS.get(name, engine), {})[name] = value
+        return cls(engine=engine, private=private, **fields)
+
+    def entries(self) -> dict[str, Any]:
+        """All that is recorded beside tensors, steps and hyperparameters, by the names in the engines' files."""
+        found = {name: value for name in _ENTRIES if (value := getattr(self, name)) is not None}
+        for more in (self.per_rank, *self.private.values()):
+            found |= more
+        return found
+
+
+#: Fields that are entries of files: mappings, and others.
+_MAPPINGS = ("train_state", "args", "ds_config", "client_state", "extra_state")
+_ENTRIES = (
+    *("lr_scheduler", "opt_param_scheduler", "loss_scaler", "grad_scaler"),
+    *("global_samples", "skipped_steps", "data_sampler", "random_ltd", *_MAPPINGS),
+)
+#: Private entries that tell whose they are where files of torch's carry them from one engine to another.
+_OWNERS = {
+    **dict.fromkeys(("dynamic_loss_scale", "overflow", "clip_grad"), "deepspeed"),
+    "checkpoint_version": "megatron",
+    "pipeline": "megatron-deepspeed",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +155,12 @@ class SourceFile:
 class Checkpoint:
     """A lazy description of a checkpoint: which bytes of which files hold which part of which tensor.
 
-    `format` is the name of the format that read it, `framework` who wrote it, as far as it says so.
+    `format` names the format that read it, `framework` who wrote it, as far as it says so.  Both are for people,
+    as `notes` are: no writer asks for them.  What a writer has to know is a field of its own, here or in `state`:
+    `tag` is the name of the step's folder in the run's, where the engine names steps (DeepSpeed).
+    `is_adapter`: it is what PEFT saves, under the names of its files, without the model that it adapts.
+    `is_state_dict`: it is a run's own state dict stored leaf by leaf (DCP); what loads it asks for these very leaves.
+    `own_module_order`: the modules are in another order than the framework's own, and its optimizers go by order.
     `ties` maps an alias to the fqn that owns the tensor, as the checkpoint records it.
     `folders` are the places in which the run's other files (config, tokenizer) may stand, nearest first.
     `computed` gives the content of files that do not exist: extents with such a path are of what is computed when it is
@@ -95,6 +172,10 @@ class Checkpoint:
     tensors: Mapping[Key, Tensor]
     files: tuple[SourceFile, ...]
     framework: str | None = None
+    tag: str | None = None
+    is_adapter: bool = False
+    is_state_dict: bool = False
+    own_module_order: bool = False
     world_size: int | None = None
     namespace: str = OWN
     ties: Mapping[str, str] = field(default_factory=dict)

@@ -31,8 +31,6 @@ from ckpt.run_folder.steps import TRAINER_STATE
 
 #: Files that only a step of HF Trainer or of Accelerate has.
 _OF_A_STEP = (TRAINER_STATE, "random_states_0.pkl")
-#: Formats of which a checkpoint is the folder of a tag, and what belongs to it lies around that.
-_TAGGED = ("zero1", "zero2", "zero3", "universal")
 #: What DeepSpeed puts beside its files, of no use with others.
 DEEPSPEED_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 #: Files of the run as a whole.  `training_args.bin` is a pickle of a program's objects: bytes to us.
@@ -149,7 +147,7 @@ def _home(checkpoint: Checkpoint) -> Path | None:
     """The folder that holds the files of the step; of DeepSpeed's, it is the one around the tag's."""
     step = trainer_folder(checkpoint)
     parent = Path(checkpoint.path).parent
-    if step is None and checkpoint.format in _TAGGED and str(parent) in checkpoint.folders:
+    if step is None and checkpoint.tag is not None and str(parent) in checkpoint.folders:
         return parent
     return step
 

@@ -17,7 +17,7 @@ def training_left_out(checkpoint: Checkpoint) -> list[str]:
     if groups := checkpoint.state.param_groups:
         lines.append(f"hyperparameters of {_count(len(groups), 'param group')}")
     step = [] if checkpoint.state.step is None else [f"step {checkpoint.state.step}"]
-    if state := step + sorted(checkpoint.state.items):
+    if state := step + sorted(checkpoint.state.entries()):
         lines.append(f"training state {', '.join(state)}")
     return lines
 

@@ -105,7 +105,7 @@ def _training(checkpoint: Checkpoint) -> dict[str, JSON]:
         "optimizer_states": [one_line(name) for name in checkpoint.optimizer_states],
         "scalars": {one_line(name): _scalars(values) for name, values in state.scalars.items()},
         "param_groups": [_group(group) for group in state.param_groups],
-        "items": {one_line(name): summarise(value) for name, value in state.items.items()},
+        "items": {one_line(name): summarise(value) for name, value in state.entries().items()},
     }
 
 

@@ -310,7 +310,7 @@ def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | No
             if choice.tensor.numel == 0:
                 raise _not_gathered(checkpoint, fqn)
             found[name.in_file] = choice
-        elif checkpoint.format == "peft" or _is_saved(fqn, parsed, bias):
+        elif checkpoint.is_adapter or _is_saved(fqn, parsed, bias):
             found[fqn if fqn.startswith(PREFIX) else PREFIX + fqn] = choice
         elif fqn in trained:
             raise LossError("this parameter was trained, but is no part of the adapter", fqn=fqn)

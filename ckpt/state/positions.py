@@ -10,11 +10,11 @@ sequences), deepspeed 0.19.8 (runtime/lr_schedules.py: -1 before the first step)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.plan.checkpoint import TrainingState
 
 #: Entries of a Megatron schedule's state beside its position: what the shape is.
 _SHAPE = (
@@ -30,12 +30,11 @@ _SHAPE = (
 )
 
 
-def sequences_seen(items: Mapping[str, Any]) -> int | None:
+def sequences_seen(state: TrainingState) -> int | None:
     """Sequences consumed so far: DeepSpeed's count, that of a trainer's `train_state`, or Megatron-LM's argument."""
-    count = items.get("global_samples")
-    for name, key in (("train_state", "sequences"), ("args", "consumed_train_samples")):
-        holder = items.get(name)
-        if count is None and isinstance(holder, Mapping):
+    count = state.global_samples
+    for holder, key in ((state.train_state, "sequences"), (state.args, "consumed_train_samples")):
+        if count is None and holder is not None:
             count = holder.get(key)
     if isinstance(count, StoredTensor):
         count = read_scalar(count.extent)

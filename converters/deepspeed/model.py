@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt.containers.torchfile.values import Record
 from ckpt.errors import LossError
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, ParamGroup
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices
 from ckpt.plan.tensors import Tensor
@@ -27,10 +27,10 @@ MODEL_ITEMS = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "g
 OPTIMIZER_ITEMS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 #: What a pipeline of Megatron-DeepSpeed was read from, so that it can be written again.
 PIPELINE = "pipeline"
-#: Items of Megatron-DeepSpeed that are made of others.
-_DERIVED = ("args", PIPELINE)
-#: Items that are taken apart: neither copied through nor part of an optimizer file.
-_TAKEN_APART = frozenset({"ds_config", "client_state", "extra_state", "base_optimizer_state_step"})
+#: Fields of a training state that DeepSpeed's files have places for.
+_FIELDS = (*MODEL_ITEMS, "loss_scaler", "ds_config", "client_state", "extra_state")
+#: What an elastic checkpoint says of its own schema, which is not what is written.
+_BASE_STEP = "base_optimizer_state_step"
 #: Entries of a model file that a client state must not overwrite.
 RESERVED = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
@@ -65,8 +65,8 @@ class Model:
         return [fqn for fqn in self.weights if fqn not in self.masters]
 
     @property
-    def items(self) -> Mapping[str, Any]:
-        return self.checkpoint.state.items
+    def state(self) -> TrainingState:
+        return self.checkpoint.state
 
     @property
     def dtype(self) -> DType:
@@ -83,12 +83,12 @@ class Model:
     @property
     def samples(self) -> int | None:
         """Sequences consumed so far: DeepSpeed's own count, that of another trainer's `train_state`, or Megatron's."""
-        return positions.sequences_seen(self.items)
+        return positions.sequences_seen(self.state)
 
     @property
     def schedule(self) -> Any:
         """The LR schedule's state: what the source recorded, or else the position that its steps tell."""
-        recorded, steps = self.items.get("lr_scheduler"), self.checkpoint.state.step
+        recorded, steps = self.state.lr_scheduler, self.state.step
         if recorded is not None or self.is_deepspeed or steps is None or not self.states:
             return recorded
         return positions.deepspeed_schedule(steps)
@@ -106,7 +106,7 @@ class Model:
     @property
     def version(self) -> str:
         """DeepSpeed's, as the source records it."""
-        return (self.checkpoint.framework or "").partition("deepspeed ")[2] or VERSION
+        return (self.state.engine_version if self.is_deepspeed else None) or VERSION
 
     def roles(self, fqns: Iterable[str]) -> list[str]:
         """The optimizer's tensor states that any of these has."""
@@ -145,7 +145,7 @@ class Model:
 
 
 def _is_deepspeed(checkpoint: Checkpoint) -> bool:
-    return (checkpoint.framework or "").startswith("deepspeed")
+    return checkpoint.state.engine == "deepspeed"
 
 
 def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
@@ -204,7 +204,7 @@ def _dtype_notes(checkpoint: Checkpoint, dtype: DType | None, recorded: DType | 
             f"the model is {recorded}, as its config says, and its float32 weights are the masters; "
             "--dtype fp32 makes it a float32 model"
         )
-    elif dtype is None and "ds_config" not in checkpoint.state.items:
+    elif dtype is None and checkpoint.state.ds_config is None:
         yield "no DeepSpeed config is recorded: the files are those of a model in its stored precision (--dtype)"
 
 
@@ -303,7 +303,7 @@ def _unknown_group_notes(resumable: bool) -> Iterator[str]:
 
 
 def _schedule_notes(checkpoint: Checkpoint) -> Iterator[str]:
-    if not _is_deepspeed(checkpoint) and "lr_scheduler" not in checkpoint.state.items:
+    if not _is_deepspeed(checkpoint) and checkpoint.state.lr_scheduler is None:
         yield (
             "the source records no LR schedule of DeepSpeed's or torch's: where DeepSpeed has the scheduler, "
             + (
@@ -367,8 +367,7 @@ def _named(fqns: Sequence[str]) -> str:
 
 def zero_options(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The `zero_optimization` section of the DeepSpeed config that the source records."""
-    config = checkpoint.state.items.get("ds_config")
-    options = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    options = (checkpoint.state.ds_config or {}).get("zero_optimization")
     return options if isinstance(options, Mapping) else {}
 
 
@@ -377,8 +376,8 @@ def ds_config(model: Model, stage: int, asked: DType | None) -> tuple[dict[str, 
 
     It is a record: a run that loads the checkpoint has a config of its own.
     """
-    recorded = model.items.get("ds_config")
-    config = dict(recorded) if isinstance(recorded, Mapping) else {}
+    recorded = model.state.ds_config
+    config = dict(recorded or {})
     options = dict(zero_options(model.checkpoint)) | {"stage": stage}
     notes = []
     if stage == 3 and options.get("elastic_checkpoint"):
@@ -424,7 +423,7 @@ def is_bf16_optimizer(config: Mapping[str, Any]) -> bool:
 
 def loss_scaler(model: Model, config: Mapping[str, Any]) -> Record:
     """The loss scaler of the source, or the one that DeepSpeed starts with: runtime/fp16/loss_scaler.py."""
-    recorded = model.items.get("loss_scaler")
+    recorded = model.state.loss_scaler
     if isinstance(recorded, Record):
         return recorded
     module = "deepspeed.runtime.fp16.loss_scaler"
@@ -453,10 +452,9 @@ def loss_scaler(model: Model, config: Mapping[str, Any]) -> Record:
 
 def optimizer_items(model: Model) -> dict[str, Any]:
     """What an optimizer file holds beside tensors, as the source recorded it."""
-    if _is_deepspeed(model.checkpoint):
-        others = (*MODEL_ITEMS, *_TAKEN_APART, *_DERIVED)
-        return {name: value for name, value in model.items.items() if name not in others}
-    return {name: model.items[name] for name in OPTIMIZER_ITEMS if name in model.items}
+    scaler = {} if model.state.loss_scaler is None else {"loss_scaler": model.state.loss_scaler}
+    own = model.state.private.get("deepspeed", {})
+    return scaler | {name: value for name, value in own.items() if name != _BASE_STEP}
 
 
 def client_state(model: Model) -> tuple[dict[str, Any], list[str]]:
@@ -464,13 +462,13 @@ def client_state(model: Model) -> tuple[dict[str, Any], list[str]]:
 
     What other engines record and DeepSpeed has no place for is handed to the user as client state.
     """
-    recorded = model.items.get("client_state")
-    client = dict(recorded) if isinstance(recorded, Mapping) else {}
+    state = model.state
+    client = dict(state.client_state or {})
     dropped = []
-    if not _is_deepspeed(model.checkpoint):
-        known = (*MODEL_ITEMS, *OPTIMIZER_ITEMS, *_TAKEN_APART)
-        client |= {name: value for name, value in model.items.items() if name not in known}
-    pipeline = model.items.get(PIPELINE)
+    if not model.is_deepspeed:
+        known = (*_FIELDS, *state.private.get("deepspeed", {}))
+        client |= {name: value for name, value in state.entries().items() if name not in known}
+    pipeline = state.private.get("megatron-deepspeed", {}).get(PIPELINE)
     if isinstance(pipeline, Mapping) and pipeline.get("of_slices"):
         dropped.append(f"training state of the pipeline's ranks: {', '.join(pipeline['of_slices'])}")
     for name in [name for name in client if name in RESERVED]:

@@ -162,13 +162,16 @@ def _read(path: Path) -> Checkpoint:
         tensors=reading.tensors,
         files=reading.sources.files,
         framework=f"deepspeed {version}" if version else "deepspeed",
+        tag=path.name.removesuffix("_universal"),
         world_size=world_size if isinstance(world_size, int) else None,
         ties=ties,
-        state=TrainingState(
-            step if isinstance(step, int) else None,
-            _param_groups(model, state, groups),
-            reading.scalars,
-            _items(model, state),
+        state=TrainingState.of_entries(
+            "deepspeed",
+            _entries(model, state),
+            step=step if isinstance(step, int) else None,
+            param_groups=_param_groups(model, state, groups),
+            scalars=reading.scalars,
+            engine_version=version,
         ),
         folders=(str(path.parent),),
     )
@@ -347,7 +350,7 @@ def _param_groups(
     return tuple(ParamGroup(tuple(order), some) for order, some in zip(orders, options, strict=True))
 
 
-def _items(model: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+def _entries(model: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     names = (*zero_model.MODEL_ITEMS, "ds_config")
     items = {name: model[name] for name in names if model.get(name) is not None}
     items |= {name: value for name, value in state.items() if name not in _STRUCTURE and value is not None}
@@ -381,8 +384,8 @@ def _lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 
 def _stage(checkpoint: Checkpoint) -> int | None:
     """The stage whose form is written: the source's, or the one of its config.  None is the form that all load."""
-    if checkpoint.format in ("zero1", "zero2", "zero3"):
-        return int(checkpoint.format[-1])
+    if checkpoint.state.zero_stage is not None:
+        return checkpoint.state.zero_stage
     recorded = zero_model.zero_options(checkpoint).get("stage")
     return int(recorded) if recorded in (1, 2, 3) else None
 

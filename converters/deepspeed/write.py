@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from ckpt.containers.torchfile.pickler import Size
@@ -69,11 +68,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
 
 def step_folder(checkpoint: Checkpoint) -> str:
     """The source's own name for its step, or DeepSpeed's default.  HF Trainer looks for `global_step*`."""
-    if checkpoint.format in ("zero1", "zero2", "zero3", "megatron-deepspeed"):
-        return Path(checkpoint.path).name
-    if checkpoint.format == "universal":
-        return Path(checkpoint.path).name.removesuffix("_universal")
-    return f"global_step{checkpoint.state.step or 0}"
+    return checkpoint.tag or f"global_step{checkpoint.state.step or 0}"
 
 
 def _notes(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) -> Iterator[str]:
@@ -151,7 +146,7 @@ def common_root(
     `num_ranks` are the data parallel ones of each of `tp` x `pp` parts of the model; `own` is what the file has of the
     module.
     """
-    items = model.items
+    state = model.state
     root: dict[str, Any] = {
         "module": own["module"],
         "buffer_names": own["buffer_names"],
@@ -161,9 +156,9 @@ def common_root(
         "shared_params": own["shared_params"],
         "frozen_param_fragments": own["frozen_param_fragments"],
         "lr_scheduler": model.schedule,
-        "data_sampler": items.get("data_sampler"),
-        "random_ltd": items.get("random_ltd"),
-        "skipped_steps": items.get("skipped_steps", 0),
+        "data_sampler": state.data_sampler,
+        "random_ltd": state.random_ltd,
+        "skipped_steps": 0 if state.skipped_steps is None else state.skipped_steps,
         "global_steps": model.checkpoint.state.step or 0,
     }
     if model.samples is not None:  # without it DeepSpeed multiplies steps by the batch size
@@ -198,9 +193,7 @@ def _with_the_rest(model: Model, module: StoredDict) -> StoredDict:
         module[fqn] = copy_of(buffer)
     for alias, owner in model.ties.items():
         module[alias] = module[owner]
-    extra = model.items.get("extra_state")
-    if isinstance(extra, Mapping):
-        module.update(extra)
+    module.update(model.state.extra_state or {})
     return module
 
 

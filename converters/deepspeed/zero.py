@@ -524,7 +524,7 @@ def _check_ties(reading: _Reading, model: _Model) -> None:
             )
 
 
-def _items(model: RankFile, inner: RankFile) -> dict[str, Any]:
+def _entries(model: RankFile, inner: RankFile) -> dict[str, Any]:
     """Training state by name: what DeepSpeed records, and the user's client state as one item."""
     content = model.content
     names = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples", "ds_config")
@@ -540,8 +540,14 @@ def _checkpoint(reading: _Reading, model: _Model, inners: list[RankFile], stage:
     _check_ties(reading, model)
     step = model.file.content.get("global_steps")
     folder = reading.folder.path
-    state = TrainingState(
-        step if isinstance(step, int) else None, model.param_groups, model.scalars, _items(model.file, inners[0])
+    state = TrainingState.of_entries(
+        "deepspeed",
+        _entries(model.file, inners[0]),
+        step=step if isinstance(step, int) else None,
+        param_groups=model.param_groups,
+        scalars=model.scalars,
+        engine_version=reading.version,
+        zero_stage=stage,
     )
     return Checkpoint(
         path=str(folder),
@@ -549,6 +555,7 @@ def _checkpoint(reading: _Reading, model: _Model, inners: list[RankFile], stage:
         tensors=reading.tensors,
         files=reading.sources.files,
         framework=_framework(reading),
+        tag=folder.name,
         world_size=world_size,
         ties=model.ties,
         state=state,

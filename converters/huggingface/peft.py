@@ -81,6 +81,7 @@ class Peft:
             tensors={(fqn, WEIGHT): Tensor(fqn, WEIGHT, e.dtype, e.shape, Whole(e)) for fqn, e in extents.items()},
             files=(stat,),
             framework="peft",
+            is_adapter=True,
             namespace=OWN,
             folders=tuple(str(p) for p in (request.config, folder) if p is not None),
         )

@@ -145,8 +145,8 @@ class Model:
     @cached_property
     def extra(self) -> tuple[str, ...]:
         """Names of entries without content, `_extra_state`: the source's, or those that linear layers have."""
-        items = self.checkpoint.state.items
-        recorded, args = items.get(EXTRA), items.get("args") or {}
+        state = self.checkpoint.state
+        recorded, args = state.private.get("megatron", {}).get(EXTRA), state.args or {}
         if isinstance(recorded, Mapping) and args.get("transformer_impl", _ENGINE) == self.args["transformer_impl"]:
             return tuple(name for name in recorded if isinstance(name, str))
         linear = (name for name in self.chosen if re.search(r"(linear_\w+|eh_proj|output_layer)\.weight$", name))
@@ -262,8 +262,7 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> Model:
 
     Raises UsageError for a layout that does not fit the model.
     """
-    recorded = checkpoint.state.items.get("args")
-    args: dict[str, Any] = dict(recorded) if isinstance(recorded, Mapping) else {}
+    args: dict[str, Any] = dict(checkpoint.state.args or {})
     chosen = choices(checkpoint, layout.dtype)
     names = list(chosen)
     layers = {int(m[1]) for name in names if (m := _LAYER.match(name))}

@@ -57,9 +57,6 @@ class Megatron:
         tensors = reading.tensors()
         order = [fqn for fqn, role in tensors if role == WEIGHT]
         first = files[0].content
-        items = _items(reading, files)
-        if optimizers.grad_scaler is not None:
-            items["grad_scaler"] = optimizers.grad_scaler
         folders = tuple(p for p in (request.config, path, path.parent) if p)
         world_size = reading.args.get("world_size")
         return Checkpoint(
@@ -71,15 +68,20 @@ class Megatron:
             world_size=world_size if type(world_size) is int and world_size > 0 else len(files),
             namespace=NAMESPACE,
             ties={OUTPUT: EMBEDDING} if (EMBEDDING, WEIGHT) in tensors and (OUTPUT, WEIGHT) not in tensors else {},
-            state=TrainingState(
-                first.get("iteration") if type(first.get("iteration")) is int else None,
-                optimizers.param_groups(order),
-                optimizers.scalars,
-                items,
+            state=TrainingState.of_entries(
+                "megatron",
+                _entries(reading, files),
+                step=first.get("iteration") if type(first.get("iteration")) is int else None,
+                param_groups=optimizers.param_groups(order),
+                scalars=optimizers.scalars,
+                grad_scaler=optimizers.grad_scaler,
+                args=dict(reading.args) or None,
+                per_rank=_per_rank(reading, files),
             ),
             config=read_config(folders),
             folders=tuple(str(p) for p in folders if p.is_dir()),
             notes=tuple(reading.notes),
+            own_module_order=reading.own_module_order,
         )
 
     # -- write -----------------------------------------------------------------------------------------------
@@ -100,22 +102,22 @@ def _is_iteration(folder: Path) -> bool:
     return any((folder / name / MODEL).is_file() or (folder / name / "model_rng.pt").is_file() for name in names[:4])
 
 
-def _items(reading: Reading, files: Sequence[RankFile]) -> dict[str, Any]:
-    """The entries that describe the run; those of a rank by the name of its folder."""
-    items: dict[str, Any] = {}
-    if reading.args:
-        items["args"] = dict(reading.args)
-    for name, value in files[0].content.items():
-        if name not in _KNOWN and name not in _OF_RANKS and not _is_model(name) and value is not None:
-            items[str(name)] = value
-    for name in _OF_RANKS:
-        found = {folder_name(f.rank, reading.grid): f.content[name] for f in files if f.content.get(name) is not None}
-        if found:
-            items[name] = found
-    if reading.extra:
-        items[EXTRA] = dict(reading.extra)
-    return items
+def _entries(reading: Reading, files: Sequence[RankFile]) -> dict[str, Any]:
+    """The entries that describe the run and are the same in every file."""
+    others = (*_KNOWN, *_OF_RANKS)
+    entries = {str(name): value for name, value in files[0].content.items() if name not in others and value is not None}
+    entries = {name: value for name, value in entries.items() if not _is_model(name)}
+    return entries | ({EXTRA: dict(reading.extra)} if reading.extra else {})
 
 
-def _is_model(name: Any) -> bool:
-    return isinstance(name, str) and re.fullmatch(r"model\d*", name) is not None
+def _per_rank(reading: Reading, files: Sequence[RankFile]) -> dict[str, dict[str, Any]]:
+    """The entries of single ranks, by the names of their folders."""
+    found = {
+        name: {folder_name(f.rank, reading.grid): f.content[name] for f in files if f.content.get(name) is not None}
+        for name in _OF_RANKS
+    }
+    return {name: values for name, values in found.items() if values}
+
+
+def _is_model(name: str) -> bool:
+    return re.fullmatch(r"model\d*", name) is not None

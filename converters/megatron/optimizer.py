@@ -199,5 +199,5 @@ class Optimizer:
     @property
     def scaler(self) -> dict[str, Any]:
         """The loss scaler as an entry beside the groups."""
-        scaler = self.model.checkpoint.state.items.get("grad_scaler")
+        scaler = self.model.checkpoint.state.grad_scaler
         return {} if scaler is None else {"grad_scaler": scaler}

@@ -117,6 +117,7 @@ class Reading:
     natives: dict[str, DType] = field(default_factory=dict)
     extra: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    own_module_order: bool = False
 
     @property
     def tied(self) -> bool:
@@ -345,8 +346,9 @@ def _chunks(reading: Reading, rank: Rank, path: str, content: Mapping[Any, Any])
     for number, key in enumerate(keys):
         chunk = tuple(_Chunk(reading, rank, number, path, _flat_names(content[key])).tensors())
         names = [local.name for local in chunk]
-        if LANGUAGE_MODEL not in content[key] and names != in_order(names) and OTHER_ORDER not in reading.notes:
+        if LANGUAGE_MODEL not in content[key] and names != in_order(names) and not reading.own_module_order:
             reading.notes.append(OTHER_ORDER)
+            reading.own_module_order = True
         yield chunk
 
 

@@ -22,12 +22,7 @@ from converters.megatron.chunks import EXTRA, Chunk, Model, describe_model
 from converters.megatron.folder import RELEASE, TRACKER, iteration_folder
 from converters.megatron.optimizer_write import RankOptimizers, new_tensor
 from converters.megatron.read import DISTRIBUTED, MODEL, OTHER_ORDER, folder_name
-from converters.names.megatron.model.axes import Grid, Rank
-
-#: Entries that each rank has for itself.
-_OF_RANKS = ("rng_state", "rerun_state_machine")
-#: Formats whose other entries are Megatron's, and go into the file as they are.
-_MEGATRON = ("megatron", "megatron-dist")
+from converters.names.megatron.model.axes import Grid
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
@@ -38,19 +33,20 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     model = describe_model(checkpoint, layout)
     folder = iteration_folder(checkpoint.state.step)
     files: list[TargetFile] = []
-    if model.has_optimizer and OTHER_ORDER in checkpoint.notes:
+    if model.has_optimizer and checkpoint.own_module_order and checkpoint.state.engine == "megatron":
         raise LossError(
             f"{OTHER_ORDER}, and an optimizer knows parameters by their order alone",
             path=checkpoint.path,
             hint="convert the weights alone, by way of hf",
         )
     optimizer = RankOptimizers(model) if model.has_optimizer else None
-    items, dropped = _items(model)
+    per_rank = _per_rank(model)
+    items, dropped = _items(model, per_rank)
     models = _ModelFiles(model, optimizer, items)
     for rank in model.grid.ranks():
-        name = f"{folder}/{folder_name(rank, model.grid)}"
-        chunks = model.chunks(rank)
-        files.append(models.file(f"{name}/{MODEL}", chunks, _of_rank(model, rank)))
+        of_rank, chunks = folder_name(rank, model.grid), model.chunks(rank)
+        name, own = f"{folder}/{of_rank}", {item: one[of_rank] for item, one in per_rank.items() if of_rank in one}
+        files.append(models.file(f"{name}/{MODEL}", chunks, own))
         if optimizer is not None and optimizer.distributed:
             state = optimizer.distributed_state(rank, chunks)
             files.append(torch_file(f"{name}/{DISTRIBUTED}", state))
@@ -111,18 +107,18 @@ class _ModelFiles:
         return root | ({"optimizer": self.optimizer.of_rank(chunks)} if self.optimizer else {})
 
 
-def _items(model: Model) -> tuple[dict[str, Any], list[str]]:
+def _items(model: Model, per_rank: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Entries that are the same in every file, and what is not written."""
     kept: dict[str, Any] = {}
     dropped = []
-    source = model.checkpoint
-    for name, value in source.state.items.items():
+    state = model.checkpoint.state
+    for name, value in state.entries().items():
         if name in ("args", EXTRA, "grad_scaler"):
             continue
-        if name in _OF_RANKS:
-            if not _keeps_ranks(model):
+        if name in state.per_rank:
+            if name not in per_rank:
                 dropped.append(f"{name} of {len(value)} ranks: the layout is another one; resume with --no-load-rng")
-        elif source.format not in _MEGATRON and name not in ("checkpoint_version", "opt_param_scheduler"):
+        elif state.engine != "megatron" and name not in ("checkpoint_version", "opt_param_scheduler"):
             dropped.append(f"training state {name}")
         else:
             try:
@@ -131,24 +127,16 @@ def _items(model: Model) -> tuple[dict[str, Any], list[str]]:
                 dropped.append(f"training state {name}: {error.what}")
             else:
                 kept[name] = value
-    if "grad_scaler" in source.state.items and not model.has_optimizer:
+    if state.grad_scaler is not None and not model.has_optimizer:
         dropped.append("training state grad_scaler")
     return kept, dropped
 
 
-def _keeps_ranks(model: Model) -> bool:
-    """Whether the target's ranks are the source's."""
-    recorded = model.checkpoint.state.items.get("args")
-    args = recorded if isinstance(recorded, Mapping) else {}
-    return model.checkpoint.format == "megatron" and Grid.of_args(args) == model.grid
-
-
-def _of_rank(model: Model, rank: Rank) -> dict[str, Any]:
-    if not _keeps_ranks(model):
-        return {}
-    name = folder_name(rank, model.grid)
-    items = model.checkpoint.state.items
-    return {item: items[item][name] for item in _OF_RANKS if name in items.get(item, {})}
+def _per_rank(model: Model) -> Mapping[str, Mapping[str, Any]]:
+    """What each rank of the source has for itself, by entry and folder, where the target's ranks are the source's."""
+    state, names = model.checkpoint.state, {folder_name(rank, model.grid) for rank in model.grid.ranks()}
+    is_same = state.engine == "megatron" and Grid.of_args(state.args or {}) == model.grid
+    return state.per_rank if is_same and all(values.keys() <= names for values in state.per_rank.values()) else {}
 
 
 # -- notes ---------------------------------------------------------------------------------------------------

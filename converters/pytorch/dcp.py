@@ -101,7 +101,8 @@ def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
     Accelerate 1.15, `utils/fsdp_utils.py`.
     """
     path = Path(checkpoint.path)
-    is_pair = checkpoint.format == DCP.name and path.is_dir() and parts(path).is_pair
+    homes = {Path(file.path).parent for file in checkpoint.files}
+    is_pair = bool(homes) and homes <= {path / MODEL_0, path / OPTIMIZER_0}
     return (f"{MODEL_0}/", f"{OPTIMIZER_0}/") if is_pair or trainer_folder(checkpoint) else ("",)
 
 
@@ -198,17 +199,19 @@ class _Reading:
         scalars, odd = self._states(found, tensors)
         folders = run_folders(path)
         ties |= _take_ties(tensors, _config(request, folders))
-        items = self._items(found, odd)
+        entries = self._entries(found, odd)
         step = _step(found.rest)
         if step is None:  # Accelerate's folders hold the model and the optimizer alone
             step = next((n for folder in folders if (n := trainer_step(Path(folder))) is not None), None)
-        state = TrainingState(step, tuple(map(_plain_group, found.groups)), scalars, items)
+        groups = tuple(map(_plain_group, found.groups))
+        state = TrainingState.of_entries("torch", entries, step=step, param_groups=groups, scalars=scalars)
         return Checkpoint(
             path=str(path),
             format=DCP.name,
             tensors=tensors,
             files=tuple(self.data.files.values()),
             framework="torch",
+            is_state_dict=True,
             world_size=self.data.ranks or None,
             namespace=OWN,
             ties=ties,
@@ -246,7 +249,7 @@ class _Reading:
         _check_steps(said)
         return scalars, odd
 
-    def _items(self, found: Understood, odd: dict[str, Any]) -> dict[str, Any]:
+    def _entries(self, found: Understood, odd: dict[str, Any]) -> dict[str, Any]:
         """Training state by name, with tensors as values of it; those spread over ranks are said to be left."""
         spread: list[str] = []
         items = {name: _values(value, name, spread) for name, value in found.rest.items()}

@@ -32,7 +32,7 @@ from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.assemble import assemble
-from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ParamGroup, ReadRequest, Target, TrainingState
+from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ParamGroup, ReadRequest, Target
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
@@ -113,7 +113,7 @@ class FsdpRanks:
             framework="verl" if "huggingface" in {p.name for p in folders} else None,
             world_size=len(models),
             ties=reading.ties,
-            state=TrainingState(step, reading.groups, reading.scalars, reading.items),
+            state=reading.state(step),
             config=config,
             folders=tuple(map(str, folders)),
             notes=tuple(reading.notes),
@@ -533,7 +533,7 @@ def _read_extra(reading: Reading, file: RankFile) -> None:
         if value is None:
             continue
         if name == "rng":
-            reading.items.setdefault("rng_state", {})[str(file.rank)] = value
+            reading.per_rank.setdefault("rng_state", {})[str(file.rank)] = value
         else:
             known = reading.items.setdefault(str(name), value)
             if name == "lr_scheduler" and _epoch(known) != _epoch(value):

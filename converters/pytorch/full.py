@@ -32,7 +32,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,6 @@ from ckpt.plan.checkpoint import (
     ReadRequest,
     Target,
     TargetFile,
-    TrainingState,
 )
 from ckpt.plan.precision import Choice, choose, describe
 from ckpt.plan.tensors import Tensor, Whole, whole
@@ -158,7 +157,7 @@ class Full:
         if reading.groups:
             trained = {fqn for group in reading.groups for fqn in group.fqns}
             tie_as_declared(reading.tensors, reading.ties, config, trained)
-        state = TrainingState(reading.step, reading.groups, reading.scalars, reading.items)
+        state = reading.state(reading.step)
         return Checkpoint(
             path=str(path),
             format=self.name,
@@ -178,8 +177,7 @@ class Full:
         """Weights alone, or model and optimizer in two files; see the module's docstring."""
         trained = bool(checkpoint.optimizer_states or checkpoint.state.param_groups)
         chosen = _chosen(checkpoint, layout, trained)
-        extra = checkpoint.state.items.get("extra_state")
-        extra = extra if isinstance(extra, Mapping) else {}
+        extra = checkpoint.state.extra_state or {}
         if trained:
             files = [torch_file(FSDP_MODEL, _model(chosen, checkpoint.ties, extra)), _optimizer(checkpoint)]
         else:
@@ -500,9 +498,7 @@ def _state_files(checkpoint: Checkpoint) -> tuple[list[TargetFile], list[str]]:
     dropped = []
     if checkpoint.state.step is not None:
         content["step"] = checkpoint.state.step
-    for name, value in checkpoint.state.items.items():
-        if name == "extra_state" and isinstance(value, Mapping):
-            continue  # it is part of the model's state dict
+    for name, value in replace(checkpoint.state, extra_state=None).entries().items():  # that is in the model's own
         if not is_plain(value):
             dropped.append(f"training state {name}: objects of the framework's")
             continue

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.containers.dcp.metadata import Path_
@@ -89,10 +89,8 @@ def _model(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Iterator[tup
     for alias, owner in checkpoint.ties.items():  # a model's state dict has both names
         if owner in chosen and alias not in chosen:
             yield ("model", alias), AliasOf(("model", owner))
-    extra = checkpoint.state.items.get("extra_state")
-    if isinstance(extra, Mapping):
-        for fqn, value in extra.items():
-            yield ("model", str(fqn)), value
+    for fqn, value in (checkpoint.state.extra_state or {}).items():
+        yield ("model", str(fqn)), value
 
 
 def _optimizer(checkpoint: Checkpoint) -> Iterator[tuple[Path_, Any]]:
@@ -111,9 +109,9 @@ def _optimizer(checkpoint: Checkpoint) -> Iterator[tuple[Path_, Any]]:
 
 def _missing(checkpoint: Checkpoint, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of torch's Adam without which an engine that has it cannot load what another one's Adam recorded."""
-    if checkpoint.format == "dcp" or not adam.is_adam(options, checkpoint.optimizer_states):
+    if checkpoint.is_state_dict or not adam.is_adam(options, checkpoint.optimizer_states):
         return {}
-    return adam.missing_for_torch(options, checkpoint.state.items.get("ds_config"))
+    return adam.missing_for_torch(options, checkpoint.state.ds_config)
 
 
 def _number(value: Any) -> Any:
@@ -131,16 +129,14 @@ def _number(value: Any) -> Any:
 
 def _rest(checkpoint: Checkpoint) -> tuple[list[tuple[Path_, Any]], list[str]]:
     """Training state, and what of it cannot be written: objects of a framework's own classes."""
-    own = checkpoint.format == "dcp"
-    items = dict(checkpoint.state.items)
-    items.pop("extra_state", None)
-    step = checkpoint.state.step
-    if not own and step is not None and "train_state" not in items:
-        samples = items.get("global_samples")
-        items["train_state"] = {"step": step} | ({} if samples is None else {"sequences": samples})
+    own, state = checkpoint.is_state_dict, checkpoint.state
+    entries = replace(state, extra_state=None).entries()
+    if not own and state.step is not None and "train_state" not in entries:
+        samples = state.global_samples
+        entries["train_state"] = {"step": state.step} | ({} if samples is None else {"sequences": samples})
     leaves: list[tuple[Path_, Any]] = []
     objects: list[str] = []
-    for name, value in items.items():
+    for name, value in entries.items():
         if not is_plain(value):
             objects.append(name)
         elif own or name in _KNOWN:

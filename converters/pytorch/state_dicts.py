@@ -19,7 +19,7 @@ from typing import Any
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError
-from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup
+from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, TrainingState
 from ckpt.plan.tensors import Tensor
 from converters.names.transformers.installed import tied_weights
 from converters.names.transformers.ties import ties_embeddings
@@ -47,7 +47,13 @@ class Reading:
     groups: tuple[ParamGroup, ...] = ()
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     items: dict[str, Any] = field(default_factory=dict)
+    per_rank: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def state(self, step: int | None) -> TrainingState:
+        """The training state that has been read, after `step` steps."""
+        known = {"step": step, "param_groups": self.groups, "scalars": self.scalars, "per_rank": self.per_rank}
+        return TrainingState.of_entries("torch", self.items, **known)
 
 
 def is_part(value: Any) -> bool:

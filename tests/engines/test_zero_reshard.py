@@ -133,9 +133,10 @@ CELLS = [*(Cell(s, *to) for s, all_to in OPTIONS.items() for to in all_to), *OTH
 
 def foreign(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint as a format of another framework describes it: nothing of DeepSpeed's own."""
-    kept = {name: value for name, value in checkpoint.state.items.items() if name in ("lr_scheduler", "global_samples")}
-    state = replace(checkpoint.state, items=kept | {"note_of_mine": {"a": 1}})
-    return replace(checkpoint, format="foreign", framework=None, state=state)
+    own = checkpoint.state
+    kept = {"lr_scheduler": own.lr_scheduler, "global_samples": own.global_samples}
+    state = TrainingState(own.step, own.param_groups, own.scalars, **kept, private={"mine": {"note_of_mine": {"a": 1}}})
+    return replace(checkpoint, format="foreign", framework=None, tag=None, state=state)
 
 
 def weights_only(checkpoint: Checkpoint) -> Checkpoint:
@@ -145,7 +146,7 @@ def weights_only(checkpoint: Checkpoint) -> Checkpoint:
         for (fqn, role), tensor in sorted(checkpoint.tensors.items())
         if role in (MASTER, WEIGHT, BUFFER)
     }
-    return replace(checkpoint, format="foreign", framework=None, tensors=tensors, state=TrainingState())
+    return replace(checkpoint, format="foreign", framework=None, tag=None, tensors=tensors, state=TrainingState())
 
 
 VIEWS: dict[str, Callable[[Checkpoint], Checkpoint]] = {

@@ -113,7 +113,7 @@ def test_committed_checkpoints_are_read_bit_for_bit(fixtures: Path, name: str) -
     assert state.scalars["step"] == {"gain": 2.0, "down.weight": 2.0}
     assert sorted(fqn for group in state.param_groups for fqn in group.fqns) == ["down.weight", "gain"]
     assert all(group.options["betas"] == (0.9, 0.999) for group in state.param_groups)
-    assert state.items["lr_scheduler"]["last_epoch"] == 2
+    assert state.lr_scheduler["last_epoch"] == 2
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -125,7 +125,7 @@ def test_what_is_written_is_what_torch_loads(fixtures: Path, tmp_path: Path, nam
     assert same(loaded(written), loaded(tmp_path / "source"))
     again = read(written)
     assert again.world_size == num_ranks
-    assert again.state.items == read(tmp_path / "source").state.items
+    assert again.state.entries() == read(tmp_path / "source").state.entries()
 
 
 def test_the_same_source_gives_the_same_bytes(fixtures: Path, tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_training_state_goes_round(tmp_path: Path) -> None:
         "seed": torch.tensor(7),
     }
     checkpoint = read(save(state, tmp_path / "step"))
-    assert checkpoint.state.items["dataloader"] == {"dp_rank_0": b"\x80\x04N.", "world_size": 1}
+    assert checkpoint.state.private["torch"]["dataloader"] == {"dp_rank_0": b"\x80\x04N.", "world_size": 1}
     assert same(loaded(write(checkpoint, tmp_path / "written", 2)), loaded(tmp_path / "step"))
 
 

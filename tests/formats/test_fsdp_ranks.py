@@ -82,8 +82,8 @@ def test_equals_what_the_live_model_gathered(runs: Callable[[str], Path], name: 
     assert checkpoint.ties == ({} if "untied" in name else TIES)
     assert checkpoint.world_size == int(name[-1])
     assert_is_truth(checkpoint, run)
-    assert checkpoint.state.items["lr_scheduler"]["last_epoch"] == 0
-    assert set(checkpoint.state.items["rng_state"]) == {str(rank) for rank in range(checkpoint.world_size)}
+    assert checkpoint.state.lr_scheduler["last_epoch"] == 0
+    assert set(checkpoint.state.per_rank["rng_state"]) == {str(rank) for rank in range(checkpoint.world_size)}
     replicated = [tensor.fqn for tensor in checkpoint.tensors.values() if tensor.replicas]
     assert bool(replicated) == (name in ("hsdp-4", "tp-4", "fsdp1-2"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_every_spelling(tmp_path: Path, layout: str, spelling: str) -> None:
     checkpoint = api.open(tmp_path)
     assert checkpoint.format == "full"
     assert checkpoint.state.step == 2
-    assert checkpoint.state.items["lr_scheduler"] == scheduler
+    assert checkpoint.state.lr_scheduler == scheduler
     assert_holds(checkpoint, model, None if spelling == "numbered" else named)
     assert any("numbered" in note for note in checkpoint.notes) == (spelling == "numbered")
 
@@ -216,7 +217,7 @@ def test_masters_are_what_the_optimizer_updates(tmp_path: Path) -> None:
         ("w", roles[fqn]): Tensor("w", roles[fqn], t.dtype, t.shape, t.source)
         for (fqn, _), t in described.tensors.items()
     }
-    state = TrainingState(5, (ParamGroup(("w",), {"lr": 0.5}),), {"step": {"w": 5.0}}, {})
+    state = TrainingState(5, (ParamGroup(("w",), {"lr": 0.5}),), {"step": {"w": 5.0}})
     source = Checkpoint(described.path, "zero2", tensors, described.files, state=state)
     output = written(source, tmp_path / "a")
     assert raw(torch.load(output / "pytorch_model_fsdp.bin")["w"]) == raw(master)
@@ -362,8 +363,8 @@ def test_the_newest_step_of_a_run(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_said(inside: Path, tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2), "x._extra_state": b"abc"}, "epoch": 3}, inside / "model.pt")
     checkpoint = api.open(inside)
-    checkpoint.state.items["part"] = Record("torch.distributed.tensor", "DTensor")  # type: ignore[index]
-    plan = api.plan(checkpoint, "full")
+    others = {"torch": {**checkpoint.state.private["torch"], "part": Record("torch.distributed.tensor", "DTensor")}}
+    plan = api.plan(replace(checkpoint, state=replace(checkpoint.state, private=others)), "full")
     assert any("part" in line for line in plan.plan.target.not_written)
     plan.run(tmp_path / "out")
     assert torch.load(tmp_path / "out/training_state.pt") == {"epoch": 3}

@@ -628,9 +628,7 @@ def engine(tmp_path: Path) -> Checkpoint:
         ("positions", BUFFER): torch.arange(4),
         ("scale", BUFFER): torch.randn(2),
     }
-    state = TrainingState(
-        step=7, scalars={"step": {"layer.weight": 7.0}}, items={"lr_scheduler": {}, "loss_scaler": {}}
-    )
+    state = TrainingState(step=7, scalars={"step": {"layer.weight": 7.0}}, lr_scheduler={}, loss_scaler={})
     return engine_checkpoint(tmp_path / "engine", tensors, native=BFLOAT16, state=state)
 
 

@@ -226,8 +226,8 @@ def test_legacy_grouped_gemm(tmp_path: Path) -> None:
 def test_a_model_of_transformer_engine_keeps_its_optimizer(tmp_path: Path) -> None:
     """By hand: the recorded layer spec changed, then written and read again: norms stand inside the linear layers."""
     source = ckpt.open(sample("llama"))
-    args = {**source.state.items["args"], "transformer_impl": "transformer_engine"}
-    changed = replace(source, state=replace(source.state, items={**source.state.items, "args": args}))
+    args = {**(source.state.args or {}), "transformer_impl": "transformer_engine"}
+    changed = replace(source, state=replace(source.state, args=args))
     ckpt.plan(changed, "megatron", Layout(tp=1, pp=2)).run(tmp_path / "engine")
     assert ckpt.verify(source, ckpt.open(tmp_path / "engine")).equal
     names = list(torch.load(tmp_path / "engine" / FOLDER / "mp_rank_00_000" / MODEL, weights_only=False)["model"])
@@ -289,7 +289,7 @@ def test_modules_in_another_order(tmp_path: Path) -> None:
     """By hand: read as they stand, and no optimizer written for them, which would be that of other parameters."""
     run = _copy("llama", tmp_path)
     with pytest.raises(LossError, match="knows parameters by their order alone"):
-        ckpt.plan(replace(ckpt.open(run), notes=(OTHER_ORDER,)), "megatron", Layout(tp=1))
+        ckpt.plan(replace(ckpt.open(run), own_module_order=True), "megatron", Layout(tp=1))
 
     def turn(state: dict[str, Any], file: Path) -> None:
         del state["optimizer"]
@@ -297,7 +297,7 @@ def test_modules_in_another_order(tmp_path: Path) -> None:
 
     _edit(run, turn)
     checkpoint = ckpt.open(run)
-    assert OTHER_ORDER in checkpoint.notes
+    assert OTHER_ORDER in checkpoint.notes and checkpoint.own_module_order
     assert ckpt.verify(ckpt.open(sample("llama")), checkpoint, only="weights").equal
     assert ckpt.plan(checkpoint, "megatron", Layout(tp=1))
 
@@ -451,7 +451,7 @@ def test_a_written_layout_of_stages(tmp_path: Path) -> None:
         tmp_path / "out"
     )
     back = ckpt.open(tmp_path / "out")
-    assert back.state.items["args"]["pipeline_model_parallel_layout"] == layout
+    assert (back.state.args or {})["pipeline_model_parallel_layout"] == layout
     assert ckpt.verify(ckpt.open(sample("llama")), back).equal
 
 

@@ -341,7 +341,7 @@ def test_stages_as_asked_for_and_as_they_were(tmp_path: Path) -> None:
     assert "transformer layers of the stages: 1, 4" in done.err
     kept = write(tmp_path / "asked", tmp_path / "kept", Layout(tp=2, world_size=4))
     for run in (tmp_path / "asked", kept):
-        assert ckpt.open(run).state.items["pipeline"]["stages"] == [1, 4]
+        assert ckpt.open(run).state.entries()["pipeline"]["stages"] == [1, 4]
     assert ckpt.verify(ckpt.open(sample("base")), ckpt.open(kept)).equal
 
 

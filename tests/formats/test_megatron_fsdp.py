@@ -37,8 +37,8 @@ def test_reads_what_the_engine_held() -> None:
     masters = list(checkpoint.with_role("master"))
     assert any(len(list(tensor.fragments())) > 1 for tensor in masters)
     assert {str(tensor.native) for tensor in masters} == {"bfloat16"}
-    assert {"args", "opt_param_scheduler", "rng_state", "checkpoint_version"} <= checkpoint.state.items.keys()
-    assert list(checkpoint.state.items["rng_state"]) == ["shard_0.0_1.1"]
+    assert {"args", "opt_param_scheduler", "rng_state", "checkpoint_version"} <= checkpoint.state.entries().keys()
+    assert list(checkpoint.state.per_rank["rng_state"]) == ["shard_0.0_1.1"]
 
 
 def test_the_hub_gets_the_masters_rounded(tmp_path: Path) -> None:

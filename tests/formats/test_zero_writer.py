@@ -216,14 +216,14 @@ def lay_out(checkpoint: Checkpoint, stage: int, output: Path, **layout: Any) -> 
     return target
 
 
-def with_items(checkpoint: Checkpoint, **items: Any) -> Checkpoint:
-    return replace(checkpoint, state=replace(checkpoint.state, items={**checkpoint.state.items, **items}))
+def with_config(checkpoint: Checkpoint, ds_config: dict[str, Any]) -> Checkpoint:
+    return replace(checkpoint, state=replace(checkpoint.state, ds_config=ds_config))
 
 
 def foreign(checkpoint: Checkpoint, **state: Any) -> Checkpoint:
     """As a format of another framework describes it."""
-    bare = replace(checkpoint.state, items={})
-    return replace(checkpoint, format="other", framework=None, state=replace(bare, **state))
+    bare = TrainingState(checkpoint.state.step, checkpoint.state.param_groups, checkpoint.state.scalars)
+    return replace(checkpoint, format="other", framework=None, tag=None, state=replace(bare, **state))
 
 
 def inner(path: Path) -> Any:
@@ -232,9 +232,9 @@ def inner(path: Path) -> Any:
 
 def test_round_robin_is_dealt_anew_for_the_new_number_of_ranks(fixtures: Path, tmp_path: Path) -> None:
     source = api.open(fixtures / "trainer-zero2")
-    config = source.state.items["ds_config"]
+    config = dict(source.state.ds_config or {})
     dealing = {**config, "zero_optimization": {**config["zero_optimization"], "round_robin_gradients": True}}
-    lay_out(with_items(source, ds_config=dealing), 1, tmp_path / "out", world_size=3)
+    lay_out(with_config(source, dealing), 1, tmp_path / "out", world_size=3)
     shapes = loaded(tmp_path / "out" / "global_step2" / "mp_rank_00_model_states.pt")["param_shapes"]
     assert [list(group) for group in shapes] == [dealt(g.fqns, 3) for g in source.state.param_groups]
     again = api.open(tmp_path / "out")
@@ -249,9 +249,9 @@ def test_round_robin_is_dealt_anew_for_the_new_number_of_ranks(fixtures: Path, t
 
 def test_parameters_are_aligned_where_the_config_says_so(fixtures: Path, tmp_path: Path) -> None:
     source = api.open(fixtures / "toy-zero3")
-    config = source.state.items["ds_config"]
+    config = dict(source.state.ds_config or {})
     options = {**config["zero_optimization"], "parameter_alignment": True}
-    aligned = with_items(source, ds_config={**config, "zero_optimization": options})
+    aligned = with_config(source, {**config, "zero_optimization": options})
     lay_out(aligned, 2, tmp_path / "out", world_size=2)
     file = inner(tmp_path / "out" / "global_step2" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     assert file["param_alignment_paddings"] == [[3, 3, 0], [7, 7, 6, 5, 0]]  # to 8 elements: 16 bytes of bf16
@@ -261,8 +261,8 @@ def test_parameters_are_aligned_where_the_config_says_so(fixtures: Path, tmp_pat
 
 def test_sub_groups_are_those_of_the_new_number_of_ranks(fixtures: Path, tmp_path: Path) -> None:
     source = api.open(fixtures / "toy-zero3")
-    config = source.state.items["ds_config"]
-    small = with_items(source, ds_config={**config, "zero_optimization": {"stage": 3, "sub_group_size": 40}})
+    config = dict(source.state.ds_config or {})
+    small = with_config(source, {**config, "zero_optimization": {"stage": 3, "sub_group_size": 40}})
     for number, expected in ((1, [1, 1, 1, 5]), (9, [1, 2, 5])):
         output = tmp_path / f"w{number}"
         lay_out(small, 3, output, world_size=number)
@@ -296,7 +296,9 @@ def test_a_foreign_source_needs_a_number_of_ranks(fixtures: Path) -> None:
 
 
 def test_a_foreign_source_gets_a_loss_scaler_and_keeps_its_own_state(fixtures: Path, tmp_path: Path) -> None:
-    source = foreign(api.open(fixtures / "lora-zero3"), items={"mine": [1, 2], "global_samples": 48, "module": "?"})
+    source = foreign(
+        api.open(fixtures / "lora-zero3"), global_samples=48, private={"mine": {"mine": [1, 2], "module": "?"}}
+    )
     target = lay_out(source, 3, tmp_path / "out", world_size=1)
     step = tmp_path / "out" / "global_step2"
     model = loaded(step / "zero_pp_rank_0_mp_rank_00_model_states.pt")

@@ -131,6 +131,11 @@ def saved(folder: Path, architecture: str, **more: Any) -> dict[str, torch.Tenso
     return load_file(folder / "model.safetensors")
 
 
+def arguments(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Megatron-LM's arguments in it."""
+    return dict(checkpoint.state.args or {})
+
+
 def moved(folder: Path, **layout: int) -> Checkpoint:
     return api.to_namespace(api.open(folder), MEGATRON, Layout(**layout))
 
@@ -196,20 +201,21 @@ class TestTrainingState:
     @pytest.mark.parametrize("count", [{"global_samples": 96}, {"train_state": {"step": 4, "sequences": 96}}])
     def test_schedule_and_data_go_on_where_they_were(self, count: dict[str, Any]) -> None:
         config = config_of("llama")
-        hub = replace(hub_of(config), state=TrainingState(step=4, items=count, scalars={"step": {OUTPUT: 4.0}}))
-        items = api.to_namespace(hub, MEGATRON, Layout()).state.items
-        assert items["args"]["consumed_train_samples"] == 96
-        assert items["opt_param_scheduler"]["num_steps"] == 96
+        hub = replace(hub_of(config), state=TrainingState(step=4, **count, scalars={"step": {OUTPUT: 4.0}}))
+        state = api.to_namespace(hub, MEGATRON, Layout()).state
+        assert state.args is not None
+        assert state.args["consumed_train_samples"] == 96
+        assert state.opt_param_scheduler["num_steps"] == 96
         # Which schedule it is, the next run's options say: megatron-core compares these, or takes its own instead.
-        assert {value for name, value in items["opt_param_scheduler"].items() if name != "num_steps"} == {None}
+        assert {value for name, value in state.opt_param_scheduler.items() if name != "num_steps"} == {None}
 
     def test_sequences_seen_and_the_peak_of_the_rate_come_back(self) -> None:
         config = config_of("llama")
         there = api.to_namespace(hub_of(config), MEGATRON, Layout())
-        items = {**there.state.items, "args": {**there.state.items["args"], "consumed_train_samples": 96}}
+        args = {**arguments(there), "consumed_train_samples": 96}
         groups = (ParamGroup(("decoder.final_layernorm.weight",), {"lr": 0.5, "max_lr": 1.0}),)
-        state = api.to_namespace(replace(there, state=TrainingState(items=items, param_groups=groups)), HUB).state
-        assert state.items["global_samples"] == 96
+        state = api.to_namespace(replace(there, state=TrainingState(args=args, param_groups=groups)), HUB).state
+        assert state.global_samples == 96
         assert state.param_groups[0].options == {"lr": 0.5, "max_lr": 1.0, "initial_lr": 1.0}
 
 
@@ -307,7 +313,7 @@ class TestPadding:
         for ours, theirs in ((EMBEDDING, "model.embed_tokens.weight"), (OUTPUT, "lm_head.weight")):
             found = there[ours][...]
             assert torch.equal(found[:259], hub[theirs]) and not found[259:].any() and len(found) == padded
-        assert there.state.items["args"]["padded_vocab_size"] == padded
+        assert arguments(there)["padded_vocab_size"] == padded
         assert any("padded" in note for note in there.notes)
 
     @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
@@ -368,11 +374,11 @@ class TestPadding:
         """From tp 1 to 4 the vocabulary of 259 takes 512 rows instead of 384; back again it is the same 384."""
         saved(tmp_path, "llama")
         one = moved(tmp_path)
-        args = {**one.state.items["args"], "tensor_model_parallel_size": 1}
-        one = replace(one, state=replace(one.state, items={"args": args}))
+        args = {**arguments(one), "tensor_model_parallel_size": 1}
+        one = replace(one, state=TrainingState(args=args))
         four = api.to_namespace(one, MEGATRON, Layout(tp=4))
         assert torch.equal(four[EMBEDDING][:384], one[EMBEDDING][...]) and not four[EMBEDDING][384:].any()
-        assert four.tensors[OUTPUT, WEIGHT].shape[0] == four.state.items["args"]["padded_vocab_size"] == 512
+        assert four.tensors[OUTPUT, WEIGHT].shape[0] == arguments(four)["padded_vocab_size"] == 512
         assert api.to_namespace(one, MEGATRON, Layout(tp=1)) is one
         assert api.to_namespace(one, MEGATRON, Layout(pp=2)) is one
         assert api.verify(one, four).equal
@@ -384,7 +390,7 @@ class TestPadding:
         assert one.tensors[EMBEDDING, WEIGHT].shape[0] == 259
         two = api.to_namespace(one, MEGATRON, Layout(tp=2, make_vocab_size_divisible_by=64))
         assert torch.equal(two[EMBEDDING][:259], one[EMBEDDING][...]) and not two[EMBEDDING][259:].any()
-        args = two.state.items["args"]
+        args = arguments(two)
         assert (args["make_vocab_size_divisible_by"], args["padded_vocab_size"]) == (64, 384)
         unknown = described({EMBEDDING: (384, 8), "decoder.final_layernorm.weight": (8,)}, None, MEGATRON)
         with pytest.raises(UsageError, match="needs the size of the vocabulary"):
@@ -521,7 +527,7 @@ class TestWhatFilesReallyHold:
         """The release has layer 61 with its own copies of embedding and output layer; transformers drops all of it."""
         hub = saved(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
         there = moved(tmp_path)
-        assert there.state.items["args"]["mtp_num_layers"] == 1
+        assert arguments(there)["mtp_num_layers"] == 1
         assert torch.equal(there["mtp.layers.0.eh_proj.weight"][...], hub["model.layers.2.eh_proj.weight"])
         assert len(there.tensors[EMBEDDING, WEIGHT].replicas) == 1
         back = api.to_namespace(there, HUB)
@@ -529,7 +535,7 @@ class TestWhatFilesReallyHold:
         without = {name: tensor for name, tensor in hub.items() if not name.startswith("model.layers.2.")}
         save_file(without, tmp_path / "model.safetensors", {"format": "pt"})
         there = moved(tmp_path)
-        assert there.state.items["args"]["mtp_num_layers"] is None
+        assert arguments(there)["mtp_num_layers"] is None
         assert any("multi-token prediction" in note for note in there.notes)
         assert {name for name, _ in api.to_namespace(there, HUB).tensors} == set(without)
 

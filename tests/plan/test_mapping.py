@@ -339,13 +339,13 @@ class TestEverythingElseIsCarried:
             7,
             (ParamGroup(("x0", "x1"), {"lr": 0.1}), ParamGroup(("other",), {"lr": 0.2})),
             {"step": {"x0": 5, "x1": 5, "other": 6}},
-            {"scheduler": {"last_epoch": 3}},
+            lr_scheduler={"last_epoch": 3},
         )
         source = checkpoint_of([zeros("x0", (2, 3)), zeros("x1", (2, 3))], state=state)
         there = translate(source, fused("x0", "x1"), "there").state
         assert there.param_groups == (ParamGroup(("y",), {"lr": 0.1}), ParamGroup(("other",), {"lr": 0.2}))
         assert there.scalars == {"step": {"y": 5, "other": 6}}
-        assert (there.step, there.items) == (state.step, state.items)
+        assert (there.step, there.entries()) == (state.step, {"lr_scheduler": {"last_epoch": 3}})
         back = translate(translate(source, fused("x0", "x1"), "there"), fused("x0", "x1").inverse(), "here").state
         assert back.param_groups[0] == ParamGroup(("x0", "x1"), {"lr": 0.1})
         assert back.scalars == state.scalars

@@ -44,7 +44,8 @@ def trained() -> Checkpoint:
             ParamGroup((), {"lr": 0.01}),
         ),
         scalars={"step": {"embed": 4, "head": 4}},
-        items={"lr_scheduler": {"last_epoch": 4, "base_lrs": [0.001]}, "rng": b"\0" * 5000, "loss_scaler": None},
+        lr_scheduler={"last_epoch": 4, "base_lrs": [0.001]},
+        private={"torch": {"rng": b"\0" * 5000, "loss_scaler": None}},
     )
     return checkpoint(
         *(tensor("embed", role, FLOAT32, (10, 4), 4) for role in (MASTER, "exp_avg", "exp_avg_sq")),
@@ -225,7 +226,7 @@ def test_trees_that_blow_up_are_bounded(make: Any) -> None:
     value = make()
     assert len(json.dumps(summarise(value))) < 20_000
     assert len(summary_text(value)) <= 120
-    found = checkpoint(tensor("x", WEIGHT, FLOAT32, (1,)), state=TrainingState(items={"odd": value}))
+    found = checkpoint(tensor("x", WEIGHT, FLOAT32, (1,)), state=TrainingState(private={"torch": {"odd": value}}))
     assert len(json.dumps(describe(found))) < 30_000
     assert sum(map(len, lines(found))) < 3000
 
@@ -254,7 +255,7 @@ def test_hostile_names_are_escaped_and_cut_everywhere() -> None:
         state=TrainingState(
             step=1,
             scalars={evil: {evil: evil}},
-            items={evil: {evil: evil}},
+            private={evil: {evil: {evil: evil}}},
             param_groups=(ParamGroup((evil,), {evil: evil}),),
         ),
     )

@@ -20,8 +20,8 @@ FUSED = {"lr": 0.5, "bias_correction": True, "betas": (0.9, 0.95), "eps": 1e-8, 
 
 def recorded_by_fused_adam(checkpoint: Checkpoint, **ds_config: Any) -> Checkpoint:
     groups = tuple(ParamGroup(group.fqns, dict(FUSED)) for group in checkpoint.state.param_groups)
-    items = {**checkpoint.state.items, "ds_config": {**checkpoint.state.items["ds_config"], **ds_config}}
-    return replace(checkpoint, state=replace(checkpoint.state, param_groups=groups, items=items))
+    config = {**(checkpoint.state.ds_config or {}), **ds_config}
+    return replace(checkpoint, state=replace(checkpoint.state, param_groups=groups, ds_config=config))
 
 
 def test_deepspeeds_adam_loads_into_torchs(fixtures: Path, tmp_path: Path) -> None:

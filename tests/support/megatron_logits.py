@@ -68,7 +68,7 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
         add_mtp(folder / "hub")
     moved = api.to_namespace(api.open(folder / "hub"), MEGATRON, Layout())
     args, theirs = arguments(moved), vars(megatron_args.arguments(model.config, Config(tp=1)))
-    ours = moved.state.items["args"]
+    ours = dict(moved.state.args or {})
     outcome: dict[str, Any] = {
         "arguments": sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name])
     }
@@ -138,7 +138,7 @@ def add_mtp(hub: Path) -> None:
 
 def arguments(moved: Checkpoint) -> Namespace:
     """The arguments that our table made, on one rank in fp32, and YaRN's as Megatron-LM's argument_utils reads them."""
-    values = {**moved.state.items["args"], **_RANK}
+    values = {**(moved.state.args or {}), **_RANK}
     yarn = {}
     if values["position_embedding_type"] == "yarn":
         yarn = {name.removeprefix("yarn_"): value for name, value in values.items() if name.startswith("yarn_")}

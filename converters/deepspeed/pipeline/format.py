@@ -117,14 +117,18 @@ class MegatronDeepSpeed:
             tensors=reading.tensors(),
             files=reading.sources.files,
             framework=f"deepspeed {version}" if version else "deepspeed",
+            tag=path.name,
+            own_module_order=reading.own_module_order,
             world_size=len(slices) * dp if isinstance(dp, int) else None,
             namespace=NAMESPACE,
             ties={OUTPUT: EMBEDDING} if reading.layers.tied else {},
-            state=TrainingState(
-                step if isinstance(step, int) else None,
-                reading.param_groups(),
-                reading.scalars,
-                _items(reading, slices, optimizer),
+            state=TrainingState.of_entries(
+                "deepspeed",
+                _entries(reading, slices, optimizer),
+                step=step if isinstance(step, int) else None,
+                param_groups=reading.param_groups(),
+                scalars=reading.scalars,
+                engine_version=version,
             ),
             config=read_config(folders),
             folders=tuple(str(p) for p in folders if p.is_dir()),
@@ -139,7 +143,7 @@ class MegatronDeepSpeed:
 MEGATRON_DEEPSPEED = MegatronDeepSpeed()
 
 
-def _items(reading: Reading, slices: Sequence[RankFile], optimizer: RankFile | None) -> dict[str, Any]:
+def _entries(reading: Reading, slices: Sequence[RankFile], optimizer: RankFile | None) -> dict[str, Any]:
     """What describes the run, by the names in the files.
 
     The client's entries are one item, as of other files of DeepSpeed's; `args` has the run's arguments also under the

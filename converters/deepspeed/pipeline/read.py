@@ -212,6 +212,7 @@ class Reading:
     groups: dict[_GroupKey, tuple[dict[str, None], Mapping[str, Any]]] = field(default_factory=dict)
     group_order: list[_GroupKey] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    own_module_order: bool = False
     gated: dict[str, bool] = field(default_factory=dict)
     recomputed: dict[int, dict[str, StoredTensor]] = field(default_factory=dict)
     dp: int = 1
@@ -548,8 +549,9 @@ def _merge_order(order: list[_GroupKey], keys: Sequence[_GroupKey]) -> None:
 def _check_parameter_order(reading: Reading, names: Iterable[str]) -> None:
     """Note where the optimizer of a slice has its parameters in another order than that of the modules we know."""
     fqns = [fqn for name in names if (fqn := reading.layers.of_parameter(name)) is not None]
-    if fqns != sorted(fqns, key=reading.layers.order) and OTHER_ORDER not in reading.notes:
+    if fqns != sorted(fqns, key=reading.layers.order) and not reading.own_module_order:
         reading.notes.append(OTHER_ORDER)
+        reading.own_module_order = True
 
 
 def _check_partitions(inners: Sequence[RankFile]) -> None:

@@ -156,13 +156,12 @@ class _Pipeline:
 
 
 def _describe(checkpoint: Checkpoint, layout: Layout) -> _Pipeline:
-    items = checkpoint.state.items
-    record, args = items.get(PIPELINE), items.get("args")
+    record = checkpoint.state.private.get("megatron-deepspeed", {}).get(PIPELINE)
     record = record if isinstance(record, Mapping) else {}
-    args = args if isinstance(args, Mapping) else {}
+    args = checkpoint.state.args or {}
     # A pipeline's own entries are written here and not by what is shared with ZeRO's files.
-    others = {name: value for name, value in items.items() if name != PIPELINE}
-    model = zero_model.describe(replace(checkpoint, state=replace(checkpoint.state, items=others)), layout.dtype)
+    others = {name: value for name, value in checkpoint.state.private.items() if name != "megatron-deepspeed"}
+    model = zero_model.describe(replace(checkpoint, state=replace(checkpoint.state, private=others)), layout.dtype)
     layers = _layers(model, record)
     grid = _grid(args, layout)
     recorded_stage = zero_model.zero_options(checkpoint).get("stage")
@@ -258,7 +257,7 @@ def _data_parallel_size(checkpoint: Checkpoint, grid: Grid, layout: Layout) -> i
 
 
 def _check(pipeline: _Pipeline, args: Mapping[str, Any]) -> None:
-    if pipeline.has_optimizer and OTHER_ORDER in pipeline.checkpoint.notes:
+    if pipeline.has_optimizer and pipeline.checkpoint.own_module_order and pipeline.model.is_deepspeed:
         raise LossError(
             f"{OTHER_ORDER}, and partitions are cut from parameters in their order",
             path=pipeline.checkpoint.path,
@@ -365,18 +364,17 @@ def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
     sizes = _sizes(pipeline)
     if model.is_deepspeed:
         client, dropped = zero_model.client_state(model)
-        stated = model.items.get("client_state")
-        if isinstance(stated, Mapping) and _UNIVERSAL in stated and pipeline.record:
+        stated = checkpoint.state.client_state or {}
+        if _UNIVERSAL in stated and pipeline.record:
             client[_UNIVERSAL] = stated[_UNIVERSAL]
             dropped = [line for line in dropped if repr(_UNIVERSAL) not in line]
     else:
         known = (*zero_model.MODEL_ITEMS, *zero_model.OPTIMIZER_ITEMS, "args", "ds_config", "train_state")
-        client, dropped = {}, [f"training state {name}" for name in model.items if name not in known]
+        client, dropped = {}, [f"training state {name}" for name in checkpoint.state.entries() if name not in known]
     if "args" in client:
         client["args"] = recorded(client["args"], sizes)
     elif not pipeline.record:
-        args = model.items.get("args")
-        client["args"] = namespace(args if isinstance(args, Mapping) else {}, sizes)
+        client["args"] = namespace(checkpoint.state.args or {}, sizes)
         client["checkpoint_version"] = 3.0  # the order of the rows of query_key_value, which the reader relies on
     client.setdefault("iteration", checkpoint.state.step or 0)
     of_slices = pipeline.record.get("of_slices", {})
@@ -401,8 +399,7 @@ def _sizes(pipeline: _Pipeline) -> dict[str, Any]:
 
 def _keeps_slices(pipeline: _Pipeline) -> bool:
     """Whether the target's slices are the source's."""
-    args = pipeline.model.items.get("args")
-    source = Grid.of_args(args if isinstance(args, Mapping) else {})
+    source = Grid.of_args(pipeline.checkpoint.state.args or {})
     return (source.tp, source.pp) == (pipeline.grid.tp, pipeline.grid.pp)
 
 

@@ -17,6 +17,7 @@ core.py); Megatron-LM of August 2026, training/checkpointing.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 #: Entries of the common state that are described otherwise.
 _KNOWN = frozenset({"optimizer", "args", "iteration"})
+#: Entries that are of ranks also where they stand in the common state.
+_OF_RANKS = ("rng_state", "rerun_state_machine")
 
 
 class MegatronDist:
@@ -81,11 +84,15 @@ class MegatronDist:
             world_size=world_size if type(world_size) is int and world_size > 0 else reading.data.ranks,
             namespace=NAMESPACE,
             ties={OUTPUT: EMBEDDING} if EMBEDDING in parameters and OUTPUT not in parameters else {},
-            state=TrainingState(
-                step if type(step) is int else None,
-                optimizers.param_groups(parameters),
-                optimizers.scalars,
-                _items(reading) | ({} if (scaler := optimizers.grad_scaler) is None else {"grad_scaler": scaler}),
+            state=TrainingState.of_entries(
+                "megatron",
+                {str(k): v for k, v in reading.common.items() if k not in (*_KNOWN, *_OF_RANKS) and v is not None},
+                step=step if type(step) is int else None,
+                param_groups=optimizers.param_groups(parameters),
+                scalars=optimizers.scalars,
+                grad_scaler=optimizers.grad_scaler,
+                args=dict(reading.args) or None,
+                per_rank=_per_rank(reading),
             ),
             config=read_config(folders),
             folders=tuple(str(p) for p in folders if p.is_dir()),
@@ -108,15 +115,11 @@ def _is_plain(folder: Path) -> bool:
     return (folder / ".metadata").is_file() and not _is_read(folder)
 
 
-def _items(reading: Reading) -> dict[str, Any]:
-    """What describes the run; values that each rank has for itself by their place among them."""
-    items: dict[str, Any] = {}
-    if reading.args:
-        items["args"] = dict(reading.args)
-    for name, value in reading.common.items():
-        if name not in _KNOWN and value is not None:
-            items[str(name)] = value
-    for key, values in reading.objects.items():
-        if not is_optimizers(key):
-            items[key] = {str(place).rpartition("/")[2]: value for place, value in values.items()}
-    return items
+def _per_rank(reading: Reading) -> dict[str, dict[str, Any]]:
+    """What each rank has for itself, by its place among them."""
+    common = {name: value for name in _OF_RANKS if isinstance(value := reading.common.get(name), Mapping)}
+    return {name: {str(key): value for key, value in values.items()} for name, values in common.items()} | {
+        key: {str(place).rpartition("/")[2]: value for place, value in values.items()}
+        for key, values in reading.objects.items()
+        if not is_optimizers(key)
+    }

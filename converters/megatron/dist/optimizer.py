@@ -223,7 +223,7 @@ def _read_buffers(reading: Reading) -> None:
 def _model(reading: Reading) -> Model:
     """The model as its ranks held it."""
     tensors = {key: tensor for key, tensor in reading.tensors().items() if key[1] in (WEIGHT, BUFFER)}
-    state = TrainingState(items={"args": dict(reading.args)})
+    state = TrainingState(args=dict(reading.args))
     found = Checkpoint(str(reading.folder), "megatron-dist", tensors, (), namespace=MEGATRON, state=state)
     return describe_model(found, Layout())
 

@@ -39,8 +39,6 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj))\.weight")
 _NORM = re.compile(r"(?P<module>(?:.*\.)?\w*norm)\.weight")
 _PLACE = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
-#: Formats whose entries of the training state are Megatron's own.
-_MEGATRON = ("megatron", "megatron-dist")
 _OWN_ITEMS = ("args", "grad_scaler", "content_metadata", EXTRA)
 
 
@@ -150,8 +148,8 @@ def _is_stacked(model: Model) -> bool:
     transformer_block.py, `sharded_state_dict`.
     """
     args = model.args
-    known = model.checkpoint.state.items.get("content_metadata")
-    metadata = known if isinstance(known, Mapping) and model.checkpoint.format == "megatron-dist" else {}
+    known = model.checkpoint.state.private.get("megatron", {}).get("content_metadata")
+    metadata = known if isinstance(known, Mapping) else {}
     if metadata.get("non_homogeneous_layers") or metadata.get("singleton_local_shards"):
         return False
     for name in ("moe_layer_freq", "linear_attention_freq"):
@@ -232,14 +230,14 @@ def _items(model: Model) -> tuple[dict[str, Any], list[str]]:
     """Entries that all ranks have in common, and what is not written."""
     kept: dict[str, Any] = {}
     dropped = []
-    source = model.checkpoint
+    state = model.checkpoint.state
     same_ranks = {key.partition("/")[0] for key, _ in _of_ranks(model)}
-    for name, value in source.state.items.items():
+    for name, value in state.entries().items():
         if name in _OWN_ITEMS or name in same_ranks:
             continue
-        if _is_of_ranks(name, value):
+        if name in state.per_rank:
             dropped.append(f"{name} of {len(value)} ranks: the layout is another one; resume with --no-load-rng")
-        elif source.format not in _MEGATRON and name not in ("checkpoint_version", "opt_param_scheduler"):
+        elif state.engine != "megatron" and name not in ("checkpoint_version", "opt_param_scheduler"):
             dropped.append(f"training state {name}")
         else:
             try:
@@ -248,29 +246,20 @@ def _items(model: Model) -> tuple[dict[str, Any], list[str]]:
                 dropped.append(f"training state {name}: {error.what}")
             else:
                 kept[name] = value
-    if "grad_scaler" in source.state.items and not model.has_optimizer:
+    if state.grad_scaler is not None and not model.has_optimizer:
         dropped.append("training state grad_scaler")
     return kept, dropped
 
 
-def _is_of_ranks(name: str, value: Any) -> bool:
-    """Whether an entry has a value for each rank, by its place or by the name of its folder."""
-    if not isinstance(value, Mapping):
-        return False
-    placed = bool(value) and all(isinstance(key, str) and _PLACE.fullmatch(key) for key in value)
-    return placed or name in ("rng_state", "rerun_state_machine")
-
-
 def _of_ranks(model: Model) -> Iterator[tuple[str, Any]]:
     """Values that each rank has for itself, where the target's ranks are the source's."""
-    source = model.checkpoint
-    recorded = source.state.items.get("args")
-    if source.format != "megatron-dist" or not isinstance(recorded, Mapping):
+    state = model.checkpoint.state
+    if state.engine != "megatron" or state.args is None:
         return
-    if Grid.of_args(recorded) != model.grid or recorded.get("world_size") != model.args["world_size"]:
+    if Grid.of_args(state.args) != model.grid or state.args.get("world_size") != model.args["world_size"]:
         return
-    for name, values in source.state.items.items():
-        if _is_of_ranks(name, values):
+    for name, values in state.per_rank.items():
+        if all(map(_PLACE.fullmatch, values)):
             yield from ((f"{name}/{place}", value) for place, value in values.items())
 
 

@@ -71,7 +71,7 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
         named,
         tensors=_with_buffers(named.tensors, table.buffers),
         ties={OUTPUT: EMBEDDING} if sizes.tied else {},
-        state=replace(named.state, items={**named.state.items, **position, "args": {**args, **seen}}),
+        state=replace(named.state, **position, args={**args, **seen}),
         notes=(*checkpoint.notes, *notes, *more, *_padding_notes(sizes.dims["v"], padded)),
     )
 
@@ -116,10 +116,9 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
             f"the vocabulary's padding is left out: {padded - sizes.dims['v']} of {padded} rows, which no token has"
         )
     ties = {table.output: table.embedding} if sizes.tied else {}
-    items, groups = dict(named.state.items), tuple(map(_with_peak, _with_experts(named.state.param_groups)))
-    if (sequences := sequences_seen(items)) is not None:
-        items["global_samples"] = sequences
-    state = replace(named.state, items=items, param_groups=groups)
+    state = replace(named.state, param_groups=tuple(map(_with_peak, _with_experts(named.state.param_groups))))
+    if (sequences := sequences_seen(state)) is not None:
+        state = replace(state, global_samples=sequences)
     return replace(named, ties=ties, state=state, notes=(*checkpoint.notes, *notes))
 
 
@@ -158,8 +157,8 @@ def as_registered(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _position(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where Megatron's schedule is, as an item of the training state, and where its data, as an argument."""
-    sequences = sequences_seen(checkpoint.state.items)
+    """Where Megatron's schedule is, as a field of the training state, and where its data, as an argument."""
+    sequences = sequences_seen(checkpoint.state)
     if sequences is None or not checkpoint.optimizer_states:
         return {}, {}
     return {"opt_param_scheduler": megatron_schedule(sequences)}, {"consumed_train_samples": sequences}
@@ -199,7 +198,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
             hint=None if vocabulary else "--config, with the model's config.json, tells its size",
         )
     args = {**args, "padded_vocab_size": padded} | ({"make_vocab_size_divisible_by": asked} if asked else {})
-    state = replace(checkpoint.state, items={**checkpoint.state.items, "args": args})
+    state = replace(checkpoint.state, args=args)
     if padded == stored:
         return replace(checkpoint, state=state)
     assert vocabulary is not None
@@ -207,8 +206,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     note = f"the vocabulary of {vocabulary} is padded to {padded} rows instead of {stored}, as tp {new_tp} asks"
     if stored > vocabulary:
         note += f"; rows {vocabulary}:{stored} of the source, which no token has, are left out"
-    items, notes = {**named.state.items, "args": args}, (*checkpoint.notes, note)
-    return replace(named, state=replace(named.state, items=items), ties=checkpoint.ties, notes=notes)
+    return replace(named, state=replace(named.state, args=args), ties=checkpoint.ties, notes=(*checkpoint.notes, note))
 
 
 def with_same_padding(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
@@ -262,8 +260,7 @@ def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Rel
 
 
 def _recorded(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    args = checkpoint.state.items.get("args")
-    return args if isinstance(args, Mapping) else {}
+    return checkpoint.state.args or {}
 
 
 def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
