@@ -5,29 +5,51 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ckpt.move.files import confined
+from ckpt.move.files import confined, translate_os_errors
 from ckpt.run_folder.companions import read_json
 
 #: HF Trainer's record of a step (transformers/trainer_callback.py, `TrainerState`).
 TRAINER_STATE = "trainer_state.json"
-#: HF Trainer, TRL and Axolotl name the folder of a step like this (transformers/trainer_utils.py).
-_TRAINER_STEP = re.compile(r"checkpoint-(\d+)")
-#: And this is how others do: torchtitan, verl, scripts.
-_STEP = re.compile(r"(?:checkpoint|step|global_step|iter|epoch)[-_]?\d+")
+#: DeepSpeed's file with the tag of the step that was saved last, and that of its universal checkpoints.
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+#: Megatron-LM's and verl's file with the number of that step; Megatron-LM's may say `release` instead.
+TRACKER = "latest_checkpointed_iteration.txt"
+_MAX_RECORDED = 4096
+
+#: A step's folder as HF Trainer, TRL and Axolotl name it (transformers/trainer_utils.py).
+TRAINER_STEP = re.compile(r"checkpoint-(\d+)")
+#: As torchtitan does (components/checkpoint.py).
+TITAN_STEP = re.compile(r"step-(\d+)")
+#: As any of these, verl, Megatron and many scripts do.
+ANY_STEP = re.compile(r"(?:checkpoint|step|global_step|iter|epoch)[-_]?(\d+)")
+
+
+def recorded_step(path: Path) -> str | None:
+    """What the file `latest` or a tracker says, "" included; None where there is no such file."""
+    if not path.is_file():
+        return None
+    with translate_os_errors(path), open(path, "rb") as file:
+        return file.read(_MAX_RECORDED).decode("utf-8", "replace").strip()
+
+
+def step_folders(path: Path, named: re.Pattern[str] = ANY_STEP) -> list[Path]:
+    """The folders in `path` that are named like a step, newest first."""
+    if not path.is_dir():
+        return []
+    with translate_os_errors(path):
+        steps = [(int(m[1]), entry) for entry in path.iterdir() if (m := named.fullmatch(entry.name))]
+    return [folder for _, folder in sorted(steps, reverse=True) if folder.is_dir()]
 
 
 def trainer_steps(path: Path, *, after: int = -1) -> list[Path]:
     """The `checkpoint-N` folders in a run folder whose N is greater than `after`, newest first."""
-    if not path.is_dir():
-        return []
-    steps = [(int(m[1]), p) for p in path.iterdir() if (m := _TRAINER_STEP.fullmatch(p.name)) and p.is_dir()]
-    return [folder for step, folder in sorted(steps, reverse=True) if step > after]
+    return [folder for folder in step_folders(path, TRAINER_STEP) if int(folder.name.partition("-")[2]) > after]
 
 
 def enclosing_folders(path: Path) -> list[Path]:
     """Where files of the run that a checkpoint belongs to may stand: its folder, and that around a step's."""
     folders = [path]
-    if _STEP.fullmatch(path.name):
+    if ANY_STEP.fullmatch(path.name):
         folders.append(path.parent)
     return folders
 

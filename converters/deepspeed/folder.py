@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.move.files import confined
+from ckpt.run_folder.steps import LATEST, recorded_step
 
 # The underscore before "optim" is missing in files from before DeepSpeed 0.3.
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -22,8 +23,6 @@ _MODEL_PER_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
 _PIPELINE_LAYER = re.compile(r"layer_\d+(?:-model_\d+)?-model_states\.pt")
-
-_MAX_LATEST = 4096
 
 
 @dataclass(frozen=True)
@@ -84,16 +83,17 @@ def find_step_folder(path: Path, tag: str | None) -> Path | None:
             return folder
         if path.name == tag and is_step_folder(path):
             return path
-        if steps := step_folders(path):
+        if steps := zero_steps(path):
             raise NotFoundError(
                 f"no ZeRO checkpoint with the tag {tag!r}",
                 path=path,
                 hint="there is " + ", ".join(folder.name for folder in steps),
             )
         return None
-    latest = path / "latest"
-    if not latest.is_file():
-        if steps := step_folders(path):
+    latest = path / LATEST
+    recorded = recorded_step(latest)
+    if recorded is None:
+        if steps := zero_steps(path):
             raise CorruptError(
                 "there is no `latest` file that says which step is meant",
                 path=path,
@@ -101,13 +101,12 @@ def find_step_folder(path: Path, tag: str | None) -> Path | None:
                 found=", ".join(folder.name for folder in steps[:8]),
             )
         return None
-    recorded = _recorded(latest)
     if not recorded:
         raise CorruptError("`latest` is empty", path=latest, expected="the name of a step folder")
     folder = confined(path, recorded)
     if is_step_folder(folder):
         return folder
-    if not step_folders(path) and (folder / "mp_rank_00_model_states.pt").exists():
+    if not zero_steps(path) and (folder / "mp_rank_00_model_states.pt").exists():
         return None  # a DeepSpeed checkpoint without ZeRO
     raise CorruptError(
         "`latest` names a step folder that is not there, or that holds no optimizer files",
@@ -116,21 +115,15 @@ def find_step_folder(path: Path, tag: str | None) -> Path | None:
     )
 
 
-def _recorded(latest: Path) -> str:
-    with open(latest, "rb") as file:
-        return file.read(_MAX_LATEST).decode("utf-8", "replace").strip()
-
-
 def newer_than_latest(folder: Path) -> list[str]:
     """Names of the step folders that are newer than `folder`, if `folder` is what `latest` records."""
-    latest = folder.parent / "latest"
-    if not latest.is_file() or _recorded(latest) != folder.name:
+    if recorded_step(folder.parent / LATEST) != folder.name:
         return []
-    names = [other.name for other in step_folders(folder.parent)]
+    names = [other.name for other in zero_steps(folder.parent)]
     return names[: names.index(folder.name)]
 
 
-def step_folders(path: Path) -> list[Path]:
+def zero_steps(path: Path) -> list[Path]:
     """The step folders in `path`, newest first (by the number in the name)."""
     folders = [entry for entry in path.iterdir() if is_step_folder(entry)]
     return sorted(folders, key=lambda f: (_number(f.name), f.name), reverse=True)
@@ -146,7 +139,7 @@ def naming_a_complete_step(path: Path, check: Callable[[Path], object]) -> Itera
         yield
     except CorruptError as error:
         if error.hint is None:
-            whole = next((folder for folder in step_folders(path) if _passes(check, folder)), None)
+            whole = next((folder for folder in zero_steps(path) if _passes(check, folder)), None)
             if whole is not None:
                 error.hint = f"the newest complete step here is {whole.name}: --tag {whole.name}"
             else:
@@ -164,7 +157,7 @@ def _passes(check: Callable[[Path], object], folder: Path) -> bool:
 
 def check_names(folder: Path) -> None:
     """Raise CorruptError where `folder` lacks a rank's file, as far as names and the steps beside it tell."""
-    num_ranks = max(len(list_step_folder(step).optimizer) for step in step_folders(folder.parent))
+    num_ranks = max(len(list_step_folder(step).optimizer) for step in zero_steps(folder.parent))
     if not list_step_folder(folder).has_files_of(num_ranks):
         raise CorruptError("files of ranks are missing", path=folder, expected=f"files of {num_ranks} ranks")
 

@@ -41,6 +41,7 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.tensors import Extent, FlatRange, Shape, Tensor, Whole
 from ckpt.run_folder.carried import run_companions
+from ckpt.run_folder.steps import LATEST_UNIVERSAL, recorded_step
 from converters.deepspeed import model as zero_model
 from converters.deepspeed import write as zero_writer
 from converters.deepspeed.layout import undealt
@@ -48,14 +49,12 @@ from converters.deepspeed.model import Model
 from converters.deepspeed.partitions import InSlots, slot_size
 from converters.deepspeed.rank_files import known_structure
 
-LATEST = "latest_universal"
 FP32 = "fp32"
 STEP = "step"
 
 _OPTIMIZER_STATE = "optimizer_state.pt"
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_PER_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_MAX_LATEST = 4096
 #: What stage 3 loads, by name (stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`).
 _STAGE3_STATES = {"exp_avg", "exp_avg_sq"}
 #: Entries of `optimizer_state.pt` that describe tensors; the rest is training state.
@@ -83,17 +82,16 @@ class Universal:
             return None
         if tag is None and _is_universal(path):
             return path
-        latest = path / LATEST
-        if tag is None and latest.is_file():
-            with open(latest, "rb") as file:
-                tag = file.read(_MAX_LATEST).decode("utf-8", "replace").strip()
-            if not tag or not _is_universal(confined(path, tag)):
-                raise CorruptError(
-                    f"`{LATEST}` names a folder that is no universal checkpoint",
-                    path=latest,
-                    expected=f"a folder with zero/{_OPTIMIZER_STATE}",
-                    found=repr(tag),
-                )
+        latest = path / LATEST_UNIVERSAL
+        recorded = recorded_step(latest) if tag is None else None
+        if recorded is not None and (not recorded or not _is_universal(confined(path, recorded))):
+            raise CorruptError(
+                f"`{LATEST_UNIVERSAL}` names a folder that is no universal checkpoint",
+                path=latest,
+                expected=f"a folder with zero/{_OPTIMIZER_STATE}",
+                found=repr(recorded),
+            )
+        tag = tag or recorded
         folder = confined(path, tag) if tag else None
         return folder if folder is not None and _is_universal(folder) else None
 
@@ -374,7 +372,7 @@ def _lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         files=(
             *(torch_file(f"{folder}/{name}", root) for name, root in _files(model, config, num_ranks, stage)),
             *beside.files,
-            TargetFile.of_bytes(LATEST, folder.encode()),
+            TargetFile.of_bytes(LATEST_UNIVERSAL, folder.encode()),
         ),
         left_out=model.left_out,
         dropped=(*dropped, *_dropped_numbers(model), *beside.dropped),

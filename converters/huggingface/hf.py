@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.containers.safetensors import Header, Planned, build_header, read_header
+from ckpt.containers.sources import Sources
 from ckpt.errors import CorruptError, NotFoundError, UnsafeError, UsageError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import (
@@ -27,7 +28,6 @@ from ckpt.plan.checkpoint import (
     Layout,
     ReadRequest,
     Slot,
-    SourceFile,
     Target,
     TargetFile,
 )
@@ -83,12 +83,12 @@ class HuggingFace:
         index, names, notes = _weight_files(path, folder)
         weight_map = index.weight_map if index else None
         tensors: dict[Key, Tensor] = {}
-        files: list[SourceFile] = []
+        sources = Sources()
         for name in names:
             file = confined(folder, name)
             if not file.exists():
                 raise _missing(file, weight_map)
-            files.append(SourceFile.stat(str(file)))
+            sources.add(file)
             _collect(tensors, read_header(file), str(file), name, weight_map)
         if index is not None:
             _check_all_found(tensors, index.weight_map, folder)
@@ -98,7 +98,7 @@ class HuggingFace:
             path=str(path),
             format=self.name,
             tensors=tensors,
-            files=tuple(files),
+            files=sources.files,
             framework="transformers" if is_hub else None,
             namespace=HUB if is_hub else OWN,
             ties=tied_names(config, {fqn for fqn, _ in tensors}) if config else {},

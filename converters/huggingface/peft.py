@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.safetensors import Planned, build_header, read_header
+from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.containers.torchfile.values import StoredTensor, is_state_dict
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import (
@@ -29,7 +30,6 @@ from ckpt.plan.checkpoint import (
     Layout,
     ReadRequest,
     Slot,
-    SourceFile,
     Target,
     TargetFile,
 )
@@ -39,7 +39,6 @@ from ckpt.run_folder.companions import CONFIG, companions, read_json
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.sizes import show_size
 from ckpt.state import adapter
-from converters.pytorch.state_dicts import is_state_dict
 
 SAFETENSORS = "adapter_model.safetensors"
 TORCH = "adapter_model.bin"
@@ -72,14 +71,14 @@ class Peft:
         if name is None:
             raise NotFoundError("there are no weights of an adapter here", path=path, expected=SAFETENSORS)
         file = confined(folder, name)
-        with translate_os_errors(file):
-            stat = SourceFile.stat(str(file))
+        sources = Sources()
+        sources.add(file)
         extents = _safetensors(file) if name == SAFETENSORS else _torch(file)
         return Checkpoint(
             path=str(path),
             format=self.name,
             tensors={(fqn, WEIGHT): Tensor(fqn, WEIGHT, e.dtype, e.shape, Whole(e)) for fqn, e in extents.items()},
-            files=(stat,),
+            files=sources.files,
             framework="peft",
             is_adapter=True,
             namespace=OWN,

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.errors import CorruptError
-from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.files import confined
+from ckpt.run_folder.steps import TRACKER, recorded_step
 
-TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
+RELEASE = "release"
 
 
 def iteration_folder(step: int | None) -> str:
@@ -35,11 +36,8 @@ def find_iteration(path: Path, tag: str | None, is_iteration: Callable[[Path], b
     if is_iteration(path):
         return path
     tracker = path / TRACKER
-    if not tracker.is_file():
-        return None
-    with translate_os_errors(tracker), open(tracker, "rb") as file:
-        said = file.read(64).decode("ascii", "replace").strip()
-    if said != RELEASE and not said.isdigit():
+    said = recorded_step(tracker)
+    if said is None or (said != RELEASE and not said.isdecimal()):
         return None
     named = path / (RELEASE if said == RELEASE else iteration_folder(int(said)))
     if is_iteration(named):

@@ -17,9 +17,10 @@ from ckpt.plan.checkpoint import Checkpoint, Layout, Slot, Target, TargetFile
 from ckpt.plan.precision import CAST_SOURCES, describe
 from ckpt.plan.tensors import Extent
 from ckpt.run_folder.carried import model_files
+from ckpt.run_folder.steps import TRACKER
 from converters.megatron.buffers import bucket_sizes
 from converters.megatron.chunks import EXTRA, Chunk, Model, describe_model
-from converters.megatron.folder import RELEASE, TRACKER, iteration_folder
+from converters.megatron.folder import RELEASE, iteration_folder
 from converters.megatron.optimizer_write import RankOptimizers, new_tensor
 from converters.megatron.read import DISTRIBUTED, MODEL, OTHER_ORDER, folder_name
 from converters.names.megatron.model.axes import Grid

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.dcp.folder import MODEL_0, OPTIMIZER_0, find_folder, other_models, parts, run_folders
 from ckpt.containers.dcp.metadata import Metadata, Path_, Place, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
@@ -44,6 +43,7 @@ from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from converters.names.transformers.installed import tied_weights
 from converters.names.transformers.ties import ties_embeddings
+from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, find_folder, other_models, parts, run_folders
 from converters.pytorch.keys import Leaf, Understood, understand
 from converters.pytorch.state import state_dict
 

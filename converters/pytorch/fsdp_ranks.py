@@ -28,7 +28,7 @@ from typing import Any
 
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.scalars import read_scalar
-from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.assemble import assemble
@@ -36,7 +36,8 @@ from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ParamGroup, ReadReq
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
-from converters.pytorch.state_dicts import Reading, clean_names, is_part, newest_step, read_optimizer, tie_as_declared
+from ckpt.run_folder.steps import TRACKER, recorded_step, step_folders
+from converters.pytorch.state_dicts import Reading, clean_names, read_optimizer, tie_as_declared
 
 #: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks.
 _FILES = (
@@ -48,7 +49,6 @@ _FILES = (
     ("local", re.compile(r"pytorch_model_fsdp_rank(?P<rank>\d+)\.bin")),
 )
 _FLAT_PARAM = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
-_TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class FsdpRanks:
@@ -66,13 +66,11 @@ class FsdpRanks:
         folder = path if tag is None else confined(path, tag)
         if not folder.is_dir():
             return None
-        tracker = folder / _TRACKER
-        if tracker.is_file():
-            with translate_os_errors(tracker), open(tracker, "rb") as file:
-                step = file.read(64).decode("ascii", "replace").strip()
-            named = folder / f"global_step_{step}" if step.isdigit() else None
+        tracker = folder / TRACKER
+        if (step := recorded_step(tracker)) is not None:
+            named = folder / f"global_step_{step}" if step.isdecimal() else None
             if named is None or not named.is_dir():
-                if not any(_inside(step) for step in newest_step(folder)):
+                if not any(_inside(step) for step in step_folders(folder)):
                     return None  # Megatron's tracker has the same name
                 raise CorruptError(
                     "the tracker names a step that is not there", path=tracker, expected="a folder", found=step
@@ -80,7 +78,7 @@ class FsdpRanks:
             return _inside(named)
         if (found := _inside(folder)) is not None:
             return found
-        steps = newest_step(folder) if tag is None else []
+        steps = step_folders(folder) if tag is None else []
         return next((found for step in steps if (found := _inside(step)) is not None), None)
 
     # -- read ------------------------------------------------------------------------------------------------

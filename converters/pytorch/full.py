@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.torchfile.scalars import read_scalar
-from ckpt.containers.torchfile.values import StoredDict, StoredTensor
+from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, number, torch_file
 from ckpt.errors import CorruptError, LossError, NotFoundError, UnsafeError
 from ckpt.move.files import confined, translate_os_errors
@@ -60,14 +60,11 @@ from ckpt.run_folder.companions import (
     read_config,
     read_json,
 )
-from ckpt.run_folder.steps import enclosing_folders, trainer_step
+from ckpt.run_folder.steps import enclosing_folders, step_folders, trainer_step
 from ckpt.state.plain import is_plain
 from converters.pytorch.state_dicts import (
     Reading,
     clean_names,
-    is_part,
-    is_state_dict,
-    newest_step,
     read_optimizer,
     step_of,
     tie_as_declared,
@@ -130,7 +127,7 @@ class Full:
             return None
         if _weights_in(folder) is not None:
             return folder
-        steps = newest_step(folder) if tag is None else []
+        steps = step_folders(folder) if tag is None else []
         return next((step for step in steps if _weights_in(step) is not None), None)
 
     # -- read ------------------------------------------------------------------------------------------------

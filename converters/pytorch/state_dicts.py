@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.sources import Sources
-from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, TrainingState
 from ckpt.plan.tensors import Tensor
@@ -28,12 +27,6 @@ from converters.names.transformers.ties import ties_embeddings
 _INNER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 #: DistributedDataParallel and DataParallel put it before every name.
 _OUTER = "module."
-
-#: Classes of a tensor of which this file holds a part.
-_PARTS = frozenset({"DTensor", "ShardedTensor"})
-
-#: A folder of one step, as torchtitan, verl and many scripts name it.
-_STEP = re.compile(r"(?:step|global_step|checkpoint|iter|epoch)[-_]?(\d+)")
 
 
 @dataclass
@@ -56,20 +49,6 @@ class Reading:
         return TrainingState.of_entries("torch", self.items, **known)
 
 
-def is_part(value: Any) -> bool:
-    """Whether `value` is one rank's part of a tensor."""
-    return isinstance(value, Record) and value.name in _PARTS
-
-
-def is_state_dict(value: Any) -> bool:
-    """Whether `value` is a flat dict of names with tensors among its values."""
-    return (
-        isinstance(value, Mapping)
-        and any(isinstance(item, StoredTensor) or is_part(item) for item in value.values())
-        and all(isinstance(name, str) for name in value)
-    )
-
-
 def clean_names(names: Iterable[str], path: str) -> dict[str, str]:
     """Each name without the wrappers of DDP, FSDP1, torch.compile and activation checkpointing."""
     inner = {name: _INNER.sub("", name) for name in names}
@@ -83,12 +62,6 @@ def clean_names(names: Iterable[str], path: str) -> dict[str, str]:
                 "two tensors have the same name without their wrappers", path=path, fqn=clean, found=f"{other}, {name}"
             )
     return inner
-
-
-def newest_step(folder: Path) -> list[Path]:
-    """The folders of steps in a run folder, newest first."""
-    steps = [(int(m[1]), p) for p in folder.iterdir() if (m := _STEP.fullmatch(p.name)) and p.is_dir()]
-    return [path for _, path in sorted(steps, reverse=True)]
 
 
 def tie_as_declared(

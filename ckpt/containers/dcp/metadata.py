@@ -33,6 +33,8 @@ from ckpt.plan.tensors import Box, Shape
 
 METADATA = ".metadata"
 PER_RANK = re.compile(r"__(\d+)\.metadata")
+#: A data file: the rank that wrote it, and the number among its files.
+DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 #: Where a value stands in the nested state dict: names, and indices of lists.
 Path_ = tuple[str | int, ...]

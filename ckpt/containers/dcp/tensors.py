@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.dcp.folder import DATA_FILE
 from ckpt.containers.dcp.items import Items, in_reading_order
-from ckpt.containers.dcp.metadata import Entry, Metadata
+from ckpt.containers.dcp.metadata import DATA_FILE, Entry, Metadata
 from ckpt.plan.assemble import whole_copies
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.dtypes import DType

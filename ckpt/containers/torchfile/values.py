@@ -214,3 +214,21 @@ def short(value: Any) -> str:
     if type(value) is int:
         return str(value) if value.bit_length() <= 128 else f"2^{value.bit_length() - 1} or more"
     return f"({', '.join(map(short, value[:8]))}{', ...' if len(value) > 8 else ''})"
+
+
+#: Classes of a tensor of which a file holds a part.
+_PARTS = frozenset({"DTensor", "ShardedTensor"})
+
+
+def is_part(value: Any) -> bool:
+    """Whether `value` is one rank's part of a tensor."""
+    return isinstance(value, Record) and value.name in _PARTS
+
+
+def is_state_dict(value: Any) -> bool:
+    """Whether `value` is a flat dict of names with tensors among its values."""
+    return (
+        isinstance(value, Mapping)
+        and any(isinstance(item, StoredTensor) or is_part(item) for item in value.values())
+        and all(isinstance(name, str) for name in value)
+    )

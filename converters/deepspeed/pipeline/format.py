@@ -21,10 +21,11 @@ from typing import Any
 
 from ckpt.containers.sources import RankFile
 from ckpt.errors import CorruptError
-from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.files import confined
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import Checkpoint, Layout, ReadRequest, Target, TrainingState
 from ckpt.run_folder.companions import read_config
+from ckpt.run_folder.steps import LATEST, recorded_step
 from converters.deepspeed.model import MODEL_ITEMS, PIPELINE
 from converters.deepspeed.pipeline.args import attributes, current
 from converters.deepspeed.pipeline.read import (
@@ -54,7 +55,6 @@ _KNOWN_OF_OPTIMIZER = frozenset({
     "universal_checkpoint_info",
 })
 # fmt: on
-_MAX_LATEST = 4096
 
 
 class MegatronDeepSpeed:
@@ -76,14 +76,11 @@ class MegatronDeepSpeed:
             return named if is_pipeline(named) else None
         if is_pipeline(path):
             return path
-        latest = path / "latest"
+        latest = path / LATEST
         others = [entry for entry in sorted(path.iterdir()) if is_pipeline(entry)]
         if not others:
             return None
-        recorded = ""
-        if latest.is_file():
-            with translate_os_errors(latest), open(latest, "rb") as file:
-                recorded = file.read(_MAX_LATEST).decode("utf-8", "replace").strip()
+        recorded = recorded_step(latest) or ""
         named = confined(path, recorded) if recorded else path
         if is_pipeline(named):
             return named

@@ -21,6 +21,7 @@ from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key, Layout, ParamGroup, Target, TargetFile
 from ckpt.plan.precision import Choice
 from ckpt.run_folder.carried import model_files
+from ckpt.run_folder.steps import TRACKER
 from converters.deepspeed import model as zero_model
 from converters.deepspeed.model import PIPELINE, Model
 from converters.deepspeed.pipeline.args import namespace, recorded
@@ -38,7 +39,6 @@ from converters.deepspeed.write import (
     stage12_items,
     step_folder,
 )
-from converters.megatron.folder import TRACKER
 from converters.names.megatron.model.axes import STAGE_ARGS, Grid, Stages
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import is_gated, rank_boxes, rank_shape, second_linear, split_of

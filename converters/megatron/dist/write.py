@@ -27,10 +27,11 @@ from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.carried import model_files
+from ckpt.run_folder.steps import TRACKER
 from converters.megatron.chunks import EXTRA, Model, describe_model
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
 from converters.megatron.dist.read import BACKENDS, COMMON
-from converters.megatron.folder import TRACKER, iteration_folder
+from converters.megatron.folder import iteration_folder
 from converters.megatron.optimizer import Optimizer
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import split_layer

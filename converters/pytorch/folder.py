@@ -15,16 +15,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.containers.dcp.metadata import METADATA, PER_RANK
+from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK
 from ckpt.errors import CorruptError
 from ckpt.move.files import confined, translate_os_errors
+from ckpt.run_folder.steps import TITAN_STEP, step_folders
 
 MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
-DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
 _ACCELERATE = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
-_STEP = re.compile(r"step-(\d+)")
 _MEGATRON = ("metadata.json", "common.pt")
 
 
@@ -89,12 +88,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def _steps(path: Path) -> list[Path]:
-    """torchtitan's step folders, newest first."""
-    if not path.is_dir():
-        return []
-    with translate_os_errors(path):
-        found = [(int(m[1]), entry) for entry in path.iterdir() if (m := _STEP.fullmatch(entry.name)) and is_dcp(entry)]
-    return [folder for _, folder in sorted(found, reverse=True)]
+    return [folder for folder in step_folders(path, TITAN_STEP) if is_dcp(folder)]
 
 
 def _is_finished(folder: Path) -> bool:
@@ -121,6 +115,6 @@ def other_models(path: Path) -> list[str]:
 
 def run_folders(path: Path) -> tuple[str, ...]:
     """Where the run's other files may stand: the folder itself, and what is around one of Accelerate's or a step."""
-    if _ACCELERATE.fullmatch(path.name) or _STEP.fullmatch(path.name):
+    if _ACCELERATE.fullmatch(path.name) or TITAN_STEP.fullmatch(path.name):
         return str(path), str(path.parent)
     return (str(path),)
