@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 from ckpt import registry
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
@@ -17,8 +16,6 @@ from ckpt.move.lazy import OpenCheckpoint
 from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,
-    MASTER,
-    MEGATRON,
     OWN,
     TRANSFORMERS,
     WEIGHT,
@@ -29,8 +26,7 @@ from ckpt.plan.checkpoint import (
     Target,
 )
 from ckpt.plan.dtypes import DType
-from ckpt.plan.relation import Relation, translate
-from ckpt.plan.tensors import Box, Shape
+from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_steps
 
@@ -208,49 +204,29 @@ def _from_hub(repo_id: str) -> Path:
     return Path(folder)
 
 
-class _TransformersNames(Protocol):
-    def relation(
-        self, config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: Literal["to_hub", "to_memory"]
-    ) -> Relation | None: ...
-
-
-class _TiedNames(Protocol):
-    def kept_names(self, checkpoint: Checkpoint) -> dict[str, str]: ...
-
-
-class _MegatronNames(Protocol):
-    def padding(self, checkpoint: Checkpoint) -> dict[str, Box]: ...
-    def to_hub(self, checkpoint: Checkpoint) -> Checkpoint: ...
-    def as_registered(self, checkpoint: Checkpoint) -> Checkpoint: ...
-    def to_megatron(self, checkpoint: Checkpoint, layout: Layout) -> Checkpoint: ...
-    def repadded(self, checkpoint: Checkpoint, layout: Layout) -> Checkpoint: ...
-    def with_same_padding(self, a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]: ...
-
-
 def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout | None = None) -> Checkpoint:
     """`checkpoint` under the names of `namespace`, where the two are related and differ.
 
-    The way to Megatron's names leads over the Hub's; `layout` then decides how far the vocabulary is padded.  Raises
-    LossError where a relation does not place a tensor, NotFoundError where it takes a config and none is there.
+    Every way leads over the Hub's names; `layout` decides what a namespace leaves open, as how far Megatron's
+    vocabulary is padded.  Raises LossError where a relation does not place a tensor, NotFoundError where it takes a
+    config and none is there.
     """
     if namespace is None or namespace == OWN:
         return checkpoint
-    if namespace == MEGATRON == checkpoint.namespace:
-        return _megatron_names().repadded(checkpoint, layout or Layout())
-    if MEGATRON in (checkpoint.namespace, namespace):
+    layout = layout or Layout()
+    if namespace == checkpoint.namespace:
+        return checkpoint if namespace in OF_THE_MODEL else registry.namespace(namespace).adapted(checkpoint, layout)
+    if not {checkpoint.namespace, namespace} <= OF_THE_MODEL:
         checkpoint = _with_known_names(checkpoint, namespace)
-    if checkpoint.namespace == namespace:
+    if checkpoint.namespace in (OWN, namespace):
         return checkpoint
-    if checkpoint.namespace == MEGATRON:
-        named = _by_transformers(_megatron_names().to_hub(checkpoint), namespace)
-        return _megatron_names().as_registered(named) if namespace == TRANSFORMERS else named
-    if namespace == MEGATRON:
-        return _megatron_names().to_megatron(_by_transformers(checkpoint, HUB), layout or Layout())
-    return _by_transformers(checkpoint, namespace)
+    if checkpoint.namespace != HUB:
+        checkpoint = registry.namespace(checkpoint.namespace).to_hub(checkpoint)
+    return checkpoint if namespace == HUB else registry.namespace(namespace).from_hub(checkpoint, layout)
 
 
 def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
-    """`checkpoint`, whose names are known for what they are once there is a config that tells the architecture."""
+    """`checkpoint` with the names of its config's architecture; NotFoundError if there is no config that tells it."""
     model_type = (checkpoint.config or {}).get("model_type")
     if not model_type:
         raise NotFoundError(
@@ -263,32 +239,6 @@ def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
     return replace(checkpoint, namespace=TRANSFORMERS) if checkpoint.namespace == OWN else checkpoint
 
 
-def _megatron_names() -> _MegatronNames:
-    return cast(_MegatronNames, import_module(registry.MEGATRON_NAMES))
-
-
-def _by_transformers(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
-    if {checkpoint.namespace, namespace} != {HUB, TRANSFORMERS}:
-        return checkpoint
-    assert checkpoint.config is not None
-    module = cast(_TransformersNames, import_module(registry.TRANSFORMERS_NAMES))
-    # An optimizer's states may have shapes of their own, so they have no say where the model's tensor is there.
-    states_first = sorted(checkpoint.tensors.values(), key=lambda t: t.role in (WEIGHT, MASTER, BUFFER))
-    shapes = {tensor.fqn: tensor.shape for tensor in states_first}
-    relation = module.relation(checkpoint.config, shapes, "to_hub" if namespace == HUB else "to_memory")
-    if relation is None:
-        return replace(checkpoint, namespace=namespace)
-    return translate(checkpoint, relation, namespace)
-
-
-class _Quantized(Protocol):
-    def parts(self, names: Iterable[str]) -> frozenset[str]: ...
-
-
-class _Dequantize(Protocol):
-    def dequantized(self, checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint: ...
-
-
 def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoint:
     """`checkpoint` with plain weights in place of those that are stored quantized (MXFP4, bitsandbytes, FP8).
 
@@ -296,13 +246,15 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoin
     computed where they are written.  Raises UsageError for a method of quantization that is not known, CorruptError
     where a weight lacks a part or contradicts itself.
     """
-    return cast(_Dequantize, import_module(registry.DEQUANTIZE)).dequantized(checkpoint, dtype)
+    found: Checkpoint = registry.service("dequantized")(checkpoint, dtype)
+    return found
 
 
 def quantized_parts(checkpoint: Checkpoint) -> frozenset[str]:
     """Names of the tensors that are parts of weights stored quantized, packed values, scales and the like."""
     names = (fqn for fqn, role in checkpoint.tensors if role in (WEIGHT, BUFFER))
-    return cast(_Quantized, import_module(registry.QUANTIZED)).parts(names)
+    found: frozenset[str] = registry.service("quantized_parts")(names)
+    return found
 
 
 def check_casts(checkpoint: Checkpoint, target: Target, layout: Layout) -> None:
@@ -419,7 +371,8 @@ def picture(checkpoint: Checkpoint, only: Only = "all") -> Picture:
     """Who holds what, to be drawn by `ckpt.show.svg.draw`; what is damaged about the description is in it."""
     from ckpt.show.rows import picture as picture_of
 
-    padding = _megatron_names().padding(checkpoint) if checkpoint.namespace == MEGATRON else {}
+    space = checkpoint.namespace
+    padding = {} if space in OF_THE_MODEL else registry.namespace(space).padding(checkpoint)
     return picture_of(checkpoint, padding, only)
 
 
@@ -431,8 +384,7 @@ def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
     from ckpt.verify.digest import digests as digests_as_named
 
     named = _as_hub(checkpoint)
-    names = cast(_TiedNames, import_module(registry.TIED_NAMES)).kept_names(named)
-    return digests_as_named(named, names=names, **options)
+    return digests_as_named(named, names=registry.service("kept_names")(named), **options)
 
 
 def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
@@ -461,12 +413,14 @@ def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkp
 
 
 def _comparable(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Both checkpoints under the same names: those of the Hub where one has these, or only one has Megatron's."""
+    """Both checkpoints under the same names: the Hub's, unless both have the same or their own model's."""
     spaces = {a.namespace, b.namespace}
-    if HUB in spaces or (MEGATRON in spaces and len(spaces) > 1):
-        a, b = (replace(c, config=c.config or other.config) for c, other in ((a, b), (b, a)))
-        return _as_hub(a), _as_hub(b)
-    return _megatron_names().with_same_padding(a, b) if spaces == {MEGATRON} else (a, b)
+    if spaces <= OF_THE_MODEL - {HUB}:
+        return a, b
+    if len(spaces) == 1 and HUB not in spaces:
+        return registry.namespace(a.namespace).comparable(a, b)
+    a, b = (replace(c, config=c.config or other.config) for c, other in ((a, b), (b, a)))
+    return _as_hub(a), _as_hub(b)
 
 
 def _as_hub(checkpoint: Checkpoint) -> Checkpoint:

@@ -1,7 +1,12 @@
-"""The formats, one line each.  The core reaches converters only from here, by dotted name, when one is asked for.
+"""Formats and namespaces, one line each.  The core reaches converters only from here, by dotted name, when it asks.
 
-Other packages add formats with the entry-point group `ckpt.formats`, whose entry has the format's name and the value
-`module:object`, and a format's options with `ckpt.format_options`: the same name, and the dataclass that declares them.
+Other packages register theirs by entry points, each with a name and the value `module:object`:
+
+    ckpt.formats          an object with what `ckpt.plan.checkpoint.Format` says
+    ckpt.format_options   under the format's name, the dataclass that declares its options (`ckpt.plan.options`)
+    ckpt.namespaces       a `ckpt.plan.namespace.Namespace`
+    ckpt.pickle_names     see `ckpt.containers.torchfile`
+    ckpt.declarations     under the format's name, a function that returns its `ckpt.testing.Declaration`
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from glob import glob
 from importlib import import_module
@@ -17,6 +22,7 @@ from typing import Any, cast
 
 from ckpt.errors import UsageError
 from ckpt.plan.checkpoint import Format
+from ckpt.plan.namespace import Namespace
 from ckpt.plan.options import options_of
 
 #: In the order in which a folder is asked what it is: what holds most comes first.
@@ -43,26 +49,27 @@ OPTIONS = dict.fromkeys(
 #: Other names that users type for these.
 ALIASES = {"fsdp": "dcp"}
 
-#: The module with `relation(config, shapes, direction)`: transformers' names in memory against those on the Hub.
-TRANSFORMERS_NAMES = "converters.names.transformers.relation"
+#: How the names of each namespace relate to the Hub's (see `ckpt.plan.namespace`).
+NAMESPACES = {
+    "transformers": "converters.names.transformers.relation:NAMESPACE",
+    "megatron": "converters.names.megatron.relation:NAMESPACE",
+}
 
-#: The module with `describe(config, shapes, names)` and `has_conv1d(config)`: what a model's modules are.
-TRANSFORMERS_MODULES = "converters.names.transformers.modules"
-
-#: The module with `kept_names(checkpoint)`: which of its names a tied tensor has on the Hub.
-TIED_NAMES = "converters.names.transformers.ties"
-
-#: The module with `in_memory` and `megatron_stages`: the shapes of a model's parameters, from its config.
-PARAMETERS = "converters.names.parameters"
-
-#: The module with `to_hub`, `to_megatron`, `repadded` and `with_same_padding`: the Hub's names against megatron-core's.
-MEGATRON_NAMES = "converters.names.megatron.relation"
-
-#: The module with `parts(names)`: which tensors are parts of weights that are stored quantized.
-QUANTIZED = "converters.quantized"
-
-#: The module with `dequantized(checkpoint, dtype)`: plain weights in place of these.
-DEQUANTIZE = "converters.quantized.dequantize"
+#: What else the core asks of converters: functions that know models by their config.
+SERVICES = {
+    # which of its names a tied tensor has in the Hub's files, by the owner that the checkpoint records
+    "kept_names": "converters.names.transformers.ties:kept_names",
+    # what a model's modules are
+    "build_model": "converters.names.transformers.relation:build_model",
+    "describe_modules": "converters.names.transformers.modules:describe",
+    "has_conv1d": "converters.names.transformers.modules:has_conv1d",
+    # the shapes of a model's parameters
+    "parameters_in_memory": "converters.names.parameters:in_memory",
+    "megatron_stages": "converters.names.parameters:megatron_stages",
+    # tensors that are parts of weights stored quantized, and plain weights in place of these
+    "quantized_parts": "converters.quantized:parts",
+    "dequantized": "converters.quantized.dequantize:dequantized",
+}
 
 
 @cache
@@ -130,6 +137,19 @@ def get(name: str) -> Format:
     if name not in known:
         raise UsageError(f"there is no format called {name!r}", expected="one of " + ", ".join(known))
     return cast(Format, _load(known[name]))
+
+
+def namespace(name: str) -> Namespace:
+    """The namespace called `name`; UsageError if there is none."""
+    known = _registered(NAMESPACES, "ckpt.namespaces")
+    if name not in known:
+        raise UsageError(f"there are no names called {name!r}", expected="one of hub, " + ", ".join(known))
+    return cast(Namespace, _load(known[name]))
+
+
+def service(name: str) -> Callable[..., Any]:
+    """One of `SERVICES`."""
+    return cast(Callable[..., Any], _load(SERVICES[name]))
 
 
 def declarations() -> list[Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from math import gcd
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 from ckpt import api, registry
 from ckpt.errors import CorruptError, NotFoundError, UsageError
@@ -45,11 +44,6 @@ _MAX_GPUS = 4096
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _LAYER = re.compile(r"\.(\d+)\.")
-
-
-class _Parameters(Protocol):
-    def in_memory(self, config: Mapping[str, Any]) -> Model: ...
-    def megatron_stages(self, config: Mapping[str, Any], *, tp: int, pp: int, ep: int = 1) -> tuple[Stage, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -135,12 +129,8 @@ def _from_hub(repo_id: str) -> Path:
         ) from error
 
 
-def _names() -> _Parameters:
-    return cast(_Parameters, import_module(registry.PARAMETERS))
-
-
 def _of_config(where: str, config: Mapping[str, Any]) -> Subject:
-    model = _names().in_memory(config)
+    model: Model = registry.service("parameters_in_memory")(config)
     notes = []
     if not model.blocks:
         notes.append(f"activations of {model.name} are not known, and not counted")
@@ -254,7 +244,7 @@ def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) 
     assert subject.config is not None
     if setup.gpus % (tp * pp):
         raise UsageError("the GPUs do not divide", expected=f"a multiple of tp {tp} x pp {pp}", found=setup.gpus)
-    stages = _names().megatron_stages(subject.config, tp=tp, pp=pp, ep=ep)
+    stages: tuple[Stage, ...] = registry.service("megatron_stages")(subject.config, tp=tp, pp=pp, ep=ep)
     memory = megatron(stages, subject.model.blocks, subject.model.vocabulary, setup, tp, ep)
     return Row(MEGATRON, memory, setup.gpus // (tp * pp), {"tp": tp, "pp": pp, "ep": ep if ep > 1 else 0})
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -149,7 +148,7 @@ def _hollow(base: Checkpoint) -> Any:
 
     chosen = choices(base, None)
     shapes = {fqn: choice.tensor.shape for fqn, choice in chosen.items()}
-    model = import_module(registry.TRANSFORMERS_NAMES).build_model(base.config, shapes) if base.config else None
+    model = registry.service("build_model")(base.config, shapes) if base.config else None
     if model is None:
         raise UsageError("only adapters of a model that transformers knows are combined", path=base.path)
     dtypes = {fqn: getattr(torch, choice.dtype.name) for fqn, choice in chosen.items()}

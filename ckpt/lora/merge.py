@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import import_module
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -328,7 +327,7 @@ class _Merge:
         wanted = (b.shape[0], a.shape[-1])
         if wanted[0] != wanted[1] or shape != wanted:
             return shape == wanted[::-1] and shape != wanted
-        conv1d = import_module(registry.TRANSFORMERS_MODULES).has_conv1d(self.base.config)
+        conv1d = registry.service("has_conv1d")(self.base.config)
         if conv1d is None:
             return adapter.config.fan_in_fan_out  # a model of the user's own: what PEFT recorded
         return bool(conv1d) and self._module(adapter, module).is_conv1d
@@ -346,7 +345,7 @@ class _Merge:
 
     @cached_property
     def _modules(self) -> Mapping[str, Any]:
-        describe = import_module(registry.TRANSFORMERS_MODULES).describe
+        describe = registry.service("describe_modules")
         found = describe(self.base.config, self.shapes, {fqn.rpartition(".")[0] for fqn in self.shapes})
         return dict(found or {})
 

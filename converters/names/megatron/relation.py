@@ -15,11 +15,11 @@ from typing import Any, cast
 
 from ckpt.errors import CorruptError, LossError, UsageError
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, ParamGroup
+from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, Tensor
 from ckpt.state.positions import megatron_schedule, sequences_seen
 from converters.names.megatron import architectures as tables
-from converters.names.megatron import order
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import padded_vocab_size
 from converters.names.megatron.options import MegatronOptions
@@ -144,16 +144,6 @@ def _with_peak(group: ParamGroup) -> ParamGroup:
     if "max_lr" not in group.options or "initial_lr" in group.options:
         return group
     return replace(group, options={**group.options, "initial_lr": group.options["max_lr"]})
-
-
-def as_registered(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint`, which has the names of transformers' modules, with param groups in the order of these modules."""
-    _, config = _table(checkpoint)
-    model_type, state = str(config.get("model_type")), checkpoint.state
-    groups = tuple(
-        replace(group, fqns=tuple(order.as_registered(model_type, group.fqns))) for group in state.param_groups
-    )
-    return replace(checkpoint, state=replace(state, param_groups=groups))
 
 
 def _position(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -384,3 +374,6 @@ def _padding_notes(vocabulary: int, padded: int) -> list[str]:
     if padded == vocabulary:
         return []
     return [f"the vocabulary of {vocabulary} is padded to {padded} rows: rows from {vocabulary} on are zero"]
+
+
+NAMESPACE = Namespace(to_hub, to_megatron, repadded, with_same_padding, padding)

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.errors import CkptError, CorruptError, LossError, UsageError
-from ckpt.plan.relation import Link, Relation
+from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, TRANSFORMERS, WEIGHT, Checkpoint, Layout
+from ckpt.plan.namespace import Namespace
+from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Shape
 from converters.names.transformers.installed import (
     architectures,
@@ -22,6 +25,7 @@ from converters.names.transformers.installed import (
     converted_identifiers,
     model_types,
 )
+from converters.names.transformers.order import as_registered
 
 if TYPE_CHECKING:
     from converters.names.transformers.tracing import Traced
@@ -293,3 +297,27 @@ def _as_relation(results: Mapping[str, Traced], shapes: Mapping[str, Shape]) -> 
     found = Relation(tuple(links), dict(shapes), new_shapes)
     found.check()
     return found
+
+
+def _renamed(checkpoint: Checkpoint, namespace: str, direction: Direction) -> Checkpoint:
+    assert checkpoint.config is not None
+    # An optimizer's states may have shapes of their own, which are ignored where the model's tensor is there.
+    states_first = sorted(checkpoint.tensors.values(), key=lambda t: t.role in (WEIGHT, MASTER, BUFFER))
+    found = relation(checkpoint.config, {tensor.fqn: tensor.shape for tensor in states_first}, direction)
+    return replace(checkpoint, namespace=namespace) if found is None else translate(checkpoint, found, namespace)
+
+
+def to_hub(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint`, which has the names of transformers' modules, under those of the Hub's files."""
+    return _renamed(checkpoint, HUB, "to_hub")
+
+
+def from_hub(checkpoint: Checkpoint, layout: Layout | None = None) -> Checkpoint:
+    """`checkpoint`, which has the Hub's names, under those of transformers' modules, param groups in their order."""
+    named = _renamed(checkpoint, TRANSFORMERS, "to_memory")
+    model_type, state = str((named.config or {}).get("model_type")), named.state
+    groups = tuple(replace(group, fqns=tuple(as_registered(model_type, group.fqns))) for group in state.param_groups)
+    return replace(named, state=replace(state, param_groups=groups))
+
+
+NAMESPACE = Namespace(to_hub, from_hub)

@@ -1,0 +1,29 @@
+"""Namespaces: how the names of a model's tensors relate to those of the Hub's files, over which all ways lead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint, Layout
+from ckpt.plan.tensors import Box
+
+#: Names between which a tensor is never cut or padded otherwise; a model of the user's own has no others.
+OF_THE_MODEL = frozenset({OWN, HUB, TRANSFORMERS})
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What is registered under a namespace's name.
+
+    `to_hub` and `from_hub` give a checkpoint the other names; they raise LossError for a tensor that they do not place,
+    CorruptError where one is missing or not as the config says.  `adapted` changes what a layout asks for within the
+    namespace, `comparable` brings two of its checkpoints into the same shapes, and `padding` tells the parts of tensors
+    that are padding, by fqn.
+    """
+
+    to_hub: Callable[[Checkpoint], Checkpoint]
+    from_hub: Callable[[Checkpoint, Layout], Checkpoint]
+    adapted: Callable[[Checkpoint, Layout], Checkpoint] = lambda checkpoint, _: checkpoint
+    comparable: Callable[[Checkpoint, Checkpoint], tuple[Checkpoint, Checkpoint]] = lambda a, b: (a, b)
+    padding: Callable[[Checkpoint], Mapping[str, Box]] = lambda _: {}
