@@ -11,15 +11,10 @@ Other packages register theirs by entry points, each with a name and the value `
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
-from glob import glob
-from importlib import import_module
 from typing import Any, cast
 
+from ckpt.entries import entries, load
 from ckpt.errors import UsageError
 from ckpt.plan.checkpoint import Format
 from ckpt.plan.namespace import Namespace
@@ -72,47 +67,9 @@ SERVICES = {
 }
 
 
-@cache
-def _entries(group: str) -> dict[str, str]:
-    """What other packages register in an entry-point group: `module:object` by name."""
-    if not _others_register():
-        return {}
-    from importlib.metadata import entry_points
-
-    return {entry.name: entry.value for entry in entry_points(group=group)}
-
-
-@cache
-def _others_register() -> bool:
-    """Whether an installed package may register: `importlib.metadata` takes longer to say so than most runs plan."""
-    for folder in sys.path:
-        if os.path.isfile(folder):  # a zip file
-            return True
-        for path in glob(os.path.join(folder, "*-info", "entry_points.txt")):
-            with contextlib.suppress(OSError), open(path, "rb") as file:
-                if b"[ckpt." in file.read():
-                    return True
-    return False
-
-
-def _load(where: str) -> Any:
-    """The object at `module:object`.  Raises UsageError where a package registers what cannot be imported."""
-    module, _, attribute = where.partition(":")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        if module.startswith("converters."):
-            raise
-        raise UsageError(
-            f"an installed package registers {where!r}, which cannot be imported",
-            found=f"{type(error).__name__}: {error}",
-            hint="update that package, or uninstall it",
-        ) from error
-
-
 def _registered(own: Mapping[str, str], group: str) -> dict[str, str]:
     """Our own and those of other packages; UsageError where one of these has a name that is taken."""
-    others = _entries(group)
+    others = entries(group)
     for name in others.keys() & own.keys():
         raise UsageError(
             f"an installed package registers {name!r}, which is ckpt's own, in {group}",
@@ -136,7 +93,7 @@ def get(name: str) -> Format:
     name = ALIASES.get(name, name)
     if name not in known:
         raise UsageError(f"there is no format called {name!r}", expected="one of " + ", ".join(known))
-    return cast(Format, _load(known[name]))
+    return cast(Format, load(known[name]))
 
 
 def namespace(name: str) -> Namespace:
@@ -144,24 +101,24 @@ def namespace(name: str) -> Namespace:
     known = _registered(NAMESPACES, "ckpt.namespaces")
     if name not in known:
         raise UsageError(f"there are no names called {name!r}", expected="one of hub, " + ", ".join(known))
-    return cast(Namespace, _load(known[name]))
+    return cast(Namespace, load(known[name]))
 
 
 def service(name: str) -> Callable[..., Any]:
     """One of `SERVICES`."""
-    return cast(Callable[..., Any], _load(SERVICES[name]))
+    return cast(Callable[..., Any], load(SERVICES[name]))
 
 
 def declarations() -> list[Any]:
     """The `ckpt.testing.Declaration` of each format that another package brings: what its function returns."""
-    return [_load(where)() for where in _entries("ckpt.declarations").values()]
+    return [load(where)() for where in entries("ckpt.declarations").values()]
 
 
 def declared_options() -> dict[type, list[str]]:
     """The dataclasses in which formats declare options of their own, and the names of the formats that share each."""
     found: dict[type, list[str]] = {}
     for name, where in _registered(OPTIONS, "ckpt.format_options").items():
-        found.setdefault(_load(where), []).append(name)
+        found.setdefault(load(where), []).append(name)
     return found
 
 

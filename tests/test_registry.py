@@ -43,7 +43,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     )
     monkeypatch.setitem(sys.modules, module.__name__, module)
     found = {"ckpt.formats": {LOUD: "loud_of_tests:FORMAT"}, "ckpt.namespaces": {LOUD: "loud_of_tests:NAMES"}}
-    monkeypatch.setattr(registry, "_entries", lambda group: found.get(group, {}))
+    monkeypatch.setattr(registry, "entries", lambda group: found.get(group, {}))
     return found
 
 

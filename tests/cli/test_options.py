@@ -35,7 +35,7 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module.Marks = Marks  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     entries = {"ckpt.format_options": {"marks": "marks_of_tests:Marks"}}
-    monkeypatch.setattr(registry, "_entries", lambda group: entries.get(group, {}))
+    monkeypatch.setattr(registry, "entries", lambda group: entries.get(group, {}))
     return module
 
 
@@ -101,7 +101,7 @@ def test_two_options_of_one_name_are_a_mistake(fixtures: Path, marks: ModuleType
 
 
 def test_a_package_that_cannot_be_imported_is_named(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_entries", lambda group: {"gone": "gone_from_here:FORMAT"})
+    monkeypatch.setattr(registry, "entries", lambda group: {"gone": "gone_from_here:FORMAT"})
     result = run_ckpt("convert", "auto", "hf", fixtures / "toy-zero3")
     assert result.code == 2
     assert "registers 'gone_from_here:FORMAT', which cannot be imported" in result.err

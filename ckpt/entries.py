@@ -1,0 +1,62 @@
+"""Entry points: what other installed packages register with ckpt, and how it is found quickly."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from functools import cache
+from glob import glob
+from importlib import import_module
+from typing import Any
+
+from ckpt.errors import UsageError
+
+
+@cache
+def entries(group: str) -> dict[str, str]:
+    """What other packages register in an entry-point group: `module:object` by name.
+
+    Raises UsageError where two of them register something different under one name.
+    """
+    if not _others_register():
+        return {}
+    from importlib.metadata import entry_points
+
+    found: dict[str, str] = {}
+    for entry in entry_points(group=group):
+        if found.setdefault(entry.name, entry.value) != entry.value:
+            raise UsageError(
+                f"two installed packages register {entry.name!r} in {group}",
+                found=f"{found[entry.name]} and {entry.value}",
+                hint="uninstall one of them",
+            )
+    return found
+
+
+@cache
+def _others_register() -> bool:
+    """Whether an installed package may register: `importlib.metadata` takes longer to say so than most runs plan."""
+    for folder in sys.path:
+        if os.path.isfile(folder):  # a zip file
+            return True
+        for path in glob(os.path.join(folder, "*-info", "entry_points.txt")):
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                if b"[ckpt." in file.read():
+                    return True
+    return False
+
+
+def load(where: str) -> Any:
+    """The object at `module:object`.  Raises UsageError where a package registers what cannot be imported."""
+    module, _, attribute = where.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        if module.startswith("converters."):
+            raise
+        raise UsageError(
+            f"an installed package registers {where!r}, which cannot be imported",
+            found=f"{type(error).__name__}: {error}",
+            hint="update that package, or uninstall it",
+        ) from error
