@@ -83,23 +83,24 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Chec
     A tag names a step in `path`, a `checkpoint-N`, or a step inside one.
     """
     failure: CkptError | None = None
-    checkpoint = None
+    found = None
     try:
-        checkpoint = _open_here(path, path, formats, request)
+        found = _open_here(path, path, formats, request)
     except NotFoundError as error:
         if request.tag is None:
             raise
         failure = error  # the tag may be that of a `checkpoint-N`, or of a step in one
-    if checkpoint is not None:
+    if found is not None:
+        checkpoint, taken = found
         step = checkpoint.state.step
         later = [folder.name for folder in trainer_steps(path, after=step)] if request.tag is None and step else []
         told = [f"later than what is taken: {', '.join(later[:8])} (--tag takes it)"] if later else []
-        return replace(checkpoint, notes=(*checkpoint.notes, *told))
+        return replace(checkpoint, notes=(*taken, *checkpoint.notes, *told))
     skipped: list[str] = []
     for folder in trainer_steps(path):
         inner = None if folder.name == request.tag else request.tag
         try:
-            checkpoint = _open_here(folder, path, formats, replace(request, tag=inner))
+            found = _open_here(folder, path, formats, replace(request, tag=inner))
         except CorruptError as error:
             failure = failure if isinstance(failure, CorruptError) else error
             skipped.append(f"{folder.name} is skipped, it is not complete: {error.what}")
@@ -108,8 +109,9 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Chec
             if inner is None:
                 raise
             continue
-        if checkpoint is not None:
-            return replace(checkpoint, notes=(checkpoint.notes[0], *skipped, *checkpoint.notes[1:]))
+        if found is not None:
+            checkpoint, taken = found
+            return replace(checkpoint, notes=(*taken, *skipped, *checkpoint.notes))
         if request.tag is None:
             skipped.append(f"{folder.name} is skipped, it holds no checkpoint of the format wanted")
     if failure is not None:
@@ -117,15 +119,15 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Chec
     return None
 
 
-def _open_here(path: Path, asked: Path, formats: list[Format], request: ReadRequest) -> Checkpoint | None:
-    """The checkpoint that `path` is or records, with a note on what was taken where that is not what was `asked`."""
+def _open_here(
+    path: Path, asked: Path, formats: list[Format], request: ReadRequest
+) -> tuple[Checkpoint, list[str]] | None:
+    """The checkpoint that `path` is or records, and a note on what was taken where that is not what was `asked`."""
     for one in formats:
         found = one.find(path, request.tag)
         if found is not None:
-            checkpoint = one.read(found, request)
             taken = found.relative_to(asked) if found.is_relative_to(asked) else found
-            notes = [] if found == asked else [f"taking {taken}"]
-            return replace(checkpoint, notes=(*notes, *checkpoint.notes))
+            return one.read(found, request), [] if found == asked else [f"taking {taken}"]
     return None
 
 
@@ -358,11 +360,11 @@ def plan(
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
     layout = layout or Layout()
     registry.check_options(target.name, layout.options)
-    named = to_namespace(checkpoint, target.namespace, layout)
-    laid_out = target.lay_out(named, layout)
+    # What the reader has said is known; a writer sees no notes, and what is said on the way from names to names is new.
+    named = to_namespace(replace(checkpoint, notes=()), target.namespace, layout)
+    laid_out = target.lay_out(replace(named, notes=()), layout)
     check_casts(named, laid_out, layout)
-    new = [note for note in named.notes if note not in checkpoint.notes]  # said by the way from names to names
-    laid_out = replace(laid_out, notes=(*new, *laid_out.notes))
+    laid_out = replace(laid_out, notes=(*named.notes, *laid_out.notes))
     made = make_plan(named, laid_out, carries_optimizer=target.carries_optimizer)
     return Conversion(made, resources or Resources(), to)
 

@@ -106,7 +106,7 @@ class Model:
     @property
     def version(self) -> str:
         """DeepSpeed's, as the source records it."""
-        return (self.state.engine_version if self.is_deepspeed else None) or VERSION
+        return str((self.state.engine_version if self.is_deepspeed else None) or VERSION)
 
     def roles(self, fqns: Iterable[str]) -> list[str]:
         """The optimizer's tensor states that any of these has."""
