@@ -31,7 +31,7 @@ from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_steps
 
 if TYPE_CHECKING:
-    from ckpt.move.run import FileDigests, Progress, Resources
+    from ckpt.move.workers import FileDigests, Progress, Resources
     from ckpt.plan.planner import Plan
     from ckpt.show.rows import Only, Picture
     from ckpt.verify.digest import Digests
@@ -352,7 +352,7 @@ def plan(
 
     Raises LossError where a tensor would go nowhere or part of the target would be filled by nothing.
     """
-    from ckpt.move.run import Resources
+    from ckpt.move.workers import Resources
     from ckpt.plan.planner import make_plan  # it takes numpy, which describing a checkpoint does not
 
     target = registry.get(to)

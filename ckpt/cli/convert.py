@@ -53,7 +53,7 @@ def convert(
     """Convert a checkpoint from one format to another."""
     from ckpt import api
     from ckpt.move.files import check_destination
-    from ckpt.move.run import Resources
+    from ckpt.move.workers import Resources
     from ckpt.plan.checkpoint import Layout
     from ckpt.plan.dtypes import CASTABLE
 

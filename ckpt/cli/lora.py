@@ -75,7 +75,7 @@ def merge_lora(
     from ckpt import api
     from ckpt.lora import find as adapters
     from ckpt.lora import merge as lora
-    from ckpt.move.run import Resources
+    from ckpt.move.workers import Resources
     from ckpt.plan.checkpoint import Layout
     from ckpt.plan.dtypes import CASTABLE
 

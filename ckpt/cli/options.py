@@ -48,7 +48,7 @@ ConfigOption = Annotated[
     str | None, typer.Option(help="The model's config and tokenizer: a folder, a config.json or a Hub id.")
 ]
 ShardSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")]
-WorkersOption = Annotated[int, typer.Option(min=0, help="Threads that move data. 0: by the processors.")]
+WorkersOption = Annotated[int, typer.Option(min=0, help="Threads that copy. 0: 8, which keep a disk busy.")]
 ManifestOption = Annotated[
     bool, typer.Option(help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`.")
 ]

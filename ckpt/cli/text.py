@@ -14,7 +14,7 @@ from ckpt.sizes import show_size
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion
-    from ckpt.move.run import Progress
+    from ckpt.move.workers import Progress
     from ckpt.plan.checkpoint import Checkpoint
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
 from ckpt.move.files import OpenFiles, translate_os_errors
+from ckpt.move.source import read_into
 from ckpt.run_folder.steps import enclosing_folders, trainer_steps
 from ckpt.state.adapter import CONFIG as ADAPTER_CONFIG
 from ckpt.verify.digest import ALGORITHM, in_threads
@@ -235,9 +236,10 @@ def _checksum(opened: OpenFiles, path: Path, kind: str) -> str:
     descriptor, done = opened.descriptor(str(path)), 0
     with translate_os_errors(path):
         hasher = _hasher(kind, os.fstat(descriptor).st_size)
-        while data := os.pread(descriptor, _CHUNK, done):
-            hasher.update(data)
-            done += len(data)
+        buffer = memoryview(bytearray(_CHUNK))
+        while count := read_into(descriptor, done, buffer):
+            hasher.update(buffer[:count])
+            done += count
     return str(hasher.hexdigest())
 
 

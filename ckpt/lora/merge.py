@@ -23,7 +23,7 @@ from ckpt import api, registry
 from ckpt.errors import CorruptError, LossError, UsageError
 from ckpt.lora.combine import loaded
 from ckpt.lora.find import Adapter, Factor
-from ckpt.move.run import Resources
+from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import make_plan

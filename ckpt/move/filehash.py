@@ -5,7 +5,6 @@ They are made while a file that was just written is still in memory, and tell la
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from xxhash import xxh3_128
 
 from ckpt.errors import CorruptError
 from ckpt.move.files import translate_os_errors
+from ckpt.move.source import read_into
 from ckpt.plan.checkpoint import TargetFile
 
 #: A piece that is hashed on its own, as offset and length in bytes; None stands for what lies outside of all pieces.
@@ -97,7 +97,7 @@ class Hasher:
         for offset, length in ranges:
             while length:
                 with translate_os_errors(path):
-                    count = os.preadv(descriptor, (self._buffer[:length],), offset)
+                    count = read_into(descriptor, offset, self._buffer[:length])
                 if not count:
                     raise CorruptError("the file ends while it is being read", path=path, found=f"at byte {offset}")
                 hasher.update(self._buffer[:count])

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.errors import CorruptError
 from ckpt.move.casts import storage_dtype
 from ckpt.move.files import translate_os_errors
-from ckpt.plan.tensors import Box, Extent, Fragment, Tensor, overlay
+from ckpt.move.source import read_into, truncated
+from ckpt.plan.tensors import Box, Extent, Fragment, Shape, Tensor, overlay
 
 Computed = Mapping[str, Callable[[], memoryview]]
 
@@ -30,9 +30,7 @@ def read_box(tensor: Tensor, box: Box, computed: Computed) -> NDArray:
             return read.reshape(box.sizes)
         if not flat.size:
             flat = np.empty(box.numel, dtype)
-        start = common.b.offset // dtype.itemsize
-        strides = tuple(stride * dtype.itemsize for stride in common.b.strides)
-        np.lib.stride_tricks.as_strided(flat[start:], common.b.shape, strides)[...] = read
+        strided(flat[common.b.offset // dtype.itemsize :], common.b.shape, common.b.strides)[...] = read
     return flat.reshape(box.sizes)
 
 
@@ -49,9 +47,15 @@ def _read(extent: Extent, computed: Computed) -> NDArray:
 
 
 def read_bits(descriptor: int, extent: Extent) -> NDArray:
-    """The elements of `extent` as a contiguous array of raw bits, in the extent's shape."""
+    """The elements of `extent` as a contiguous array of raw bits, in the extent's shape.
+
+    Raises CorruptError where the file ends before, StorageError.
+    """
     raw = np.empty(extent.end - extent.offset, np.uint8)
-    read_into(descriptor, raw.data, extent)
+    with translate_os_errors(extent.path):
+        done = read_into(descriptor, extent.offset, raw.data)
+    if done != len(raw):
+        raise truncated(extent.path, extent.offset + done)
     return in_shape(raw, extent)
 
 
@@ -60,21 +64,11 @@ def in_shape(raw: NDArray, extent: Extent) -> NDArray:
     elements = raw.view(storage_dtype(extent.dtype))
     if extent.is_contiguous:
         return elements.reshape(extent.shape)
-    strides = tuple(stride * extent.dtype.itemsize for stride in extent.strides)
-    return np.ascontiguousarray(np.lib.stride_tricks.as_strided(elements, extent.shape, strides))
+    return np.ascontiguousarray(strided(elements, extent.shape, extent.strides))
 
 
-def read_into(descriptor: int, buffer: memoryview, extent: Extent) -> None:
-    """Fill `buffer` from the start of `extent`; CorruptError where the file ends before that."""
-    done = 0
-    while done < len(buffer):
-        with translate_os_errors(extent.path):
-            count = os.preadv(descriptor, [buffer[done:]], extent.offset + done)
-        if count == 0:
-            raise truncated(extent, extent.offset + done)
-        done += count
-
-
-def truncated(extent: Extent, offset: int) -> CorruptError:
-    """The error for a file that ends at `offset`, inside `extent`."""
-    return CorruptError("the file ends inside a tensor", path=extent.path, found=f"end of file at byte {offset}")
+def strided(elements: NDArray, shape: Shape, strides: Shape) -> NDArray:
+    """A view of the 1-d array `elements`, with strides in elements.  ValueError where it would lead out of them."""
+    size = elements.itemsize
+    view: NDArray = np.ndarray(shape, elements.dtype, elements.data, 0, [stride * size for stride in strides])
+    return view

@@ -25,20 +25,34 @@ def open_file(path: str) -> int:
     return fd
 
 
+def read_into(fd: int, offset: int, *buffers: memoryview) -> int:
+    """Fill `buffers` of bytes one after the other from `offset` on; fewer than 1,024 of them, as the kernel has it.
+
+    Returns the number of bytes that there were: less where the file ends before.  Raises OSError.
+    """
+    done = 0
+    while buffers and (count := os.preadv(fd, buffers, offset + done)):  # less than was asked for on a signal, say
+        done += count
+        filled = 0
+        while filled < len(buffers) and count >= len(buffers[filled]):
+            count -= len(buffers[filled])
+            filled += 1
+        buffers = buffers[filled:] if not count else (buffers[filled][count:], *buffers[filled + 1 :])
+    return done
+
+
+def read_up_to(fd: int, offset: int, length: int) -> bytes:
+    """`length` bytes at `offset`, or as many as there are before the file ends.  Raises OSError."""
+    data = memoryview(bytearray(length))
+    return bytes(data[: read_into(fd, offset, data)])
+
+
 def read_at(fd: int, path: str, offset: int, length: int) -> bytes:
     """Exactly `length` bytes at `offset`.  Raises CorruptError where the file ends before, StorageError."""
     try:
-        data = os.pread(fd, length, offset)
-        if len(data) == length:
-            return data
-        parts = [data]
-        while data and length > sum(map(len, parts)):  # a read returns at most 2 GiB, and less on a signal
-            done = sum(map(len, parts))
-            data = os.pread(fd, length - done, offset + done)
-            parts.append(data)
+        data = read_up_to(fd, offset, length)
     except OSError as error:
         raise StorageError(f"the file cannot be read: {error.strerror}", path=path) from None
-    data = b"".join(parts)
     if len(data) != length:
         raise CorruptError(
             "the file ends too early",
@@ -47,3 +61,8 @@ def read_at(fd: int, path: str, offset: int, length: int) -> bytes:
             found=f"{offset + len(data)} bytes",
         )
     return data
+
+
+def truncated(path: str, offset: int) -> CorruptError:
+    """The error for a file that ends at `offset`, inside a tensor."""
+    return CorruptError("the file ends inside a tensor", path=path, found=f"end of file at byte {offset}")

@@ -8,7 +8,6 @@ still in the processor's cache.  Equal means equal bits: a NaN equals itself and
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -19,6 +18,8 @@ from numpy.typing import NDArray
 from ckpt.errors import CorruptError
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
+from ckpt.move.reading import strided
+from ckpt.move.source import read_into, truncated
 from ckpt.plan.dtypes import BFLOAT16, BOOL, DType
 from ckpt.plan.planner import Plan, check_source, first_index
 from ckpt.plan.tensors import Box, Extent, Fragment, Overlap, Region, Shape, Tensor, contiguous_strides, overlay
@@ -117,18 +118,11 @@ class Reader:
         self._read(path, offset, self._views[side][:size])
 
     def _read(self, path: str, offset: int, into: memoryview) -> None:
-        descriptor, size, done = self._files.descriptor(path), len(into), 0
-        while done < size:
-            try:
-                count = os.preadv(descriptor, (into[done:] if done else into,), offset + done)
-            except OSError:
-                with translate_os_errors(path):
-                    raise
-            if count == 0:
-                raise CorruptError(
-                    "the file ends inside a tensor", path=path, found=f"end of file at byte {offset + done}"
-                )
-            done += count
+        descriptor = self._files.descriptor(path)
+        with translate_os_errors(path):
+            done = read_into(descriptor, offset, into)
+        if done < len(into):
+            raise truncated(path, offset + done)
 
     def is_same(self, size: int) -> bool:
         """Whether the first `size` bytes of both buffers are the same."""
@@ -177,9 +171,7 @@ class Reader:
             size = min(step, extent.shape[0] - start)
             raw = self._scratch[: (size - 1) * pace + reach]
             self._read(extent.path, extent.offset + start * pace, raw.data)
-            strides = tuple(stride * extent.dtype.itemsize for stride in extent.strides)
-            shape = (size, *row.shape)
-            into[start : start + size] = np.lib.stride_tricks.as_strided(raw.view(into.dtype), shape, strides)
+            into[start : start + size] = strided(raw.view(into.dtype), (size, *row.shape), extent.strides)
 
 
 def _num_runs(extent: Extent) -> int:

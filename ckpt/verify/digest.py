@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from ckpt.move.casts import cast_bits, storage_dtype
+from ckpt.move.reading import strided
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import check_source
@@ -281,6 +282,5 @@ def _contiguous(extent: Extent, reader: Reader) -> Iterator[NDArray]:
 
 def _put_in_order(part: Overlap, slab: NDArray, reader: Reader) -> None:
     for _, _, source, target in blocks(part):
-        strides = tuple(stride * slab.itemsize for stride in target.strides)
         rest = slab[target.offset // slab.itemsize :]
-        np.lib.stride_tricks.as_strided(rest, target.shape, strides)[...] = reader.gather(0, source)
+        strided(rest, target.shape, target.strides)[...] = reader.gather(0, source)

@@ -744,12 +744,12 @@ def test_fault_27_a_filesystem_without_kernel_copies(source: Path, monkeypatch: 
 
 BLOCKED = """
 import sys, threading
-import ckpt.move.run
+import ckpt.move.blocks
 from ckpt.cli import main
 def wait(*args):
     print("moving", file=sys.stderr, flush=True)
     threading.Event().wait()
-ckpt.move.run.move = wait
+ckpt.move.blocks.SpanBatch.carry_out = wait
 main()
 """
 

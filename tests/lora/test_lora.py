@@ -18,7 +18,7 @@ import ckpt as toolkit
 from ckpt.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.lora import find as adapters
 from ckpt.lora import merge as lora
-from ckpt.move.run import Resources
+from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Layout
 from ckpt.state import adapter as adapter_names
 from ckpt.state.adapter import parse_config, parse_name

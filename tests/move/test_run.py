@@ -15,8 +15,8 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from functools import partial
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ckpt.errors import CorruptError, StorageError, UsageError
-from ckpt.move import casts, files, run
+from ckpt.move import blocks, casts, files, run
+from ckpt.move import workers as threads
+from ckpt.move.blocks import Batch, CopyBatch
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
-from ckpt.move.files import Staging
-from ckpt.move.run import Resources, execute, move
+from ckpt.move.files import OpenFiles, Staging
+from ckpt.move.run import execute
+from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Checkpoint, Slot, SourceFile, Target, TargetFile
 from ckpt.plan.dtypes import ALL, BFLOAT16, BY_NAME, FLOAT32, DType
 from ckpt.plan.planner import Copy, Plan, make_plan
+from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
 from ckpt.testing.strategies import extents, shapes
 from ckpt.verify.compare import check_plan_replicas
@@ -65,15 +69,58 @@ def expected_after(copy: Copy, source: bytes, target: bytes) -> bytes:
     return after.tobytes()
 
 
+@dataclass
+class Opened:
+    """Files that are open: sources by path, and a target."""
+
+    sources: dict[str, int]
+    descriptor: int
+    name: str = "b"
+    writing: Any = dataclass_field(default_factory=threading.Lock)
+
+    def carry_out(self, batch: Batch, buffer_size: int) -> int:
+        """How many bytes it says that it has written."""
+        opened = OpenFiles()
+        opened.descriptor = self.sources.__getitem__  # type: ignore[method-assign]
+        return sum(batch.carry_out(opened, self, buffer_size))
+
+
+def batches_of(copy: Copy, buffer_size: int) -> Iterator[Batch]:
+    """As a plan hands out one copy: in arrays where it has no gaps."""
+    source, target = copy.source, copy.target
+    if not (source.is_contiguous and target.is_contiguous):
+        return iter([CopyBatch([copy])])
+    row = [np.array([number]) for number in (0, source.offset, target.offset, target.numel)]
+    spans = Spans(source.dtype, target.dtype, (source.path,), row[0].astype(np.int32), *row[1:])
+    return blocks.batches([spans], [], buffer_size)
+
+
 def moved(copy: Copy, source: bytes, target: bytes, buffer_size: int) -> bytes:
     with tempfile.TemporaryFile() as a, tempfile.TemporaryFile() as b:
         a.write(source)
         b.write(target)
         a.flush()
         b.flush()
-        move(copy, a.fileno(), b.fileno(), buffer_size, contextlib.nullcontext())
+        opened = Opened({copy.source.path: a.fileno()}, b.fileno())
+        for batch in batches_of(copy, buffer_size):
+            assert opened.carry_out(batch, buffer_size) == int(batch.written()[1].sum())
         b.seek(0)
         return b.read()
+
+
+@st.composite
+def many_spans(draw: st.DrawFn) -> tuple[Spans, dict[str, bytes]]:
+    """Rows of a few elements from three files, with and without gaps on either side, and what is in the files."""
+    source, target = draw(st.sampled_from([(FLOAT32, FLOAT32), (FLOAT32, BFLOAT16), (BFLOAT16, FLOAT32)]))
+    files = {name: draw(st.binary(min_size=400, max_size=400)) for name in "xyz"}
+    at, places = draw(st.integers(0, 9)), []
+    for _ in range(draw(st.integers(1, 40))):
+        numel = draw(st.integers(1, 12))
+        read = draw(st.sampled_from([draw(st.integers(0, 350)), *[end for *_, end in places[-2:] if end < 350]]))
+        places.append((draw(st.integers(0, 2)), read, at, numel, read + numel * source.itemsize))
+        at += numel * target.itemsize + draw(st.sampled_from([0, 0, 0, 1, 6]))
+    path, read_at, write_at, sizes, _ = np.array(places, np.int64).T
+    return Spans(source, target, tuple(files), path.astype(np.int32), read_at, write_at, sizes), files
 
 
 @st.composite
@@ -98,10 +145,37 @@ class TestMove:
         target = bytes([FILLER]) * (copy.target.end + 5)
         assert moved(copy, source, target, buffer_size) == expected_after(copy, source, target)
 
+    @given(many_spans(), st.sampled_from([8, 30, 200, 4 << 20]), st.integers(1, 60), st.integers(2, 40))
+    def test_small_ranges_arrive_together(
+        self, made: tuple[Spans, dict[str, bytes]], buffer_size: int, small: int, max_rows: int
+    ) -> None:
+        spans, content = made
+        expected = bytes([FILLER]) * int(spans.target[-1] + 200)
+        with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blocks, "_SMALL", small)
+            patch.setattr(blocks, "_MAX_ROWS", max_rows)
+            patch.setattr(blocks, "_GAP", small)
+            patch.setattr(blocks, "_BATCH", 10 * small)
+            opened = {name: stack.enter_context(tempfile.TemporaryFile()) for name in (*content, "target")}
+            for name, file in opened.items():
+                file.write(content.get(name, expected))
+                file.flush()
+            target = Opened({name: opened[name].fileno() for name in content}, opened["target"].fileno())
+            for path, source, at, numel in zip(spans.path, spans.source, spans.target, spans.numel, strict=True):
+                read = Extent.contiguous(spans.paths[path], int(source), spans.source_dtype, (int(numel),))
+                copy = Copy(read, Extent.contiguous("b", int(at), spans.target_dtype, (int(numel),)))
+                expected = expected_after(copy, content[read.path], expected)
+            written = 0
+            for batch in blocks.batches([spans], [], buffer_size):
+                written += target.carry_out(batch, buffer_size)
+            opened["target"].seek(0)
+            assert opened["target"].read() == expected
+            assert written == spans.nbytes
+
     @given(copies(), st.sampled_from([1, 8, 16, 40, 200]))
     def test_blocks_tile_the_copy_and_fit_the_buffer(self, copy: Copy, buffer_size: int) -> None:
         seen = []
-        for source, target in run._blocks(copy.source, copy.target, buffer_size):
+        for source, target in blocks._blocks(copy.source, copy.target, buffer_size):
             assert source.shape == target.shape
             assert max(source.end - source.offset, source.nbytes) <= buffer_size or source.numel <= 1
             pairs = zip(byte_positions(source)[..., 0].flat, byte_positions(target)[..., 0].flat, strict=True)
@@ -114,9 +188,9 @@ class TestMove:
         shape = (100, 50)
         copy = Copy(Extent("a", 0, FLOAT32, shape, (0, 0)), Extent.contiguous("b", 0, FLOAT32, shape))
         assert moved(copy, b"abcd", bytes(20_000), 400) == b"abcd" * 5000
-        assert all(source.nbytes <= 400 for source, _ in run._blocks(copy.source, copy.target, 400))
+        assert all(source.nbytes <= 400 for source, _ in blocks._blocks(copy.source, copy.target, 400))
 
-    @pytest.mark.parametrize("code", sorted(run._NO_KERNEL_COPY), ids=lambda code: errno.errorcode[code])
+    @pytest.mark.parametrize("code", sorted(blocks.NO_KERNEL_COPY), ids=lambda code: errno.errorcode[code])
     @pytest.mark.parametrize("after", [0, 1, 3])
     def test_a_kernel_that_cannot_copy(self, monkeypatch: pytest.MonkeyPatch, code: int, after: int) -> None:
         """At once, or after some short copies: a buffer takes over where it stopped."""
@@ -144,7 +218,7 @@ class TestMove:
 
     def test_a_python_without_kernel_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(os, "copy_file_range")
-        monkeypatch.setattr(run, "_HAS_KERNEL_COPY", False)
+        monkeypatch.setattr(blocks, "HAS_KERNEL_COPY", False)
         copy = Copy(Extent.contiguous("a", 0, UINT8, (100,)), Extent.contiguous("b", 0, UINT8, (100,)))
         data = os.urandom(100)
         assert moved(copy, data, bytes(100), 64) == data
@@ -163,7 +237,7 @@ class TestMove:
     def test_a_file_that_ends_too_early(
         self, monkeypatch: pytest.MonkeyPatch, kernel: bool, shape: tuple[int, ...]
     ) -> None:
-        monkeypatch.setattr(run, "_HAS_KERNEL_COPY", kernel)
+        monkeypatch.setattr(blocks, "HAS_KERNEL_COPY", kernel)
         strides = contiguous_strides(shape)[::-1]  # transposed, where there are two dims
         copy = Copy(Extent("a.bin", 0, UINT8, shape, strides), Extent.contiguous("b.bin", 0, UINT8, shape))
         with pytest.raises(CorruptError, match="ends inside") as caught:
@@ -264,9 +338,11 @@ def case(tmp_path: Path) -> Case:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor is many parts, and a part several batches."""
-    monkeypatch.setattr(run, "_SPAN", 200)
-    monkeypatch.setattr(run, "_BATCH", 300)
-    monkeypatch.setattr(run, "_SLAB", 150)
+    monkeypatch.setattr(blocks, "_SPAN", 200)
+    monkeypatch.setattr(blocks, "_BATCH", 300)
+    monkeypatch.setattr(blocks, "_SLAB", 150)
+    monkeypatch.setattr(blocks, "_SMALL", 50)
+    monkeypatch.setattr(blocks, "WINDOW", 200)
 
 
 def open_files() -> set[tuple[str, str]]:
@@ -305,7 +381,7 @@ class TestExecute:
     def test_through_buffers_alone(
         self, tmp_path: Path, case: Case, small_pieces: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(run, "_HAS_KERNEL_COPY", False)
+        monkeypatch.setattr(blocks, "HAS_KERNEL_COPY", False)
         execute(case.plan, tmp_path / "out")
         case.assert_written(tmp_path / "out")
 
@@ -325,8 +401,9 @@ class TestExecute:
             real(descriptor)
             synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
 
-        monkeypatch.setattr(run, "_MAX_UNFINISHED", 3)
-        monkeypatch.setattr(run, "sync", sync)
+        for module in (run, threads):
+            monkeypatch.setattr(module, "MAX_UNFINISHED", 3)
+        monkeypatch.setattr(threads, "sync", sync)
         execute(case.plan, tmp_path / "out", resources=Resources(workers=workers), hashing=hashing)
         case.assert_written(tmp_path / "out")
         assert max(staged) <= 3 + 1  # and the one that waits for its turn
@@ -342,7 +419,8 @@ class TestExecute:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return real(descriptor, data, offset)
 
-        monkeypatch.setattr(run, "_MAX_UNFINISHED", 1)
+        for module in (run, threads):
+            monkeypatch.setattr(module, "MAX_UNFINISHED", 1)
         monkeypatch.setattr(os, "pwrite", full)
         gc.disable()  # nothing but reference counts closes files
         try:
@@ -354,10 +432,12 @@ class TestExecute:
 
     def test_parts_are_as_small_as_they_should_be(self, case: Case, small_pieces: None) -> None:
         for file in case.plan.target.files:
-            batches = chain(run._batches(case.plan.copies(file)), run._grouped(run._span_copies(case.plan, file)))
-            parts = [part for batch in batches for part in batch]
-            assert all(part.source.end - part.source.offset <= 200 and part.target.nbytes <= 200 for part in parts)
-            assert sum(part.target.nbytes for part in parts) == sum(slot.extent.nbytes for slot in file.slots)
+            batches = [*blocks.batches(case.plan.spans(file), case.plan.copies(file), 4 << 20)]
+            parts = [part for batch in batches if isinstance(batch, CopyBatch) for part in batch.copies]
+            assert all(part.source.end - part.source.offset <= 200 for part in parts)
+            sizes = np.concatenate([np.zeros(1, np.int64), *(batch.written()[1] for batch in batches)])
+            assert sizes.max() <= 200 and all(batch.written()[1].sum() <= 300 + 200 for batch in batches)
+            assert sizes.sum() == sum(slot.extent.nbytes for slot in file.slots)
 
     def test_rows_of_several_ranks_are_written_together(
         self, tmp_path: Path, case: Case, small_pieces: None, monkeypatch: pytest.MonkeyPatch
@@ -385,7 +465,7 @@ class TestExecute:
         case.assert_written(tmp_path / "out")
 
     def test_without_sync_file_range(self, tmp_path: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(run, "_sync_file_range", None)
+        monkeypatch.setattr(threads, "_sync_file_range", None)
         execute(case.plan, tmp_path / "out")
         case.assert_written(tmp_path / "out")
 
@@ -437,7 +517,7 @@ class TestMemory:
     def test_too_little_is_refused_before_anything_is_made(self, tmp_path: Path, case: Case) -> None:
         with pytest.raises(UsageError, match="too small") as caught:
             execute(case.plan, tmp_path / "out", resources=Resources(max_memory=1000, workers=2))
-        assert (caught.value.exit_code, caught.value.expected) == (2, f"at least {8 * run._MIN_BUFFER} bytes")
+        assert (caught.value.exit_code, caught.value.expected) == (2, f"at least {8 * threads._MIN_BUFFER} bytes")
         assert listing(tmp_path) == ["source"]
 
     @pytest.mark.parametrize("kernel", [True, False])
@@ -446,10 +526,10 @@ class TestMemory:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: bool, workers: int
     ) -> None:
         """Measured, with tensors many times larger than the buffers."""
-        monkeypatch.setattr(run, "_HAS_KERNEL_COPY", kernel)
+        monkeypatch.setattr(blocks, "HAS_KERNEL_COPY", kernel)
         monkeypatch.setattr(casts, "_CACHE_SIZED", 1 << 10)  # else the temporaries of a cast outweigh these buffers
         case = make_case(tmp_path / "source", num_files=3, rows=8000)
-        resources = Resources(max_memory=4 * run._MIN_BUFFER * workers, workers=workers)
+        resources = Resources(max_memory=4 * threads._MIN_BUFFER * workers, workers=workers)
         bound = resources.peak_buffers(case.plan)
         assert bound <= resources.max_memory < case.plan.total_bytes // 1.5
         compared = threading.Event()
@@ -473,14 +553,14 @@ class TestMemory:
     def test_no_buffer_of_a_cast_is_larger_than_it_may_be(
         self, monkeypatch: pytest.MonkeyPatch, source: DType, target: DType
     ) -> None:
-        sizes, real = [], run.cast_bits
+        sizes, real = [], blocks.cast_bits
 
         def watched(bits: NDArray, a: DType, b: DType) -> NDArray:
             result = real(bits, a, b)
             sizes.extend([bits.nbytes, result.nbytes])
             return result
 
-        monkeypatch.setattr(run, "cast_bits", watched)
+        monkeypatch.setattr(blocks, "cast_bits", watched)
         copy = Copy(Extent("a", 0, source, (9, 40), (1, 9)), Extent.contiguous("b", 0, target, (9, 40)))
         data = os.urandom(copy.source.end)
         expected = expected_after(copy, data, bytes(copy.target.end))
@@ -648,9 +728,9 @@ class TestEveryCallFailsOnce:
     def test_buffered_reads_of_plain_spans(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_pieces: None
     ) -> None:
-        monkeypatch.setattr(run, "_HAS_KERNEL_COPY", False)
-        case, failure, number = make_case(tmp_path / "source", num_files=1, rows=8), Nth("pread", errno.EIO), 0
-        monkeypatch.setattr(os, "pread", failure)
+        monkeypatch.setattr(blocks, "HAS_KERNEL_COPY", False)
+        case, failure, number = make_case(tmp_path / "source", num_files=1, rows=8), Nth("preadv", errno.EIO), 0
+        monkeypatch.setattr(os, "preadv", failure)
         while True:
             number += 1
             failure.number, failure.calls = number, 0
@@ -714,7 +794,7 @@ class TestInterrupt:
 
     @pytest.mark.parametrize("existing", [False, True])
     def test_while_the_disk_hangs(
-        self, tmp_path: Path, case: Case, monkeypatch: pytest.MonkeyPatch, existing: bool
+        self, tmp_path: Path, case: Case, small_pieces: None, monkeypatch: pytest.MonkeyPatch, existing: bool
     ) -> None:
         """Within a second, although no thread can end; what they still write goes nowhere."""
         hanging, release, real = threading.Event(), threading.Event(), os.copy_file_range

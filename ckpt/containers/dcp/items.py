@@ -23,7 +23,7 @@ from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.scalars import scalar_from_bytes
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
-from ckpt.move.source import open_file
+from ckpt.move.source import open_file, read_up_to
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape
@@ -109,10 +109,10 @@ class Items:
     def _is_alike(self, place: Place, kind: _Kind) -> bool:
         head_size, tail_size = len(kind.head), len(kind.tail)
         if place.length <= _SMALL:
-            item = os.pread(self._fd, place.length, place.offset)
+            item = read_up_to(self._fd, place.offset, place.length)
             return len(item) == place.length and kind.fits(item[:head_size], item[-tail_size:])
-        head = os.pread(self._fd, head_size, place.offset)
-        return kind.fits(head, os.pread(self._fd, tail_size, place.offset + place.length - tail_size))
+        head = read_up_to(self._fd, place.offset, head_size)
+        return kind.fits(head, read_up_to(self._fd, place.offset + place.length - tail_size, tail_size))
 
     def _kind(self, place: Place, found: torchfile.TorchFile, extent: Extent) -> _Kind | None:
         """What items like this one look like; None where it has no elements of its own, or is unusual."""
@@ -123,8 +123,8 @@ class Items:
         tail_size = place.offset + place.length - end
         if tail_size > _MAX_TAIL or extent.offset - place.offset > _MAX_TAIL:
             return None
-        head = os.pread(self._fd, extent.offset - place.offset, place.offset)
-        tail = os.pread(self._fd, tail_size, end)
+        head = read_up_to(self._fd, place.offset, extent.offset - place.offset)
+        tail = read_up_to(self._fd, end, tail_size)
         if len(tail) != tail_size:
             return None
         moved = Extent(extent.path, extent.offset - place.offset, extent.dtype, extent.shape, extent.strides)
@@ -132,7 +132,7 @@ class Items:
 
     def number(self, extent: Extent) -> int | float | bool:
         """The one element of a chunk that `elements` has just found."""
-        data = os.pread(self._fd, extent.dtype.itemsize, extent.offset)
+        data = read_up_to(self._fd, extent.offset, extent.dtype.itemsize)
         if len(data) != extent.dtype.itemsize:
             raise CorruptError("the file ends inside a tensor", path=extent.path)
         return scalar_from_bytes(data, extent.dtype)
@@ -140,7 +140,7 @@ class Items:
     def value(self, place: Place, key: str) -> Any:
         """The value of an item that is no tensor.  Equal values are the same object: they are not to be changed."""
         self._open(place, key, None)
-        item = os.pread(self._fd, place.length, place.offset) if place.length <= _MAX_SHARED else b""
+        item = read_up_to(self._fd, place.offset, place.length) if place.length <= _MAX_SHARED else b""
         if item in self._values:
             return self._values[item]
         with _about(key, None, place):

@@ -7,6 +7,7 @@ import struct
 
 from ckpt.errors import CorruptError
 from ckpt.move.files import translate_os_errors
+from ckpt.move.source import read_up_to
 from ckpt.plan.dtypes import BFLOAT16, DType
 from ckpt.plan.tensors import Extent
 
@@ -33,7 +34,7 @@ def read_scalar(extent: Extent) -> int | float | bool:
     with translate_os_errors(extent.path):
         descriptor = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            data = os.pread(descriptor, extent.dtype.itemsize, extent.offset)
+            data = read_up_to(descriptor, extent.offset, extent.dtype.itemsize)
         finally:
             os.close(descriptor)
     if len(data) != extent.dtype.itemsize:

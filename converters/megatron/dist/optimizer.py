@@ -22,7 +22,6 @@ Format facts: megatron-core 0.16.1, optimizer/distrib_optimizer.py (`sharded_par
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from ckpt.containers.dcp.tensors import Placed
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import translate_os_errors
+from ckpt.move.source import read_up_to
 from ckpt.plan.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.tensors import Box, Extent
@@ -386,4 +386,4 @@ def _first(placed: Placed) -> Extent | None:
 
 def _read(extent: Extent, count: int) -> bytes:
     with translate_os_errors(extent.path), open(extent.path, "rb") as file:
-        return os.pread(file.fileno(), extent.dtype.itemsize * count, extent.offset)
+        return read_up_to(file.fileno(), extent.offset, extent.dtype.itemsize * count)

@@ -1,0 +1,411 @@
+"""Copies of a target file in batches, each of which a thread carries out in a moment and in buffers of bounded size.
+
+Like-for-like ranges go from file to file inside the kernel (`copy_file_range`) and never enter this process.  Small
+ones that are neighbours in the target, and those that are cast, are gathered: few reads that scatter, and one write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.move.casts import cast_bits, storage_dtype
+from ckpt.move.files import OpenFiles, translate_os_errors
+from ckpt.move.reading import in_shape, read_bits, strided
+from ckpt.move.source import read_into, truncated
+from ckpt.plan.checkpoint import Slot
+from ckpt.plan.dtypes import DType
+from ckpt.plan.planner import Copy
+from ckpt.plan.spans import Spans
+from ckpt.plan.tensors import Extent, Shape, is_contiguous
+
+Turn = contextlib.AbstractContextManager[object]  # a lock
+
+BUFFER = 4 << 20  # bytes read at a time where data passes through this process
+WINDOW = 1 << 20  # bytes that are gathered at a time: they stay in the processor's cache
+_SPAN = 8 << 20  # bytes per kernel copy: one is written back to disk while the next is being copied
+_SLAB = 2 << 20  # bytes of rows that several copies fill together
+_BATCH = 8 << 20  # small copies are handed to a thread together, up to this many bytes
+_SMALL = 256 << 10  # a range of fewer bytes is gathered with its neighbours
+_MAX_ROWS = 500  # ranges that are gathered at a time: one read scatters to 1,024 buffers at most, gaps included
+_GAP = 8 << 10  # bytes that are read over in the time that one more read takes
+
+HAS_KERNEL_COPY = hasattr(os, "copy_file_range")  # a Python built for an old glibc has none
+
+#: errno values with which a kernel says that it cannot copy between these two files.
+NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY, errno.EBADF, errno.EPERM}
+
+_casting = threading.BoundedSemaphore(os.cpu_count() or 1)  # more threads read and write than the processor has cores
+
+
+class Target(Protocol):
+    """An open target file, and what to hold while writing to it.
+
+    Linux lets one thread at a time write to a file, and those who wait in the kernel for their turn spin.
+    """
+
+    name: str
+    descriptor: int
+    writing: threading.Lock
+
+
+class Batch(Protocol):
+    """Copies to one target file that a thread carries out together."""
+
+    def written(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where in the target it writes, and how many bytes there: one element per copy."""
+        ...
+
+    def carry_out(self, sources: OpenFiles, output: Target, buffer_size: int) -> Iterator[int]:
+        """Copy, and say after each step how many bytes were written."""
+        ...
+
+
+def batches(spans: Iterable[Spans], slots: Iterable[tuple[Slot, Sequence[Copy]]], buffer_size: int) -> Iterator[Batch]:
+    """What a plan says of a target file (`Plan.spans`, `Plan.copies`) in batches of about `_BATCH` bytes."""
+    for one in spans:
+        yield from _span_batches(one, buffer_size)
+    for slot, copies in slots:
+        if slot.extent.is_contiguous and not all(copy.target.is_contiguous for copy in copies):
+            copies = yield from _row_batches(slot.extent, copies)
+        yield from _grouped(copies)
+
+
+# -- ranges -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanBatch:
+    """Contiguous copies, rising in the target."""
+
+    spans: Spans
+
+    def written(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return self.spans.target, self.spans.numel * self.spans.target_dtype.itemsize
+
+    def carry_out(self, sources: OpenFiles, output: Target, buffer_size: int) -> Iterator[int]:
+        spans = self.spans
+        with translate_os_errors(output.name):
+            for start, stop in _windows(spans, buffer_size):
+                if stop - start == 1 and spans.source_dtype == spans.target_dtype:
+                    path, size = spans.paths[spans.path[start]], int(spans.numel[start]) * spans.source_dtype.itemsize
+                    source, at = _descriptor(sources, path), int(spans.source[start])
+                    os.posix_fadvise(source, at, size, os.POSIX_FADV_WILLNEED)  # while others have their turn to write
+                    with output.writing:
+                        _copy_span(source, path, at, output.descriptor, int(spans.target[start]), size, buffer_size)
+                    yield size
+                else:
+                    bits = _gather(rows(spans, slice(start, stop)), sources)
+                    with output.writing:
+                        write_all(output.descriptor, bits.view(np.uint8).data, int(spans.target[start]))
+                    yield bits.nbytes
+
+
+def rows(spans: Spans, which: NDArray[np.int64] | slice) -> Spans:
+    """Some rows of `spans`."""
+    return replace(
+        spans,
+        path=spans.path[which],
+        source=spans.source[which],
+        target=spans.target[which],
+        numel=spans.numel[which],
+    )
+
+
+def _span_batches(spans: Spans, buffer_size: int) -> Iterator[SpanBatch]:
+    """Rows together, and long ones cut."""
+    is_cast = spans.source_dtype != spans.target_dtype
+    spans = _cut_rows(spans, max(1, (min(WINDOW, buffer_size) if is_cast else _SPAN) // _itemsize(spans)))
+    reached = np.cumsum(spans.numel * spans.target_dtype.itemsize)
+    starts = np.flatnonzero(np.diff((reached - 1) // _BATCH, prepend=-2))
+    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(spans)], strict=True):
+        yield SpanBatch(rows(spans, slice(start, stop)))
+
+
+def _cut_rows(spans: Spans, step: int) -> Spans:
+    """The same copies in rows of at most `step` elements."""
+    num_parts = np.maximum(1, -(-spans.numel // step))
+    if (num_parts == 1).all():
+        return spans
+    found = rows(spans, np.repeat(np.arange(len(spans)), num_parts))
+    skipped = step * (np.arange(len(found)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts))
+    return replace(
+        found,
+        source=found.source + skipped * spans.source_dtype.itemsize,
+        target=found.target + skipped * spans.target_dtype.itemsize,
+        numel=np.minimum(step, found.numel - skipped),
+    )
+
+
+def _windows(spans: Spans, buffer_size: int) -> Iterator[tuple[int, int]]:
+    """Rows (first, end) that are written together: those that fit `WINDOW` and leave no gap, and others one by one."""
+    half = min(WINDOW, buffer_size) // 2
+    size = spans.numel * spans.target_dtype.itemsize
+    is_small = spans.numel * _itemsize(spans) <= (
+        half if spans.source_dtype != spans.target_dtype else min(half, _SMALL)
+    )
+    follows = is_small[1:] & is_small[:-1] & (spans.target[1:] == spans.target[:-1] + size[:-1])
+    starts = np.flatnonzero(np.concatenate([[True], ~follows]))
+    within = spans.target - np.repeat(spans.target[starts], np.diff(starts, append=len(spans)))
+    piece = within // max(1, half * spans.target_dtype.itemsize // _itemsize(spans))
+    number = np.arange(len(spans)) // _MAX_ROWS
+    starts = np.flatnonzero(np.concatenate([[True], ~follows | (np.diff(piece) != 0) | (np.diff(number) != 0)]))
+    yield from zip(starts.tolist(), [*starts[1:].tolist(), len(spans)], strict=True)
+
+
+def _itemsize(spans: Spans) -> int:
+    return max(spans.source_dtype.itemsize, spans.target_dtype.itemsize)
+
+
+def _gather(spans: Spans, sources: OpenFiles) -> NDArray:
+    """The elements of all rows, which leave no gap in the target, as one array of raw bits of the target's dtype."""
+    sizes = spans.numel * spans.source_dtype.itemsize
+    ends = np.cumsum(sizes)
+    raw = np.empty(int(ends[-1]), np.uint8)
+    order = np.lexsort((spans.source, spans.path)) if len(spans) > 1 else slice(None)
+    columns = (array[order].tolist() for array in (spans.path, spans.source, ends - sizes, sizes))
+    path, first, reached = -1, 0, 0
+    buffers: list[memoryview] = []
+
+    def read() -> None:
+        if buffers:
+            name = spans.paths[path]
+            with translate_os_errors(name):
+                done = read_into(_descriptor(sources, name), first, *buffers)
+            if first + done != reached:
+                raise truncated(name, first + done)
+
+    unused = memoryview(bytearray(_GAP))
+    for path_, source, place, size in zip(*columns, strict=True):
+        if path_ != path or not reached <= source <= reached + _GAP:
+            read()
+            path, first, buffers = path_, source, []
+        elif source > reached:
+            buffers.append(unused[: source - reached])
+        buffers.append(raw.data[place : place + size])
+        reached = source + size
+    read()
+    return _cast(raw.view(storage_dtype(spans.source_dtype)), spans.source_dtype, spans.target_dtype)
+
+
+def _cast(bits: NDArray, source: DType, target: DType) -> NDArray:
+    if source == target:
+        return bits
+    with _casting:
+        return cast_bits(bits.reshape(-1), source, target).reshape(bits.shape)
+
+
+def _descriptor(sources: OpenFiles, path: str) -> int:
+    try:
+        return sources.descriptor(path)
+    except NotFoundError:
+        raise CorruptError("the file has gone while it was being read", path=path) from None
+
+
+def _copy_span(source: int, path: str, read_at: int, target: int, write_at: int, left: int, buffer_size: int) -> None:
+    while left:
+        done = _copy_in_kernel(source, target, left, read_at, write_at)
+        if not done:
+            buffer = memoryview(bytearray(min(left, buffer_size)))
+            with translate_os_errors(path):
+                done = read_into(source, read_at, buffer)
+            if not done:
+                raise truncated(path, read_at)
+            write_all(target, buffer[:done], write_at)
+        read_at, write_at, left = read_at + done, write_at + done, left - done
+
+
+def _copy_in_kernel(source: int, target: int, size: int, read_at: int, write_at: int) -> int:
+    """Copy up to `size` bytes.  Returns how many: 0 at the end of the file, and where the kernel cannot."""
+    if not HAS_KERNEL_COPY:
+        return 0
+    try:
+        return os.copy_file_range(source, target, size, read_at, write_at)
+    except OSError as error:
+        if error.errno not in NO_KERNEL_COPY:
+            raise
+        return 0
+
+
+# -- boxes ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBatch:
+    """Copies with gaps on one side or both, and such as are like them."""
+
+    copies: list[Copy]
+
+    def written(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        places = [(copy.target.offset, copy.target.nbytes) for copy in self.copies]
+        offsets, sizes = np.array(places, np.int64).reshape(-1, 2).T
+        return offsets, sizes
+
+    def carry_out(self, sources: OpenFiles, output: Target, buffer_size: int) -> Iterator[int]:
+        slab = _slab(self.copies, buffer_size // 2)
+        with translate_os_errors(output.name):
+            for copy in self.copies:
+                source = _descriptor(sources, copy.source.path)
+                for write, bits in _read_blocks(copy, source, buffer_size if slab is None else buffer_size // 2):
+                    if slab is not None:
+                        slab.put(write, bits)
+                    else:
+                        with output.writing:
+                            _write_bits(output.descriptor, write, bits)
+                yield copy.target.nbytes
+            if slab is not None:
+                with output.writing:
+                    write_all(output.descriptor, slab.content.data, slab.start)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBatch(CopyBatch):
+    """Copies of what `content` computes; `room` is what to hold meanwhile."""
+
+    content: Callable[[], memoryview]
+    room: Turn
+
+    def carry_out(self, sources: OpenFiles, output: Target, buffer_size: int) -> Iterator[int]:
+        with self.room:
+            computed = self.content()
+            for copy in self.copies:
+                bits = in_shape(np.frombuffer(computed, np.uint8)[copy.source.offset : copy.source.end], copy.source)
+                bits = _cast(bits, copy.source.dtype, copy.target.dtype)
+                with translate_os_errors(output.name), output.writing:
+                    _write_bits(output.descriptor, copy.target, bits)
+                yield copy.target.nbytes
+
+
+def _grouped(copies: Iterable[Copy]) -> Iterator[CopyBatch]:
+    """Copies together, and large ones cut."""
+    batch: list[Copy] = []
+    size = 0
+    for part in (Copy(*part) for copy in copies for part in _blocks(copy.source, copy.target, _SPAN)):
+        batch.append(part)
+        size += part.target.nbytes
+        if size >= _BATCH:
+            yield CopyBatch(batch)
+            batch, size = [], 0
+    if batch:
+        yield CopyBatch(batch)
+
+
+def _row_batches(slot: Extent, copies: Sequence[Copy]) -> Generator[CopyBatch, None, list[Copy]]:
+    """Copies that fill parts of the rows of a slot, as batches that together fill some rows.  Returns the others.
+
+    A row parallel weight of several ranks is such: each has some columns.
+    """
+    row_numel = prod(slot.shape[1:])
+    row = row_numel * slot.dtype.itemsize
+    step = max(1, _SLAB // row)
+    parts: list[Copy] = []
+    others: list[Copy] = []
+    for copy in copies:
+        is_part = len(copy.target.shape) == len(slot.shape) and copy.target.strides[0] == row_numel
+        (parts if is_part else others).append(copy)
+    for start in range(0, slot.shape[0], step):
+        batch = []
+        for copy in parts:
+            first = (copy.target.offset - slot.offset) // row
+            low, high = max(start, first), min(start + step, first + copy.target.shape[0])
+            if low < high:
+                at, size = low - first, high - low
+                batch.append(Copy(_slice(copy.source, 0, at, size), _slice(copy.target, 0, at, size)))
+        if batch:
+            yield CopyBatch(batch)
+    return others
+
+
+@dataclass(frozen=True, slots=True)
+class _Slab:
+    """Bytes of a target file from `start` on, which several copies fill before they are written."""
+
+    start: int
+    content: NDArray
+
+    def put(self, extent: Extent, bits: NDArray) -> None:
+        elements = self.content[extent.offset - self.start : extent.end - self.start].view(bits.dtype)
+        strided(elements, extent.shape, extent.strides)[...] = bits
+
+
+def _slab(copies: list[Copy], at_most: int) -> _Slab | None:
+    """For copies with gaps that fill a range of the target together; None if they do not, or it is too large."""
+    if all(copy.target.is_contiguous for copy in copies):
+        return None
+    start, stop = min(copy.target.offset for copy in copies), max(copy.target.end for copy in copies)
+    if stop - start > at_most or stop - start != sum(copy.target.nbytes for copy in copies):
+        return None
+    return _Slab(start, np.empty(stop - start, np.uint8))
+
+
+def _read_blocks(copy: Copy, source: int, buffer_size: int) -> Iterator[tuple[Extent, NDArray]]:
+    """Parts of the target, and for each an array of its shape with the bits that it is to hold."""
+    widening = max(1, copy.target.dtype.itemsize // copy.source.dtype.itemsize)
+    for read, write in _blocks(copy.source, copy.target, buffer_size // widening):
+        yield write, _cast(read_bits(source, read), read.dtype, write.dtype)
+
+
+def _blocks(source: Extent, target: Extent, buffer_size: int) -> Iterator[tuple[Extent, Extent]]:
+    """Cut a copy into blocks whose source, with gaps and repeated elements, fits the buffer.
+
+    The dim with the longest source stride is cut first, so that a block is as compact as it can be in the source.
+    """
+    reach = source.end - source.offset
+    if max(reach, source.nbytes) <= buffer_size or source.numel <= 1:
+        yield source, target
+        return
+    dim = max(range(len(source.shape)), key=lambda d: (source.shape[d] > 1, source.strides[d]))
+    size = source.shape[dim]
+    one = _slice(source, dim, 0, 1)
+    step_bytes = max(source.strides[dim] * source.dtype.itemsize, one.nbytes)
+    left = buffer_size - max(one.end - one.offset, one.nbytes)
+    step = max(1, min(size - 1, left // step_bytes + 1))
+    for start in range(0, size, step):
+        part = min(step, size - start)
+        yield from _blocks(_slice(source, dim, start, part), _slice(target, dim, start, part), buffer_size)
+
+
+def _slice(extent: Extent, dim: int, start: int, size: int) -> Extent:
+    return replace(
+        extent,
+        offset=extent.offset + start * extent.strides[dim] * extent.dtype.itemsize,
+        shape=(*extent.shape[:dim], size, *extent.shape[dim + 1 :]),
+    )
+
+
+def _write_bits(descriptor: int, extent: Extent, bits: NDArray) -> None:
+    """Write a contiguous array to a possibly strided extent, one contiguous run at a time."""
+    inner = len(extent.shape)
+    while inner and is_contiguous(extent.shape[inner - 1 :], extent.strides[inner - 1 :]):
+        inner -= 1
+    run = prod(extent.shape[inner:])
+    flat = np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data
+    size = run * extent.dtype.itemsize
+    for number, offset in enumerate(_offsets(extent.shape[:inner], extent.strides[:inner])):
+        where = extent.offset + offset * extent.dtype.itemsize
+        write_all(descriptor, flat[number * size : (number + 1) * size], where)
+
+
+def _offsets(shape: Shape, strides: Shape) -> Iterator[int]:
+    if not shape:
+        yield 0
+        return
+    for index in range(shape[0]):
+        for offset in _offsets(shape[1:], strides[1:]):
+            yield index * strides[0] + offset
+
+
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
