@@ -14,24 +14,20 @@ Format facts: megatron-core 0.16.1; Megatron-LM of August 2026, training/checkpo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
-from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ReadRequest, Target, TrainingState
+from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ReadRequest, Target
 from ckpt.run_folder.companions import read_config
 from converters.megatron.chunks import EXTRA
+from converters.megatron.entries import OF_RANKS, read_state
 from converters.megatron.folder import find_iteration
 from converters.megatron.optimizer_read import read_optimizers
 from converters.megatron.read import MODEL, RankFile, Reading, folder_name, rank_folders, read_ranks
 from converters.megatron.write import lay_out
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
-
-#: Entries of a file that are described otherwise, or belong to one rank.
-_KNOWN = frozenset({"optimizer", "args", "iteration"})
-_OF_RANKS = ("rng_state", "rerun_state_machine")
 
 
 class Megatron:
@@ -56,28 +52,19 @@ class Megatron:
         optimizers = read_optimizers(reading, files)
         tensors = reading.tensors()
         order = [fqn for fqn, role in tensors if role == WEIGHT]
-        first = files[0].content
+        extra = {EXTRA: dict(reading.extra)} if reading.extra else {}
         folders = tuple(p for p in (request.config, path, path.parent) if p)
         world_size = reading.args.get("world_size")
         return Checkpoint(
             path=str(path),
             format=self.name,
             tensors=tensors,
-            files=tuple(reading.files),
+            files=reading.sources.files,
             framework="Megatron-LM",
             world_size=world_size if type(world_size) is int and world_size > 0 else len(files),
             namespace=NAMESPACE,
             ties={OUTPUT: EMBEDDING} if (EMBEDDING, WEIGHT) in tensors and (OUTPUT, WEIGHT) not in tensors else {},
-            state=TrainingState.of_entries(
-                "megatron",
-                _entries(reading, files),
-                step=first.get("iteration") if type(first.get("iteration")) is int else None,
-                param_groups=optimizers.param_groups(order),
-                scalars=optimizers.scalars,
-                grad_scaler=optimizers.grad_scaler,
-                args=dict(reading.args) or None,
-                per_rank=_per_rank(reading, files),
-            ),
+            state=read_state({**files[0].content, **extra}, optimizers, order, _per_rank(reading, files)),
             config=read_config(folders),
             folders=tuple(str(p) for p in folders if p.is_dir()),
             notes=tuple(reading.notes),
@@ -102,22 +89,9 @@ def _is_iteration(folder: Path) -> bool:
     return any((folder / name / MODEL).is_file() or (folder / name / "model_rng.pt").is_file() for name in names[:4])
 
 
-def _entries(reading: Reading, files: Sequence[RankFile]) -> dict[str, Any]:
-    """The entries that describe the run and are the same in every file."""
-    others = (*_KNOWN, *_OF_RANKS)
-    entries = {str(name): value for name, value in files[0].content.items() if name not in others and value is not None}
-    entries = {name: value for name, value in entries.items() if not _is_model(name)}
-    return entries | ({EXTRA: dict(reading.extra)} if reading.extra else {})
-
-
 def _per_rank(reading: Reading, files: Sequence[RankFile]) -> dict[str, dict[str, Any]]:
     """The entries of single ranks, by the names of their folders."""
-    found = {
+    return {
         name: {folder_name(f.rank, reading.grid): f.content[name] for f in files if f.content.get(name) is not None}
-        for name in _OF_RANKS
+        for name in OF_RANKS
     }
-    return {name: values for name, values in found.items() if values}
-
-
-def _is_model(name: str) -> bool:
-    return re.fullmatch(r"model\d*", name) is not None

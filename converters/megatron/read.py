@@ -12,14 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
-from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key, SourceFile
+from ckpt.plan.assemble import assemble
+from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key
 from ckpt.plan.dtypes import DType
-from ckpt.plan.tensors import Extent, Fragment, Pieces, Shape, Source, Tensor
+from ckpt.plan.tensors import Extent, Fragment, Shape, Tensor
 from converters.megatron.chunks import BUFFERS, Piece, pieces_of
+from converters.megatron.entries import plain_args
 from converters.megatron.legacy_names import LANGUAGE_MODEL, core_names
 from converters.names.megatron.model.axes import Grid, Rank, Stages
 from converters.names.megatron.model.spelling import (
@@ -111,9 +113,8 @@ class Reading:
     args: Mapping[str, Any] = field(default_factory=dict)
     grid: Grid = field(default_factory=Grid)
     stages: Stages = field(default_factory=lambda: Stages(0))
-    files: list[SourceFile] = field(default_factory=list)
-    fragments: dict[Key, list[Fragment]] = field(default_factory=dict)
-    shapes: dict[Key, tuple[Shape, DType]] = field(default_factory=dict)
+    sources: Sources = field(default_factory=Sources)
+    parts: dict[Key, list[tuple[Shape, Fragment]]] = field(default_factory=dict)
     natives: dict[str, DType] = field(default_factory=dict)
     extra: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -125,9 +126,7 @@ class Reading:
         return not self.args.get("untie_embeddings_and_output_weights")
 
     def load(self, path: Path) -> Mapping[Any, Any]:
-        with translate_os_errors(path):
-            self.files.append(SourceFile.stat(str(path)))
-        root = torchfile.read(path).root
+        root = self.sources.root(path)
         if not isinstance(root, Mapping | list | type(None)):
             raise CorruptError("this is no checkpoint of Megatron", path=path, found=type(root).__name__)
         return root  # type: ignore[return-value]
@@ -137,36 +136,13 @@ class Reading:
         if not extent.is_contiguous:
             raise CorruptError("a rank's tensor is not contiguous", path=path, rank=rank.number, fqn=local.name)
         for held in local.held:
-            key = (held.fqn, role)
-            known = self.shapes.setdefault(key, (held.shape, extent.dtype))
-            if known != (held.shape, extent.dtype):
-                raise CorruptError(
-                    f"ranks hold parts of different tensors under one name ({role})",
-                    path=path,
-                    rank=rank.number,
-                    fqn=held.fqn,
-                    expected=f"{known[1]} {list(known[0])}",
-                    found=f"{extent.dtype} {list(held.shape)}",
-                )
-            self.fragments.setdefault(key, []).extend(piece.of(extent, rank.number) for piece in held.pieces)
+            parts = self.parts.setdefault((held.fqn, role), [])
+            parts += [(held.shape, piece.of(extent, rank.number)) for piece in held.pieces]
 
     def tensors(self) -> dict[Key, Tensor]:
         """A tensor for every name and role, in the model's order; a part that several ranks hold has replicas."""
-        found = {}
-        for key in sorted(self.fragments, key=lambda key: registered(key[0])):
-            fragments = self.fragments[key]
-            holders: dict[Any, list[Fragment]] = {}
-            for fragment in fragments:
-                if fragment.region.numel:
-                    holders.setdefault(fragment.region, []).append(fragment)
-            copies = max(map(len, holders.values()), default=1)
-            sources: list[Source] = [
-                Pieces(tuple(held[min(copy, len(held) - 1)] for held in holders.values())) for copy in range(copies)
-            ]
-            shape, dtype = self.shapes[key]
-            native = self.natives.get(key[0])
-            found[key] = Tensor(*key, dtype, shape, sources[0], native if native != dtype else None, tuple(sources[1:]))
-        return found
+        keys = sorted(self.parts, key=lambda key: registered(key[0]))
+        return {key: assemble(*key, self.parts[key], self.natives.get(key[0])) for key in keys}
 
 
 # -- the files of all ranks ----------------------------------------------------------------------------------
@@ -199,14 +175,6 @@ def read_ranks(reading: Reading) -> list[RankFile]:
                 reading.add(local, role, local.stored.extent, file.path, file.rank)
                 reading.natives |= dict.fromkeys(local.fqns, local.stored.dtype)
     return files
-
-
-def plain_args(content: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Megatron's arguments: an `argparse.Namespace` in the file."""
-    args = content.get("args")
-    if isinstance(args, Record):
-        return args.attributes
-    return args if isinstance(args, Mapping) else {}
 
 
 def _model_file(folder: Path, name: str) -> Path:

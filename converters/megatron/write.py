@@ -19,7 +19,8 @@ from ckpt.plan.tensors import Extent
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
 from converters.megatron.buffers import bucket_sizes
-from converters.megatron.chunks import EXTRA, Chunk, Model, describe_model
+from converters.megatron.chunks import Chunk, Model, describe_model
+from converters.megatron.entries import to_write
 from converters.megatron.folder import RELEASE, iteration_folder
 from converters.megatron.optimizer_write import RankOptimizers, new_tensor
 from converters.megatron.read import DISTRIBUTED, MODEL, OTHER_ORDER, folder_name
@@ -42,7 +43,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         )
     optimizer = RankOptimizers(model) if model.has_optimizer else None
     per_rank = _per_rank(model)
-    items, dropped = _items(model, per_rank)
+    items, dropped = to_write(model, per_rank)
     models = _ModelFiles(model, optimizer, items)
     for rank in model.grid.ranks():
         of_rank, chunks = folder_name(rank, model.grid), model.chunks(rank)
@@ -106,31 +107,6 @@ class _ModelFiles:
             root["model" if len(chunks) == 1 else f"model{chunk.vp}"] = state
         root |= {name: value for name, value in self.items.items() if name not in root}
         return root | ({"optimizer": self.optimizer.of_rank(chunks)} if self.optimizer else {})
-
-
-def _items(model: Model, per_rank: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Entries that are the same in every file, and what is not written."""
-    kept: dict[str, Any] = {}
-    dropped = []
-    state = model.checkpoint.state
-    for name, value in state.entries().items():
-        if name in ("args", EXTRA, "grad_scaler"):
-            continue
-        if name in state.per_rank:
-            if name not in per_rank:
-                dropped.append(f"{name} of {len(value)} ranks: the layout is another one; resume with --no-load-rng")
-        elif state.engine != "megatron" and name not in ("checkpoint_version", "opt_param_scheduler"):
-            dropped.append(f"training state {name}")
-        else:
-            try:
-                torch_file(MODEL, value)
-            except LossError as error:
-                dropped.append(f"training state {name}: {error.what}")
-            else:
-                kept[name] = value
-    if state.grad_scaler is not None and not model.has_optimizer:
-        dropped.append("training state grad_scaler")
-    return kept, dropped
 
 
 def _per_rank(model: Model) -> Mapping[str, Mapping[str, Any]]:

@@ -22,20 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import NotFoundError
-from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Layout, ReadRequest, Target, TrainingState
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Layout, ReadRequest, Target
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
 from converters.megatron.dist.optimizer import is_optimizers, read_optimizer
 from converters.megatron.dist.read import BACKENDS, COMMON, Reading, is_iteration, read_folder
 from converters.megatron.dist.write import lay_out
+from converters.megatron.entries import OF_RANKS, read_state
 from converters.megatron.folder import find_iteration
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
-
-#: Entries of the common state that are described otherwise.
-_KNOWN = frozenset({"optimizer", "args", "iteration"})
-#: Entries that are of ranks also where they stand in the common state.
-_OF_RANKS = ("rng_state", "rerun_state_machine")
 
 
 class MegatronDist:
@@ -74,7 +70,6 @@ class MegatronDist:
         parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
         folders = tuple(p for p in (request.config, path, path.parent) if p)
         world_size = reading.args.get("world_size")
-        step = reading.common.get("iteration")
         return Checkpoint(
             path=str(path),
             format=self.name,
@@ -84,16 +79,7 @@ class MegatronDist:
             world_size=world_size if type(world_size) is int and world_size > 0 else reading.data.ranks,
             namespace=NAMESPACE,
             ties={OUTPUT: EMBEDDING} if EMBEDDING in parameters and OUTPUT not in parameters else {},
-            state=TrainingState.of_entries(
-                "megatron",
-                {str(k): v for k, v in reading.common.items() if k not in (*_KNOWN, *_OF_RANKS) and v is not None},
-                step=step if type(step) is int else None,
-                param_groups=optimizers.param_groups(parameters),
-                scalars=optimizers.scalars,
-                grad_scaler=optimizers.grad_scaler,
-                args=dict(reading.args) or None,
-                per_rank=_per_rank(reading),
-            ),
+            state=read_state(reading.common, optimizers, parameters, _per_rank(reading)),
             config=read_config(folders),
             folders=tuple(str(p) for p in folders if p.is_dir()),
             notes=(*reading.notes, *reading.data.notes),
@@ -117,7 +103,7 @@ def _is_plain(folder: Path) -> bool:
 
 def _per_rank(reading: Reading) -> dict[str, dict[str, Any]]:
     """What each rank has for itself, by its place among them."""
-    common = {name: value for name in _OF_RANKS if isinstance(value := reading.common.get(name), Mapping)}
+    common = {name: value for name in OF_RANKS if isinstance(value := reading.common.get(name), Mapping)}
     return {name: {str(key): value for key, value in values.items()} for name, values in common.items()} | {
         key: {str(place).rpartition("/")[2]: value for place, value in values.items()}
         for key, values in reading.objects.items()

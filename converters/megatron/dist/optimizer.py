@@ -33,6 +33,7 @@ from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import read_up_to
+from ckpt.plan.assemble import whole_copies
 from ckpt.plan.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.tensors import Box, Extent
@@ -197,7 +198,7 @@ def _read_buffers(reading: Reading) -> None:
     Grid.recorded(reading.args, reading.folder)
     model = _model(reading)
     known = _buckets(reading) | dict(_gathered(reading))
-    held: dict[Key, dict[Box, list[Placed]]] = {}
+    held: dict[Key, list[tuple[Box, Placed]]] = {}
     for buffer in _buffers(model):
         stored = known.pop(buffer.name, None)
         if stored is None:
@@ -209,15 +210,13 @@ def _read_buffers(reading: Reading) -> None:
         for one, (bucket, start) in zip(buffer.members, places, strict=True):
             for state, elements in stored.buckets[bucket].items():
                 role = MASTER if state in MASTERS else state
-                for box, placed in _pieces(one, elements, start):
-                    held.setdefault((one.fqn, role), {}).setdefault(box, []).append(placed)
+                held.setdefault((one.fqn, role), []).extend(_pieces(one, elements, start))
     if known:
         raise _misfit(reading, "no further buffer", "optimizer {}, group {}, buffer {}".format(*next(iter(known))))
     for key, parts in held.items():
         shape = model.chosen[key[0]].tensor.shape
-        for copy in range(max(map(len, parts.values()))):
-            placed = [part for copies in parts.values() for part in copies[min(copy, len(copies) - 1)]]
-            reading.add(key, shape, FLOAT32, placed, copy)
+        for copy, placed in enumerate(whole_copies(parts)):
+            reading.add(key, shape, FLOAT32, [part for one in placed for part in one], copy)
 
 
 def _model(reading: Reading) -> Model:

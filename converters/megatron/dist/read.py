@@ -23,7 +23,8 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
 from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key
-from converters.megatron.read import is_empty, plain_args
+from converters.megatron.entries import plain_args
+from converters.megatron.read import is_empty
 from converters.names.megatron.model.spelling import registered
 
 COMMON, BACKENDS = "common.pt", "metadata.json"

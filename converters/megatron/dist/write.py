@@ -28,9 +28,10 @@ from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
-from converters.megatron.chunks import EXTRA, Model, describe_model
+from converters.megatron.chunks import Model, describe_model
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
 from converters.megatron.dist.read import BACKENDS, COMMON
+from converters.megatron.entries import to_write
 from converters.megatron.folder import iteration_folder
 from converters.megatron.optimizer import Optimizer
 from converters.names.megatron.model.axes import Grid
@@ -40,7 +41,6 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj))\.weight")
 _NORM = re.compile(r"(?P<module>(?:.*\.)?\w*norm)\.weight")
 _PLACE = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
-_OWN_ITEMS = ("args", "grad_scaler", "content_metadata", EXTRA)
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
@@ -54,9 +54,11 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     writing = Writing(model.args["world_size"], f"{folder}/", is_nested=False)
     for entry in _entries(model, keys):
         writing.add((entry,), [None])
-    kept, dropped = _items(model)
-    for key, value in _of_ranks(model):
-        writing.add((key,), [value])
+    per_rank = _per_rank(model)
+    kept, dropped = to_write(model, per_rank, "content_metadata")
+    for name, values in per_rank.items():
+        for place, value in values.items():
+            writing.add((f"{name}/{place}",), [value])
     _Tensors(model, keys, writing).add()
     optimizer = Optimizer(model) if model.has_optimizer else None
     if optimizer is not None:
@@ -227,41 +229,13 @@ def _optimizer(model: Model, optimizer: Optimizer) -> dict[Any, Any]:
     return contents[0] if len(contents) == 1 else dict(enumerate(contents))
 
 
-def _items(model: Model) -> tuple[dict[str, Any], list[str]]:
-    """Entries that all ranks have in common, and what is not written."""
-    kept: dict[str, Any] = {}
-    dropped = []
-    state = model.checkpoint.state
-    same_ranks = {key.partition("/")[0] for key, _ in _of_ranks(model)}
-    for name, value in state.entries().items():
-        if name in _OWN_ITEMS or name in same_ranks:
-            continue
-        if name in state.per_rank:
-            dropped.append(f"{name} of {len(value)} ranks: the layout is another one; resume with --no-load-rng")
-        elif state.engine != "megatron" and name not in ("checkpoint_version", "opt_param_scheduler"):
-            dropped.append(f"training state {name}")
-        else:
-            try:
-                torch_file(COMMON, value)
-            except LossError as error:
-                dropped.append(f"training state {name}: {error.what}")
-            else:
-                kept[name] = value
-    if state.grad_scaler is not None and not model.has_optimizer:
-        dropped.append("training state grad_scaler")
-    return kept, dropped
-
-
-def _of_ranks(model: Model) -> Iterator[tuple[str, Any]]:
-    """Values that each rank has for itself, where the target's ranks are the source's."""
-    state = model.checkpoint.state
-    if state.engine != "megatron" or state.args is None:
-        return
-    if Grid.of_args(state.args) != model.grid or state.args.get("world_size") != model.args["world_size"]:
-        return
-    for name, values in state.per_rank.items():
-        if all(map(_PLACE.fullmatch, values)):
-            yield from ((f"{name}/{place}", value) for place, value in values.items())
+def _per_rank(model: Model) -> dict[str, Mapping[str, Any]]:
+    """What each rank of the source has for itself, by key and place, where the target's ranks are the source's."""
+    state, args = model.checkpoint.state, model.checkpoint.state.args or {}
+    is_same = Grid.of_args(args) == model.grid and args.get("world_size") == model.args["world_size"]
+    if state.engine != "megatron" or not is_same:
+        return {}
+    return {name: values for name, values in state.per_rank.items() if all(map(_PLACE.fullmatch, values))}
 
 
 def _notes(model: Model, layout: Layout, keys: KeyWriter, optimizer: Optimizer | None) -> Iterator[str]:

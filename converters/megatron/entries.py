@@ -1,0 +1,71 @@
+"""What Megatron's files hold beside a model and its optimizer: arguments, schedule, random states, counters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ckpt.containers.torchfile.values import Record
+from ckpt.containers.torchfile.write import torch_file
+from ckpt.errors import LossError
+from ckpt.plan.checkpoint import TrainingState
+from converters.megatron.chunks import EXTRA, Model
+from converters.megatron.optimizer import Optimizers
+
+#: Entries that each rank has for itself.
+OF_RANKS = ("rng_state", "rerun_state_machine")
+#: Entries that are described otherwise.
+_KNOWN = re.compile("optimizer|args|iteration|" + "|".join(OF_RANKS) + r"|model\d*")
+
+
+def plain_args(content: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Megatron's arguments: an `argparse.Namespace` in the file."""
+    args = content.get("args")
+    if isinstance(args, Record):
+        return args.attributes
+    return args if isinstance(args, Mapping) else {}
+
+
+def read_state(
+    content: Mapping[Any, Any], optimizers: Optimizers, fqns: Collection[str], per_rank: Mapping[str, Mapping[str, Any]]
+) -> TrainingState:
+    """The training state that `content`, the same on all ranks, and the optimizers of parameters `fqns` make up."""
+    step = content.get("iteration")
+    return TrainingState.of_entries(
+        "megatron",
+        {str(k): value for k, value in content.items() if not _KNOWN.fullmatch(str(k)) and value is not None},
+        step=step if type(step) is int else None,
+        param_groups=optimizers.param_groups(fqns),
+        scalars=optimizers.scalars,
+        grad_scaler=optimizers.grad_scaler,
+        args=dict(plain_args(content)) or None,
+        per_rank={name: values for name, values in per_rank.items() if values},
+    )
+
+
+def to_write(model: Model, per_rank: Mapping[str, Any], *own: str) -> tuple[dict[str, Any], list[str]]:
+    """Entries that are the same on all ranks, and what is not written.
+
+    `per_rank` is written for each rank, and `own` are entries that the format makes anew.
+    """
+    kept: dict[str, Any] = {}
+    dropped = []
+    state = model.checkpoint.state
+    for name, value in state.entries().items():
+        if name in ("args", "grad_scaler", EXTRA, *own) or name in per_rank:
+            continue
+        if name in state.per_rank:
+            dropped.append(f"{name} of {len(value)} ranks: the layout is another one; resume with --no-load-rng")
+        elif state.engine != "megatron" and name not in ("checkpoint_version", "opt_param_scheduler"):
+            dropped.append(f"training state {name}")
+        else:
+            try:
+                torch_file(name, value)
+            except LossError as error:
+                dropped.append(f"training state {name}: {error.what}")
+            else:
+                kept[name] = value
+    if state.grad_scaler is not None and not model.has_optimizer:
+        dropped.append("training state grad_scaler")
+    return kept, dropped
