@@ -208,10 +208,6 @@ def _layers(row: Row, sizes: Sizes) -> Iterator[int | None]:
             yield layer
 
 
-#: How often models with one matrix for queries, keys and values save them, or what they attend to, once more.
-_COPIES = {"gpt2": 2, "gpt_neox": 1}
-
-
 def _blocks(config: Mapping[str, Any], table: Table, sizes: Sizes) -> Iterator[Block]:
     """What activations depend on, by layer."""
     dims, names = sizes.dims, {row.megatron for row in table.rows}
@@ -224,7 +220,7 @@ def _blocks(config: Mapping[str, Any], table: Table, sizes: Sizes) -> Iterator[B
         queries=dims["q"] if is_latent else dims["a"],
         keys=dims["q"] if is_latent else dims["k"],
         values=dims["a"] if is_latent else dims["k"],
-        attended=dims["a"] * (1 + _COPIES.get(str(config.get("model_type")), 0)),
+        attended=dims["a"] * (1 + table.saved_again),
         heads=sizes.heads,
         latent=dims["qr"] + dims["kr"] if is_latent else 0,
         qk_norms=sizes.heads + sizes.groups if "qk norm" in sizes.holds else 0,

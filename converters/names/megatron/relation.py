@@ -26,7 +26,7 @@ from converters.names.megatron.options import MegatronOptions
 from converters.names.megatron.sizes import Config, Sizes
 from converters.names.megatron.table import Table
 
-#: Endings of the names in which the Hub's files keep quantized weights, and how to be rid of them.
+#: Names in which the Hub's files keep quantized weights and their scales.
 _QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.g_idx|\.absmax|\.SCB)")
 _VOCABULARY = (EMBEDDING, OUTPUT)
 #: The option that tells Megatron's param groups of experts from others.
@@ -42,6 +42,12 @@ def architectures() -> tuple[str, ...]:
 def table_of(model_type: str) -> Table:
     """The table of one of `architectures()`."""
     return cast(Table, import_module(f"{tables.__name__}.{model_type}").TABLE)
+
+
+def module_order(model_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The order of transformers' modules: of a layer's, and of those of an MLP with experts."""
+    known = table_of(model_type) if model_type in architectures() else Table
+    return known.layer_modules, known.expert_modules
 
 
 def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
@@ -178,7 +184,9 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     if vocabulary is not None and (asked or padded_vocab_size(vocabulary, multiple, old_tp) == stored):
         padded = padded_vocab_size(vocabulary, asked or multiple, new_tp)
     else:
-        padded = stored  # padded by hand, or who knows: what divides stays as it is
+        padded = (
+            stored  # padded otherwise than by this rule, or a vocabulary of unknown size: what divides stays as it is
+        )
     if padded % new_tp:
         raise UsageError(
             "the vocabulary's rows do not divide among the tensor parallel ranks",

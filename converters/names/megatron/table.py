@@ -15,33 +15,40 @@ from converters.names.megatron.sizes import Config, Sizes
 
 @dataclass(frozen=True)
 class Table:
-    """The names of an architecture: one of these per module of this package.
+    """All that ckpt has to be told of an architecture: one of these per module of `architectures`.
 
-    `embedding` and `output` are the hub's names of the two tensors with a padded vocabulary, which are one tensor
-    where `Sizes.tied`; `rows` are all others, `mtp_rows` those of layers of multi-token prediction, for which the hub
-    stores `mtp_embedding` and `mtp_output` again.  `sizes` and `args` read a config; the second gives Megatron-LM's
-    arguments (megatron/training/arguments.py) that describe the same model.
-
-    `derived` are patterns of hub tensors that follow from the config and that Megatron does not store; `prefix` may
-    be missing from all of the hub's names; `buffers` are endings of the names of Megatron's buffers.
+    The embedding and the output layer, whose vocabulary Megatron pads, are one tensor where `Sizes.tied`.
     """
 
+    #: Hub names of the embedding and the output layer.
     embedding: str
     output: str
+    #: All other tensors.
     rows: tuple[Row, ...]
+    #: Reads sizes from a config.
     sizes: Callable[[Config], Sizes]
+    #: Reads Megatron-LM's arguments (megatron/training/arguments.py) for the same model from a config.
     args: Callable[[Config], dict[str, Any]]
+    #: Layers of multi-token prediction, in each of which the Hub stores the embedding and the output layer again.
     mtp_rows: tuple[Row, ...] = ()
     mtp_embedding: str = ""
     mtp_output: str = ""
+    #: Patterns of Hub tensors that follow from the config and that Megatron does not store.
     derived: tuple[str, ...] = ()
+    #: What all Hub names begin with, or none.
     prefix: str = ""
+    #: Endings of the names of Megatron's buffers.
     buffers: tuple[str, ...] = ()
+    #: Modules of a layer, and of an MLP with experts, in the order in which transformers registers them.
+    layer_modules: tuple[str, ...] = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
+    expert_modules: tuple[str, ...] = ("router.", "experts.", "gate.", "shared_experts.")
+    #: How often a layer's attention saves its result, or queries, keys and values, once more for the backward pass.
+    saved_again: int = 0
 
     def relation(self, sizes: Sizes, padded: int, copies: Mapping[str, str]) -> Relation:
-        """From the hub's tensors to Megatron's, whose vocabulary has `padded` rows.
+        """The relation from the Hub's tensors to Megatron's, whose vocabulary has `padded` rows.
 
-        `copies` are the hub's tensors that hold another again, of those that `copies` gives.
+        `copies` maps Hub tensors that are second copies to their originals: those of `Table.copies` that are there.
         """
         links: list[Link] = []
         hub: dict[str, Shape] = {}
@@ -67,7 +74,7 @@ class Table:
         return Relation(tuple(links), hub, megatron, b_padding=padding, a_copies=dict(copies))
 
     def copies(self, sizes: Sizes) -> dict[str, str]:
-        """Names of the hub that hold another tensor again, where a file has them, and that tensor's name."""
+        """Hub names that are second copies of a tensor, mapped to the name of the original."""
         output = self.embedding if sizes.tied else self.output
         found = {self.output: self.embedding} if sizes.tied else {}
         for layer in range(sizes.num_layers, sizes.num_layers + sizes.num_mtp):

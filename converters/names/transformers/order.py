@@ -9,12 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-#: Modules of a layer, and what is in each of them: those of all architectures, where these do not differ.
-_LLAMA = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
-_LAYERS = {
-    "gpt2": ("ln_1.", "attn.", "ln_2.", "mlp."),
-    "gpt_neox": ("input_layernorm.", "post_attention_layernorm.", "attention.", "mlp."),
-}
+#: What is in the modules of a layer: those of all architectures, where these do not differ.
 _ATTENTION = (
     "sinks",
     "q_proj.",
@@ -34,25 +29,22 @@ _ATTENTION = (
     "c_attn.",
     "c_proj.",
 )
-_SPARSE = ("router.", "experts.", "gate.", "shared_experts.")
-_SPARSE_OF = {"mixtral": ("gate.", "experts.")}
 _MLP = ("gate_proj", "gate_up_proj", "up_proj", "down_proj", "c_fc.", "c_proj.", "dense_h_to_4h.", "dense_4h_to_h.")
 _TOP = ("embed_tokens.", "embed_in.", "wte.", "wpe.", "layers.", "h.", "norm.", "final_layer_norm.", "ln_f.")
 _PREFIX = re.compile(r"(model|transformer|gpt_neox)\.")
 _LAYER = re.compile(r"(?:layers|h)\.(\d+)\.(.*)")
 
 
-def as_registered(model_type: str, names: Iterable[str]) -> list[str]:
-    """Names of parameters, as memory has them, in the order of the modules of an architecture that has a table."""
-    layer_modules = _LAYERS.get(model_type, _LLAMA)
-    mlp = _SPARSE_OF.get(model_type, _SPARSE) + _MLP
+def as_registered(names: Iterable[str], layer: tuple[str, ...], experts: tuple[str, ...]) -> list[str]:
+    """Names of parameters, as memory has them, in the order of the modules of a `layer` and of `experts` in its MLP."""
+    mlp = experts + _MLP
 
     def key(name: str) -> tuple[object, ...]:
         inside = _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name
         place: tuple[object, ...] = (_position(inside, _TOP),)
-        if layer := _LAYER.fullmatch(inside):
-            inside = layer[2]
-            place += (int(layer[1]), _position(inside, layer_modules))
+        if match := _LAYER.fullmatch(inside):
+            inside = match[2]
+            place += (int(match[1]), _position(inside, layer))
             module, _, inside = inside.partition(".")
             place += (_position(inside, mlp if module == "mlp" else _ATTENTION),)
             place += (_position(inside.removeprefix("shared_").removeprefix("experts."), _MLP),)

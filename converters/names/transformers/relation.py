@@ -18,6 +18,7 @@ from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, TRANSFORMERS, WEIGHT, Chec
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Shape
+from converters.names.megatron.relation import module_order
 from converters.names.transformers.installed import (
     architectures,
     base_prefixes,
@@ -316,7 +317,8 @@ def from_hub(checkpoint: Checkpoint, layout: Layout | None = None) -> Checkpoint
     """`checkpoint`, which has the Hub's names, under those of transformers' modules, param groups in their order."""
     named = _renamed(checkpoint, TRANSFORMERS, "to_memory")
     model_type, state = str((named.config or {}).get("model_type")), named.state
-    groups = tuple(replace(group, fqns=tuple(as_registered(model_type, group.fqns))) for group in state.param_groups)
+    modules = module_order(model_type)
+    groups = tuple(replace(group, fqns=tuple(as_registered(group.fqns, *modules))) for group in state.param_groups)
     return replace(named, state=replace(state, param_groups=groups))
 
 

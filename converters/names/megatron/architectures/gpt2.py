@@ -65,4 +65,6 @@ TABLE = Table(
     args,
     derived=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask
     prefix="transformer.",
+    layer_modules=("ln_1.", "attn.", "ln_2.", "mlp."),
+    saved_again=2,
 )

@@ -74,4 +74,6 @@ TABLE = Table(
     args,
     # The causal mask and the frequencies of rotary positions, which older files hold.
     derived=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    layer_modules=("input_layernorm.", "post_attention_layernorm.", "attention.", "mlp."),
+    saved_again=1,
 )

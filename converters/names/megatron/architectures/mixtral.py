@@ -38,5 +38,11 @@ def args(config: Config) -> dict[str, Any]:
 
 
 TABLE = Table(
-    llama.EMBEDDING, llama.OUTPUT, llama.FINAL_NORM + llama.ATTENTION + EXPERTS, sizes, args, derived=llama.DERIVED
+    llama.EMBEDDING,
+    llama.OUTPUT,
+    llama.FINAL_NORM + llama.ATTENTION + EXPERTS,
+    sizes,
+    args,
+    derived=llama.DERIVED,
+    expert_modules=("gate.", "experts."),
 )
