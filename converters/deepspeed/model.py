@@ -16,28 +16,13 @@ from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices
 from ckpt.plan.tensors import Tensor
 from ckpt.state import adam, positions
+from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, PIPELINE
 
 #: The version whose files these are, for sources that DeepSpeed did not write.
 VERSION = "0.19.8"
 
-# fmt: off
-#: Training state with a place of its own in a model file (engine.py, `_common_checkpoint_state`).
-MODEL_ITEMS = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples")
-#: Training state with a place of its own in an optimizer file (`state_dict` of the stages).
-OPTIMIZER_ITEMS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-#: What a pipeline of Megatron-DeepSpeed was read from, so that it can be written again.
-PIPELINE = "pipeline"
 #: Fields of a training state that DeepSpeed's files have places for.
-_FIELDS = (*MODEL_ITEMS, "loss_scaler", "ds_config", "client_state", "extra_state")
-#: What an elastic checkpoint says of its own schema, which is not what is written.
-_BASE_STEP = "base_optimizer_state_step"
-#: Entries of a model file that a client state must not overwrite.
-RESERVED = frozenset({
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
-    "shared_params", *MODEL_ITEMS, "global_steps", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",
-    "ds_config", "ds_version", "num_experts", "ds_autoep_layers", "universal_checkpoint_info",
-})
-# fmt: on
+_FIELDS = (*MODEL_STATE, "loss_scaler", "ds_config", "client_state", "extra_state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,8 +438,8 @@ def loss_scaler(model: Model, config: Mapping[str, Any]) -> Record:
 def optimizer_items(model: Model) -> dict[str, Any]:
     """What an optimizer file holds beside tensors, as the source recorded it."""
     scaler = {} if model.state.loss_scaler is None else {"loss_scaler": model.state.loss_scaler}
-    own = model.state.private.get("deepspeed", {})
-    return scaler | {name: value for name, value in own.items() if name != _BASE_STEP}
+    own = dict(model.state.private.get("deepspeed", {}))
+    return scaler | own
 
 
 def client_state(model: Model) -> tuple[dict[str, Any], list[str]]:
@@ -471,7 +456,7 @@ def client_state(model: Model) -> tuple[dict[str, Any], list[str]]:
     pipeline = state.private.get("megatron-deepspeed", {}).get(PIPELINE)
     if isinstance(pipeline, Mapping) and pipeline.get("of_slices"):
         dropped.append(f"training state of the pipeline's ranks: {', '.join(pipeline['of_slices'])}")
-    for name in [name for name in client if name in RESERVED]:
+    for name in [name for name in client if name in MODEL_FILE]:
         del client[name]
         dropped.append(f"training state {name!r}: DeepSpeed's files have an entry of their own under this name")
     return client, dropped

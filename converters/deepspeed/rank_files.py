@@ -18,7 +18,6 @@ from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.tensors import Extent, Shape
-from converters.deepspeed.model import is_bf16_optimizer
 
 #: Files that a message lists at most.
 _SHOWN = 16
@@ -43,38 +42,6 @@ def inner_file(file: RankFile) -> RankFile:
     if not isinstance(content, Mapping):
         raise CorruptError("this is no DeepSpeed optimizer file", path=file.path, rank=file.rank)
     return RankFile(file.path, file.rank, content)
-
-
-def shape_dict(value: Any, file: RankFile, what: str) -> dict[str, Shape]:
-    """A dict of fqn to shape, as recorded (torch.Size, tuple or list)."""
-    if not isinstance(value, Mapping):
-        raise CorruptError(f"{what} is no dict of shapes", path=file.path, rank=file.rank)
-    shapes = {}
-    for fqn, shape in value.items():
-        sizes = tuple(shape) if isinstance(shape, Sequence) else None
-        if not isinstance(fqn, str) or sizes is None or not all(type(n) is int and n >= 0 for n in sizes):
-            raise CorruptError(f"{what} is no dict of shapes", path=file.path, rank=file.rank, fqn=str(fqn))
-        shapes[fqn] = sizes
-    return shapes
-
-
-def param_shapes(model: RankFile) -> list[dict[str, Shape]]:
-    """Shapes of trainable parameters in flattening order: one dict per group (stages 1, 2) or sub-group (stage 3)."""
-    recorded = model.need("param_shapes")
-    groups = recorded if isinstance(recorded, Sequence) else [recorded]  # one dict, in very old files
-    return [shape_dict(group, model, "param_shapes") for group in groups]
-
-
-def is_dealt(model: RankFile, inner: RankFile) -> bool:
-    """Whether parameters lie in the order in which `round_robin_gradients` deals them to ranks, not the optimizer's.
-
-    BF16_Optimizer, which records no stage, deals none.
-    """
-    config = model.content.get("ds_config")
-    if not isinstance(config, Mapping) or "zero_stage" not in inner.content or is_bf16_optimizer(config):
-        return False
-    options = config.get("zero_optimization")
-    return bool(isinstance(options, Mapping) and options.get("round_robin_gradients"))
 
 
 def expect_groups(inners: list[RankFile], key: str, count: int) -> None:
@@ -245,3 +212,15 @@ def numeric_options(inner: RankFile) -> dict[str, Any]:
         for name, value in group.items()
         if isinstance(value, int | float | str | tuple)
     }
+
+
+def check_lengths(files: Sequence[RankFile], extents: Sequence[Extent], length: int, role: str) -> None:
+    for file, extent in zip(files, extents, strict=True):
+        if extent.numel < length:
+            raise CorruptError(
+                "a rank's partition is too short for its parameters",
+                path=file.path,
+                rank=file.rank,
+                expected=f"{length} elements of {role}",
+                found=f"{extent.numel} elements",
+            )

@@ -12,18 +12,17 @@ Stage 3 takes the dict form too.  So what comes from no stage at all is written 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.sources import Sources
+from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import FromSource, NewTensor, Zeros, copy_of, torch_file
-from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.errors import CorruptError, UsageError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import (
     BUFFER,
@@ -39,31 +38,23 @@ from ckpt.plan.checkpoint import (
     TargetFile,
     TrainingState,
 )
-from ckpt.plan.tensors import Extent, FlatRange, Shape, Tensor, Whole
+from ckpt.plan.tensors import FlatRange, Shape, Tensor, Whole
 from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.steps import LATEST_UNIVERSAL, recorded_step
 from converters.deepspeed import model as zero_model
+from converters.deepspeed import model_file
 from converters.deepspeed import write as zero_writer
+from converters.deepspeed.folder import list_step_folder
 from converters.deepspeed.layout import undealt
 from converters.deepspeed.model import Model
-from converters.deepspeed.partitions import InSlots, slot_size
 from converters.deepspeed.rank_files import known_structure
 
 FP32 = "fp32"
 STEP = "step"
 
 _OPTIMIZER_STATE = "optimizer_state.pt"
-_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_MODEL_PER_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 #: What stage 3 loads, by name (stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`).
 _STAGE3_STATES = {"exp_avg", "exp_avg_sq"}
-#: Entries of `optimizer_state.pt` that describe tensors; the rest is training state.
-_STRUCTURE = frozenset(
-    {
-        *("optimizer_state_dict", "fp32_flat_groups", "zero_stage", "group_paddings", "param_alignment_paddings"),
-        *("partition_count", "ds_version", "param_groups", "ds_zero_partition_groups", "universal_checkpoint_info"),
-    }
-)
 
 
 class Universal:
@@ -129,8 +120,8 @@ class _Reading:
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def load_dict(self, path: Path) -> Mapping[Any, Any]:
-        return self.sources.of_rank(path, 0, "DeepSpeed file").content
+    def load(self, path: str | Path, rank: int = 0) -> RankFile:
+        return self.sources.of_rank(path, rank, "DeepSpeed file")
 
     def add(self, tensor: Tensor) -> None:
         self.tensors[tensor.fqn, tensor.role] = tensor
@@ -140,20 +131,23 @@ def _read(path: Path) -> Checkpoint:
     reading = _Reading(path)
     models = _model_files(reading)
     model = models[0]
-    module, ties = _module(model, path), dict(model.get("shared_params") or {})
-    state = reading.load_dict(path / "zero" / _OPTIMIZER_STATE)
-    groups = [{fqn: tuple(shape) for fqn, shape in group.items()} for group in model["param_shapes"]]
-    buffers = {str(name) for name in model.get("buffer_names") or ()}
+    module, ties, buffers = model_file.module(model), model_file.ties(model), model_file.buffer_names(model)
+    state = reading.load(path / "zero" / _OPTIMIZER_STATE)
+    groups = model_file.param_shapes(model)
     trained = {fqn for group in groups for fqn in group}
-    _add_module(reading, module, buffers, ties, trained)
-    _add_frozen(reading, models, ties)
+    # The copies of weights in fp32 under `zero/` are of these.
+    for fqn, stored in module.items():
+        if fqn not in ties and (fqn in buffers or fqn not in trained or stored.extent.numel):
+            # under stage 3, parameters are empty placeholders
+            reading.add(model_file.whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored))
+    for tensor in model_file.frozen(models, ties):
+        reading.add(tensor)
     for group in groups:
         for fqn, shape in group.items():
             _add_parameter(reading, fqn, shape, module.get(fqn))
-    _add_stage3_steps(reading, state, groups)
+    _add_stage3_steps(reading, state.content, groups)
     _check_complete(reading, groups)
-    world_size, version = model.get("dp_world_size"), model.get("ds_version")
-    step = model.get("global_steps")
+    world_size, version, step = (model.content.get(key) for key in ("dp_world_size", "ds_version", "global_steps"))
     return Checkpoint(
         path=str(path),
         format="universal",
@@ -165,7 +159,7 @@ def _read(path: Path) -> Checkpoint:
         ties=ties,
         state=TrainingState.of_entries(
             "deepspeed",
-            _entries(model, state),
+            model_file.entries(model, state.content),
             step=step if isinstance(step, int) else None,
             param_groups=_param_groups(model, state, groups),
             scalars=reading.scalars,
@@ -175,81 +169,24 @@ def _read(path: Path) -> Checkpoint:
     )
 
 
-def _model_files(reading: _Reading) -> list[Mapping[str, Any]]:
+def _model_files(reading: _Reading) -> list[RankFile]:
     """The one model file of stages 1 and 2, or those of all ranks of stage 3."""
-    single: dict[int, Path] = {}
-    per_rank: dict[int, Path] = {}
-    for entry in sorted(reading.path.iterdir()):
-        if match := _MODEL.fullmatch(entry.name):
-            single[int(match[1])] = entry
-        elif match := _MODEL_PER_RANK.fullmatch(entry.name):
-            if int(match[2]):
-                single[int(match[2])] = entry
-            per_rank[int(match[1])] = entry
-    if any(rank != 0 for rank in single):
-        raise NotFoundError(
-            "tensor- or pipeline-parallel ranks (mp_rank other than 00) are not supported", path=reading.path
-        )
-    if single:
-        return [reading.load_dict(single[0])]
-    models = {rank: reading.load_dict(per_rank[rank]) for rank in sorted(per_rank)}
-    world_size = next((model.get("dp_world_size") for model in models.values()), None)
+    folder = list_step_folder(reading.path)
+    if folder.model is not None:
+        return [reading.load(folder.model)]
+    models = [reading.load(path, rank) for rank, path in sorted(folder.model_per_rank.items())]
+    world_size = next((model.content.get("dp_world_size") for model in models), None)
     count = world_size if isinstance(world_size, int) else max(len(models), 1)
-    if sorted(models) != list(range(count)):
+    if [model.rank for model in models] != list(range(count)):
         raise CorruptError(
             "model files are missing, or are of a run of another number of ranks",
             path=reading.path,
-            rank=", ".join(map(str, sorted(models.keys() ^ set(range(count)))[:16])),
+            rank=", ".join(map(str, sorted(folder.model_per_rank.keys() ^ set(range(count)))[:16])),
             expected="mp_rank_00_model_states.pt, or one zero_pp_rank_*_mp_rank_00_model_states.pt for each rank"
             + (f": {count} files" if models else ""),
-            found=f"files of ranks {', '.join(map(str, sorted(models)))}" if models else "none",
+            found=f"files of ranks {', '.join(str(model.rank) for model in models)}" if models else "none",
         )
-    return list(models.values())
-
-
-def _module(model: Mapping[str, Any], path: Path) -> dict[str, StoredTensor]:
-    module = model.get("module")
-    if not isinstance(module, Mapping):
-        raise NotFoundError("a DeepSpeed pipeline, which is not supported", path=path, found="no module")
-    return {fqn: value for fqn, value in module.items() if isinstance(value, StoredTensor)}
-
-
-def _whole(fqn: str, role: str, extent: Extent) -> Tensor:
-    return Tensor(fqn, role, extent.dtype, extent.shape, Whole(extent), extent.dtype)
-
-
-def _add_module(
-    reading: _Reading, module: Mapping[str, StoredTensor], buffers: set[str], ties: Mapping[str, str], trained: set[str]
-) -> None:
-    """Weights and buffers as the model file has them.  The copies in fp32 under `zero/` are of these."""
-    for fqn, stored in module.items():
-        if fqn in ties:
-            continue
-        if fqn in buffers:
-            reading.add(_whole(fqn, BUFFER, stored.extent))
-        elif fqn not in trained or stored.extent.numel:  # under stage 3, empty placeholders
-            reading.add(_whole(fqn, WEIGHT, stored.extent))
-
-
-def _add_frozen(reading: _Reading, models: Sequence[Mapping[str, Any]], ties: Mapping[str, str]) -> None:
-    """Frozen parameters: whole under stage 2, a slot in each rank's file under stage 3."""
-    shapes = models[0].get("frozen_param_shapes") or {}
-    for fqn, recorded in shapes.items():
-        shape: Shape = tuple(recorded)
-        extents = [model["frozen_param_fragments"][fqn].extent for model in models]
-        if fqn in ties or (len(models) == 1 and extents[0].shape == shape):
-            if fqn not in ties:
-                reading.add(_whole(fqn, WEIGHT, extents[0]))
-            continue
-        slot = slot_size(prod(shape), len(models))
-        if any(extent.shape != (slot,) for extent in extents):
-            raise CorruptError(
-                "a rank's part of a frozen parameter has another length",
-                path=reading.path,
-                fqn=fqn,
-                expected=f"{slot} elements in each of {len(models)} files",
-            )
-        reading.add(Tensor(fqn, WEIGHT, extents[0].dtype, shape, InSlots(extents, 0), extents[0].dtype))
+    return models
 
 
 def _add_parameter(reading: _Reading, fqn: str, shape: Shape, native: StoredTensor | None) -> None:
@@ -325,12 +262,10 @@ def _check_complete(reading: _Reading, groups: Sequence[Mapping[str, Shape]]) ->
                     )
 
 
-def _param_groups(
-    model: Mapping[str, Any], state: Mapping[str, Any], shapes: Sequence[Mapping[str, Shape]]
-) -> tuple[ParamGroup, ...]:
+def _param_groups(model: RankFile, state: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> tuple[ParamGroup, ...]:
     """Groups by fqn, in the optimizer's order; stage 3 lists sub-groups where torch lists parameters."""
-    optimizer = _stage3_optimizer(state)
-    recorded = optimizer.get("param_groups") or state.get("param_groups") or []
+    optimizer = _stage3_optimizer(state.content)
+    recorded = optimizer.get("param_groups") or state.content.get("param_groups") or []
     options = [{key: value for key, value in group.items() if key != "params"} for group in recorded]
     if optimizer:
         members = [group["params"] for group in recorded]
@@ -338,23 +273,9 @@ def _param_groups(
             ParamGroup(tuple(fqn for i in ids for fqn in shapes[i]), some)
             for ids, some in zip(members, options, strict=True)
         )
-    config = model.get("ds_config")
-    is_dealt = (
-        isinstance(config, Mapping)
-        and not zero_model.is_bf16_optimizer(config)
-        and (config.get("zero_optimization") or {}).get("round_robin_gradients")
-    )
-    orders = [undealt(list(group), model["dp_world_size"]) if is_dealt else list(group) for group in shapes]
+    is_dealt = model_file.is_dealt(model, state)
+    orders = [undealt(list(group), model.need("dp_world_size")) if is_dealt else list(group) for group in shapes]
     return tuple(ParamGroup(tuple(order), some) for order, some in zip(orders, options, strict=True))
-
-
-def _entries(model: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    names = (*zero_model.MODEL_ITEMS, "ds_config")
-    items = {name: model[name] for name in names if model.get(name) is not None}
-    items |= {name: value for name, value in state.items() if name not in _STRUCTURE and value is not None}
-    extra = {fqn: v for fqn, v in model["module"].items() if not isinstance(v, StoredTensor) and v is not None}
-    client = {name: value for name, value in model.items() if name not in zero_model.RESERVED}
-    return items | ({"extra_state": extra} if extra else {}) | ({"client_state": client} if client else {})
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from ckpt.plan.checkpoint import (
     TrainingState,
 )
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
+from converters.deepspeed import model_file
 from converters.deepspeed.folder import (
     StepFolder,
     find_stage,
@@ -41,39 +42,21 @@ from converters.deepspeed.layout import undealt
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from converters.deepspeed.rank_files import (
     base_state,
+    check_lengths,
     check_same,
     expect_groups,
     flat_buffers,
     flat_extent,
     hyperparameters,
     inner_file,
-    is_dealt,
     known_structure,
     number_states,
     numeric_options,
-    param_shapes,
     parameter_starts,
     partition_size,
-    shape_dict,
     state_names,
 )
 from converters.deepspeed.write import lay_out
-
-# fmt: off
-#: Entries of a model file that DeepSpeed itself writes; everything else there is the user's client state.
-_MODEL_FILE_KEYS = frozenset({
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
-    "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
-    "global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "num_experts",
-    "ds_config", "ds_version", "ds_autoep_layers", "universal_checkpoint_info",
-})
-#: Entries of an optimizer file's inner dict that describe tensors; the rest is training state.
-_OPTIMIZER_KEYS = frozenset({
-    "base_optimizer_state", "optimizer_state_dict", "single_partition_of_fp32_groups", "fp32_flat_groups", "zero_stage",
-    "group_paddings", "param_alignment_paddings", "partition_count", "ds_version", "param_slice_mappings",
-    "ds_zero_partition_groups", "universal_checkpoint_info",
-})
-# fmt: on
 
 #: Ranks and files that a message lists at most.
 _SHOWN = 16
@@ -226,66 +209,24 @@ def _name_for_rank(files: Mapping[int, str], rank: int, kind: str) -> str:
     return f"zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"
 
 
-# -- the model files ---------------------------------------------------------------------------------------------------
-
-
-def _module(model: RankFile) -> dict[str, StoredTensor]:
-    """The tensors of the module's state dict.  What is no tensor (`_extra_state`) is training state, see `_items`."""
-    module, num_model_parallel = model.need("module"), model.content.get("mp_world_size")
-    if isinstance(num_model_parallel, int) and num_model_parallel > 1:
-        raise NotFoundError(
-            "model-parallel runs are not supported", path=model.path, found=f"mp_world_size {num_model_parallel}"
-        )
-    if not isinstance(module, Mapping):
-        raise NotFoundError(
-            "a DeepSpeed pipeline or a model-parallel run, which is not supported", path=model.path, found="no module"
-        )
-    if any(_is_component(fqn, value) for fqn, value in module.items()):
-        raise NotFoundError("a Megatron-DeepSpeed state dict (nested by component) is not supported", path=model.path)
-    return {fqn: value for fqn, value in module.items() if isinstance(value, StoredTensor)}
-
-
-def _is_component(name: str, value: Any) -> bool:
-    """Whether an entry of the module dict holds parameters of its own.  `_extra_state` may be a dict of anything."""
-    if not isinstance(value, Mapping) or name.endswith("_extra_state"):
-        return False
-    return any(isinstance(inner, StoredTensor | Mapping) for inner in value.values())
-
-
-def _ties(model: RankFile) -> dict[str, str]:
-    """Alias to owner.  Only the file of global rank 0 records them."""
-    shared = model.content.get("shared_params") or {}
-    pairs = shared.items() if isinstance(shared, Mapping) else shared
-    return {str(alias): str(owner) for alias, owner in pairs}
-
-
-def _whole(fqn: str, role: str, stored: StoredTensor, rank: int) -> Tensor:
-    extent = stored.extent
-    return Tensor(fqn, role, extent.dtype, extent.shape, Whole(extent, rank), extent.dtype)
-
-
-def _buffer_names(model: RankFile) -> set[str]:
-    return {str(name) for name in model.content.get("buffer_names") or ()}
-
-
 # -- stages 1 and 2 ----------------------------------------------------------------------------------------------------
 
 
 def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
     assert reading.folder.model is not None
     file = reading.load(reading.folder.model, 0)
-    module, ties, buffers = _module(file), _ties(file), _buffer_names(file)
-    groups = param_shapes(file)
+    module, ties, buffers = model_file.module(file), model_file.ties(file), model_file.buffer_names(file)
+    groups = model_file.param_shapes(file)
     frozen = file.content.get("frozen_param_fragments") or {}
     for fqn, stored in {**frozen, **module}.items():
         if isinstance(stored, StoredTensor) and fqn not in ties:
-            reading.add(_whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored, 0))
+            reading.add(model_file.whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored, 0))
     expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
 
     orders: list[tuple[str, ...]] = []
     scalars: dict[str, dict[str, Any]] = {}
     for number, shapes in enumerate(groups):
-        orders.append(tuple(undealt(list(shapes), len(inners)) if is_dealt(file, inners[0]) else shapes))
+        orders.append(tuple(undealt(list(shapes), len(inners)) if model_file.is_dealt(file, inners[0]) else shapes))
         partition = partition_size(inners, number)
         starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
         nexts = dict(zip(shapes, [*starts.values(), partition * len(inners)][1:], strict=True))
@@ -310,16 +251,17 @@ def _read_stage3(reading: _Reading, inners: list[RankFile]) -> _Model:
     world_size = len(inners)
     models = [_light(reading.load(reading.folder.model_per_rank[rank], rank)) for rank in range(world_size)]
     file = models[0]
-    module, ties, buffer_names = _module(file), _ties(file), _buffer_names(file)
-    sub_groups = param_shapes(file)
+    module, ties, buffer_names = model_file.module(file), model_file.ties(file), model_file.buffer_names(file)
+    sub_groups = model_file.param_shapes(file)
     for model in models[1:]:
-        if param_shapes(model) != sub_groups:
+        if model_file.param_shapes(model) != sub_groups:
             raise CorruptError(
                 "ranks describe different models", path=model.path, rank=model.rank, expected=f"as {file.path}"
             )
     if inners[0].content.get("ds_zero_partition_groups"):
         raise NotFoundError("experts that DeepSpeed AutoEP spread over ranks are not supported", path=inners[0].path)
-    _add_frozen(reading, models)
+    for tensor in model_file.frozen(models, ties):
+        reading.add(tensor)
     _add_buffers(reading, models, buffer_names)
     expect_groups(inners, "fp32_flat_groups", len(sub_groups))
 
@@ -338,7 +280,7 @@ def _read_stage3(reading: _Reading, inners: list[RankFile]) -> _Model:
                 for inner, state in zip(inners, states, strict=True)
             ]
         for role, extents in by_role.items():
-            _check_lengths(inners, extents, length, role)
+            check_lengths(inners, extents, length, role)
             offset = 0
             for fqn, shape in shapes.items():
                 native = module[fqn].extent.dtype if fqn in module else None
@@ -355,36 +297,17 @@ def _light(file: RankFile) -> RankFile:
     """A rank's model file without what only rank 0's is read for, so that a thousand ranks fit in memory."""
     if file.rank == 0:
         return file
-    names = _buffer_names(file)
+    names = model_file.buffer_names(file)
     content = {key: value for key, value in file.content.items() if key not in ("ds_config", "optimizer")}
-    content["module"] = {fqn: value for fqn, value in _module(file).items() if fqn in names}
+    content["module"] = {fqn: value for fqn, value in model_file.module(file).items() if fqn in names}
     return RankFile(file.path, file.rank, content)
-
-
-def _add_frozen(reading: _Reading, models: list[RankFile]) -> None:
-    """Frozen parameters: each rank's slot of each, in the model's dtype, in its model file."""
-    shapes = shape_dict(models[0].content.get("frozen_param_shapes") or {}, models[0], "frozen_param_shapes")
-    ties = _ties(models[0])
-    for fqn, shape in shapes.items():
-        if fqn in ties:
-            continue
-        extents = []
-        for model in models:
-            stored = (model.content.get("frozen_param_fragments") or {}).get(fqn)
-            if not isinstance(stored, StoredTensor):
-                raise CorruptError(
-                    "a rank has no part of a frozen parameter", path=model.path, rank=model.rank, fqn=fqn
-                )
-            extents.append(flat_extent(stored, model))
-        _check_lengths(models, extents, slot_size(prod(shape), len(models)), fqn)
-        reading.add(Tensor(fqn, WEIGHT, extents[0].dtype, shape, InSlots(extents, 0), extents[0].dtype))
 
 
 def _add_buffers(reading: _Reading, models: list[RankFile], names: set[str]) -> None:
     """Buffers are not partitioned: every rank wrote its own copy."""
-    copies = [_module(model) for model in models]
+    copies = [model_file.module(model) for model in models]
     for fqn in (fqn for fqn in copies[0] if fqn in names):
-        tensor = _whole(fqn, BUFFER, copies[0][fqn], 0)
+        tensor = model_file.whole(fqn, BUFFER, copies[0][fqn], 0)
         replicas = []
         for model, module in zip(models[1:], copies[1:], strict=True):
             stored = module.get(fqn)
@@ -404,7 +327,7 @@ def _add_buffers(reading: _Reading, models: list[RankFile], names: set[str]) -> 
 def _check_placeholders(reading: _Reading, file: RankFile, ties: Mapping[str, str]) -> None:
     """Every parameter of the module dict, an empty placeholder there, must have been found elsewhere."""
     found = {fqn for fqn, _ in reading.tensors}
-    for fqn in _module(file):
+    for fqn in model_file.module(file):
         if fqn not in found and fqn not in ties:
             raise CorruptError(
                 "the elements of a parameter are stored nowhere",
@@ -449,18 +372,6 @@ def _offloaded(reading: _Reading, inner: RankFile, stored: Any, state: str | Non
             found=f"{file.size} bytes",
         )
     return Extent.contiguous(str(path), 0, extent.dtype, (length,))
-
-
-def _check_lengths(files: list[RankFile], extents: list[Extent], length: int, role: str) -> None:
-    for file, extent in zip(files, extents, strict=True):
-        if extent.numel < length:
-            raise CorruptError(
-                "a rank's partition is too short for its parameters",
-                path=file.path,
-                rank=file.rank,
-                expected=f"{length} elements of {role}",
-                found=f"{extent.numel} elements",
-            )
 
 
 def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple[ParamGroup, ...]:
@@ -524,17 +435,6 @@ def _check_ties(reading: _Reading, model: _Model) -> None:
             )
 
 
-def _entries(model: RankFile, inner: RankFile) -> dict[str, Any]:
-    """Training state by name: what DeepSpeed records, and the user's client state as one item."""
-    content = model.content
-    names = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples", "ds_config")
-    items = {name: content[name] for name in names if content.get(name) is not None}
-    items |= {k: v for k, v in inner.content.items() if k not in _OPTIMIZER_KEYS and v is not None}
-    extra = {fqn: v for fqn, v in model.need("module").items() if not isinstance(v, StoredTensor) and v is not None}
-    client = {k: v for k, v in content.items() if k not in _MODEL_FILE_KEYS}
-    return items | ({"extra_state": extra} if extra else {}) | ({"client_state": client} if client else {})
-
-
 def _checkpoint(reading: _Reading, model: _Model, inners: list[RankFile], stage: int, world_size: int) -> Checkpoint:
     _check_steps(model.all_files, inners)
     _check_ties(reading, model)
@@ -542,7 +442,7 @@ def _checkpoint(reading: _Reading, model: _Model, inners: list[RankFile], stage:
     folder = reading.folder.path
     state = TrainingState.of_entries(
         "deepspeed",
-        _entries(model.file, inners[0]),
+        model_file.entries(model.file, inners[0].content),
         step=step if isinstance(step, int) else None,
         param_groups=model.param_groups,
         scalars=model.scalars,

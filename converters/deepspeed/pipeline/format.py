@@ -26,7 +26,7 @@ from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import Checkpoint, Layout, ReadRequest, Target, TrainingState
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import LATEST, recorded_step
-from converters.deepspeed.model import MODEL_ITEMS, PIPELINE
+from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, OPTIMIZER_FILE, PIPELINE, UNIVERSAL_INFO
 from converters.deepspeed.pipeline.args import attributes, current
 from converters.deepspeed.pipeline.read import (
     Reading,
@@ -40,21 +40,6 @@ from converters.deepspeed.pipeline.read import (
 from converters.deepspeed.pipeline.write import OF_SLICES, lay_out
 from converters.deepspeed.rank_files import known_structure
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
-
-# fmt: off
-#: Entries of a model file that describe tensors or the run's shape, or that are described otherwise.
-_KNOWN = frozenset({
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
-    "shared_params", "sparse_tensor_module_names", "global_steps", "dp_world_size", "mp_world_size",
-    "checkpoint_parallel_dimensions", "num_experts", "ds_version", "ds_config", *MODEL_ITEMS, *OF_SLICES,
-})
-#: The same of an optimizer's file.
-_KNOWN_OF_OPTIMIZER = frozenset({
-    "base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "zero_stage",
-    "group_paddings", "param_alignment_paddings", "partition_count", "ds_version", "param_slice_mappings",
-    "universal_checkpoint_info",
-})
-# fmt: on
 
 
 class MegatronDeepSpeed:
@@ -147,10 +132,11 @@ def _entries(reading: Reading, slices: Sequence[RankFile], optimizer: RankFile |
     names that Megatron-LM has now, and `pipeline` what the same layout is written again from.
     """
     first = slices[0].content
-    items = {name: first[name] for name in (*MODEL_ITEMS, "ds_config") if first.get(name) is not None}
+    items = {name: first[name] for name in (*MODEL_STATE, "ds_config") if first.get(name) is not None}
     if optimizer is not None:
-        items |= {k: v for k, v in optimizer.content.items() if k not in _KNOWN_OF_OPTIMIZER and v is not None}
-    client = {str(name): value for name, value in first.items() if name not in _KNOWN and value is not None}
+        items |= {k: v for k, v in optimizer.content.items() if k not in OPTIMIZER_FILE and v is not None}
+    known = MODEL_FILE - {UNIVERSAL_INFO} | set(OF_SLICES)  # here it is the client that hands it over
+    client = {str(name): value for name, value in first.items() if name not in known and value is not None}
     items |= {"client_state": client} if client else {}
     items["args"] = current(attributes(first.get("args"))) | {
         "tensor_model_parallel_size": reading.folder.tp,

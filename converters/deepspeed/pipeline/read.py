@@ -21,6 +21,7 @@ from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup
 from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, Tensor, Whole, flat_regions
 from converters.deepspeed.layout import undealt
+from converters.deepspeed.model_file import is_dealt, param_shapes
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup
 from converters.deepspeed.pipeline.args import attributes
 from converters.deepspeed.pipeline.names import Layers, is_neox, is_recomputed, is_tied
@@ -31,10 +32,8 @@ from converters.deepspeed.rank_files import (
     flat_buffers,
     hyperparameters,
     inner_file,
-    is_dealt,
     number_states,
     numeric_options,
-    param_shapes,
     parameter_starts,
     partition_size,
 )

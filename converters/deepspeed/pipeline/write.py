@@ -23,7 +23,8 @@ from ckpt.plan.precision import Choice
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
 from converters.deepspeed import model as zero_model
-from converters.deepspeed.model import PIPELINE, Model
+from converters.deepspeed.keys import MODEL_STATE, OPTIMIZER_STATE, PIPELINE, UNIVERSAL_INFO
+from converters.deepspeed.model import Model
 from converters.deepspeed.pipeline.args import namespace, recorded
 from converters.deepspeed.pipeline.names import Kind, Layers
 from converters.deepspeed.pipeline.read import OTHER_ORDER
@@ -53,7 +54,6 @@ OF_SLICES = (
     "cuda_rng_state",
     "rng_tracker_states",
 )
-_UNIVERSAL = "universal_checkpoint_info"
 _POSITIONS = "embedding.position_embeddings.weight"
 
 
@@ -365,11 +365,11 @@ def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
     if model.is_deepspeed:
         client, dropped = zero_model.client_state(model)
         stated = checkpoint.state.client_state or {}
-        if _UNIVERSAL in stated and pipeline.record:
-            client[_UNIVERSAL] = stated[_UNIVERSAL]
-            dropped = [line for line in dropped if repr(_UNIVERSAL) not in line]
+        if UNIVERSAL_INFO in stated and pipeline.record:
+            client[UNIVERSAL_INFO] = stated[UNIVERSAL_INFO]
+            dropped = [line for line in dropped if repr(UNIVERSAL_INFO) not in line]
     else:
-        known = (*zero_model.MODEL_ITEMS, *zero_model.OPTIMIZER_ITEMS, "args", "ds_config", "train_state")
+        known = (*MODEL_STATE, *OPTIMIZER_STATE, "args", "ds_config", "train_state")
         client, dropped = {}, [f"training state {name}" for name in checkpoint.state.entries() if name not in known]
     if "args" in client:
         client["args"] = recorded(client["args"], sizes)

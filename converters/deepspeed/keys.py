@@ -1,0 +1,31 @@
+"""Entries of DeepSpeed's files, in one table for all who read or write them.
+
+After deepspeed 0.19.8: runtime/engine.py (`_common_checkpoint_state`), runtime/zero/stage_1_and_2.py, runtime/zero/
+stage3.py and runtime/bf16_optimizer.py (`state_dict`), checkpoint/ds_to_universal.py (`_save_optimizer_state`).
+"""
+
+from __future__ import annotations
+
+# fmt: off
+#: Training state with a place of its own in a model file.
+MODEL_STATE = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples")
+#: Training state with a place of its own in an optimizer file.
+OPTIMIZER_STATE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+#: What a client hands over so that universal checkpoints can be made of its run.
+UNIVERSAL_INFO = "universal_checkpoint_info"
+#: All that DeepSpeed itself has in a model file.  Everything else there is the user's client state.
+MODEL_FILE = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", *MODEL_STATE, "sparse_tensor_module_names", "global_steps", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "num_experts", "ds_config", "ds_version", "ds_autoep_layers", UNIVERSAL_INFO,
+})
+#: What describes tensors, or the schema, in an optimizer file or the one of a universal checkpoint.  Everything else
+#: there is training state.
+OPTIMIZER_FILE = frozenset({
+    "base_optimizer_state", "base_optimizer_state_step", "optimizer_state_dict", "single_partition_of_fp32_groups",
+    "fp32_flat_groups", "zero_stage", "group_paddings", "param_alignment_paddings", "partition_count", "ds_version",
+    "param_slice_mappings", "param_groups", "ds_zero_partition_groups", UNIVERSAL_INFO,
+})
+# fmt: on
+#: What a pipeline of Megatron-DeepSpeed was read from, so that it can be written again.
+PIPELINE = "pipeline"

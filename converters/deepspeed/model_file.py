@@ -1,0 +1,123 @@
+"""DeepSpeed's model files (`mp_rank_00_model_states.pt`, or one for each rank of stage 3): what they say.
+
+Facts: see `converters.deepspeed.zero`; entries: `converters.deepspeed.keys`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ckpt.containers.sources import RankFile
+from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.plan.checkpoint import WEIGHT
+from ckpt.plan.tensors import Shape, Tensor, Whole
+from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, OPTIMIZER_FILE
+from converters.deepspeed.model import is_bf16_optimizer
+from converters.deepspeed.partitions import InSlots, slot_size
+from converters.deepspeed.rank_files import check_lengths, flat_extent
+
+
+def module(model: RankFile) -> dict[str, StoredTensor]:
+    """The tensors of the module's state dict.  What is no tensor (`_extra_state`) is training state, see `entries`."""
+    module, num_model_parallel = model.need("module"), model.content.get("mp_world_size")
+    if isinstance(num_model_parallel, int) and num_model_parallel > 1:
+        raise NotFoundError(
+            "model-parallel runs are not supported", path=model.path, found=f"mp_world_size {num_model_parallel}"
+        )
+    if not isinstance(module, Mapping):
+        raise NotFoundError(
+            "a DeepSpeed pipeline or a model-parallel run, which is not supported", path=model.path, found="no module"
+        )
+    if any(_is_component(fqn, value) for fqn, value in module.items()):
+        raise NotFoundError("a Megatron-DeepSpeed state dict (nested by component) is not supported", path=model.path)
+    return {fqn: value for fqn, value in module.items() if isinstance(value, StoredTensor)}
+
+
+def _is_component(name: str, value: Any) -> bool:
+    """Whether an entry of the module dict holds parameters of its own.  `_extra_state` may be a dict of anything."""
+    if not isinstance(value, Mapping) or name.endswith("_extra_state"):
+        return False
+    return any(isinstance(inner, StoredTensor | Mapping) for inner in value.values())
+
+
+def ties(model: RankFile) -> dict[str, str]:
+    """Alias to owner.  Only the file of global rank 0 records them."""
+    shared = model.content.get("shared_params") or {}
+    pairs = shared.items() if isinstance(shared, Mapping) else shared
+    return {str(alias): str(owner) for alias, owner in pairs}
+
+
+def whole(fqn: str, role: str, stored: StoredTensor, rank: int | None = None) -> Tensor:
+    extent = stored.extent
+    return Tensor(fqn, role, extent.dtype, extent.shape, Whole(extent, rank), extent.dtype)
+
+
+def buffer_names(model: RankFile) -> set[str]:
+    return {str(name) for name in model.content.get("buffer_names") or ()}
+
+
+def shape_dict(value: Any, file: RankFile, what: str) -> dict[str, Shape]:
+    """A dict of fqn to shape, as recorded (torch.Size, tuple or list)."""
+    if not isinstance(value, Mapping):
+        raise CorruptError(f"{what} is no dict of shapes", path=file.path, rank=file.rank)
+    shapes = {}
+    for fqn, shape in value.items():
+        sizes = tuple(shape) if isinstance(shape, Sequence) else None
+        if not isinstance(fqn, str) or sizes is None or not all(type(n) is int and n >= 0 for n in sizes):
+            raise CorruptError(f"{what} is no dict of shapes", path=file.path, rank=file.rank, fqn=str(fqn))
+        shapes[fqn] = sizes
+    return shapes
+
+
+def param_shapes(model: RankFile) -> list[dict[str, Shape]]:
+    """Shapes of trainable parameters in flattening order: one dict per group (stages 1, 2) or sub-group (stage 3)."""
+    recorded = model.need("param_shapes")
+    groups = recorded if isinstance(recorded, Sequence) else [recorded]  # one dict, in very old files
+    return [shape_dict(group, model, "param_shapes") for group in groups]
+
+
+def is_dealt(model: RankFile, inner: RankFile) -> bool:
+    """Whether parameters lie in the order in which `round_robin_gradients` deals them to ranks, not the optimizer's.
+
+    BF16_Optimizer, which records no stage, deals none.
+    """
+    config = model.content.get("ds_config")
+    if not isinstance(config, Mapping) or "zero_stage" not in inner.content or is_bf16_optimizer(config):
+        return False
+    options = config.get("zero_optimization")
+    return bool(isinstance(options, Mapping) and options.get("round_robin_gradients"))
+
+
+def frozen(models: Sequence[RankFile], ties: Mapping[str, str]) -> Iterator[Tensor]:
+    """Frozen parameters in the model's dtype: whole in a file of all ranks, a slot of each in those of each rank."""
+    shapes = shape_dict(models[0].content.get("frozen_param_shapes") or {}, models[0], "frozen_param_shapes")
+    for fqn, shape in shapes.items():
+        if fqn in ties:
+            continue
+        parts = [_fragment(model, fqn) for model in models]
+        if len(models) == 1 and parts[0].shape == shape:
+            yield whole(fqn, WEIGHT, parts[0], models[0].rank)
+            continue
+        extents = [flat_extent(stored, model) for stored, model in zip(parts, models, strict=True)]
+        check_lengths(models, extents, slot_size(prod(shape), len(models)), fqn)
+        yield Tensor(fqn, WEIGHT, extents[0].dtype, shape, InSlots(extents, 0), extents[0].dtype)
+
+
+def _fragment(model: RankFile, fqn: str) -> StoredTensor:
+    stored = (model.content.get("frozen_param_fragments") or {}).get(fqn)
+    if not isinstance(stored, StoredTensor):
+        raise CorruptError("a rank has no part of a frozen parameter", path=model.path, rank=model.rank, fqn=fqn)
+    return stored
+
+
+def entries(model: RankFile, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Training state by name: what DeepSpeed records, and the user's client state as one item."""
+    content = model.content
+    found = {name: content[name] for name in (*MODEL_STATE, "ds_config") if content.get(name) is not None}
+    found |= {name: value for name, value in optimizer.items() if name not in OPTIMIZER_FILE and value is not None}
+    extra = {fqn: v for fqn, v in model.need("module").items() if not isinstance(v, StoredTensor) and v is not None}
+    client = {name: value for name, value in content.items() if name not in MODEL_FILE}
+    return found | ({"extra_state": extra} if extra else {}) | ({"client_state": client} if client else {})
