@@ -5,7 +5,7 @@ Other packages register theirs by entry points, each with a name and the value `
     ckpt.formats          an object with what `ckpt.plan.checkpoint.Format` says
     ckpt.format_options   under the format's name, the dataclass that declares its options (`ckpt.plan.options`)
     ckpt.namespaces       a `ckpt.plan.namespace.Namespace`
-    ckpt.pickle_names     see `ckpt.containers.torchfile`
+    ckpt.pickle_names     names that pickles may hold (`ckpt.containers.torchfile.table`)
     ckpt.declarations     under the format's name, a function that returns its `ckpt.testing.Declaration`
 """
 

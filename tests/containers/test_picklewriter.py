@@ -21,9 +21,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.containers.torchfile import pickles
+from ckpt.containers.torchfile import unpickle
+from ckpt.containers.torchfile.calls import record
 from ckpt.containers.torchfile.pickler import Size, TensorRef, dumps
-from ckpt.containers.torchfile.pickles import GLOBALS
+from ckpt.containers.torchfile.table import GLOBALS
 from ckpt.containers.torchfile.values import Array, Global, Record, StoredDict
 from ckpt.errors import LossError
 from ckpt.plan.dtypes import BY_NAME, FLOAT32
@@ -64,7 +65,7 @@ trees = st.recursive(
 @settings(max_examples=300, deadline=None)
 def test_both_unpicklers_read_what_was_written(protocol: int, value: Any) -> None:
     data = dumps(value, protocol=protocol)
-    theirs, ours = pickle.loads(data), pickles.loads(data, path="x")
+    theirs, ours = pickle.loads(data), unpickle.loads(data, path="x")
     assert same(theirs, value)
     assert same(ours, value)
     assert dumps(ours, protocol=protocol) == data
@@ -96,7 +97,7 @@ def test_lengths(protocol: int, length: int) -> None:
     }
     data = dumps(value, protocol=protocol)
     assert pickle.loads(data) == value
-    assert pickles.loads(data, path="x") == value
+    assert unpickle.loads(data, path="x") == value
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -106,7 +107,7 @@ def test_what_is_shared_stays_shared(protocol: int) -> None:
     value = [inner, inner, (inner,), array, array, array_record, {"again": array_record}]
     for loaded in (
         pickle.loads(dumps(value, protocol=protocol)),
-        pickles.loads(dumps(value, protocol=protocol), path="x"),
+        unpickle.loads(dumps(value, protocol=protocol), path="x"),
     ):
         assert loaded[0] is loaded[1] is loaded[2][0] and loaded[3] is loaded[4] and loaded[5] is loaded[6]["again"]
 
@@ -159,7 +160,7 @@ def objects() -> dict[str, Any]:
 @pytest.mark.parametrize("name", objects())
 def test_objects_survive_our_reading_and_writing(name: str, protocol: int, written_in: int) -> None:
     value = objects()[name]
-    ours = pickles.loads(pickle.dumps(value, written_in), path="x")
+    ours = unpickle.loads(pickle.dumps(value, written_in), path="x")
     data = dumps(ours, protocol=protocol)
     loaded = pickle.loads(data)
     if isinstance(value, np.ndarray):
@@ -171,7 +172,7 @@ def test_objects_survive_our_reading_and_writing(name: str, protocol: int, writt
         assert loaded == value
     if isinstance(value, OrderedDict):
         assert type(loaded) is OrderedDict and loaded.version == value.version and list(loaded) == list(value)
-    assert dumps(pickles.loads(data, path="x"), protocol=protocol) == data
+    assert dumps(unpickle.loads(data, path="x"), protocol=protocol) == data
 
 
 def as_deepspeed_pickles() -> list[Any]:
@@ -190,7 +191,7 @@ def as_deepspeed_pickles() -> list[Any]:
 def test_deepspeeds_objects() -> None:
     for value in as_deepspeed_pickles():
         for protocol in PROTOCOLS:
-            ours = pickles.loads(pickle.dumps(value, 2), path="x")
+            ours = unpickle.loads(pickle.dumps(value, 2), path="x")
             loaded = pickle.loads(dumps(ours, protocol=protocol))
             assert type(loaded) is type(value)
             assert loaded == value or vars(loaded) == vars(value)
@@ -224,7 +225,7 @@ def test_objects_of_distributed_checkpoints() -> None:
     )
     data = pickle.dumps(value)
     for protocol in PROTOCOLS:
-        loaded = pickle.loads(dumps(with_sizes(pickles.loads(data, path="x")), protocol=protocol))
+        loaded = pickle.loads(dumps(with_sizes(unpickle.loads(data, path="x")), protocol=protocol))
         assert loaded == value
         assert type(next(iter(loaded.storage_data)).offset) is torch.Size
 
@@ -286,15 +287,15 @@ def test_nested_classes() -> None:
     nested = Record("torch.distributed._shard.sharded_tensor.api", "ShardedTensor.ProcessGroupState", (1, 2, 3, 4))
     for protocol in PROTOCOLS:
         data = dumps(nested, protocol=protocol)
-        assert pickles.loads(data, path="x").name == nested.name
+        assert unpickle.loads(data, path="x").name == nested.name
         assert pickle.loads(data).local_rank == 1
 
 
 def test_every_record_class_is_written_by_its_name() -> None:
     for (module, name), entry in GLOBALS.items():
-        if isinstance(entry, Global) and entry.build is pickles._record:
+        if isinstance(entry, Global) and entry.build is record:
             for args, state in (((), {"a": 1}), ((1,), None)):
-                read = pickles.loads(dumps(Record(module, name, args, state=state)), path="x")
+                read = unpickle.loads(dumps(Record(module, name, args, state=state)), path="x")
                 assert (read.module, read.name, read.args, read.state) == (module, name, args, state)
 
 

@@ -288,7 +288,7 @@ torch.save({"d": whole, "p": torch.nn.Parameter(whole), "s": sharded_tensor.zero
 def test_metadata_of_dcp(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from ckpt.containers.torchfile.pickles import load_pickle
+    from ckpt.containers.torchfile.unpickle import load_pickle
 
     value = {"model": {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones((), dtype=torch.bfloat16)}, "step": 3}
     dcp.save(value, checkpoint_id=tmp_path / "dcp", no_dist=True)

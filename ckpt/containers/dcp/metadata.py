@@ -24,7 +24,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ckpt.containers.torchfile.pickles import load_pickle
+from ckpt.containers.torchfile.unpickle import load_pickle
 from ckpt.containers.torchfile.values import Record
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move.files import confined

@@ -1,4 +1,4 @@
-"""A pickler of our own: it writes what `ckpt.containers.torchfile.pickles` reads, and imports nothing.
+"""A pickler of our own: it writes what `ckpt.containers.torchfile.unpickle` reads, and imports nothing.
 
 What goes in is what comes out of the unpickler: plain values, `StoredDict`, `Record`, `Global`, `DType`, `Array`.
 New objects are made as `Record(module, name, args, state=...)`.  What is no plain value of torch's needs a word:

@@ -31,8 +31,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ckpt.containers.torchfile import pickles
-from ckpt.containers.torchfile.pickles import Decoder
+from ckpt.containers.torchfile.machine import Machine, Table
+from ckpt.containers.torchfile.table import allowed
+from ckpt.containers.torchfile.unpickle import loads
 from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError, Storage, StorageType, short
 from ckpt.errors import CorruptError, NotFoundError, UnsafeError
 from ckpt.move.source import open_file, read_at
@@ -57,7 +58,7 @@ class StoredRecord:
 class TorchFile:
     """A file written by torch.save.
 
-    `root` is the object that was saved (see `ckpt.containers.torchfile.pickles` for what stands for what).  `offset`
+    `root` is the object that was saved (see `ckpt.containers.torchfile.values` for what stands for what).  `offset`
     and `size` say which part of `path` it is; `records` are the parts of it that `root` refers to, by name (`data/0`;
     in a legacy file, the storage's key), and `data.pkl`.  `container` is `zip` or `legacy`.
     """
@@ -70,16 +71,18 @@ class TorchFile:
     records: Mapping[str, StoredRecord]
 
 
-def read(path: str | os.PathLike[str], offset: int = 0, length: int | None = None) -> TorchFile:
+def read(
+    path: str | os.PathLike[str], offset: int = 0, length: int | None = None, table: Table | None = None
+) -> TorchFile:
     """Read the torch file `path`, or the one that is embedded at `offset` of it (an item of a `.distcp` file).
 
-    Only the directory, `data.pkl` and small records are read.  Raises
+    Only the directory, `data.pkl` and small records are read.  `table` has the names that a pickle may hold, by
+    default `allowed()`.  Raises
 
     * NotFoundError: no such file, or it is something else (a plain pickle, a tar file, ...);
     * CorruptError: truncated, overwritten with zeros, or contradicting itself;
-    * UnsafeError: a global outside the table of `ckpt.containers.torchfile.pickles`, or a container that is made to
-      deceive
-      (compressed or duplicate records, headers that contradict the directory, overlaps), or a TorchScript program;
+    * UnsafeError: a global outside the table, or a container that is made to deceive (compressed or duplicate records,
+      headers that contradict the directory, overlaps), or a TorchScript program;
     * StorageError: the file cannot be read.
     """
     path = os.fspath(path)
@@ -95,7 +98,7 @@ def read(path: str | os.PathLike[str], offset: int = 0, length: int | None = Non
                 expected=f"{offset + length} bytes or more",
                 found=f"{available} bytes",
             )
-        return _read(_Region(fd, path, offset, length))
+        return _read(_Region(fd, path, offset, length, allowed() if table is None else table))
     finally:
         os.close(fd)
 
@@ -108,6 +111,7 @@ class _Region:
     path: str
     start: int
     size: int
+    table: Table
 
     def read(self, offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > self.size:
@@ -485,7 +489,7 @@ def _read_zip(region: _Region, tail: bytes) -> TorchFile:
         # An empty storage has no address, so torch cannot tell that two are the same.
         return Storage(region.path, region.start, dtype, 0, 0, key)
 
-    root = pickles.loads(data, path=region.path, name=name, persistent=persistent)
+    root = loads(data, path=region.path, name=name, persistent=persistent, table=region.table)
     return TorchFile(region.path, region.start, region.size, "zip", root, archive.located)
 
 
@@ -592,7 +596,7 @@ def _legacy_pickles(region: _Region, data: bytes, storages: _LegacyStorages) -> 
     """The objects, the keys of the storages, and where the pickles end."""
 
     def run(start: int, name: str, persistent: _LegacyStorages | None = None) -> tuple[Any, int]:
-        return Decoder(data, path=region.path, name=name, persistent=persistent).run(start)
+        return Machine(data, region.table, path=region.path, name=name, persistent=persistent).run(start)
 
     _, at = run(0, "the magic number")
     version, at = run(at, "the protocol version")

@@ -13,8 +13,10 @@ a class or function that is named   Global
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from ckpt.plan.dtypes import DType
@@ -32,6 +34,12 @@ MAX_LINE = 4096
 MAX_DIMS = 64
 #: Bytes of a tensor that is larger than its storage (expanded: a stride of 0).  More is an attack on the disk.
 MAX_EXPANDED = 1 << 32
+
+#: The standard library's own immutable times, which are what they are in a pickle.
+TIMES: Mapping[str, Callable[..., Any]] = {
+    cls.__name__: cls
+    for cls in (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +191,57 @@ class Array:
         self.data: bytes = b""
         self.objects: list[Any] | None = None
 
+    def set_state(self, state: Any, spend: Callable[[int], None]) -> None:
+        """Fill the array as `ndarray.__setstate__` does.  Raises as `fill`, and MalformedError where it is filled."""
+        _, shape, dtype, fortran, data = state
+        if self.dtype:
+            raise MalformedError("the state of an array is set twice")
+        self.fill(shape, dtype, data, bool(fortran), spend)
+
+    def fill(self, shape: Any, dtype: Any, data: Any, fortran: bool, spend: Callable[[int], None]) -> Array:
+        """Take elements that are as many as `shape` says; return the array.  `spend` accounts for bytes copied.
+
+        Raises MalformedError, or what Python raises where a value has another type than numpy writes.
+        """
+        text, itemsize = _dtype_text(dtype)
+        if type(shape) is int:
+            shape = (shape,)
+        if type(shape) is not tuple or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
+            raise MalformedError("the shape of an array")
+        if text == "|O":
+            if type(data) is not list or len(data) != prod(shape):
+                raise MalformedError("an array that is not as long as its shape says")
+            self.objects = data
+        else:
+            if type(data) is bytearray:
+                spend(len(data))
+                data = bytes(data)
+            if type(data) is not bytes or len(data) != prod(shape) * itemsize:
+                raise MalformedError("an array that is not as long as its shape says")
+            self.data = data
+        self.dtype, self.record, self.shape, self.fortran = text, dtype, shape, fortran
+        return self
+
     def __repr__(self) -> str:
         return f"<numpy array {self.dtype} {self.shape}>"
+
+
+def _dtype_text(value: Any) -> tuple[str, int]:
+    """numpy's string for a dtype record, and its itemsize.  Raises MalformedError."""
+    if type(value) is not Record or value.module != "numpy" or not value.args or type(value.args[0]) is not str:
+        raise MalformedError("an array without a dtype")
+    text = value.args[0]
+    if len(text) > 32 or not text[:1].isalpha() or not text[1:].isdigit():
+        if text == "O":
+            return "|O", 0
+        raise MalformedError("an array of an unknown dtype")
+    order = value.state[1] if type(value.state) is tuple and len(value.state) > 1 else "|"
+    if order not in ("<", ">", "|", "="):
+        raise MalformedError("an array of an unknown byte order")
+    size = int(text[1:])
+    if text[0] == "O":
+        return "|O", 0
+    return order + text, size * 4 if text[0] == "U" else size
 
 
 @dataclass(frozen=True, slots=True)

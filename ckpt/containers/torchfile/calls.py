@@ -1,0 +1,358 @@
+"""What is "called" in a pickle: functions that stand for those of Python, numpy and torch, and make inert values.
+
+Each takes the machine, the global that was named, and the arguments; it trusts none of them.  What torch writes after
+torch 2.13's `_utils.py`, `_tensor.py`, `serialization.py` and `storage.py`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+from ckpt.containers.torchfile.machine import Machine
+from ckpt.containers.torchfile.values import (
+    MAX_DIMS,
+    MAX_EXPANDED,
+    TIMES,
+    Array,
+    Global,
+    MalformedError,
+    Record,
+    Storage,
+    StoredDict,
+    StoredTensor,
+    short,
+)
+from ckpt.errors import UnsafeError
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Extent
+
+Builder = Callable[[Machine, Global, tuple[Any, ...]], Any]
+
+_MAX_INT64 = (1 << 63) - 1
+_PLAIN_TENSORS = {("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer")}
+
+
+def record(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Record:
+    """An object of a class that is known by name only."""
+    return Record(cls.module, cls.name, args, fields=cls.fields)
+
+
+def _getattr(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
+    """Members of an enum (Python 3.11.0 to 3.11.3) and nested classes (protocol 2): names in the table only."""
+    if len(args) == 2 and type(args[0]) is Global and type(args[1]) is str:
+        cls, name = args
+        nested = machine.table.get((cls.module, f"{cls.name}.{name}"))
+        if nested is not None:
+            return nested
+        if cls.members is not None and name in cls.members:
+            return Record(cls.module, cls.name, (cls.members[name],))
+    raise UnsafeError(
+        "the pickle calls builtins.getattr on what is neither an enum nor a class with nested ones; nothing was run",
+        path=machine.path,
+    )
+
+
+def _reconstructor(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
+    """`copyreg._reconstructor(cls, object, None)`: how protocols 0 and 1 make an object."""
+    cls, base, state = args
+    if type(base) is not Global or base.name != "object" or state is not None:
+        raise MalformedError("an object of a class that is derived from a built-in one")
+    return machine.call(cls, ())
+
+
+def _encode(machine: Machine, _: Global, args: tuple[Any, ...]) -> bytes:
+    """`_codecs.encode(text, 'latin1')`: bytes, as protocol 2 writes them."""
+    text, encoding = args
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise MalformedError("bytes in an unknown encoding")
+    machine.spend(len(text))
+    return text.encode("latin-1")
+
+
+def _bytes(machine: Machine, _: Global, args: tuple[Any, ...]) -> bytes:
+    if args:
+        raise MalformedError("arguments of bytes")
+    return b""
+
+
+def _bytearray(machine: Machine, _: Global, args: tuple[Any, ...]) -> bytearray:
+    if not args:
+        return bytearray()
+    (data,) = args
+    if type(data) is not bytes:  # an int would allocate as many bytes
+        raise MalformedError("a bytearray of what is no bytes")
+    machine.spend(len(data))
+    return bytearray(data)
+
+
+def _items(machine: Machine, args: tuple[Any, ...]) -> Any:
+    """The one list, tuple, set or dict that a container is made from, paid for; () if there is none."""
+    if not args:
+        return ()
+    (items,) = args
+    if type(items) not in (list, tuple, set, frozenset, dict, StoredDict):
+        raise MalformedError(f"a container made from a {type(items).__name__}")
+    machine.spend(len(items))
+    return items
+
+
+def _set(machine: Machine, _: Global, args: tuple[Any, ...]) -> set[Any]:
+    made: set[Any] = set()
+    machine.set_update(made, _items(machine, args))
+    return made
+
+
+def _frozenset(machine: Machine, _: Global, args: tuple[Any, ...]) -> frozenset[Any]:
+    return frozenset(_set(machine, _, args))
+
+
+def _ordered_dict(machine: Machine, cls: Global, args: tuple[Any, ...]) -> StoredDict:
+    made = StoredDict(cls.name)
+    if not args:  # every tensor has one of these for its hooks
+        return made
+    items = _items(machine, args)
+    if isinstance(items, dict):
+        made.update(items)
+    else:
+        for key, value in items:
+            machine.dict_update(made, [key, value])
+    return made
+
+
+def _defaultdict(machine: Machine, cls: Global, args: tuple[Any, ...]) -> StoredDict:
+    if args and args[0] is not None and type(args[0]) is not Global:
+        raise MalformedError("a default factory that is no class")
+    return _ordered_dict(machine, cls, args[1:])
+
+
+def _deque(machine: Machine, _: Global, args: tuple[Any, ...]) -> deque[Any]:
+    maxlen = args[1] if len(args) > 1 else None
+    if maxlen is not None and (type(maxlen) is not int or not 0 <= maxlen < 1 << 62):
+        raise MalformedError("the length of a deque")
+    return deque(_items(machine, args[:1]), maxlen)
+
+
+def _made(kind: Callable[..., Any], num_args: int, types: tuple[type, ...], what: str) -> Builder:
+    """An immutable value that `kind` makes of arguments of these types; others are refused as `what`."""
+
+    def build(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Any:
+        if len(args) != num_args:
+            raise ValueError
+        if any(type(arg) not in types for arg in args):
+            raise MalformedError(what)
+        return kind(*args)
+
+    return build
+
+
+def _path(machine: Machine, cls: Global, args: tuple[Any, ...]) -> PurePosixPath | PureWindowsPath:
+    if any(type(part) is not str for part in args):
+        raise MalformedError("a path of what is no text")
+    machine.spend(sum(map(len, args)))
+    return PureWindowsPath(*args) if "Windows" in cls.name else PurePosixPath(*args)
+
+
+_TIME_ARGUMENTS = (bytes, int, str, datetime.timedelta, datetime.timezone)
+
+
+def _time(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Any:
+    """The standard library's own immutable times; their constructors take the pickled bytes and check them."""
+    if any(type(arg) not in _TIME_ARGUMENTS for arg in args):
+        raise MalformedError(f"a {cls.name} of what is no number")
+    return TIMES[cls.name](*args)
+
+
+# --- numpy ---------------------------------------------------------------------------------------------------
+
+_SCALARS = {"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q"}
+_SCALARS |= {"f2": "e", "f4": "f", "f8": "d", "c8": "ff", "c16": "dd"}
+
+
+def _new_array(machine: Machine, _: Global, args: tuple[Any, ...]) -> Array:
+    """`_reconstruct(ndarray, (0,), b'b')`: an empty array whose state follows."""
+    return Array()
+
+
+def _frombuffer(machine: Machine, _: Global, args: tuple[Any, ...]) -> Array:
+    """`_frombuffer(data, dtype, shape, order)`: an array, as protocol 5 writes it."""
+    data, dtype, shape, order = args[:4]
+    return Array().fill(shape, dtype, data, order == "F", machine.spend)
+
+
+def _scalar(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
+    """`scalar(dtype, bytes)`: Python's own number where it has one, else an array of no dims."""
+    dtype, data = args
+    array = Array().fill((), dtype, data, False, machine.spend)
+    code = _SCALARS.get(array.dtype[1:])
+    if code is None:
+        return array
+    values = struct.unpack((">" if array.dtype[0] == ">" else "<") + code, array.data)
+    return complex(*values) if len(values) == 2 else values[0]
+
+
+# --- torch ---------------------------------------------------------------------------------------------------
+
+
+def _size(machine: Machine, _: Global, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    (size,) = args
+    if type(size) is list:
+        machine.spend(len(size))
+        return tuple(size)
+    if type(size) is not tuple:
+        raise MalformedError("a torch.Size of what is no tuple")
+    return size
+
+
+def _extent(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Extent:
+    """The elements of a tensor, proven to lie within its storage.  Raises MalformedError."""
+    if type(storage) is not Storage or type(dtype) is not DType:
+        raise MalformedError("a tensor without a storage")
+    if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
+        raise MalformedError("a tensor's shape and strides do not fit")
+    if len(shape) > MAX_DIMS or type(offset) is not int or offset < 0:
+        raise MalformedError("a tensor's shape or offset makes no sense")
+    numel, reach = 1, 0
+    for n, step in zip(shape, strides, strict=True):
+        if type(n) is not int or type(step) is not int or n < 0 or step < 0 or n > _MAX_INT64 or step > _MAX_INT64:
+            raise MalformedError("a tensor's shape or strides are no integers of 64 bits, or negative")
+        numel *= n
+        reach += (n - 1) * step
+    itemsize = dtype.itemsize
+    if numel == 0:
+        return Extent(storage.path, storage.offset, dtype, shape, strides)
+    end = (offset + reach + 1) * itemsize
+    if end > storage.nbytes:
+        raise MalformedError(
+            f"a tensor of shape {short(shape)} and strides {short(strides)} ends at byte {short(end)} "
+            f"of a storage of {storage.nbytes} bytes"
+        )
+    if numel * itemsize > storage.nbytes and numel * itemsize > MAX_EXPANDED:
+        raise MalformedError(f"a tensor of shape {short(shape)} over a storage of {storage.nbytes} bytes")
+    return Extent(storage.path, storage.offset + offset * itemsize, dtype, shape, strides)
+
+
+def _plain_bits(machine: Machine, metadata: Any) -> None:
+    """Refuse a lazily conjugated or negated tensor: its stored bits are not its values."""
+    if metadata:
+        machine.unsupported("a tensor whose conjugate or negative bit is set (call resolve_conj() and resolve_neg())")
+
+
+def _tensor(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
+    """`_rebuild_tensor(storage, storage_offset, size, stride)`."""
+    storage, offset, shape, strides = args
+    return StoredTensor(_extent(storage, storage.dtype, offset, shape, strides))
+
+
+def _tensor_v2(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
+    """`_rebuild_tensor_v2(storage, storage_offset, size, stride, requires_grad, backward_hooks, metadata=None)`."""
+    if len(args) > 6:
+        if len(args) > 7:
+            raise MalformedError("a tensor of too many arguments")
+        _plain_bits(machine, args[6])
+    storage, offset, shape, strides, requires_grad = args[:5]
+    return StoredTensor(_extent(storage, storage.dtype, offset, shape, strides), requires_grad is True)
+
+
+def _tensor_v3(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
+    """`_rebuild_tensor_v3(storage, storage_offset, size, stride, requires_grad, hooks, dtype, metadata=None)`.
+
+    For dtypes that have no storage class of their own (uint16 and up, fp8, fp4).
+    """
+    if len(args) > 7:
+        _plain_bits(machine, args[7])
+    storage, offset, shape, strides, requires_grad, _hooks, dtype = args[:7]
+    return StoredTensor(_extent(storage, dtype, offset, shape, strides), requires_grad is True)
+
+
+def _parameter(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
+    """`_rebuild_parameter(data, requires_grad, backward_hooks[, state])`."""
+    data, requires_grad = args[:2]
+    state = args[3] if len(args) > 3 else None
+    if type(data) is Record:  # a parameter that is a DTensor
+        return data
+    if type(data) is not StoredTensor:
+        raise MalformedError("a parameter that is no tensor")
+    return StoredTensor(data.extent, requires_grad is True, _attributes(machine, state))
+
+
+def _attributes(machine: Machine, state: Any) -> Mapping[str, Any] | None:
+    """A tensor's Python attributes: its `__dict__`, or that and its slots."""
+    if state is None or type(state) is dict:
+        return state or None
+    if type(state) is tuple and len(state) == 2 and all(part is None or type(part) is dict for part in state):
+        machine.spend(sum(len(part) for part in state if part))
+        return {**(state[0] or {}), **(state[1] or {})} or None
+    raise MalformedError("a tensor's attributes are no dict")
+
+
+def _from_type(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
+    """`_rebuild_from_type_v2(function, type, args, state)`: a tensor with attributes, or of a subclass."""
+    function, cls, inner, state = args
+    if type(function) is not Global or type(cls) is not Global or type(inner) is not tuple:
+        raise MalformedError("a tensor of a subclass that makes no sense")
+    if function.build is _wrapper_subclass:
+        # DTensor, ShardedTensor: no elements of their own, all is in the state.
+        return Record(cls.module, cls.name, inner, state=state)
+    # Only these, so that nothing here calls itself.
+    if function.build not in (_tensor, _tensor_v2, _tensor_v3, _parameter, _meta):
+        raise MalformedError("a tensor of a subclass that is made by no tensor function")
+    made = function.build(machine, function, inner)
+    if (cls.module, cls.name) not in _PLAIN_TENSORS or type(made) is not StoredTensor:
+        machine.unsupported(f"a tensor of class {cls.typename}")
+    return StoredTensor(made.extent, made.requires_grad, _attributes(machine, state))
+
+
+def _wrapper_subclass(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
+    machine.unsupported("a tensor subclass without storage")
+
+
+def _meta(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
+    machine.unsupported("a tensor on the meta device")
+
+
+def _from_cpu_tensor(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
+    """`_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`: a tensor saved on XLA."""
+    data, dtype, _device, requires_grad = args
+    if type(data) is not StoredTensor or dtype is not data.dtype:
+        raise MalformedError("a device tensor whose data is of another dtype")
+    return StoredTensor(data.extent, requires_grad is True)
+
+
+#: (modules, names, what stands for them): functions and classes that become a plain value.
+FUNCTIONS: tuple[tuple[str, str, Builder], ...] = (
+    ("builtins __builtin__", "set", _set),
+    ("builtins __builtin__", "frozenset", _frozenset),
+    ("builtins __builtin__", "bytes", _bytes),
+    ("builtins __builtin__", "bytearray", _bytearray),
+    ("builtins __builtin__", "complex", _made(complex, 2, (float,), "a complex number of what is no number")),
+    ("builtins __builtin__", "slice", _made(slice, 3, (int, type(None)), "a slice of what is no integer")),
+    ("builtins __builtin__", "range xrange", _made(range, 3, (int,), "a range of what is no integer")),
+    ("builtins __builtin__", "getattr", _getattr),
+    ("copyreg copy_reg", "_reconstructor", _reconstructor),
+    ("_codecs", "encode", _encode),
+    ("collections", "OrderedDict Counter", _ordered_dict),
+    ("collections", "defaultdict", _defaultdict),
+    ("collections", "deque", _deque),
+    ("datetime", "datetime date time timedelta timezone", _time),
+    # Python 3.13 puts the classes into `pathlib._local`.
+    ("pathlib pathlib._local", "PosixPath PurePosixPath WindowsPath PureWindowsPath", _path),
+    # numpy 2 renamed `numpy.core` to `numpy._core`.
+    ("numpy.core.multiarray numpy._core.multiarray", "_reconstruct", _new_array),
+    ("numpy.core.multiarray numpy._core.multiarray", "scalar", _scalar),
+    ("numpy.core.numeric numpy._core.numeric", "_frombuffer", _frombuffer),
+    ("torch", "Size", _size),
+    ("torch._utils", "_rebuild_tensor", _tensor),
+    ("torch._utils", "_rebuild_tensor_v2", _tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v3", _tensor_v3),
+    ("torch._utils", "_rebuild_parameter _rebuild_parameter_with_state", _parameter),
+    ("torch._utils", "_rebuild_meta_tensor_no_storage", _meta),
+    ("torch._utils", "_rebuild_wrapper_subclass", _wrapper_subclass),
+    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor", _from_cpu_tensor),
+    # torch renamed `torch.tensor` to `torch._tensor` in 1.8.
+    ("torch._tensor torch.tensor", "_rebuild_from_type_v2", _from_type),
+)

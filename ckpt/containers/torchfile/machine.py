@@ -1,0 +1,607 @@
+"""The machine that runs a pickle and imports nothing.
+
+A pickle is a program.  This machine runs it over inert things only: a global is looked up in a table by its exact
+(module, name), never imported; what is "called" is an entry of that table, a function of ours that checks its
+arguments and makes a plain value, a `Record` or a `StoredTensor`.  Any other global is refused by name.  The table
+is an argument (`ckpt.containers.torchfile.table` has the one that files are read with).
+
+The machine is total: whatever the bytes, it returns or raises a `CkptError`.  Its memory is linear in the length
+of the pickle (at most some 250 bytes per byte, which takes a pickle of nothing but empty sets), it does not
+recurse, and what it returns is a tree that naive recursive code can walk: at most `MAX_DEPTH` deep, free of
+cycles other than through a `Record`, and not much larger unfolded than the pickle is.
+
+Opcodes after Python 3.13's `pickletools` (protocols 0 to 5).
+"""
+
+from __future__ import annotations
+
+import codecs
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any, NoReturn
+
+from ckpt.containers.torchfile.tree import LEAVES, check_tree
+from ckpt.containers.torchfile.values import (
+    MAX_LINE,
+    MAX_LONG,
+    MAX_PICKLE,
+    TIMES,
+    Array,
+    CutShortError,
+    Global,
+    MalformedError,
+    Record,
+    StoredDict,
+    Unsupported,
+)
+from ckpt.errors import CorruptError, UnsafeError
+from ckpt.plan.dtypes import DType
+
+#: What a pickle may name, by (module, name): a `Global`, a constant, or `Unsupported`.
+Table = Mapping[tuple[str, str], Any]
+
+_TOO_DEEP_A_KEY = 8
+
+#: What may be a key: hashed in constant time, and without calling anything of the file's.
+_KEYS = frozenset((str, int, float, bool, type(None), bytes, complex, DType, Record, Global, frozenset, range))
+_KEYS |= {PurePosixPath, PureWindowsPath, *TIMES.values()}
+
+#: What the operations of the machine raise when a pickle does not make sense: stack or memo empty, a value of a
+#: wrong type, a number out of range, text that is not UTF-8.
+_MEANT_AS_MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, MalformedError)
+
+
+class Machine:
+    """One run over one pickle, whose globals are those of `table`.
+
+    `persistent` resolves a persistent id (torch's storages); without it, persistent ids are refused.
+    """
+
+    __slots__ = ("allowance", "data", "marks", "memo", "name", "path", "persistent", "stack", "table")
+
+    def __init__(
+        self,
+        data: bytes,
+        table: Table,
+        *,
+        path: str,
+        name: str = "pickle",
+        persistent: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.data = data
+        self.table = table
+        self.path = path
+        self.name = name
+        self.persistent = persistent
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+        # Elements that may be copied.  A pickler emits each container once, so copies are bounded by the length;
+        # a bomb copies one long list again and again.
+        self.allowance = 4 * len(data) + (1 << 16)
+
+    def run(self, start: int = 0) -> tuple[Any, int]:
+        """Run the pickle that begins at `start`; return its object and the position behind it.
+
+        Raises UnsafeError for a global outside the table or a call of what is not callable there, CorruptError
+        for a pickle that makes no sense, and CutShortError where the bytes end before the pickle does.
+        """
+        data, handlers, stop, at = self.data, _HANDLERS, _STOP, start
+        try:
+            while (code := data[at]) != stop:
+                at = handlers[code](self, at + 1) or at + 1
+            if len(self.stack) != 1 or self.marks:
+                raise MalformedError(f"{len(self.stack)} objects are left on the stack")
+            value = self.stack.pop()
+            if type(value) not in LEAVES:
+                check_tree(value, at + 1 - start)
+            return value, at + 1
+        except struct.error:  # a number that an opcode's argument begins with
+            raise CutShortError from None
+        except _MEANT_AS_MALFORMED as error:
+            if at >= len(data) or (at + 1 == len(data) and data[at] in _ONE_BYTE):
+                raise CutShortError from None
+            raise CorruptError(
+                f"the pickle is damaged: {_reason(error)}", path=self.path, found=f"at byte {at} of {self.name}"
+            ) from None
+
+    def line_at(self, pos: int, limit: int = MAX_LINE) -> tuple[bytes, int]:
+        """The text up to the next newline, and the position behind it."""
+        end = self.data.find(b"\n", pos, pos + limit)
+        if end < 0:
+            if len(self.data) - pos < limit:
+                raise CutShortError
+            raise MalformedError(f"a line of more than {limit} characters")
+        return self.data[pos:end], end + 1
+
+    def pop_mark(self) -> list[Any]:
+        """What was pushed since the last mark."""
+        stack = self.stack
+        mark = self.marks.pop()
+        if mark > len(stack):
+            raise MalformedError("the stack was emptied beyond a mark")
+        items = stack[mark:]
+        del stack[mark:]
+        return items
+
+    def spend(self, copies: int) -> None:
+        """Account for elements that are copied, so that a small pickle cannot make large objects."""
+        self.allowance -= copies
+        if self.allowance < 0:
+            raise MalformedError("it copies more than it holds")
+
+    def check_key(self, key: Any, depth: int = 0) -> None:
+        """Refuse a dict key or set element that is unhashable, or whose hash would recurse or take long."""
+        kind = type(key)
+        if kind is tuple:
+            if depth > _TOO_DEEP_A_KEY:
+                raise MalformedError("a key of nested tuples")
+            self.spend(len(key))
+            for item in key:
+                self.check_key(item, depth + 1)
+        elif kind not in _KEYS:
+            raise MalformedError(f"a {kind.__name__} as a key")
+
+    def look_up(self, module: Any, name: Any) -> Any:
+        """The table's entry for a global; UnsafeError where it has none, or one that says that it is not read."""
+        if type(module) is not str or type(name) is not str:
+            raise MalformedError("the name of a global is no text")
+        try:
+            found = self.table[module, name]
+        except KeyError:
+            raise UnsafeError(
+                f"the pickle names {module}.{name}, which is not on the list of what checkpoints hold; "
+                "nothing was imported and nothing was run",
+                path=self.path,
+                hint="load the file with the framework that wrote it, only if you trust where it comes from, "
+                "and save tensors and plain values",
+            ) from None
+        if type(found) is Unsupported:
+            self.unsupported(found.what)
+        return found
+
+    def unsupported(self, what: str) -> NoReturn:
+        raise UnsafeError(f"the file holds {what}, which is not supported", path=self.path)
+
+    def call(self, function: Any, args: Any) -> Any:
+        """What a call of `function`, an entry of the table, makes of `args`; UnsafeError where it is no function."""
+        if type(function) is not Global or function.build is None:
+            name = function.typename if type(function) is Global else f"an object of type {type(function).__name__}"
+            raise UnsafeError(f"the pickle calls {name}, which is nothing to call; nothing was run", path=self.path)
+        if type(args) is not tuple:
+            raise MalformedError("the arguments of a call are no tuple")
+        return function.build(self, function, args)
+
+    def extend(self, target: Any, items: list[Any], what: str = "items are") -> None:
+        """Append `items` to a list or deque."""
+        if type(target) is not list and type(target) is not deque:
+            raise MalformedError(f"{what} appended to a {type(target).__name__}")
+        target.extend(items)
+
+    def dict_update(self, target: Any, items: list[Any]) -> Any:
+        """Set `items`, a key and its value in turn, on a dict, and return it."""
+        if type(target) is not dict and type(target) is not StoredDict:
+            raise MalformedError(f"items are set on a {type(target).__name__}")
+        if len(items) % 2:
+            raise MalformedError("a key has no value")
+        for i in range(0, len(items), 2):
+            key = items[i]
+            if type(key) is not str:
+                self.check_key(key)
+            target[key] = items[i + 1]
+        return target
+
+    def set_update(self, target: Any, items: Iterable[Any]) -> set[Any]:
+        """Add `items` to a set, and return it."""
+        if type(target) is not set:
+            raise MalformedError(f"items are added to a {type(target).__name__}")
+        for item in items:
+            self.check_key(item)
+            target.add(item)
+        return target
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, MalformedError):
+        return str(error)
+    if isinstance(error, KeyError):
+        return "it refers to what it has not stored"
+    if isinstance(error, IndexError):
+        return "its stack is empty"
+    return f"a value makes no sense ({type(error).__name__})"
+
+
+# --- opcodes ---------------------------------------------------------------------------------------------------
+#
+# A handler takes the machine and the position behind the opcode.  It returns the position behind the opcode's
+# argument, or None for an opcode that has none.
+
+_Handler = Callable[[Machine, int], int | None]
+
+
+def _number(layout: str) -> _Handler:
+    """Push the number that follows."""
+    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def handler(machine: Machine, pos: int) -> int:
+        machine.stack.append(unpack(machine.data, pos)[0])
+        return pos + size
+
+    return handler
+
+
+def _counted(layout: str, made_from: Callable[[bytes], Any], most: int | None = None, what: str = "") -> _Handler:
+    """Push what is made from the bytes that follow their number, once they are known to be there.
+
+    A number that is negative or above `most` is refused as `what`.
+    """
+    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def handler(machine: Machine, pos: int) -> int:
+        data = machine.data
+        length = unpack(data, pos)[0]
+        if most is not None and not 0 <= length <= most:
+            raise MalformedError(what.format(length))
+        pos += size
+        end = pos + length
+        if end > len(data):
+            raise CutShortError
+        machine.stack.append(made_from(data[pos:end]))
+        return int(end)
+
+    return handler
+
+
+def _line(made_from: Callable[[bytes], Any], limit: int = MAX_LINE) -> _Handler:
+    """Push what is made from the text up to the next newline."""
+
+    def handler(machine: Machine, pos: int) -> int:
+        line, pos = machine.line_at(pos, limit)
+        machine.stack.append(made_from(line))
+        return pos
+
+    return handler
+
+
+def _get(layout: str) -> _Handler:
+    """Push what the memo has at the index that follows."""
+    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def handler(machine: Machine, pos: int) -> int:
+        machine.stack.append(machine.memo[unpack(machine.data, pos)[0]])
+        return pos + size
+
+    return handler
+
+
+def _put(layout: str) -> _Handler:
+    """Store what is on top of the stack in the memo, at the index that follows."""
+    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def handler(machine: Machine, pos: int) -> int:
+        index = unpack(machine.data, pos)[0]
+        machine.memo[index] = machine.stack[-1]
+        return pos + size
+
+    return handler
+
+
+def _constant(value: Any) -> _Handler:
+    return lambda machine, pos: machine.stack.append(value)
+
+
+def _empty(kind: type) -> _Handler:
+    return lambda machine, pos: machine.stack.append(kind())
+
+
+def _from_mark(made_from: Callable[[Machine, list[Any]], Any]) -> _Handler:
+    """Push what is made from all that was pushed since the last mark."""
+    return lambda machine, pos: machine.stack.append(made_from(machine, machine.pop_mark()))
+
+
+def _into_top(put: Callable[[Machine, Any, list[Any]], Any]) -> _Handler:
+    """Put all that was pushed since the last mark into the container below it."""
+
+    def handler(machine: Machine, pos: int) -> None:
+        items = machine.pop_mark()
+        put(machine, machine.stack[-1], items)
+
+    return handler
+
+
+def _malformed(what: str) -> _Handler:
+    def handler(machine: Machine, pos: int) -> NoReturn:
+        raise MalformedError(what)
+
+    return handler
+
+
+def _unsupported(what: str) -> _Handler:
+    return lambda machine, pos: machine.unsupported(what)
+
+
+def _decimal(line: bytes) -> int:
+    if len(line) > MAX_LONG:
+        raise MalformedError(f"an integer of {len(line)} digits")
+    return int(line)
+
+
+def _decimal_or_bool(line: bytes) -> int:
+    return line == b"01" if line in (b"00", b"01") else _decimal(line)
+
+
+def _two_complement(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _quoted(line: bytes) -> str:
+    """Python 2's protocol 0; no framework writes it with escapes in what it stores."""
+    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"') or b"\\" in line:
+        raise MalformedError("a quoted string that is not plain text")
+    return line[1:-1].decode("ascii")
+
+
+def _python2_text(data: bytes) -> str | bytes:
+    """A Python 2 `str`: text in the files that torch wrote under Python 2, else bytes."""
+    try:
+        return data.decode("ascii")
+    except UnicodeDecodeError:
+        return data
+
+
+def _text(data: bytes) -> str:
+    return str(data, "utf-8", "surrogatepass")
+
+
+def _escaped(line: bytes) -> str:
+    # By its function, as by its name the codec would be imported.
+    return codecs.raw_unicode_escape_decode(line)[0]
+
+
+def _short_text(machine: Machine, pos: int) -> int:
+    end = pos + 1 + machine.data[pos]
+    if end > len(machine.data):
+        raise CutShortError
+    machine.stack.append(str(machine.data[pos + 1 : end], "utf-8", "surrogatepass"))
+    return end
+
+
+def _byte(machine: Machine, pos: int) -> int:
+    machine.stack.append(machine.data[pos])
+    return pos + 1
+
+
+def _byte_get(machine: Machine, pos: int) -> int:
+    machine.stack.append(machine.memo[machine.data[pos]])
+    return pos + 1
+
+
+def _byte_put(machine: Machine, pos: int) -> int:
+    machine.memo[machine.data[pos]] = machine.stack[-1]
+    return pos + 1
+
+
+def _append(machine: Machine, pos: int) -> None:
+    item = machine.stack.pop()
+    machine.extend(machine.stack[-1], [item], "an item is")
+
+
+def _tuple1(machine: Machine, pos: int) -> None:
+    machine.stack[-1] = (machine.stack[-1],)
+
+
+def _tuple2(machine: Machine, pos: int) -> None:
+    last = machine.stack.pop()
+    machine.stack[-1] = (machine.stack[-1], last)
+
+
+def _tuple3(machine: Machine, pos: int) -> None:
+    stack = machine.stack
+    last, middle = stack.pop(), stack.pop()
+    stack[-1] = (stack[-1], middle, last)
+
+
+def _setitem(machine: Machine, pos: int) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    machine.dict_update(machine.stack[-1], [key, value])
+
+
+def _pop(machine: Machine, pos: int) -> None:
+    if machine.marks and machine.marks[-1] == len(machine.stack):
+        machine.marks.pop()
+    else:
+        machine.stack.pop()
+
+
+def _pop_mark(machine: Machine, pos: int) -> None:
+    machine.pop_mark()
+
+
+def _text_get(machine: Machine, pos: int) -> int:
+    line, pos = machine.line_at(pos)
+    machine.stack.append(machine.memo[_decimal(line)])
+    return pos
+
+
+def _text_put(machine: Machine, pos: int) -> int:
+    line, pos = machine.line_at(pos)
+    top = machine.stack[-1]
+    machine.memo[_decimal(line)] = top
+    return pos
+
+
+def _memoize(machine: Machine, pos: int) -> None:
+    machine.memo[len(machine.memo)] = machine.stack[-1]
+
+
+def _global(machine: Machine, pos: int) -> int:
+    module, pos = machine.line_at(pos)
+    name, pos = machine.line_at(pos)
+    machine.stack.append(machine.look_up(module.decode(), name.decode()))
+    return pos
+
+
+def _stack_global(machine: Machine, pos: int) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    machine.stack.append(machine.look_up(module, name))
+
+
+def _inst(machine: Machine, pos: int) -> int:
+    module, pos = machine.line_at(pos)
+    name, pos = machine.line_at(pos)
+    args = tuple(machine.pop_mark())
+    machine.stack.append(machine.call(machine.look_up(module.decode(), name.decode()), args))
+    return pos
+
+
+def _obj(machine: Machine, pos: int) -> None:
+    cls, *args = machine.pop_mark()
+    machine.stack.append(machine.call(cls, tuple(args)))
+
+
+def _reduce(machine: Machine, pos: int) -> None:
+    """REDUCE and NEWOBJ: for the table a function and a class are alike."""
+    stack = machine.stack
+    args = stack.pop()
+    function = stack[-1]
+    # This is the hot path of a file of many tensors; `call` says what is wrong where something is.
+    if type(function) is Global and function.build is not None and type(args) is tuple:
+        stack[-1] = function.build(machine, function, args)
+    else:
+        stack[-1] = machine.call(function, args)
+
+
+def _newobj_ex(machine: Machine, pos: int) -> None:
+    kwargs, args = machine.stack.pop(), machine.stack.pop()
+    made = machine.call(machine.stack[-1], args)
+    if type(kwargs) is not dict or (kwargs and type(made) is not Record):
+        raise MalformedError("keyword arguments that make no sense")
+    if kwargs:
+        made.kwargs = kwargs
+    machine.stack[-1] = made
+
+
+def _build(machine: Machine, pos: int) -> None:
+    state = machine.stack.pop()
+    target = machine.stack[-1]
+    kind = type(target)
+    if kind is Record:
+        if target.state is not None:
+            raise MalformedError("the state of an object is set twice")
+        target.state = state
+    elif kind is Array:
+        target.set_state(state, machine.spend)
+    elif kind is StoredDict and type(state) is dict:
+        target.attributes = state
+    else:
+        what = repr(target) if kind is Global else f"a {kind.__name__}"
+        raise UnsafeError(f"the pickle sets the state of {what}, which has none; nothing was run", path=machine.path)
+
+
+def _proto(machine: Machine, pos: int) -> int:
+    (version,) = struct.unpack_from("B", machine.data, pos)
+    if version > 5:
+        raise MalformedError(f"protocol {version}")
+    return pos + 1
+
+
+def _frame(machine: Machine, pos: int) -> int:
+    if struct.unpack_from("<Q", machine.data, pos)[0] > len(machine.data) - pos - 8:
+        raise CutShortError
+    return pos + 8
+
+
+def _binpersid(machine: Machine, pos: int) -> None:
+    if machine.persistent is None:
+        machine.unsupported("a persistent id (a part of the object is stored elsewhere)")
+    machine.stack[-1] = machine.persistent(machine.stack[-1])
+
+
+_STOP = b"."[0]
+#: Opcodes whose argument, one byte, is read where it is used: they are most of a large pickle.
+_ONE_BYTE = b"K\x8chq"
+
+OPCODES: Mapping[bytes, _Handler] = {
+    # numbers
+    b"I": _line(_decimal_or_bool),
+    b"J": _number("<i"),
+    b"K": _byte,
+    b"M": _number("<H"),
+    b"L": _line(lambda line: _decimal(line.removesuffix(b"L"))),
+    b"\x8a": _counted("B", _two_complement),
+    b"\x8b": _counted("<i", _two_complement, MAX_LONG, "an integer of {} bytes"),
+    b"F": _line(float),
+    b"G": _number(">d"),
+    # text and bytes
+    b"S": _line(_quoted),
+    b"T": _counted("<i", _python2_text, 1 << 31, "a string of negative length"),
+    b"U": _counted("B", _python2_text),
+    b"B": _counted("<I", bytes),
+    b"C": _counted("B", bytes),
+    b"\x8e": _counted("<Q", bytes),
+    b"\x96": _counted("<Q", bytearray),
+    b"\x97": _malformed("it refers to buffers outside the file"),
+    b"\x98": _malformed("it refers to buffers outside the file"),
+    b"V": _line(_escaped, MAX_PICKLE),
+    b"\x8c": _short_text,
+    b"X": _counted("<I", _text),
+    b"\x8d": _counted("<Q", _text),
+    # constants and containers
+    b"N": _constant(None),
+    b"\x88": _constant(True),
+    b"\x89": _constant(False),
+    b"]": _empty(list),
+    b"a": _append,
+    b"e": _into_top(Machine.extend),
+    b"l": _from_mark(lambda machine, items: items),
+    b")": _constant(()),
+    b"t": _from_mark(lambda machine, items: tuple(items)),
+    b"\x85": _tuple1,
+    b"\x86": _tuple2,
+    b"\x87": _tuple3,
+    b"}": _empty(dict),
+    b"d": _from_mark(lambda machine, items: machine.dict_update({}, items)),
+    b"s": _setitem,
+    b"u": _into_top(Machine.dict_update),
+    b"\x8f": _empty(set),
+    b"\x90": _into_top(Machine.set_update),
+    b"\x91": _from_mark(lambda machine, items: frozenset(machine.set_update(set(), items))),
+    # stack and memo
+    b"0": _pop,
+    b"2": lambda machine, pos: machine.stack.append(machine.stack[-1]),
+    b"(": lambda machine, pos: machine.marks.append(len(machine.stack)),
+    b"1": _pop_mark,
+    b"g": _text_get,
+    b"h": _byte_get,
+    b"j": _get("<I"),
+    b"p": _text_put,
+    b"q": _byte_put,
+    b"r": _put("<I"),
+    b"\x94": _memoize,
+    # globals and calls
+    b"\x82": _unsupported("an extension code (EXT1)"),
+    b"\x83": _unsupported("an extension code (EXT2)"),
+    b"\x84": _unsupported("an extension code (EXT4)"),
+    b"c": _global,
+    b"\x93": _stack_global,
+    b"R": _reduce,
+    b"b": _build,
+    b"i": _inst,
+    b"o": _obj,
+    b"\x81": _reduce,
+    b"\x92": _newobj_ex,
+    # the frame of it all
+    b"\x80": _proto,
+    b"\x95": _frame,
+    b"P": _unsupported("a persistent id in text form"),
+    b"Q": _binpersid,
+}
+
+
+def _unknown_opcode(machine: Machine, pos: int) -> NoReturn:
+    raise MalformedError(f"there is no opcode {machine.data[pos - 1]:#04x}")
+
+
+_HANDLERS: list[_Handler] = [OPCODES.get(bytes([code]), _unknown_opcode) for code in range(256)]

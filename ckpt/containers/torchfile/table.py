@@ -1,0 +1,232 @@
+"""Everything that a pickle may name, by exact (module, name), and nothing else.
+
+A name is added by adding it here.  Another package adds names of its own by an entry of the group `ckpt.pickle_names`:
+the entry's value, `module:object`, is a mapping of (module, name) to the names of the positional arguments that such
+an object is pickled with, mostly ().  The objects become inert `Record`s, like those of `_RECORDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from ckpt.containers.torchfile.calls import FUNCTIONS, record
+from ckpt.containers.torchfile.values import Global, StorageType, Unsupported
+from ckpt.entries import entries, load
+from ckpt.errors import UsageError
+from ckpt.plan import dtypes
+
+Name = tuple[str, str]
+
+#: Classes whose objects become Records: dataclasses, namespaces, enums, whatever is made by REDUCE or NEWOBJ.
+_RECORDS: tuple[Name, ...] = (
+    # Python
+    ("argparse", "Namespace"),
+    ("types", "SimpleNamespace"),
+    ("signal", "Signals"),
+    ("_io", "BytesIO"),
+    ("uuid", "UUID SafeUUID"),
+    ("decimal", "Decimal"),
+    ("fractions", "Fraction"),
+    # numpy
+    ("numpy", "dtype"),
+    ("numpy.random._pickle", "__generator_ctor __bit_generator_ctor __randomstate_ctor"),
+    ("numpy.random.bit_generator", "SeedSequence __pyx_unpickle_SeedSequence"),
+    # torch
+    ("torch", "device"),
+    ("torch._C", "Generator"),
+    ("torch.serialization", "_get_layout"),
+    # torch.distributed.checkpoint (`.metadata`)
+    ("torch.distributed.checkpoint.metadata", "Metadata MetadataIndex StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata _MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix SerializationFormat"),
+    ("torch.distributed.checkpoint.planner", "SavePlan WriteItem WriteItemType TensorWriteData"),
+    ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
+    # DTensor (FSDP2) and ShardedTensor (FSDP1)
+    ("torch.distributed.tensor._dtensor_spec", "DTensorSpec"),
+    ("torch.distributed._tensor._dtensor_spec", "DTensorSpec"),
+    ("torch.distributed._tensor.placement_types", "Shard Replicate Partial _Partial DTensorSpec"),
+    ("torch.distributed.tensor.placement_types", "Shard Replicate Partial _StridedShard _MaskPartial"),
+    ("torch.distributed.tensor._ops._embedding_ops", "_MaskPartial"),
+    ("torch.distributed.device_mesh", "DeviceMesh _MeshLayout"),
+    ("torch.distributed._mesh_layout", "_MeshLayout _FlatLayout"),
+    ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor.ProcessGroupState"),
+    ("torch.distributed._shard.sharded_tensor.shard", "Shard"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "ShardedTensorMetadata MEM_FORMAT_ENCODING"),
+    ("torch.distributed._shard.metadata", "ShardMetadata"),
+    ("torch.distributed._shard.sharding_spec.api", "EnumerableShardingSpec"),
+    ("torch.distributed._shard.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec"),
+    ("torch.distributed.remote_device", "_remote_device"),
+    # DeepSpeed
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler LossScalerBase LossScaleProfile"),
+    ("deepspeed.utils.tensor_fragment", "fragment_address"),
+    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
+    ("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum OffloadStateTypeEnum"),
+    ("deepspeed.runtime.config", "DtypeEnum"),
+    # Megatron
+    ("megatron.core.enums", "ModelType Fp8Recipe Fp4Recipe"),
+    ("megatron.core.transformer.enums", "AttnBackend AttnMaskType AttnType LayerType ModelType"),
+    ("megatron.core.transformer.enums", "CudaGraphScope CudaGraphModule InferenceCudaGraphScope"),
+    ("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout"),
+    ("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
+    ("megatron.core.rerun_state_machine", "RerunDiagnostic RerunMode RerunState"),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata MCoreSavePlan"),
+    ("megatron.model.enums", "LayerType AttnType AttnMaskType PositionEmbeddingType"),
+    ("megatron.enums", "ModelType LayerType AttnType AttnMaskType PositionEmbeddingType"),
+    # transformers and accelerate, in client states and training arguments of other trainers
+    ("transformers.trainer_utils", "IntervalStrategy SaveStrategy HubStrategy SchedulerType FSDPOption"),
+    ("transformers.trainer_utils", "EvaluationStrategy HPSearchBackend"),
+    ("transformers.training_args", "OptimizerNames ParallelMode TrainingArguments"),
+    ("transformers.training_args_seq2seq", "Seq2SeqTrainingArguments"),
+    ("transformers.trainer_pt_utils", "AcceleratorConfig"),
+    ("transformers.integrations.deepspeed", "HfDeepSpeedConfig HfTrainerDeepSpeedConfig"),
+    ("trl.trainer.sft_config", "SFTConfig"),
+    ("trl.trainer.dpo_config", "DPOConfig"),
+    ("trl.trainer.grpo_config", "GRPOConfig"),
+    ("axolotl.core.training_args", "AxolotlTrainingArguments"),
+    ("accelerate.state", "PartialState AcceleratorState"),
+    ("accelerate.utils.dataclasses", "DeepSpeedPlugin FullyShardedDataParallelPlugin"),
+    ("accelerate.utils.dataclasses", "DistributedType PrecisionType DynamoBackend RNGType"),
+)
+
+_PROPERTIES = "dtype layout requires_grad memory_format pin_memory"
+
+#: Namedtuples and tuple states: the names of their parts, in order.
+_FIELDS: tuple[tuple[str, str, str], ...] = (
+    ("torch.distributed.tensor._dtensor_spec", "TensorMeta", "shape stride dtype"),
+    ("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry", "tensor_dim mesh_dims"),
+    ("torch.distributed._tensor.placement_types", "TensorMeta", "shape stride dtype"),
+    ("torch.distributed._tensor._dtensor_spec", "TensorMeta", "shape stride dtype"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties", _PROPERTIES),
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties", _PROPERTIES),
+)
+
+#: Enums whose members Python 3.11.0 to 3.11.3 pickles by name.
+_ENUMS: tuple[tuple[str, str, str], ...] = (
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum", "disabled=0 optimizer_states=1 gradients=2 weights=3"),
+)
+
+#: Classes that are only ever named: as a default factory, a tensor's type, an argument.
+_NAMES: tuple[Name, ...] = (
+    ("builtins", "int float str bool list dict tuple object type"),
+    ("__builtin__", "int long float str unicode bool list dict tuple object type"),
+    ("numpy", "ndarray"),
+    ("numpy.random._pcg64", "PCG64 PCG64DXSM"),
+    ("numpy.random._philox", "Philox"),
+    ("numpy.random._sfc64", "SFC64"),
+    ("numpy.random._mt19937", "MT19937"),
+    ("numpy.dtypes", "BoolDType Int32DType Int64DType UInt8DType UInt32DType UInt64DType"),
+    ("numpy.dtypes", "Float32DType Float64DType"),
+    ("torch", "Tensor"),
+    ("torch", "contiguous_format preserve_format channels_last channels_last_3d"),
+    ("torch.nn.parameter", "Parameter Buffer"),
+    ("torch.distributed.tensor", "DTensor"),
+    ("torch.distributed.tensor._api", "DTensor"),
+    ("torch.distributed._tensor.api", "DTensor"),
+    ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
+)
+
+#: Constants that are pickled by name.
+_VALUES: tuple[tuple[str, str, Any], ...] = (
+    ("builtins", "Ellipsis", ...),
+    ("__builtin__", "Ellipsis", ...),
+)
+
+#: torch's storage classes.  `UntypedStorage` is written for dtypes without one; it counts bytes.
+_STORAGES: Mapping[str, str] = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "UntypedStorage": "uint8",
+}
+
+#: What torch can write and no checkpoint converter should pretend to understand.
+_UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
+    ("torch._utils", "_rebuild_qtensor", "a quantized tensor"),
+    ("torch", "QInt8Storage QUInt8Storage QInt32Storage", "a quantized tensor"),
+    ("torch", "QUInt4x2Storage QUInt2x4Storage", "a quantized tensor"),
+    ("torch", "qint8 quint8 qint32 quint4x2 quint2x4", "a quantized tensor"),
+    ("torch", "per_tensor_affine per_tensor_symmetric per_channel_affine", "a quantized tensor"),
+    ("torch", "per_channel_symmetric per_channel_affine_float_qparams", "a quantized tensor"),
+    ("torch._utils", "_rebuild_sparse_tensor", "a sparse tensor"),
+    ("torch._utils", "_rebuild_sparse_csr_tensor", "a sparse tensor"),
+    ("torch._utils", "_rebuild_nested_tensor", "a nested tensor"),
+    (
+        "torch._utils",
+        "_rebuild_device_tensor_from_numpy _rebuild_xla_tensor",
+        "a tensor within a numpy array",
+    ),
+    ("torch.storage", "_load_from_bytes", "a torch file within the pickle"),
+    ("torch", "uint1 uint2 uint3 uint4 uint5 uint6 uint7", "a dtype of less than a byte"),
+    ("torch", "int1 int2 int3 int4 int5 int6 int7", "a dtype of less than a byte"),
+)
+
+
+def _table() -> dict[Name, Any]:
+    table: dict[Name, Any] = {("torch", dtype.name): dtype for dtype in dtypes.ALL}
+    for module, names in _RECORDS:
+        table.update({(module, name): Global(module, name, record) for name in names.split()})
+    for module, name, fields in _FIELDS:
+        table[module, name] = Global(module, name, record, tuple(fields.split()))
+    for module, name, members in _ENUMS:
+        values = {key: int(value) for key, value in (pair.split("=") for pair in members.split())}
+        table[module, name] = Global(module, name, record, members=values)
+    for module, names in _NAMES:
+        table.update({(module, name): Global(module, name) for name in names.split()})
+    for modules, names, build in FUNCTIONS:
+        for module in modules.split():
+            table.update({(module, name): Global(module, name, build) for name in names.split()})
+    for module, name, value in _VALUES:
+        table[module, name] = value
+    for name, dtype_name in _STORAGES.items():
+        kind = StorageType(dtypes.BY_NAME[dtype_name])
+        # torch.cuda's classes stand in files from before 1.5; the elements are stored alike.
+        table.update({(module, name): kind for module in ("torch", "torch.cuda", "torch.storage")})
+    for module, names, what in _UNSUPPORTED:
+        table.update({(module, name): Unsupported(what) for name in names.split()})
+    return table
+
+
+GLOBALS: Mapping[Name, Any] = _table()
+
+
+@cache
+def allowed() -> Mapping[Name, Any]:
+    """What a pickle may name: the names above, and those that installed packages register.
+
+    UsageError where a package gives a name a meaning besides the one that it has.  It is asked for before a pickle is
+    read, so that nothing in a pickle decides what is imported.
+    """
+    table = dict(GLOBALS)
+    for where in entries("ckpt.pickle_names").values():
+        for (module, name), fields in load(where).items():
+            if (module, name) in table:
+                raise UsageError(
+                    f"{where} registers the pickle name {module}.{name}, which has a meaning already",
+                    hint="update the package that registers it, or uninstall it",
+                )
+            table[module, name] = Global(module, name, record, tuple(fields))
+    return table
+
+
+class AnyName(dict[Name, Any]):
+    """`allowed()`, and an inert record in place of each refusal: for looking up a value among objects of any class."""
+
+    def __init__(self) -> None:
+        known = {key: entry for key, entry in allowed().items() if type(entry) is not Unsupported}
+        super().__init__(known)
+        del self["builtins", "getattr"]  # of an enum of anybody's
+
+    def __missing__(self, key: Name) -> Global:
+        return Global(*key, record)

@@ -1,0 +1,135 @@
+"""The tree that comes out of a pickle, proven to be one that naive code can walk."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, cast
+
+from ckpt.containers.torchfile.values import (
+    MAX_DEPTH,
+    Array,
+    Global,
+    MalformedError,
+    Record,
+    Storage,
+    StoredDict,
+    StoredTensor,
+)
+from ckpt.plan.dtypes import DType
+
+
+def _children(value: Any) -> Iterable[Any]:
+    kind = type(value)
+    if kind is dict:
+        return chain(value.keys(), value.values())
+    if kind is StoredDict:
+        return chain(value.keys(), value.values(), (value.attributes,))
+    if kind is Record:
+        return (value.args, value.kwargs, value.state)
+    if kind is StoredTensor:
+        return (value.attributes,)
+    if kind is Array:
+        return (value.record, value.objects)
+    return cast(Iterable[Any], value)
+
+
+LEAVES = frozenset((str, int, float, bool, type(None), bytes, DType, Storage, Global, complex, bytearray))
+_BRANCHES = frozenset((dict, list, tuple, StoredDict, Record, set, frozenset, deque, Array))
+
+
+def _is_branch(value: Any) -> bool:
+    kind = type(value)
+    return kind in _BRANCHES or (kind is StoredTensor and value.attributes is not None)
+
+
+def check_tree(root: Any, length: int) -> None:
+    """Prove that code may walk `root` naively.  Raises MalformedError.
+
+    Nesting would overflow a recursive consumer's stack; a list that holds itself would never end; a list of two
+    references to a list of two references to ... is small in the pickle and endless when it is printed.
+    """
+    budget = 10 * length + (1 << 20)
+    done: dict[int, tuple[int, int]] = {}  # id -> (height, elements when unfolded)
+    open_: set[int] = set()
+    # One frame per open container: [it, the children to come, height so far, elements so far].
+    frames: list[list[Any]] = [[root, iter(_children(root)), 1, 1]] if _is_branch(root) else []
+    if frames:
+        open_.add(id(root))
+    while frames:
+        frame = frames[-1]
+        for child in frame[1]:
+            kind = type(child)
+            if kind in LEAVES:
+                frame[3] += 1
+                continue
+            # A shape, by far the most frequent branch; a long one that is shared must not be looked at again.
+            if kind is tuple and len(child) <= 8 and LEAVES.issuperset(map(type, child)):
+                frame[2] = max(frame[2], 2)
+                frame[3] += 1 + len(child)
+                continue
+            # So are records of plain fields: DCP's metadata has three for each chunk of a tensor.
+            if kind is Record and (elements := _plain_record(child)):
+                frame[2] = max(frame[2], 4)
+                frame[3] += elements
+                continue
+            if not _is_branch(child):
+                frame[3] += 1
+                continue
+            known = done.get(id(child))
+            if known is not None:
+                if known[0] >= frame[2]:
+                    frame[2] = known[0] + 1
+                frame[3] += known[1]
+                continue
+            if id(child) in open_:
+                if not _cycle_has_record(frames, child):
+                    raise MalformedError("an object that contains itself")
+                continue
+            if len(frames) >= MAX_DEPTH:
+                raise MalformedError(f"objects nested more than {MAX_DEPTH} deep")
+            open_.add(id(child))
+            frames.append([child, iter(_children(child)), 1, 1])
+            break
+        else:
+            frames.pop()
+            value, _, height, elements = frame
+            open_.discard(id(value))
+            done[id(value)] = (height, elements)
+            if height > MAX_DEPTH:
+                raise MalformedError(f"objects nested more than {MAX_DEPTH} deep")
+            if elements > budget:
+                raise MalformedError("an object that is endless when it is unfolded")
+            if frames:
+                above = frames[-1]
+                if height >= above[2]:
+                    above[2] = height + 1
+                above[3] += elements
+
+
+def _plain_record(record: Record) -> int:
+    """The elements of a record that holds nothing but a few plain fields and shapes, at most 3 deep; otherwise 0."""
+    args, state = record.args, record.state
+    if args or record.kwargs or type(state) is not dict or len(state) > 8:
+        return 0
+    elements = 4 + len(state)
+    for value in state.values():
+        kind = type(value)
+        if kind in LEAVES:
+            elements += 1
+        elif kind is tuple and len(value) <= 8 and LEAVES.issuperset(map(type, value)):
+            elements += 1 + len(value)
+        else:
+            return 0
+    return elements if LEAVES.issuperset(map(type, state)) else 0
+
+
+def _cycle_has_record(frames: list[list[Any]], start: Any) -> bool:
+    """Whether the way from the open container `start` to itself leads through a Record (a device mesh's does)."""
+    for frame in reversed(frames):
+        if type(frame[0]) is Record:
+            return True
+        if frame[0] is start:
+            return False
+    return False

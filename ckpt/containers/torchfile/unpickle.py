@@ -1,0 +1,68 @@
+"""Reading a pickle: bytes, or a file that is nothing else, such as a DCP `.metadata`.
+
+`ckpt.containers.torchfile.read` reads torch's containers with the same machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ckpt.containers.torchfile.machine import Machine, Table
+from ckpt.containers.torchfile.table import allowed
+from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError
+from ckpt.errors import CorruptError
+from ckpt.move.source import open_file, read_at
+
+
+def loads(
+    data: bytes,
+    *,
+    path: str,
+    name: str = "pickle",
+    persistent: Callable[[Any], Any] | None = None,
+    table: Table | None = None,
+) -> Any:
+    """The object of one pickle that is all of `data`; `table` has the names that it may hold, by default `allowed()`.
+
+    `path` is the file and `name` the part of it, for messages.  Raises UnsafeError and CorruptError as
+    `Machine.run` does, and CorruptError where the pickle ends before or behind the data.
+    """
+    table = allowed() if table is None else table
+    try:
+        value, end = Machine(data, table, path=path, name=name, persistent=persistent).run()
+    except CutShortError:
+        raise CorruptError(f"{name} is cut off", path=path, expected="more bytes", found=f"{len(data)} bytes") from None
+    if end != len(data):
+        raise CorruptError(
+            f"there is something behind the pickle in {name}",
+            path=path,
+            expected=f"{end} bytes",
+            found=f"{len(data)} bytes",
+        )
+    return value
+
+
+def load_pickle(path: str | os.PathLike[str]) -> Any:
+    """The object in a plain pickle file, such as a DCP `.metadata`.
+
+    Raises NotFoundError, StorageError, CorruptError and UnsafeError.
+    """
+    path = os.fspath(path)
+    fd = open_file(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size > MAX_PICKLE:
+            raise CorruptError(
+                "the pickle is too large to be one of a checkpoint",
+                path=path,
+                expected=f"at most {MAX_PICKLE} bytes",
+                found=f"{size} bytes",
+            )
+        if size == 0:
+            raise CorruptError("the file is empty", path=path, found="0 bytes")
+        data = read_at(fd, path, 0, size)
+    finally:
+        os.close(fd)
+    return loads(data, path=path, name=os.path.basename(path))
