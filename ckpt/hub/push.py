@@ -12,18 +12,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickletools
 import re
 import shlex
-import struct
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.table import AnyName
+from ckpt.containers.torchfile.values import Record
+from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UnsafeError, UsageError, printable
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.source import read_into
 from ckpt.run_folder.steps import enclosing_folders, trainer_steps
@@ -46,10 +46,6 @@ _MAX_CARD = 4 << 20
 _MAX_TITLE = 200  # characters of a pull request's title on the Hub
 #: `hub_model_id` in the config that Axolotl puts into the model card (axolotl, train.py).
 _IN_CARD = re.compile(rb"^hub_model_id:[ \t]*[\"']?([\w./-]+)", re.MULTILINE)
-#: Opcodes of pickles that put a string on the stack, take something from the memo and put it there.
-_STRINGS = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"}
-_GETS = {"GET", "BINGET", "LONG_BINGET"}
-_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,33 +350,13 @@ def _in_card(path: Path) -> str | None:
 def _in_arguments(path: Path) -> str | None:
     """`hub_model_id` of a file that HF Trainer wrote (transformers, trainer.py, `_save`).
 
-    The arguments may be of a class of anybody's, so this reads the opcodes of the pickle and builds nothing: the
-    state of such an object is a dict, in which the value comes behind its key.
+    The arguments may be of a class of anybody's, so names outside the table are read as inert records.
     """
-    memo: dict[Any, object] = {}
-    last: object = None
-    is_value = False
-    try:
-        for opcode, argument, _ in pickletools.genops(_pickle_of(path)):
-            if opcode.name in _PUTS or opcode.name == "MEMOIZE":
-                memo[len(memo) if opcode.name == "MEMOIZE" else argument] = last
-                continue
-            last = memo.get(argument) if opcode.name in _GETS else argument if opcode.name in _STRINGS else None
-            if is_value:
-                return last if isinstance(last, str) and last else None
-            is_value = last == "hub_model_id"
-    except (ValueError, LookupError, struct.error):  # no pickle, or one that is cut off
+    if path.stat().st_size > _MAX_ARGUMENTS:
         return None
-    return None
-
-
-def _pickle_of(path: Path) -> bytes:
-    """The pickle in a file of torch.save.  ValueError where there is none."""
     try:
-        with translate_os_errors(path), zipfile.ZipFile(path) as archive:
-            found = next((one for one in archive.infolist() if one.filename.endswith("/data.pkl")), None)
-            if found is None or found.file_size > _MAX_ARGUMENTS or found.compress_type != zipfile.ZIP_STORED:
-                raise ValueError
-            return archive.read(found)
-    except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
-        raise ValueError from error
+        found = torchfile.read(path, table=AnyName()).root
+    except (CorruptError, NotFoundError, UnsafeError):  # no file of torch.save, or one that is damaged
+        return None
+    value = found.get("hub_model_id") if isinstance(found, Record | dict) else None
+    return value if isinstance(value, str) and value else None

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import types
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from hypothesis import strategies as st
 from ckpt.containers.torchfile import table, unpickle
 from ckpt.containers.torchfile.machine import OPCODES
 from ckpt.containers.torchfile.values import MAX_DEPTH, Array, Global, Record, StoredDict
-from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UnsafeError
+from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UnsafeError, UsageError
 from ckpt.plan import dtypes
 
 ROOT = Path(__file__).parents[2]
@@ -334,6 +335,37 @@ def test_an_unknown_global_is_named_with_its_file() -> None:
     assert "nothing was run" in str(error.value)
     assert error.value.path == "test.pkl"
     assert error.value.exit_code == 5
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[str, str], tuple[str, ...]]]:
+    """The pickle names that another package registers."""
+    module = types.ModuleType("names_of_tests")
+    module.NAMES = names = {("acme.state", "Clock"): (), ("acme.state", "Span"): ("start", "stop")}
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(table, "entries", lambda group: {"acme": "names_of_tests:NAMES"})
+    table.allowed.cache_clear()
+    yield names
+    table.allowed.cache_clear()
+
+
+def test_names_of_another_package_are_records(registered: dict[tuple[str, str], tuple[str, ...]]) -> None:
+    span = loads(make.pickled(make.called("acme.state", "Span", "a", "b")))
+    assert isinstance(span, Record)
+    assert (span.typename, span.get("start"), span.get("stop")) == ("acme.state.Span", "a", "b")
+    assert "acme" not in sys.modules
+    with pytest.raises(UnsafeError, match=r"acme.state.Clock2"):
+        loads(make.pickled(make.called("acme.state", "Clock2")))
+
+
+@pytest.mark.parametrize("name", [("torch", "Size"), ("builtins", "getattr"), ("argparse", "Namespace")])
+def test_no_package_gives_a_name_another_meaning(
+    registered: dict[tuple[str, str], tuple[str, ...]], name: tuple[str, str]
+) -> None:
+    registered[name] = ()
+    with pytest.raises(UsageError, match=f"{name[0]}.{name[1]}") as error:
+        loads(pickle.dumps(1))
+    assert error.value.hint
 
 
 def test_damage_is_placed() -> None:
