@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ckpt.containers.torchfile.values import Record
+from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.containers.torchfile.write import torch_file
 from ckpt.errors import LossError
 from ckpt.plan.checkpoint import TrainingState
@@ -18,6 +18,9 @@ OF_RANKS = ("rng_state", "rerun_state_machine")
 #: Entries that are described otherwise.
 _KNOWN = re.compile("optimizer|args|iteration|" + "|".join(OF_RANKS) + r"|model\d*")
 
+#: torch.save(None): the pickle of the only object in the archive.
+_PICKLED_NONE = b"\x80\x02N."
+
 
 def plain_args(content: Mapping[Any, Any]) -> Mapping[str, Any]:
     """Megatron's arguments: an `argparse.Namespace` in the file."""
@@ -25,6 +28,16 @@ def plain_args(content: Mapping[Any, Any]) -> Mapping[str, Any]:
     if isinstance(args, Record):
         return args.attributes
     return args if isinstance(args, Mapping) else {}
+
+
+def is_empty(value: Any) -> bool:
+    """Whether Transformer Engine's state of a module says nothing: FP8 is not used."""
+    if isinstance(value, StoredTensor):
+        return not value.extent.numel
+    if isinstance(value, Record) and value.name == "BytesIO":
+        content = value.state[0] if isinstance(value.state, tuple) and value.state else b""
+        return isinstance(content, bytes) and (not content or _PICKLED_NONE in content)
+    return value is None
 
 
 def read_state(

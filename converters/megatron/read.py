@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.sources import Sources
-from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.assemble import assemble
@@ -21,7 +21,7 @@ from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent, Fragment, Shape, Tensor
 from converters.megatron.chunks import BUFFERS, Piece, pieces_of
-from converters.megatron.entries import plain_args
+from converters.megatron.entries import is_empty, plain_args
 from converters.megatron.legacy_names import LANGUAGE_MODEL, core_names
 from converters.names.megatron.model.axes import Grid, Rank, Stages
 from converters.names.megatron.model.spelling import (
@@ -476,17 +476,3 @@ class _Chunk:
                 pieces.append(Piece(piece.box, at, strides))
                 at += piece.box.sizes[0] if first else 0
             yield Held(self._canonical(name), shape, tuple(pieces))
-
-
-#: torch.save(None): the pickle of the only object in the archive.
-_PICKLED_NONE = b"\x80\x02N."
-
-
-def is_empty(value: Any) -> bool:
-    """Whether Transformer Engine's state of a module says nothing: FP8 is not used."""
-    if isinstance(value, StoredTensor):
-        return not value.extent.numel
-    if isinstance(value, Record) and value.name == "BytesIO":
-        content = value.state[0] if isinstance(value.state, tuple) and value.state else b""
-        return isinstance(content, bytes) and (not content or _PICKLED_NONE in content)
-    return value is None

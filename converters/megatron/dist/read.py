@@ -6,7 +6,7 @@ Format facts: see `converters.megatron.dist.format`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -23,8 +23,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
 from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key
-from converters.megatron.entries import plain_args
-from converters.megatron.read import is_empty
+from converters.megatron.entries import is_empty, plain_args
 from converters.names.megatron.model.spelling import registered
 
 COMMON, BACKENDS = "common.pt", "metadata.json"
@@ -35,6 +34,7 @@ _CLASSES = (
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",  # 0.15
 )
 _EXTRA = "._extra_state"
+_MAX_NAMES = 1 << 20
 
 
 @dataclass
@@ -98,6 +98,98 @@ class Reading:
             found[key] = Tensor(*key, dtype, shape, source, native if native != dtype else None, copies)
         return found
 
+    def _common(self) -> Mapping[Any, Any]:
+        """What all ranks have in common: arguments, param groups, iteration."""
+        stored = next(iter(self.objects.pop(_COMMON_STATE, {}).values()), None)
+        path = self.folder / COMMON
+        if stored is None and not path.is_file():
+            raise CorruptError(
+                "the file with the arguments and the optimizer's param groups is missing",
+                path=self.folder,
+                expected=COMMON,
+                found="no file",
+            )
+        if stored is None:
+            self.data.add_file(str(path))
+            stored = torchfile.read(confined(self.folder, COMMON)).root
+        if not isinstance(stored, Mapping):
+            raise CorruptError("this is no common state of Megatron", path=path, found=type(stored).__name__)
+        return stored
+
+    def read_objects(self, values: Mapping[str, Any]) -> None:
+        """Note values that are no tensors, each a list of one; of modules' extra states, whether one is filled."""
+        filled: dict[str, None] = {}
+        for key, value in values.items():
+            parsed = ObjectKey.parse(key)
+            if parsed is None or not isinstance(value, list) or len(value) != 1:
+                raise CorruptError("a value is not stored as Megatron stores it", path=self.folder, fqn=key)
+            if parsed.key.endswith(_EXTRA):
+                if not is_empty(value[0]):
+                    filled[parsed.key] = None
+                continue
+            self.objects.setdefault(parsed.key, {})[parsed] = value[0]
+        self.notes += [f"FP8 state of a module is left out: {key}" for key in filled]
+        self.common = self._common()
+
+    def read_keys(self, models: Collection[str], tensors: Mapping[str, FoundTensor]) -> None:
+        """Note the model's tensors and those optimizer states that have keys of their own."""
+        meanings = {key: (BUFFER if key.endswith(BUFFERS) else WEIGHT, key) for key in models}
+        meanings |= {key: known for key in tensors if (known := state_key(key)) is not None}
+        parsed = {model: TensorKey.parse(model) for _, model in meanings.values()}
+        shapes: dict[str, Shape] = {}
+        for key, (_, model) in meanings.items():
+            shapes.setdefault(model, tensors[key].entry.shape)
+        for model, one in parsed.items():
+            self._check_dims(model, one, shapes[model])
+        names = canonical_names({name: None for key, one in parsed.items() for name in one.names(shapes[key])}.keys())
+        for key, (role, model) in meanings.items():
+            found, one, shape = tensors[key], parsed[model], shapes[model]
+            by_name: dict[str, Placed] = {name: [] for name in one.names(shape)}
+            for box, extent in self._unflattened(found, shape):
+                for name, inner, place in one.parts(shape, box, extent):
+                    by_name.setdefault(name, []).append((inner, place))
+            for name, parts in by_name.items():
+                self.add((names[name], role), one.shape(shape), found.entry.dtype, parts)
+
+    def _check_dims(self, key: str, parsed: TensorKey, shape: Shape) -> None:
+        count = parsed.num_dims
+        if len(shape) <= count or (parsed.half is not None and len(shape) == count) or prod(shape[:count]) > _MAX_NAMES:
+            raise CorruptError(
+                "a tensor has not the dims that its key tells of",
+                path=self.folder,
+                fqn=key,
+                expected=f"{count} dims of layers and experts, and the tensor's own",
+                found=list(shape),
+            )
+
+    def _unflattened(self, found: FoundTensor, shape: Shape) -> Iterator[tuple[Box, Extent]]:
+        """The boxes of a tensor, which may be an optimizer's, for a parameter of `shape`.
+
+        `fully_sharded_model_space` stores ranges of a rank's flattened part: for parts of [x, y] of a parameter [X, Y]
+        a tensor of [X / x, Y / y, x * y].
+        """
+        stored = found.entry.shape
+        if stored == shape:
+            yield from found.placed
+            return
+        parts, numel = stored[:-1], stored[-1] if stored else 0
+        fits = len(parts) == len(shape) and all(n and not full % n for full, n in zip(shape, parts, strict=True))
+        part = tuple(full // n for full, n in zip(shape, parts, strict=True)) if fits else ()
+        if not fits or prod(part) != numel:
+            raise CorruptError(
+                "an optimizer's tensor has not the shape of its parameter",
+                path=self.folder,
+                fqn=found.entry.key,
+                expected=f"{list(shape)}, or parts of it flattened",
+                found=list(stored),
+            )
+        for box, extent in found.placed:
+            for index in product(*(range(n) for n in box.sizes[:-1])):
+                numbers = tuple(a + b for a, b in zip(box.offsets, index, strict=False))
+                corner = tuple(number * size for number, size in zip(numbers, part, strict=True))
+                skip = sum(number * stride for number, stride in zip(index, extent.strides, strict=False))
+                yield from flat_pieces(part, corner, box.offsets[-1], extent.flat(skip, skip + box.sizes[-1]))
+
 
 def is_iteration(folder: Path) -> bool:
     """Whether megatron-core wrote this folder: DCP's files with one of its own beside them."""
@@ -116,10 +208,9 @@ def read_folder(folder: Path) -> Reading:
     metadata = read_metadata(folder, _CLASSES)
     tensors, values = reading.data.read(metadata)
     reading.data.count_ranks(folder)
-    _read_objects(reading, values)
-    reading.common = _common(reading)
-    models = {key: found for key, found in tensors.items() if is_models(key)}
-    _read_keys(reading, models, tensors)
+    reading.read_objects(values)
+    models = {key: None for key in tensors if is_models(key)}
+    reading.read_keys(models.keys(), tensors)
     reading.flat = {key: found for key, found in tensors.items() if ".gbuf_idx_" in key}
     strangers = [key for key in tensors if not (key in models or key in reading.flat or state_key(key))]
     if strangers:
@@ -158,126 +249,6 @@ def _check_backends(folder: Path) -> None:
             found=f"{said['sharded_backend']}, version {said.get('sharded_backend_version')}",
             hint="load and save it with Megatron-LM, --ckpt-format torch_dist",
         )
-
-
-def _common(reading: Reading) -> Mapping[Any, Any]:
-    """What all ranks have in common: arguments, param groups, iteration."""
-    stored = next(iter(reading.objects.pop(_COMMON_STATE, {}).values()), None)
-    path = reading.folder / COMMON
-    if stored is None and not path.is_file():
-        raise CorruptError(
-            "the file with the arguments and the optimizer's param groups is missing",
-            path=reading.folder,
-            expected=COMMON,
-            found="no file",
-        )
-    if stored is None:
-        reading.data.add_file(str(path))
-        stored = torchfile.read(confined(reading.folder, COMMON)).root
-    if not isinstance(stored, Mapping):
-        raise CorruptError("this is no common state of Megatron", path=path, found=type(stored).__name__)
-    return stored
-
-
-def _read_objects(reading: Reading, values: Mapping[str, Any]) -> None:
-    """The values that are no tensors, each a list of one.  Modules' extra states are looked at, and not kept."""
-    filled: dict[str, None] = {}
-    for key, value in values.items():
-        parsed = ObjectKey.parse(key)
-        if parsed is None or not isinstance(value, list) or len(value) != 1:
-            raise CorruptError("a value is not stored as Megatron stores it", path=reading.folder, fqn=key)
-        if parsed.key.endswith(_EXTRA):
-            if not is_empty(value[0]):
-                filled[parsed.key] = None
-            continue
-        reading.objects.setdefault(parsed.key, {})[parsed] = value[0]
-    reading.notes += [f"FP8 state of a module is left out: {key}" for key in filled]
-
-
-# -- tensors -------------------------------------------------------------------------------------------------
-
-
-def _read_keys(reading: Reading, models: Mapping[str, FoundTensor], tensors: Mapping[str, FoundTensor]) -> None:
-    """Note the model's tensors and those optimizer states that have keys of their own."""
-    parsed = {key: TensorKey.parse(key) for key in models}
-    states = {key: known for key in tensors if (known := state_key(key)) is not None}
-    for _, key in states.values():
-        parsed.setdefault(key, TensorKey.parse(key))
-    shapes = {key: found.entry.shape for key, found in models.items()}
-    for key, (_, model) in states.items():
-        shapes.setdefault(model, tensors[key].entry.shape)
-    for key, one in parsed.items():
-        _check_dims(reading, key, one, shapes[key])
-    names = canonical_names({name: None for key, one in parsed.items() for name in one.names(shapes[key])}.keys())
-    for key, found in models.items():
-        buffer = key.endswith(BUFFERS)
-        _note(reading, parsed[key], names, BUFFER if buffer else WEIGHT, found.entry.shape, found, found.placed)
-    for key, (role, model) in states.items():
-        found = tensors[key]
-        placed = list(_unflattened(reading, found, shapes[model]))
-        _note(reading, parsed[model], names, role, shapes[model], found, placed)
-
-
-def _check_dims(reading: Reading, key: str, parsed: TensorKey, shape: Shape) -> None:
-    count = parsed.num_dims
-    if len(shape) <= count or (parsed.half is not None and len(shape) == count) or prod(shape[:count]) > _MAX_NAMES:
-        raise CorruptError(
-            "a tensor has not the dims that its key tells of",
-            path=reading.folder,
-            fqn=key,
-            expected=f"{count} dims of layers and experts, and the tensor's own",
-            found=list(shape),
-        )
-
-
-_MAX_NAMES = 1 << 20
-
-
-def _note(
-    reading: Reading,
-    key: TensorKey,
-    names: Mapping[str, str],
-    role: str,
-    shape: Shape,
-    found: FoundTensor,
-    placed: Placed,
-) -> None:
-    by_name: dict[str, Placed] = {name: [] for name in key.names(shape)}
-    for box, extent in placed:
-        for name, inner, place in key.parts(shape, box, extent):
-            by_name.setdefault(name, []).append((inner, place))
-    whole = key.shape(shape)
-    for name, parts in by_name.items():
-        reading.add((names[name], role), whole, found.entry.dtype, parts)
-
-
-def _unflattened(reading: Reading, found: FoundTensor, shape: Shape) -> Iterator[tuple[Box, Extent]]:
-    """The boxes of an optimizer's tensor for a parameter of `shape`.
-
-    `fully_sharded_model_space` stores ranges of a rank's flattened part: for parts of [x, y] of a parameter [X, Y] a
-    tensor of [X / x, Y / y, x * y].
-    """
-    stored = found.entry.shape
-    if stored == shape:
-        yield from found.placed
-        return
-    parts, numel = stored[:-1], stored[-1] if stored else 0
-    fits = len(parts) == len(shape) and all(n and not full % n for full, n in zip(shape, parts, strict=True))
-    part = tuple(full // n for full, n in zip(shape, parts, strict=True)) if fits else ()
-    if not fits or prod(part) != numel:
-        raise CorruptError(
-            "an optimizer's tensor has not the shape of its parameter",
-            path=reading.folder,
-            fqn=found.entry.key,
-            expected=f"{list(shape)}, or parts of it flattened",
-            found=list(stored),
-        )
-    for box, extent in found.placed:
-        for index in product(*(range(n) for n in box.sizes[:-1])):
-            numbers = tuple(a + b for a, b in zip(box.offsets, index, strict=False))
-            corner = tuple(number * size for number, size in zip(numbers, part, strict=True))
-            skip = sum(number * stride for number, stride in zip(index, extent.strides, strict=False))
-            yield from flat_pieces(part, corner, box.offsets[-1], extent.flat(skip, skip + box.sizes[-1]))
 
 
 def flat_pieces(part: Shape, corner: Shape, start: int, extent: Extent) -> Iterator[tuple[Box, Extent]]:
