@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,10 @@ from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole
 from ckpt.run_folder.carried import run_companions, trainer_folder
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_step
-from converters.names.transformers.installed import tied_weights
-from converters.names.transformers.ties import ties_embeddings
 from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, find_folder, other_models, parts, run_folders
 from converters.pytorch.keys import Leaf, Understood, understand
 from converters.pytorch.state import state_dict
+from converters.pytorch.state_dicts import tie_as_declared
 
 #: Where trainers record the number of steps taken: torch's recipes and Lightning, torchtitan.
 _STEPS = (("step",), ("global_step",), ("iteration",), ("train_state", "step"))
@@ -198,7 +197,7 @@ class _Reading:
         ties = _stored_ties(found.weights)
         scalars, odd = self._states(found, tensors)
         folders = run_folders(path)
-        ties |= _take_ties(tensors, _config(request, folders))
+        tie_as_declared(tensors, ties, _config(request, folders))
         entries = self._entries(found, odd)
         step = _step(found.rest)
         if step is None:  # Accelerate's folders hold the model and the optimizer alone
@@ -322,27 +321,6 @@ def _stored_ties(weights: Mapping[str, Leaf]) -> dict[str, str]:
 def _config(request: ReadRequest, folders: Iterable[str]) -> Mapping[str, Any] | None:
     places = [] if request.config is None else [request.config]
     return read_config([*places, *(place for folder in folders for place in enclosing_folders(Path(folder)))])
-
-
-def _take_ties(tensors: dict[Key, Tensor], config: Mapping[str, Any] | None) -> dict[str, str]:
-    """Aliases of tied parameters, which torch stores like any tensor, as copies of their owners.
-
-    Ties are what the model's config and class declare; DCP records none.  The copies are compared with the owners'
-    tensors like any replica.  An alias that has been trained by itself is not tied.
-    """
-    ties: dict[str, str] = {}
-    declared = tied_weights(config) if config and ties_embeddings(config) else None
-    for alias, owner in (declared or {}).items():
-        if owner is None:
-            continue
-        copy, tensor = tensors.get((alias, WEIGHT)), tensors.get((owner, WEIGHT))
-        trained = any(fqn == alias and role != WEIGHT for fqn, role in tensors)
-        if copy is None or tensor is None or trained or (copy.dtype, copy.shape) != (tensor.dtype, tensor.shape):
-            continue
-        del tensors[alias, WEIGHT]
-        tensors[owner, WEIGHT] = replace(tensor, replicas=(*tensor.replicas, copy.source))
-        ties[alias] = owner
-    return ties
 
 
 def _step(rest: Mapping[str, Any]) -> int | None:

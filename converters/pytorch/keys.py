@@ -19,20 +19,17 @@ Before torch 2.4, dicts and lists that hold no tensor were single values; nested
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import ParamGroup
+from converters.pytorch.state_dicts import stripper
 
 _MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 _OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
 _STATE, _GROUPS = "state", "param_groups"
-
-#: Components that wrappers put into fqns: FSDP1, torch.compile, activation checkpointing (torch 2.13).
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
-_DDP = "module."
 
 _MAX_DEPTH = 32
 
@@ -73,7 +70,7 @@ def understand(root: Mapping[Any, Any]) -> Understood:
     if not models:
         models = _model_without_name(found, bool(optimizers))
     weights, extra = _flat_model(models)
-    strip = _stripper(weights or _state_names(optimizers))
+    strip = stripper(weights or _state_names(optimizers))
     for fqn, leaf in weights.items():
         _add(found.weights, strip(fqn), leaf, fqn)
     for fqn, value in extra.items():
@@ -182,27 +179,6 @@ def _add(target: dict[str, Any], fqn: str, value: Any, was: str) -> None:
 # -- names -----------------------------------------------------------------------------------------------------
 
 
-class _Stripper:
-    """Removes what wrappers add to fqns; `module.` (DDP) only where every name begins with it."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        inner = [self._unwrapped(name) for name in names]
-        self.ddp = bool(inner) and all(name.startswith(_DDP) for name in inner)
-
-    def _unwrapped(self, name: str) -> str:
-        if not any(wrapper in name for wrapper in _WRAPPERS):
-            return name
-        return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-    def __call__(self, name: str) -> str:
-        name = self._unwrapped(name)
-        return name.removeprefix(_DDP) if self.ddp else name
-
-
-def _stripper(names: Iterable[str]) -> _Stripper:
-    return _Stripper(names)
-
-
 def _state_names(optimizers: Iterable[Mapping[str, Any]]) -> list[str]:
     """Names of parameters as nested optimizer states spell them."""
     states = (node.get(_STATE) for node in optimizers)
@@ -213,7 +189,7 @@ def _state_names(optimizers: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _read_optimizer(
-    node: Mapping[str, Any], number: int, found: Understood, strip: _Stripper, weights: Mapping[str, Leaf]
+    node: Mapping[str, Any], number: int, found: Understood, strip: Callable[[str], str], weights: Mapping[str, Leaf]
 ) -> None:
     """Add one optimizer's states and groups; what else it holds stays training state under `optimizer`."""
     states, groups, left = _nested(node)

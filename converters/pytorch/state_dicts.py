@@ -11,7 +11,7 @@ distributed/checkpoint/state_dict.py (`_unflatten_optim_state_dict`).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,17 @@ class Reading:
         return TrainingState.of_entries("torch", self.items, **known)
 
 
-def clean_names(names: Iterable[str], path: str) -> dict[str, str]:
+def stripper(names: Iterable[str]) -> Callable[[str], str]:
+    """A function that removes from an fqn what wrappers add: DDP's prefix only where all of `names` begin with it."""
+    inner = [_INNER.sub("", name) for name in names]
+    outer = _OUTER if inner and all(name.startswith(_OUTER) for name in inner) else ""
+    return lambda name: _INNER.sub("", name).removeprefix(outer)
+
+
+def clean_names(names: Collection[str], path: str) -> dict[str, str]:
     """Each name without the wrappers of DDP, FSDP1, torch.compile and activation checkpointing."""
-    inner = {name: _INNER.sub("", name) for name in names}
-    if inner and all(name.startswith(_OUTER) for name in inner.values()):
-        inner = {name: clean.removeprefix(_OUTER) for name, clean in inner.items()}
+    strip = stripper(names)
+    inner = {name: strip(name) for name in names}
     seen: dict[str, str] = {}
     for name, clean in inner.items():
         other = seen.setdefault(clean, name)
@@ -72,15 +78,17 @@ def tie_as_declared(
 ) -> None:
     """Take a parameter that stands apart under two names as the one that it is, where the model's config says so.
 
-    Gathering (FSDP2) and sharding (FSDP1) write a tied parameter under each of its names, and then no file records
-    that they are one.  The second becomes a replica of the first, and is compared with it.  With `trained`, the names
-    in the optimizer's groups, only where these list the first and not the second.
+    Gathering (FSDP2), sharding (FSDP1) and DCP write a tied parameter under each of its names, and then no file records
+    that they are one.  The second becomes a replica of the first, and is compared with it, unless it has been trained
+    by itself.  With `trained`, the names in the optimizer's groups, only where these list the first and not the second.
     """
     if not config or not ties_embeddings(config):
         return
     for alias, owner in (tied_weights(config) or {}).items():
         kept, again = tensors.get((str(owner), WEIGHT)), tensors.get((alias, WEIGHT))
         if kept is None or again is None or (kept.shape, kept.dtype) != (again.shape, again.dtype):
+            continue
+        if any(fqn == alias and role != WEIGHT for fqn, role in tensors):
             continue
         if trained is not None and (kept.fqn not in trained or alias in trained):
             continue
