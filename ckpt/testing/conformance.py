@@ -18,10 +18,11 @@ import pytest
 
 import ckpt
 from ckpt import registry
-from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, OWN, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout
-from ckpt.plan.planner import check_source
+from ckpt.plan.planner import check_source, make_plan
 from ckpt.testing.describing import Content, content
+from ckpt.testing.forgetful import forgotten, tampered
 from ckpt.verify import manifest
 from ckpt.verify.manifest import MANIFEST
 
@@ -251,3 +252,15 @@ class Conformance:
         renamed = len(spaces) > 1 and not spaces <= {HUB, TRANSFORMERS, OWN}
         weights = {fqn for fqn, role in (named.tensors if renamed else truth) if role in (WEIGHT, BUFFER)}
         assert {fqn for fqn, _ in back.tensors} == weights
+
+    def test_a_forgetful_writer_is_refused(self, sample: Sample, target: str) -> None:
+        declaration, path, _ = sample
+        conversion = self.plan(declaration, ckpt.open(path, declaration.format), target)
+        if conversion is None:
+            return
+        plan, carries_optimizer = conversion.plan, registry.get(target).carries_optimizer
+        make_plan(plan.checkpoint, plan.target, carries_optimizer=carries_optimizer)
+        for _, keys in forgotten(plan.checkpoint, plan.target):
+            for _, forgetful in tampered(plan.checkpoint, plan.target, keys):
+                with pytest.raises((LossError, AssertionError), match=r"goes nowhere|would not be|cover|reason"):
+                    make_plan(plan.checkpoint, forgetful, carries_optimizer=carries_optimizer)
