@@ -303,7 +303,6 @@ class Conversion:
         filled folder: their content by name.
         """
         from ckpt.move.run import execute
-        from ckpt.verify.compare import check_plan_replicas
 
         check_destination(Path(destination), Path(self.plan.checkpoint.path))
         for folder in self.plan.checkpoint.folders:  # the config's too; output may lie in these, but not replace them
@@ -324,13 +323,19 @@ class Conversion:
                 resources=self.resources,
                 progress=progress,
                 hashing=manifest,
-                check=partial(check_plan_replicas, self.plan),
+                check=self._check_replicas,
                 describe=partial(self._described, describe, manifest),
             )
         except (CorruptError, NotFoundError):
             for file in self.plan.checkpoint.files:
                 file.check_unchanged()  # a file that was replaced meanwhile explains whatever else went wrong
             raise
+
+    def _check_replicas(self) -> None:
+        if any(tensor.replicas for tensor in self.plan.checkpoint.tensors.values()):
+            from ckpt.verify.compare import check_plan_replicas
+
+            check_plan_replicas(self.plan)
 
     def _described(
         self, describe: Callable[[Path], Mapping[str, bytes]], manifest: bool, folder: Path, digests: FileDigests

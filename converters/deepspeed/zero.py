@@ -56,7 +56,6 @@ from converters.deepspeed.rank_files import (
     partition_size,
     state_names,
 )
-from converters.deepspeed.write import lay_out
 
 #: Ranks and files that a message lists at most.
 _SHOWN = 16
@@ -94,6 +93,8 @@ class Zero:
         return checkpoint
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        from converters.deepspeed.write import lay_out  # only here: what is only read starts sooner
+
         return lay_out(checkpoint, layout, self.stage)
 
 

@@ -18,7 +18,6 @@ from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, TRANSFORMERS, WEIGHT, Chec
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Shape
-from converters.names.megatron.relation import module_order
 from converters.names.transformers.installed import (
     architectures,
     base_prefixes,
@@ -315,6 +314,8 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 def from_hub(checkpoint: Checkpoint, layout: Layout | None = None) -> Checkpoint:
     """`checkpoint`, which has the Hub's names, under those of transformers' modules, param groups in their order."""
+    from converters.names.megatron.relation import module_order  # only here: most names need no table of Megatron's
+
     named = _renamed(checkpoint, TRANSFORMERS, "to_memory")
     model_type, state = str((named.config or {}).get("model_type")), named.state
     modules = module_order(model_type)
