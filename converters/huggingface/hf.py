@@ -8,31 +8,25 @@ are the same from run to run, and per file those of `safetensors.torch.save_file
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.containers.safetensors import Header, Planned, build_header, read_header
 from ckpt.containers.sources import Sources
-from ckpt.errors import CorruptError, NotFoundError, UnsafeError, UsageError
+from ckpt.containers.weights import MAX_INDEX, Index, parse_index, read_weights, weight_files
+from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,
     OWN,
-    WEIGHT,
     Checkpoint,
-    Key,
     Layout,
     ReadRequest,
-    Slot,
     Target,
     TargetFile,
 )
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
-from ckpt.plan.tensors import Extent, Tensor, Whole, whole
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.companions import (
     CONFIG,
@@ -47,12 +41,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
 
-#: PyTorch's distributed checkpoint may write its shards as safetensors; each then holds pieces of tensors.
-DCP_KEY = "DCP_SHARDING_INFO"
-
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})\.safetensors")
 _ADAPTER = re.compile(r"adapter_model.*\.safetensors")
-_MAX_INDEX = 128 << 20
 
 
 class HuggingFace:
@@ -81,17 +71,9 @@ class HuggingFace:
         folders = tuple(p for p in (request.config, folder) if p is not None)
         config = read_config(folders)
         index, names, notes = _weight_files(path, folder)
-        weight_map = index.weight_map if index else None
-        tensors: dict[Key, Tensor] = {}
         sources = Sources()
-        for name in names:
-            file = confined(folder, name)
-            if not file.exists():
-                raise _missing(file, weight_map)
-            sources.add(file)
-            _collect(tensors, read_header(file), str(file), name, weight_map)
+        tensors = read_weights(folder, names, index.weight_map if index else None, sources)
         if index is not None:
-            _check_all_found(tensors, index.weight_map, folder)
             notes += index.size_notes(sum(tensor.nbytes for tensor in tensors.values()))
         is_hub = config is not None and "model_type" in config
         return Checkpoint(
@@ -166,22 +148,7 @@ def _is_one_set(names: list[str]) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _Index:
-    """`model.safetensors.index.json`: the file of each tensor, and what it says of their size."""
-
-    name: str
-    weight_map: Mapping[str, str]
-    total_size: object
-
-    def size_notes(self, total: int) -> list[str]:
-        """A wrong total_size is worth a note only: older tools counted elements, or tied tensors twice."""
-        if self.total_size is None or self.total_size == total:
-            return []
-        return [f"{self.name}: total_size says {self.total_size!r} bytes, the tensors have {total}"]
-
-
-def _weight_files(path: Path, folder: Path) -> tuple[_Index | None, list[str], list[str]]:
+def _weight_files(path: Path, folder: Path) -> tuple[Index | None, list[str], list[str]]:
     """The index where there is one, the names of the files, and notes."""
     found = path.name if path.is_file() else _weights(folder)
     if found is None:
@@ -198,7 +165,7 @@ def _weight_files(path: Path, folder: Path) -> tuple[_Index | None, list[str], l
         both = not path.is_file() and (folder / INDEX).exists()
         notes = [f"{SINGLE} and {INDEX} both stand in the folder; {SINGLE} is read, as transformers does"]
         return None, [found], notes if both else []
-    index = _read_index(confined(folder, found))
+    index = parse_index(read_json(confined(folder, found), unique=True, max_bytes=MAX_INDEX), folder / found)
     return index, sorted(set(index.weight_map.values())), []
 
 
@@ -218,67 +185,6 @@ def _check_set(names: list[str], folder: Path) -> None:
         )
 
 
-def _read_index(path: Path) -> _Index:
-    index = read_json(path, unique=True, max_bytes=_MAX_INDEX)
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptError("the index has no weight_map", path=path)
-    for fqn, name in weight_map.items():
-        if not isinstance(name, str):
-            raise CorruptError("the index does not give a file name", path=path, fqn=fqn, found=repr(name))
-        if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
-            raise UnsafeError("the index names a file outside its folder", path=path, fqn=fqn, found=repr(name))
-        if not name.endswith(".safetensors") or not name.isprintable():
-            raise CorruptError("the index names a file that is no safetensors", path=path, fqn=fqn, found=repr(name))
-    metadata = index.get("metadata")
-    total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return _Index(path.name, weight_map, total_size)
-
-
-def _missing(file: Path, weight_map: Mapping[str, str] | None) -> CorruptError:
-    lost = [fqn for fqn, name in (weight_map or {}).items() if name == file.name]
-    return CorruptError(
-        "a file of weights is missing",
-        path=file,
-        expected=f"a file with {len(lost)} tensors" if lost else "a file",
-        found="no file",
-        fqn=", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "") if lost else None,
-        hint="fetch it again, or wait until the folder is written completely",
-    )
-
-
-def _collect(
-    tensors: dict[Key, Tensor], header: Header, path: str, name: str, weight_map: Mapping[str, str] | None
-) -> None:
-    """Add a file's tensors, each of which must be there for the first time and where the index says."""
-    if DCP_KEY in header.metadata:
-        raise NotFoundError(
-            "this file holds pieces of tensors (PyTorch's distributed checkpoint), not a model's weights",
-            path=path,
-            found=f"{DCP_KEY} in its metadata",
-            hint="consolidate them with PyTorch's consolidate_safetensors_files_on_every_rank",
-        )
-    for entry in header.entries:
-        if weight_map is not None and weight_map.get(entry.name) != name:
-            raise CorruptError(
-                "the file holds a tensor that the index does not place there",
-                path=path,
-                fqn=entry.name,
-                expected=weight_map.get(entry.name, "no such tensor"),
-                found=name,
-            )
-        if (entry.name, WEIGHT) in tensors:
-            raise CorruptError("the tensor stands in two files", path=path, fqn=entry.name)
-        extent = Extent.contiguous(path, entry.start, entry.dtype, entry.shape)
-        tensors[entry.name, WEIGHT] = Tensor(entry.name, WEIGHT, entry.dtype, entry.shape, Whole(extent))
-
-
-def _check_all_found(tensors: Mapping[Key, Tensor], weight_map: Mapping[str, str], folder: Path) -> None:
-    for fqn, name in weight_map.items():
-        if (fqn, WEIGHT) not in tensors:
-            raise CorruptError("the index names a tensor that its file does not hold", path=folder / name, fqn=fqn)
-
-
 # -- writing -------------------------------------------------------------------------------------------------
 
 
@@ -294,54 +200,15 @@ def _natural_part(part: str) -> tuple[int, str, int]:
     return (1, text, number) if text else (0, "", number)
 
 
-def shards(sizes: Mapping[str, int], max_size: int) -> list[list[str]]:
-    """Greedy packing in the given order, as huggingface_hub does; a tensor above the limit stands alone."""
-    result: list[list[str]] = []
-    current: list[str] = []
-    filled = 0
-    for name, size in sizes.items():
-        if size > max_size:
-            result.append([name])
-            continue
-        if filled + size > max_size:
-            result.append(current)
-            current, filled = [], 0
-        current.append(name)
-        filled += size
-    return [*result, current] if current or not result else result
-
-
 def _weight_targets(chosen: Mapping[str, Choice], max_size: int) -> list[TargetFile]:
-    names = sorted(chosen, key=natural_key)
-    planned = {name: Planned(name, chosen[name].dtype, chosen[name].tensor.shape) for name in names}
-    packed = shards({name: planned[name].nbytes for name in names}, max_size)
-    if len(packed) == 1:
-        return [_weight_target(SINGLE, packed[0], planned, chosen)]
-    files, weight_map = [], {}
-    for number, members in enumerate(packed, start=1):
-        name = f"model-{number:05d}-of-{len(packed):05d}.safetensors"
-        files.append(_weight_target(name, members, planned, chosen))
-        weight_map.update(dict.fromkeys(members, name))
+    ordered = {name: chosen[name] for name in sorted(chosen, key=natural_key)}
+    files, weight_map = weight_files(ordered, "model", METADATA, max_size)
+    if len(files) == 1:
+        return files
     parameters = sum(choice.tensor.numel for choice in chosen.values() if choice.tensor.role != BUFFER)
-    index = {
-        "metadata": {"total_parameters": parameters, "total_size": sum(p.nbytes for p in planned.values())},
-        "weight_map": weight_map,
-    }
-    content = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-    return [*files, TargetFile.of_bytes(INDEX, content)]
-
-
-def _weight_target(
-    name: str, members: Iterable[str], planned: Mapping[str, Planned], chosen: Mapping[str, Choice]
-) -> TargetFile:
-    header, placed = build_header((planned[member] for member in members), METADATA)
-    slots = []
-    end = len(header)
-    for tensor, offset in placed:
-        extent = Extent.contiguous(name, offset, tensor.dtype, tensor.shape)
-        slots.append(Slot(chosen[tensor.name].key, whole(tensor.shape), extent))
-        end = offset + tensor.nbytes
-    return TargetFile(name, end, ((0, header),), tuple(slots))
+    size = sum(slot.extent.nbytes for file in files for slot in file.slots)
+    index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
+    return [*files, TargetFile.of_bytes(INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())]
 
 
 def _is_plain(chosen: Mapping[str, Choice]) -> bool:

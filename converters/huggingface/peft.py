@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.safetensors import Planned, build_header, read_header
+from ckpt.containers.safetensors import read_header
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import StoredTensor, is_state_dict
+from ckpt.containers.weights import weight_files
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import (
@@ -29,12 +30,11 @@ from ckpt.plan.checkpoint import (
     Key,
     Layout,
     ReadRequest,
-    Slot,
     Target,
     TargetFile,
 )
 from ckpt.plan.precision import describe
-from ckpt.plan.tensors import Extent, Tensor, Whole, whole
+from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.run_folder.companions import CONFIG, companions, read_json
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.sizes import show_size
@@ -93,12 +93,7 @@ class Peft:
             raise UsageError("an adapter's folder has no ranks", found=f"--world-size {layout.world_size}")
         config = _config(checkpoint)
         chosen = adapter.tensors(checkpoint, config, layout.dtype)
-        header, placed = build_header((Planned(name, c.dtype, c.tensor.shape) for name, c in chosen.items()), METADATA)
-        slots = tuple(
-            Slot(chosen[p.name].key, whole(p.shape), Extent.contiguous(SAFETENSORS, offset, p.dtype, p.shape))
-            for p, offset in placed
-        )
-        size = len(header) + sum(slot.extent.nbytes for slot in slots)
+        weights, _ = weight_files(chosen, SAFETENSORS.removesuffix(".safetensors"), METADATA)
         beside = [
             TargetFile.of_bytes(c.name, c.content)
             for c in companions(map(Path, checkpoint.folders))
@@ -108,7 +103,7 @@ class Peft:
         left = [key for key in checkpoint.tensors if key not in written and key[1] in (WEIGHT, MASTER, BUFFER)]
         return Target(
             files=(
-                TargetFile(SAFETENSORS, size, ((0, header),), slots),
+                *weights,
                 TargetFile.of_bytes(adapter.CONFIG, _config_bytes(checkpoint)),
                 *beside,
             ),

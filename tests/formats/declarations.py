@@ -172,6 +172,7 @@ DECLARATIONS = [
         "megatron-dist",
         from_fixture("megatron-dist-flattened"),
         ("iter_0000002/.metadata", "iter_0000002/common.pt", "iter_0000002/__*_*.distcp"),
+        reads_head=(".metadata",),  # its first names tell Megatron's from others
         refuses=unknown_to_megatron,
     ),
     Declaration(
@@ -181,7 +182,13 @@ DECLARATIONS = [
         marks=SLOW,
         refuses=unknown_to_megatron,
     ),
-    Declaration("dcp", from_fixture("dcp-fsdp2"), ("step-2/__*_0.distcp", "step-2/.metadata"), is_sharded=True),
+    Declaration(
+        "dcp",
+        from_fixture("dcp-fsdp2"),
+        ("step-2/__*_0.distcp", "step-2/.metadata"),
+        reads_head=(".metadata",),
+        is_sharded=True,
+    ),
     Declaration("full", gathered_by_torch, ("pytorch_model_fsdp.bin",)),
     Declaration(
         "fsdp-ranks",

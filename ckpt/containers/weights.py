@@ -1,0 +1,154 @@
+"""Folders of safetensors files that hold whole tensors, with or without an index of which file has which.
+
+Files are filled and numbered as huggingface_hub does it (`serialization/_base.py`); the index is transformers'
+`model.safetensors.index.json`, which MLX writes as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.safetensors import Header, Planned, build_header, read_header
+from ckpt.containers.sources import Sources
+from ckpt.errors import CorruptError, NotFoundError, UnsafeError
+from ckpt.move.files import confined
+from ckpt.plan.checkpoint import WEIGHT, Key, Slot, TargetFile
+from ckpt.plan.precision import Choice
+from ckpt.plan.tensors import Extent, Tensor, Whole, whole
+
+#: PyTorch's distributed checkpoint may write its shards as safetensors; each then holds pieces of tensors.
+DCP_KEY = "DCP_SHARDING_INFO"
+
+#: The bound on the size of an index.
+MAX_INDEX = 128 << 20
+
+
+@dataclass(frozen=True)
+class Index:
+    """`model.safetensors.index.json`: the file of each tensor, and what it says of their size."""
+
+    name: str
+    weight_map: Mapping[str, str]
+    total_size: object
+
+    def size_notes(self, total: int) -> list[str]:
+        """A wrong total_size is worth a note only: older tools counted elements, or tied tensors twice."""
+        if self.total_size is None or self.total_size == total:
+            return []
+        return [f"{self.name}: total_size says {self.total_size!r} bytes, the tensors have {total}"]
+
+
+def parse_index(index: Any, path: Path) -> Index:
+    """The index whose JSON is `index`; CorruptError or UnsafeError where it names no files of its folder."""
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptError("the index has no weight_map", path=path)
+    for fqn, name in weight_map.items():
+        if not isinstance(name, str):
+            raise CorruptError("the index does not give a file name", path=path, fqn=fqn, found=repr(name))
+        if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
+            raise UnsafeError("the index names a file outside its folder", path=path, fqn=fqn, found=repr(name))
+        if not name.endswith(".safetensors") or not name.isprintable():
+            raise CorruptError("the index names a file that is no safetensors", path=path, fqn=fqn, found=repr(name))
+    metadata = index.get("metadata")
+    total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return Index(path.name, weight_map, total_size)
+
+
+def read_weights(
+    folder: Path, names: Iterable[str], weight_map: Mapping[str, str] | None, sources: Sources
+) -> dict[Key, Tensor]:
+    """The tensors of safetensors files in `folder`, which `sources` remember; all have the role `weight`.
+
+    CorruptError for a missing file, for a tensor that stands twice, and for one that is not where `weight_map` says.
+    """
+    tensors: dict[Key, Tensor] = {}
+    for name in names:
+        file = confined(folder, name)
+        if not file.exists():
+            raise _missing(file, weight_map)
+        sources.add(file)
+        _collect(tensors, read_header(file), str(file), name, weight_map)
+    for fqn, name in (weight_map or {}).items():
+        if (fqn, WEIGHT) not in tensors:
+            raise CorruptError("the index names a tensor that its file does not hold", path=folder / name, fqn=fqn)
+    return tensors
+
+
+def _missing(file: Path, weight_map: Mapping[str, str] | None) -> CorruptError:
+    lost = [fqn for fqn, name in (weight_map or {}).items() if name == file.name]
+    return CorruptError(
+        "a file of weights is missing",
+        path=file,
+        expected=f"a file with {len(lost)} tensors" if lost else "a file",
+        found="no file",
+        fqn=", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "") if lost else None,
+        hint="fetch it again, or wait until the folder is written completely",
+    )
+
+
+def _collect(
+    tensors: dict[Key, Tensor], header: Header, path: str, name: str, weight_map: Mapping[str, str] | None
+) -> None:
+    """Add a file's tensors, each of which must be there for the first time and where the index says."""
+    if DCP_KEY in header.metadata:
+        raise NotFoundError(
+            "this file holds pieces of tensors (PyTorch's distributed checkpoint), not a model's weights",
+            path=path,
+            found=f"{DCP_KEY} in its metadata",
+            hint="consolidate them with PyTorch's consolidate_safetensors_files_on_every_rank",
+        )
+    for entry in header.entries:
+        if weight_map is not None and weight_map.get(entry.name) != name:
+            raise CorruptError(
+                "the file holds a tensor that the index does not place there",
+                path=path,
+                fqn=entry.name,
+                expected=weight_map.get(entry.name, "no such tensor"),
+                found=name,
+            )
+        if (entry.name, WEIGHT) in tensors:
+            raise CorruptError("the tensor stands in two files", path=path, fqn=entry.name)
+        extent = Extent.contiguous(path, entry.start, entry.dtype, entry.shape)
+        tensors[entry.name, WEIGHT] = Tensor(entry.name, WEIGHT, entry.dtype, entry.shape, Whole(extent))
+
+
+def weight_files(
+    chosen: Mapping[str, Choice], stem: str, metadata: Mapping[str, str], max_size: int | None = None
+) -> tuple[list[TargetFile], dict[str, str]]:
+    """Files with the chosen tensors, of at most `max_size` bytes of data or one tensor, and each tensor's file by name.
+
+    They are filled in the order given, as huggingface_hub does, and called `stem`, numbered where there are several.
+    """
+    planned = {name: Planned(name, choice.dtype, choice.tensor.shape) for name, choice in chosen.items()}
+    packed = _packed(planned.values(), max_size)
+    files: list[TargetFile] = []
+    for number, members in enumerate(packed, start=1):
+        name = f"{stem}-{number:05d}-of-{len(packed):05d}.safetensors" if len(packed) > 1 else f"{stem}.safetensors"
+        header, placed = build_header(members, metadata)
+        slots = tuple(
+            Slot(chosen[one.name].key, whole(one.shape), Extent.contiguous(name, offset, one.dtype, one.shape))
+            for one, offset in placed
+        )
+        files.append(TargetFile(name, len(header) + sum(one.nbytes for one in members), ((0, header),), slots))
+    return files, {one.name: file.name for file, members in zip(files, packed, strict=True) for one in members}
+
+
+def _packed(tensors: Iterable[Planned], max_size: int | None) -> list[list[Planned]]:
+    result: list[list[Planned]] = []
+    current: list[Planned] = []
+    filled = 0
+    for tensor in tensors:
+        if max_size is not None and tensor.nbytes > max_size:
+            result.append([tensor])
+            continue
+        if max_size is not None and filled + tensor.nbytes > max_size:
+            result.append(current)
+            current, filled = [], 0
+        current.append(tensor)
+        filled += tensor.nbytes
+    return [*result, current] if current or not result else result

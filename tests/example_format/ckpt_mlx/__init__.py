@@ -1,0 +1,142 @@
+"""MLX model folders: `model*.safetensors` with the metadata `format: mlx`, and an index, as mlx_lm writes them.
+
+Format facts: mlx-lm 0.32.2, `utils.py` (`save_model`, `load_model`) and `models/*.py` (`sanitize`).  Names are the
+Hub's, but for experts, which are stacked.  MLX's own quantized weights are not read here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt import registry
+from ckpt.containers.sources import Sources
+from ckpt.containers.weights import parse_index, read_weights, weight_files
+from ckpt.errors import LossError, UsageError
+from ckpt.move.files import confined
+from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Layout, ReadRequest, Target, TargetFile
+from ckpt.plan.namespace import Namespace
+from ckpt.plan.options import option
+from ckpt.plan.precision import choices, describe
+from ckpt.plan.relation import Link, Relation, translate
+from ckpt.plan.tensors import Box, Shape, whole
+from ckpt.run_folder.carried import model_files
+from ckpt.run_folder.companions import read_config, read_json
+from ckpt.run_folder.left_out import training_left_out
+
+if TYPE_CHECKING:
+    from ckpt.testing import Declaration, Tensors
+
+NAME, INDEX = "mlx", "model.safetensors.index.json"
+#: Models for which `sanitize` does nothing, and those for which it stacks experts, by model type.
+PLAIN, WITH_EXPERTS = ("llama", "mistral", "qwen2", "qwen3"), ("qwen2_moe", "qwen3_moe")
+EXPERT = re.compile(r"(.*\.mlp\.)experts\.(\d+)(\.(?:gate|up|down)_proj\.weight)")
+STACKED = re.compile(r"(.*\.mlp\.)switch_mlp(\.(?:gate|up|down)_proj\.weight)")
+#: A model folder holds no pickle; this is the record of a fine-tuning run that somebody may keep in a torch file.
+PICKLE_NAMES: Mapping[tuple[str, str], tuple[str, ...]] = {("mlx_lm.tuner.trainer", "TrainingArgs"): ()}
+
+
+@dataclass(frozen=True)
+class MlxOptions:
+    mlx_stem: str = option("Begin names of weight files with this; mlx_lm loads `model*`.", default="model")
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+def stacking(checkpoint: Checkpoint) -> Relation:
+    """The Hub's names against MLX's, of a checkpoint with either: each expert is a slice of a stacked tensor."""
+    model_type = (checkpoint.config or {}).get("model_type")
+    if model_type not in (*PLAIN, *WITH_EXPERTS):
+        known = ", ".join((*PLAIN, *WITH_EXPERTS))
+        raise UsageError("MLX's names are not known for this model", expected=f"one of {known}", found=str(model_type))
+    hub: dict[str, Shape] = {}
+    stacks: dict[str, Shape] = {}
+    for fqn, shape in {fqn: tensor.shape for (fqn, _), tensor in checkpoint.tensors.items()}.items():
+        stack = STACKED.fullmatch(fqn)
+        names = [STACKED.sub(rf"\1experts.{n}\2", fqn) for n in range(shape[0])] if stack else [fqn]
+        hub |= dict.fromkeys(names, shape[1:] if stack else shape)
+    links = []
+    for fqn, shape in hub.items():
+        if not (one := EXPERT.fullmatch(fqn)):
+            links.append(Link.rename(fqn, fqn, shape))
+            stacks[fqn] = shape
+            continue
+        name, number = f"{one[1]}switch_mlp{one[3]}", int(one[2])
+        links.append(Link(fqn, whole(shape), name, Box((number, 0, 0), (1, *shape)), (1, 2)))
+        stacks[name] = (max(number + 1, stacks.get(name, (0,))[0]), *shape)
+    return Relation(tuple(links), hub, stacks)
+
+
+NAMESPACE = Namespace(
+    lambda checkpoint: translate(checkpoint, stacking(checkpoint).inverse(), HUB),
+    lambda checkpoint, _: translate(checkpoint, stacking(checkpoint), NAME),
+)
+
+# -- the format -----------------------------------------------------------------------------------------------------
+
+
+class Mlx:
+    name, title = NAME, "MLX safetensors"
+    reads, writes, carries_optimizer = True, True, False
+    namespace: str | None = NAME
+
+    def find(self, path: Path, tag: str | None) -> Path | None:
+        folder = path if tag is None else confined(path, tag)
+        found = folder.is_dir() and (folder / INDEX).is_file() and any(map(is_mlx, folder.glob("*.safetensors")))
+        return folder if found else None
+
+    def read(self, path: Path, request: ReadRequest) -> Checkpoint:
+        folders = tuple(p for p in (request.config, path) if p is not None)
+        config, places = read_config(folders), parse_index(read_json(path / INDEX), path / INDEX).weight_map
+        if config is not None and "quantization" in config:
+            raise LossError("MLX's quantized weights are not read", path=path, found=str(config["quantization"]))
+        sources = Sources()
+        tensors = read_weights(path, sorted(set(places.values())), places, sources)
+        more = {"framework": NAME, "namespace": NAME, "config": config, "folders": tuple(map(str, folders))}
+        return Checkpoint(path=str(path), format=NAME, tensors=tensors, files=sources.files, **more)
+
+    def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
+        stem = layout.read(MlxOptions).mlx_stem
+        if not re.fullmatch(r"model[\w.-]*", stem):
+            raise UsageError("mlx_lm would not load these files", found=f"--mlx-stem {stem}", expected="model...")
+        kept = registry.service("kept_names")(checkpoint)
+        chosen = {kept.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, layout.dtype).items()}
+        if quantized := registry.service("quantized_parts")(chosen):
+            raise LossError("MLX quantizes in its own way", fqn=min(quantized), hint="--dequantize makes plain weights")
+        files, places = weight_files(chosen, stem, {"format": NAME}, layout.max_shard_size)
+        total = {"total_size": sum(slot.extent.nbytes for file in files for slot in file.slots)}
+        index = json.dumps({"metadata": total, "weight_map": dict(sorted(places.items()))}, indent=4).encode()
+        beside, notes = model_files(checkpoint, layout.dtype)
+        notes = [*describe(chosen, checkpoint, layout.dtype), *notes]
+        dropped = tuple(training_left_out(checkpoint))
+        return Target((*files, TargetFile.of_bytes(INDEX, index), *beside), dropped=dropped, notes=tuple(notes))
+
+
+MLX = Mlx()
+
+
+def is_mlx(file: Path) -> bool:
+    """Whether the header says so: its metadata come first, as MLX's keys are sorted."""
+    with open(file, "rb") as head:
+        return b'"format":"mlx"' in head.read(4096)
+
+
+def declaration() -> Declaration:
+    """`make_sample.py` made the sample with mlx_lm; its truth is what MLX held in memory."""
+    import shutil
+
+    import numpy as np
+
+    from ckpt.testing import Declaration
+
+    def make(folder: Path) -> tuple[Path, Tensors]:
+        shutil.copytree(Path(__file__).parent / "sample", folder / NAME, ignore=shutil.ignore_patterns("truth.npz"))
+        with np.load(Path(__file__).parent / "sample" / "truth.npz") as truth:
+            return folder / NAME, {(n, WEIGHT): ("bfloat16", v.shape, v.tobytes()) for n, v in truth.items()}
+
+    return Declaration(NAME, make, ("model*.safetensors",), is_unchecked_data=True, reads_head=("*.safetensors",))

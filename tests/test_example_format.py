@@ -1,0 +1,111 @@
+"""A package outside brings a format: installed by pip in an environment of its own, found, converted, and tested."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.engines import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parent / "example_format"
+SAMPLE = EXAMPLE / "ckpt_mlx" / "sample"
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a module in an environment with ckpt's wheel, the example's, and what this interpreter has beside."""
+    folder = tmp_path_factory.mktemp("scratch")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for project in (REPOSITORY, EXAMPLE):
+        copy = folder / project.name
+        ignored = (".*", "build", "fixtures", "*.egg-info", *(["tests"] if project is REPOSITORY else []))
+        shutil.copytree(project, copy, ignore=shutil.ignore_patterns(*ignored))
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
+        subprocess.run([*install, "--target", site, copy], check=True)
+
+    def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [folder / "venv" / "bin" / "python", "-m", *arguments]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    where = subprocess.run(
+        [folder / "venv" / "bin" / "python", "-c", "import ckpt, ckpt.testing; print(ckpt.__file__)"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": os.environ["PATH"]},
+    )
+    assert where.stdout.startswith(str(site)), "the wheel is what is tested"
+    return run
+
+
+def test_the_module_is_short() -> None:
+    assert len((EXAMPLE / "ckpt_mlx" / "__init__.py").read_text().splitlines()) < 150
+
+
+def test_it_is_listed_and_its_option_is_in_the_help(run: Run) -> None:
+    rows = [line.split() for line in run("ckpt", "formats").stdout.splitlines()]
+    assert ["mlx", "yes", "yes", "-", "MLX", "safetensors"] in rows
+    own = run("ckpt", "convert", "--help").stdout.split("\nOptions of mlx:\n")[1]
+    assert own.strip().startswith("--mlx-stem <str>")
+
+
+def test_it_is_converted_both_ways(run: Run, tmp_path: Path) -> None:
+    """To the Hub's names, a tensor for each expert, and back to what MLX held in memory, under its names."""
+    source = tmp_path / "mlx"
+    shutil.copytree(SAMPLE, source, ignore=shutil.ignore_patterns("truth.npz"))
+    assert "mlx: mlx (mlx)" in run("ckpt", "convert", "auto", "hf", source).stderr
+    assert run("ckpt", "verify", source, tmp_path / "mlx-hf", "--json").stdout
+    options = ("-o", tmp_path / "back", "--mlx-stem", "model-of-tests", "--max-shard-size", "1KB")
+    run("ckpt", "convert", "hf", "mlx", tmp_path / "mlx-hf", *options)
+    with np.load(SAMPLE / "truth.npz") as truth:
+        held = dict(truth)
+    hub, mlx = stored(tmp_path / "mlx-hf"), stored(tmp_path / "back")
+    assert mlx == {name: value.tobytes() for name, value in held.items()}
+    experts = [name for name in hub if ".experts." in name]
+    assert len(experts) == 12
+    for name in experts:
+        number = int(name.split(".experts.")[1].split(".")[0])
+        stack = held[name.replace(f"experts.{number}", "switch_mlp")]
+        assert hub[name] == stack[number].tobytes()
+    assert {name: value for name, value in hub.items() if name not in experts}.items() <= mlx.items()
+    names = sorted(file.name for file in (tmp_path / "back").glob("*.safetensors"))
+    assert len(names) > 2 and all(name.startswith("model-of-tests-0000") for name in names)
+
+
+def stored(folder: Path) -> dict[str, bytes]:
+    import torch
+    from safetensors.torch import load_file
+
+    tensors = [item for file in folder.glob("*.safetensors") for item in load_file(file).items()]
+    return {name: tensor.view(torch.uint16).numpy().tobytes() for name, tensor in tensors}
+
+
+def test_an_option_of_its_own_is_refused_elsewhere(run: Run, tmp_path: Path) -> None:
+    refused = run("ckpt", "convert", "mlx", "hf", SAMPLE, "--mlx-stem", "model-x", "-o", tmp_path / "out", code=2)
+    assert "the format 'hf' has none of the options of mlx" in refused.stderr
+    named = run("ckpt", "convert", "mlx", "mlx", SAMPLE, "--mlx-stem", "weights", "-o", tmp_path / "out", code=2)
+    assert "mlx_lm would not load these files" in named.stderr
+
+
+def test_it_passes_the_suite_that_ckpt_ships(run: Run) -> None:
+    done = run("pytest", "-q", "-p", "no:cacheprovider", "-rs", "--pyargs", "ckpt.testing")
+    last = done.stdout.splitlines()[-1]
+    assert "passed" in last and "failed" not in last
