@@ -25,7 +25,7 @@ from typing import Any
 
 from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import ParamGroup
-from converters.pytorch.state_dicts import stripper
+from converters.pytorch.state_dicts import names_of, stripper, take_apart
 
 _MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 _OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
@@ -189,16 +189,19 @@ def _state_names(optimizers: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _read_optimizer(
-    node: Mapping[str, Any], number: int, found: Understood, strip: Callable[[str], str], weights: Mapping[str, Leaf]
+    node: Mapping[str, Any],
+    number: int,
+    found: Understood,
+    strip: Callable[[str], str],
+    weights: Mapping[str, Leaf],
 ) -> None:
     """Add one optimizer's states and groups; what else it holds stays training state under `optimizer`."""
-    states, groups, left = _nested(node)
-    flat_states, flat_groups = _flattened(left, weights)
-    states |= flat_states
-    groups = [*groups, *flat_groups]
+    spelled = take_apart(node, weights)
+    states = {(str(fqn), str(name)): v for fqn, values in spelled.states.items() for name, v in values.items()}
+    groups = spelled.groups
     if _is_by_number(states, groups):
-        names = _recorded_names(groups)
-        if names is None:
+        names = {str(key): fqn for key, fqn in (names_of(groups) or {}).items()}
+        if not names:
             found.notes.append(
                 f"the optimizer's {len(states)} states are recorded by the parameters' numbers, not by their names: "
                 "they are not carried (torch's get_optimizer_state_dict saves names)"
@@ -214,65 +217,8 @@ def _read_optimizer(
         params = [strip(fqn) for fqn in group.get("params") or [] if isinstance(fqn, str)]
         options = {name: value for name, value in group.items() if name != "params"}
         found.groups.append(ParamGroup(tuple(params), options))
-    if left:
-        found.rest["optimizer" if number == 0 else f"optimizer_{number}"] = left
-
-
-def _nested(node: Mapping[str, Any]) -> tuple[dict[tuple[str, str], Any], list[dict[str, Any]], dict[str, Any]]:
-    states: dict[tuple[str, str], Any] = {}
-    left = {name: value for name, value in node.items() if name not in (_STATE, _GROUPS)}
-    state = node.get(_STATE)
-    if isinstance(state, Mapping):
-        for fqn, values in state.items():
-            if isinstance(values, Mapping):
-                states |= {(str(fqn), str(name)): value for name, value in values.items()}
-            else:
-                left.setdefault(_STATE, {})[fqn] = values
-    listed = node.get(_GROUPS)
-    groups = [dict(group) for group in listed if isinstance(group, Mapping)] if isinstance(listed, list) else []
-    return states, groups, left
-
-
-def _flattened(
-    left: dict[str, Any], weights: Mapping[str, Leaf]
-) -> tuple[dict[tuple[str, str], Any], list[dict[str, Any]]]:
-    """States and groups of a flattened optimizer, taken out of `left`.  Params of the same options are one group."""
-    states: dict[tuple[str, str], Any] = {}
-    options: dict[str, dict[str, Any]] = {}
-    for key in [key for key in left if isinstance(key, str)]:
-        kind, _, rest = key.partition(".")
-        if kind not in (_STATE, _GROUPS) or "." not in rest:
-            continue
-        fqn, name = _split(rest, weights)
-        if kind == _STATE:
-            states[fqn, name] = left.pop(key)
-        else:
-            options.setdefault(fqn, {})[name] = left.pop(key)
-    groups: list[dict[str, Any]] = []
-    members: list[tuple[dict[str, Any], list[str]]] = []
-    for fqn, chosen in options.items():
-        same = next((fqns for known, fqns in members if _same(known, chosen)), None)
-        if same is None:
-            members.append((chosen, [fqn]))
-        else:
-            same.append(fqn)
-    for chosen, fqns in members:
-        groups.append({**chosen, "params": fqns})
-    return states, groups
-
-
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two sets of options are alike; numbers of different types are not."""
-    return a.keys() == b.keys() and all(a[k] is b[k] or (type(a[k]) is type(b[k]) and a[k] == b[k]) for k in a)
-
-
-def _split(text: str, weights: Mapping[str, Leaf]) -> tuple[str, str]:
-    """`<fqn>.<name>`, by the model's names where they are known, as a name may have dots too."""
-    fqn, _, name = text.rpartition(".")
-    shorter = fqn
-    while weights and shorter and shorter not in weights:
-        shorter = shorter.rpartition(".")[0]
-    return (shorter, text[len(shorter) + 1 :]) if shorter else (fqn, name)
+    if spelled.left:
+        found.rest["optimizer" if number == 0 else f"optimizer_{number}"] = spelled.left
 
 
 def _is_by_number(states: Mapping[tuple[str, str], Any], groups: list[dict[str, Any]]) -> bool:
@@ -280,14 +226,3 @@ def _is_by_number(states: Mapping[tuple[str, str], Any], groups: list[dict[str, 
     if any(type(fqn) is int for fqn in listed):
         return True
     return bool(states) and not listed and all(fqn.isdigit() for fqn, _ in states)
-
-
-def _recorded_names(groups: list[dict[str, Any]]) -> dict[str, str] | None:
-    """Number to name where every group records `param_names`."""
-    names: dict[str, str] = {}
-    for group in groups:
-        params, recorded = group.get("params") or [], group.get("param_names")
-        if not isinstance(recorded, list) or len(recorded) != len(params):
-            return None
-        names |= {str(i): str(name) for i, name in zip(params, recorded, strict=True)}
-    return names or None

@@ -101,6 +101,76 @@ def tie_as_declared(
 
 
 @dataclass(frozen=True)
+class Spelled:
+    """An optimizer's state by the keys that the file itself has for parameters, and what in it is neither.
+
+    Groups list these keys as their `params`.
+    """
+
+    states: dict[Any, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    left: dict[str, Any]
+
+
+def take_apart(node: Mapping[str, Any], fqns: Collection[str] = ()) -> Spelled:
+    """An optimizer's state in whatever spelling; `fqns` tell where a name ends in a flat one, as it may have dots."""
+    left = {name: value for name, value in node.items() if name not in ("state", "param_groups")}
+    states: dict[Any, dict[str, Any]] = {}
+    for key, values in (node["state"] if isinstance(node.get("state"), Mapping) else {}).items():
+        if isinstance(values, Mapping):
+            states[key] = dict(values)
+        else:
+            left.setdefault("state", {})[key] = values
+    listed = node.get("param_groups")
+    groups = [dict(group) for group in listed if isinstance(group, Mapping)] if isinstance(listed, list) else []
+    options: dict[str, dict[str, Any]] = {}
+    for key in [key for key in left if isinstance(key, str)]:
+        kind, _, rest = key.partition(".")
+        if kind in ("state", "param_groups") and "." in rest:
+            fqn, name = _split(rest, fqns)
+            (states if kind == "state" else options).setdefault(fqn, {})[name] = left.pop(key)
+    members: list[tuple[dict[str, Any], list[str]]] = []
+    for fqn, chosen in options.items():  # which are repeated for every parameter: those with the same make a group
+        same = next((params for known, params in members if _same(known, chosen)), None)
+        if same is None:
+            members.append((chosen, [fqn]))
+        else:
+            same.append(fqn)
+    return Spelled(states, [*groups, *({**chosen, "params": params} for chosen, params in members)], left)
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two sets of options are alike; numbers of different types are not."""
+    return a.keys() == b.keys() and all(a[k] is b[k] or (type(a[k]) is type(b[k]) and a[k] == b[k]) for k in a)
+
+
+def _split(text: str, fqns: Collection[str]) -> tuple[str, str]:
+    """`<fqn>.<name>`, by the model's names where they are known."""
+    fqn, _, name = text.rpartition(".")
+    shorter = fqn
+    while fqns and shorter and shorter not in fqns:
+        shorter = shorter.rpartition(".")[0]
+    return (shorter, text[len(shorter) + 1 :]) if shorter else (fqn, name)
+
+
+def names_of(groups: Sequence[Mapping[str, Any]], order: Sequence[str] | None = None) -> dict[Any, str] | None:
+    """The fqn of each key of `params`: itself, or what the groups record (`named_parameters`, since torch 2.6).
+
+    `order` is the fqn of each number where that is known from elsewhere, and holds for a single param group.
+    """
+    members = [key for group in groups for key in group.get("params") or ()]
+    if all(isinstance(key, str) and not key.isdigit() for key in members):
+        return {key: key for key in members}
+    recorded = [group.get("param_names") for group in groups]
+    if all(isinstance(names, list) for names in recorded):
+        fqns = [str(name) for names in recorded for name in names or ()]
+        return dict(zip(members, fqns, strict=True)) if len(fqns) == len(members) else None
+    if order is not None and len(groups) == 1 and members == list(range(len(order))):
+        return dict(enumerate(order))
+    return None
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """An optimizer's state by fqn."""
 
@@ -111,76 +181,44 @@ class Optimizer:
 def read_optimizer(content: Any, path: str, order: Sequence[str] | None = None) -> Optimizer | None:
     """The optimizer's state by fqn; None where the file numbers parameters and does not say which is which.
 
-    `order` is the fqn of each number where that is known from elsewhere, and holds for a single param group.
-    CorruptError where it is no such state.
+    `order` is as of `names_of`.  CorruptError where it is no such state.
     """
     if not isinstance(content, Mapping):
         raise CorruptError("this is no optimizer's state", path=path, expected="a dict", found=type(content).__name__)
-    if isinstance(content.get("state"), Mapping) and isinstance(content.get("param_groups"), list):
-        return _nested(content["state"], content["param_groups"], path, order)
-    if content and all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in content):
-        return _flat(content, path)
-    raise CorruptError(
-        "this is no optimizer's state",
-        path=path,
-        expected="`state` and `param_groups`",
-        found=", ".join(map(str, list(content)[:5])),
-    )
-
-
-def _nested(state: Mapping[Any, Any], groups: list[Any], path: str, order: Sequence[str] | None) -> Optimizer | None:
-    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
+    is_nested = isinstance(content.get("state"), Mapping) and isinstance(content.get("param_groups"), list)
+    is_flat = all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in content)
+    if not is_nested and not (content and is_flat):
+        found = ", ".join(map(str, list(content)[:5]))
+        raise CorruptError(
+            "this is no optimizer's state", path=path, expected="`state` and `param_groups`", found=found
+        )
+    spelled = take_apart(content)
+    if is_nested and (odd := spelled.left.get("state")):
+        raise CorruptError("the optimizer's state of a parameter is no dict", path=path, fqn=str(next(iter(odd))))
+    if not is_nested and spelled.left:
+        odd = next(iter(spelled.left))
+        raise CorruptError("the optimizer's state has an entry without a parameter", path=path, found=odd)
+    complete = not is_nested or len(spelled.groups) == len(content["param_groups"])
+    if not complete or not all(isinstance(group.get("params"), list) for group in spelled.groups):
         raise CorruptError("a param group is no dict with `params`", path=path)
-    members = [key for group in groups for key in group["params"]]
-    names = _names_of(groups, members, order)
+    names = names_of(spelled.groups, order)
     if names is None:
         return None
-    strangers = [key for key in state if key not in names]
-    if strangers:
+    strangers = [key for key in spelled.states if key not in names]
+    if strangers and is_nested:
         raise CorruptError(
             "the optimizer has states of a parameter that is in no param group", path=path, fqn=str(strangers[0])
         )
+    names |= {key: key for key in strangers}
     clean = clean_names(names.values(), path)
-    options = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
-    found = [
-        ParamGroup(tuple(clean[names[key]] for key in group["params"]), option)
-        for group, option in zip(groups, options, strict=True)
-    ]
-    states = {clean[names[key]]: values for key, values in state.items()}
-    for fqn, values in states.items():
-        if not isinstance(values, Mapping):
-            raise CorruptError("the optimizer's state of a parameter is no dict", path=path, fqn=fqn)
-    return Optimizer(states, tuple(found))
-
-
-def _names_of(groups: list[Any], members: list[Any], order: Sequence[str] | None) -> dict[Any, str] | None:
-    """The fqn of each key of `params`: itself, or what the groups record (`named_parameters`, since torch 2.6)."""
-    if all(isinstance(key, str) and not key.isdigit() for key in members):
-        return {key: key for key in members}
-    if all(isinstance(group.get("param_names"), list) for group in groups):
-        recorded = [str(name) for group in groups for name in group["param_names"]]
-        return dict(zip(members, recorded, strict=True)) if len(recorded) == len(members) else None
-    if order is not None and len(groups) == 1 and members == list(range(len(order))):
-        return dict(enumerate(order))
-    return None
-
-
-def _flat(content: Mapping[str, Any], path: str) -> Optimizer:
-    """Options are repeated for every parameter: those with the same ones make a group."""
-    states: dict[str, dict[str, Any]] = {}
-    options: dict[str, dict[str, Any]] = {}
-    for key, value in content.items():
-        kind, _, rest = key.partition(".")
-        fqn, _, name = rest.rpartition(".")
-        if not fqn:
-            raise CorruptError("the optimizer's state has an entry without a parameter", path=path, found=key)
-        (states if kind == "state" else options).setdefault(fqn, {})[name] = value
-    clean = clean_names({**options, **states}, path)
-    groups: dict[str, tuple[list[str], dict[str, Any]]] = {}
-    for fqn, values in options.items():
-        groups.setdefault(repr(sorted(values.items())), ([], values))[0].append(clean[fqn])
-    found = tuple(ParamGroup(tuple(fqns), values) for fqns, values in groups.values())
-    return Optimizer({clean[fqn]: values for fqn, values in states.items()}, found)
+    groups = tuple(
+        ParamGroup(
+            tuple(clean[names[key]] for key in group["params"]),
+            {name: value for name, value in group.items() if name not in ("params", "param_names")},
+        )
+        for group in spelled.groups
+    )
+    return Optimizer({clean[names[key]]: values for key, values in spelled.states.items()}, groups)
 
 
 # -- the rest of a training state ----------------------------------------------------------------------------
