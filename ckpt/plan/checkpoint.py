@@ -90,21 +90,26 @@ class TrainingState:
     def of_entries(cls, engine: str, entries: Mapping[str, Any], **fields: Any) -> TrainingState:
         """The state that `engine` recorded: `entries` of its files in the fields of their names, the rest `private`.
 
-        `fields` are what the files have elsewhere.  An entry that is no mapping, where its field is one, is private.
+        `fields` are what the files have elsewhere.  An entry that is no mapping where its field is one, or whose field
+        is known from elsewhere, is private.
         """
         private: dict[str, dict[str, Any]] = {}
         for name, value in entries.items():
-            if name in _ENTRIES and (name not in _MAPPINGS or isinstance(value, Mapping)):
-                fields.setdefault(name, value)
+            is_of_kind = name not in _MAPPINGS or isinstance(value, Mapping)
+            if name in _ENTRIES and is_of_kind and fields.get(name) is None:
+                fields[name] = value
             else:
                 private.setdefault(_OWNERS.get(name, engine), {})[name] = value
         return cls(engine=engine, private=private, **fields)
 
     def entries(self) -> dict[str, Any]:
-        """All that is recorded beside tensors, steps and hyperparameters, by the names in the engines' files."""
-        found = {name: value for name in _ENTRIES if (value := getattr(self, name)) is not None}
-        for more in (self.per_rank, *self.private.values()):
-            found |= more
+        """All that is recorded beside tensors, steps and hyperparameters, by the names in the engines' files.
+
+        A private entry whose name is taken has its engine's before it.
+        """
+        found = {name: value for name in _ENTRIES if (value := getattr(self, name)) is not None} | dict(self.per_rank)
+        for engine, own in self.private.items():
+            found |= {f"{engine}.{name}" if name in found else name: value for name, value in own.items()}
         return found
 
 
