@@ -25,12 +25,13 @@ from safetensors.torch import load_file, save_file
 from ckpt import api
 from ckpt.move.files import Staging
 from ckpt.plan.checkpoint import Layout
-from tests.containers.test_pickles import make as hostile
-from tests.formats.test_zero import edit
 from tests.support.building import MODEL_NAME, RANK_MODEL_NAME, Groups, groups_of, write_stage2, write_stage3
-from tests.support.commands import Result, process, snapshot
 from tests.support.commands import ckpt as run_ckpt
+from tests.support.commands import process, snapshot
+from tests.support.damage import AUDITED, emptied, half, one_byte_short, refused, zeroed_tail
 from tests.support.engines import REPOSITORY, raw
+from tests.support.hostile import make as hostile
+from tests.support.model_files import edit
 
 STAGES = ("zero1", "zero2", "zero3")
 SOURCES = (*STAGES, "hf")
@@ -70,37 +71,6 @@ def optimizer_file(source: Path, rank: int = 1) -> Path:
 def model_file(source: Path, rank: int = 0) -> Path:
     whole = source / "global_step2" / MODEL_NAME
     return whole if whole.exists() else source / "global_step2" / RANK_MODEL_NAME.format(rank)
-
-
-def refused(source: Path, code: int, *words: str, format: str = "auto", options: tuple[str, ...] = ()) -> str:
-    """Converting ends in this exit code and says these words; nothing is written, replaced or changed.
-
-    Tried twice: with no destination there, and over one that is.
-    """
-    before = snapshot(source)
-    destination = source.parent.parent / "output" / "out"
-    destination.parent.mkdir(exist_ok=True)
-    command = ("convert", format, "hf", source, "-o", destination, *options)
-    first = run_ckpt(*command)
-    check_refusal(first, code, words)
-    assert list(destination.parent.iterdir()) == []
-
-    destination.mkdir()
-    (destination / "model.safetensors").write_text("as before")
-    existing = snapshot(destination.parent)
-    check_refusal(run_ckpt(*command, "--overwrite"), code, words)
-    assert snapshot(destination.parent) == existing
-    shutil.rmtree(destination)
-    assert snapshot(source) == before
-    return first.err
-
-
-def check_refusal(result: Result, code: int, words: tuple[str, ...]) -> None:
-    assert result.code == code, result.err
-    assert result.out == ""
-    assert "Traceback" not in result.err
-    for word in words:
-        assert word in result.err, f"{word!r} is not in:\n{result.err}"
 
 
 def converted(source: Path, *options: str | Path, format: str = "auto") -> tuple[dict[str, torch.Tensor], str]:
@@ -235,26 +205,6 @@ def test_fault_06_latest_is_stale_or_its_step_incomplete(tmp_path: Path, case: s
     tensors, said = converted(source, "--tag", complete, format=format)
     assert set(tensors) == {"a.weight", "b.weight", "c"}
     assert f"taking {complete}" in said
-
-
-def half(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def one_byte_short(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def emptied(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def zeroed_tail(path: Path) -> None:
-    """As after a crash: the length was recorded, the last pages were not written."""
-    size = path.stat().st_size
-    with open(path, "r+b") as file:
-        file.seek(max(8, size - 4096))
-        file.write(bytes(size - file.tell()))
 
 
 @pytest.mark.parametrize("damage", [half, one_byte_short, emptied, zeroed_tail])
@@ -406,23 +356,6 @@ def test_fault_16_state_of_single_ranks_is_listed(fixtures: Path, tmp_path: Path
 
 # -- 17 to 22: hostile content ----------------------------------------------------------------------------------------
 
-AUDITED = """
-import os, sys
-from ckpt.cli import main
-import ckpt.api, ckpt.move.run
-import converters.huggingface.hf, converters.deepspeed.zero, converters.names.transformers.relation
-forbidden = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class", "socket.")
-events = []
-sys.addaudithook(lambda event, args: event.startswith(forbidden) and events.append(event))
-code = 0
-try:
-    main()
-except SystemExit as stop:
-    code = stop.code
-modules = {"torch", "deepspeed", "this"} & set(sys.modules)
-print("events", events, "modules", sorted(modules), "folder", sorted(os.listdir(".")))
-sys.exit(code)
-"""
 
 EXECUTING = ("reduce-os-system", "builtins-eval", "newobj-ex-popen", "getattr-of-a-type", "torch-load")
 

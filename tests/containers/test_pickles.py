@@ -6,7 +6,6 @@ import argparse
 import collections
 import datetime
 import enum
-import importlib.util
 import io
 import json
 import os
@@ -33,23 +32,9 @@ from ckpt.containers.torchfile.machine import OPCODES
 from ckpt.containers.torchfile.values import MAX_DEPTH, Array, Global, Record, StoredDict
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UnsafeError, UsageError
 from ckpt.plan import dtypes
+from tests.support.hostile import ROOT, make
 
-ROOT = Path(__file__).parents[2]
 PROTOCOLS = range(6)
-
-
-def hostile() -> Any:
-    """`fixtures/hostile/make.py` as a module."""
-    spec = importlib.util.spec_from_file_location("hostile_make", ROOT / "fixtures/hostile/make.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-make = hostile()
 
 
 def loads(data: bytes) -> Any:

@@ -22,7 +22,7 @@ import torch
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import Array, Record, Storage, StoredDict, StoredTensor
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UnsafeError
-from tests.containers.test_pickles import make
+from tests.support.hostile import make
 
 ROOT = Path(__file__).parents[2]
 

@@ -27,9 +27,9 @@ from ckpt import api
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, TRANSFORMERS, WEIGHT, Checkpoint, Layout
 from ckpt.plan.dtypes import BFLOAT16
 from ckpt.plan.tensors import Extent
-from tests.formats.test_universal import ds_to_universal
 from tests.support.describing import content
 from tests.support.engines import Truth, launch
+from tests.support.universal import ds_to_universal
 
 Raw = tuple[str, tuple[int, ...], bytes]
 Key = tuple[str, str]

@@ -15,10 +15,10 @@ import ckpt
 from ckpt.errors import LossError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import MEGATRON, WEIGHT, Checkpoint
 from ckpt.testing import Declaration, Refusal, Tensors
-from tests.formats.test_universal import ds_to_universal
 from tests.support import megatron_runs, pipeline_runs
 from tests.support.engines import Truth, raw
 from tests.support.fsdp_runs import run_ranks
+from tests.support.universal import ds_to_universal
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

@@ -21,29 +21,18 @@ from hypothesis import strategies as st
 
 from ckpt.containers.dcp.write import dim0_boxes
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnsafeError
-from ckpt.move.run import execute
-from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ReadRequest
+from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
 from ckpt.plan.planner import check_source, make_plan
 from ckpt.plan.tensors import Box, Tensor
 from ckpt.verify.compare import Reader
 from ckpt.verify.compare import check_replicas as compare_replicas
 from converters.pytorch.dcp import DCP
+from tests.support.dcp_folders import edit, nested, read, save, trained, write
 from tests.support.engines import Truth, launch, raw
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 FIXTURES = ("dcp-fsdp2", "dcp-torch21-fsdp1", "dcp-torch23-fsdp1")
-
-
-def read(path: Path, tag: str | None = None) -> Checkpoint:
-    found = DCP.find(path, tag)
-    assert found is not None
-    return DCP.read(found, ReadRequest(tag))
-
-
-def write(checkpoint: Checkpoint, folder: Path, num_ranks: int | None = None) -> Path:
-    execute(make_plan(checkpoint, DCP.lay_out(checkpoint, Layout(world_size=num_ranks))), folder)
-    return folder
 
 
 def check_replicas(tensor: Tensor) -> None:
@@ -151,35 +140,11 @@ def test_tensors_are_cut_as_torch_chunks_them(shape: tuple[int, ...], num_ranks:
 # -- spellings, in this process ----------------------------------------------------------------------------------------
 
 
-def save(state: dict[str, Any], folder: Path) -> Path:
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
-def trained(bias: bool = True) -> tuple[Any, Any]:
-    import torch
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=bias), torch.nn.Linear(2, 5))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
 def expected(model: Any, optimizer: Any) -> dict[tuple[str, str], Any]:
     truth = {(fqn, WEIGHT): raw(tensor) for fqn, tensor in model.state_dict().items()}
     for fqn, parameter in model.named_parameters():
         truth |= {(fqn, k): raw(v) for k, v in optimizer.state[parameter].items() if k != "step"}
     return truth
-
-
-def nested(model: Any, optimizer: Any, flat: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-    return get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
 
 
 SPELLINGS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
@@ -369,13 +334,6 @@ def test_tied_parameters_are_those_that_the_config_declares(tmp_path: Path) -> N
 def step(fixtures: Path, tmp_path: Path) -> Path:
     """A checkpoint to break."""
     return Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "step"))
-
-
-def edit(step: Path, change: Callable[[Any], None]) -> None:
-    """Change the metadata with torch's own classes."""
-    metadata = pickle.loads((step / ".metadata").read_bytes())
-    change(metadata)
-    (step / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def refused(step: Path) -> CkptError:

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from ckpt import api
 from ckpt.show.svg import RED
-from tests.containers.test_faults import AUDITED, emptied, half, one_byte_short, refused, zeroed_tail
-from tests.containers.test_pickles import make as hostile
-from tests.formats.test_dcp import edit, nested, read, save, trained, write
-from tests.show.test_picture import parsed
 from tests.support.commands import ckpt, process, snapshot
+from tests.support.damage import AUDITED, emptied, half, one_byte_short, refused, zeroed_tail
+from tests.support.dcp_folders import edit, nested, read, save, trained, write
+from tests.support.drawing import parsed
+from tests.support.hostile import make as hostile
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

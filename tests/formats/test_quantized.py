@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from ckpt import api
 from ckpt.errors import CorruptError, LossError, UsageError
 from ckpt.plan.dtypes import BY_NAME, CASTABLE
-from tests.lora.test_lora import same, save_adapter, weights
+from tests.support.adapters import same, save_adapter, weights
 from tests.support.commands import ckpt
 
 BF16 = torch.bfloat16

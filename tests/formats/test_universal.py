@@ -5,9 +5,6 @@ What engines make of them is in test_zero_reshard.py.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +19,7 @@ from ckpt.plan.planner import make_plan
 from converters.deepspeed.universal import UNIVERSAL
 from converters.deepspeed.zero import ZERO1, ZERO2, ZERO3
 from tests.support.describing import content
+from tests.support.universal import ds_to_universal
 
 STAGES = {"toy-zero1": 1, "toy-zero2": 2, "toy-zero3": 3, "lora-zero3": 3, "moe-zero3": 3, "trainer-zero2": 2}
 
@@ -202,19 +200,3 @@ def test_against_deepspeeds_own_converter(
     a, b = (loaded(folder / "zero" / "optimizer_state.pt") for folder in (ours, theirs))
     assert set(b) - {"fp32_flat_groups"} <= set(a)
     assert a["param_groups"] == b["param_groups"]
-
-
-def ds_to_universal(source: Path, output: Path) -> None:
-    from deepspeed.checkpoint import ds_to_universal as converter
-
-    args = argparse.Namespace(
-        input_folder=str(source),
-        output_folder=str(output),
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        converter.main(args)

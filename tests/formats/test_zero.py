@@ -30,6 +30,7 @@ from tests.support.building import (
 )
 from tests.support.describing import assert_equals_truth, content
 from tests.support.engines import Truth, raw
+from tests.support.model_files import edit
 
 TOYS = ("toy-zero1", "toy-zero2", "toy-zero3")
 RUNS = {**dict.fromkeys(TOYS, 3), "moe-zero3": 2, "lora-zero3": 2, "trainer-zero2": 2}
@@ -40,13 +41,6 @@ SIZES = [pytest.param(1, id="w1"), pytest.param(2, id="w2"), pytest.param(3, id=
 
 def truth_of(run: Path, step: int = 2) -> Truth:
     return Truth.load(run / "truth" / f"global_step{step}.safetensors")
-
-
-def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a model file, which holds nothing that torch's own safe loader refuses."""
-    saved = torch.load(path, weights_only=True)
-    change(saved)
-    torch.save(saved, path)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32
 from tests.support.describing import assert_equals_truth, expected_weights
 from tests.support.engines import Truth, launch, raw
+from tests.support.stored import stored
 
 STAGES = (1, 2, 3)
 WORLD_SIZES = (1, 2, 3, 4)
@@ -94,15 +95,6 @@ def assert_same_param_groups(checkpoint: Checkpoint, truth: Truth) -> None:
         assert ours.options["weight_decay"] == theirs["weight_decay"]
     steps = set(checkpoint.state.scalars["step"].values())
     assert steps == {float(truth.metadata["adam_step"])}
-
-
-def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Every tensor of a folder, as the safetensors library reads it."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found |= {name: raw(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-    return found
 
 
 def loaded_by_transformers(folder: Path, truth: Truth) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

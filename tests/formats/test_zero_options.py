@@ -11,9 +11,9 @@ import pytest
 
 from ckpt import api
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT
-from tests.formats.test_zero_matrix import stored
 from tests.support.describing import assert_equals_truth
 from tests.support.engines import Truth, launch
+from tests.support.stored import stored
 
 WORLD_SIZE = 3
 STEPS = 2

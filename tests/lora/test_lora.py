@@ -22,6 +22,7 @@ from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Layout
 from ckpt.state import adapter as adapter_names
 from ckpt.state.adapter import parse_config, parse_name
+from tests.support.adapters import load_base, same, save_adapter, weights
 from tests.support.commands import ckpt
 from tests.support.engines import launch
 from train.config import Config
@@ -44,27 +45,6 @@ def save_base(model: str, dtype: torch.dtype, folder: Path) -> Path:
     return folder
 
 
-def load_base(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    eager = {"experts_implementation": "eager", "attn_implementation": "eager"}  # as the trainer builds its models
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **eager)
-
-
-def save_adapter(base: Path, folder: Path, options: dict[str, Any], seed: int = 1) -> Path:
-    """An adapter on the base with random values everywhere, as PEFT saves it."""
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(load_base(base), LoraConfig(r=3, lora_alpha=7, **options))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in trained:
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    model.save_pretrained(folder)
-    return folder
-
-
 def merge_by_peft(base: Path, saved: list[Path], folder: Path) -> None:
     """The adapters, one after the other."""
     from peft import PeftModel
@@ -73,15 +53,6 @@ def merge_by_peft(base: Path, saved: list[Path], folder: Path) -> None:
     for number, path in enumerate(saved[1:], start=1):
         model.load_adapter(path, adapter_name=str(number))
     model.merge_and_unload(adapter_names=[str(number) for number in range(len(saved))]).save_pretrained(folder)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
 
 
 def merge(saved: list[Path], base: Path, output: Path) -> None:

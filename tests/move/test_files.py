@@ -8,7 +8,6 @@ import fcntl
 import os
 import select
 import shutil
-import signal
 import stat
 import threading
 import traceback
@@ -22,24 +21,10 @@ import pytest
 from ckpt.errors import CkptError, NotFoundError, StorageError, UnsafeError, UsageError
 from ckpt.move import files
 from ckpt.move.files import Staging, check_destination, confined, sync_folder, translate_os_errors, write_file
+from tests.support.killing import killed_before_call
 
 NEW = {"model.bin": b"new" * 1000, "part/index.json": b"{}", "part/deep/x.bin": b"x"}
 OLD = {"model.bin": b"old", "notes/kept.txt": b"by somebody"}
-
-#: Calls that change what is on the disk, and those around them.
-CALLS = (
-    "mkdir",
-    "open",
-    "ftruncate",
-    "pwrite",
-    "fsync",
-    "rename",
-    "unlink",
-    "rmdir",
-    "close",
-    "scandir",
-    "copy_file_range",
-)
 
 
 def write(destination: Path, *, overwrite: bool = False, total_bytes: int = 1) -> None:
@@ -91,47 +76,6 @@ def nothing_left_open() -> Iterator[None]:
     before = open_files()
     yield
     assert not open_files() - before
-
-
-class Killer:
-    """Ends this process, as `kill -9` does, before its Nth call to the system."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-        self.lock = threading.Lock()
-
-    def call(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            with self.lock:
-                self.left -= 1
-                if not self.left:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        return counted
-
-
-def killed_before_call(number: int, action: Callable[[], None]) -> bool:
-    """Do `action` in a process of its own that is killed before its Nth call.  False where it ended before that."""
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            os.fsync = lambda descriptor: None  # a killed process loses nothing that it has written
-            killer = Killer(number)
-            for name in CALLS:
-                setattr(os, name, killer.call(getattr(os, name)))
-            files._exchange = killer.call(files._exchange)
-            action()
-            status = 0
-        finally:
-            os._exit(status)
-    _, ended = os.waitpid(child, 0)
-    if os.WIFSIGNALED(ended):
-        assert os.WTERMSIG(ended) == signal.SIGKILL
-        return True
-    assert os.WEXITSTATUS(ended) == 0, "the process failed where it should have been killed or gone on"
-    return False
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -42,7 +42,7 @@ from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
 from ckpt.testing.strategies import extents, shapes
 from ckpt.verify.compare import check_plan_replicas
-from tests.move.test_files import killed_before_call
+from tests.support.killing import killed_before_call
 
 UINT8, INT32 = BY_NAME["uint8"], BY_NAME["int32"]
 FILLER = 0xAB

@@ -1,0 +1,80 @@
+"""Damage done to files, and a conversion that must be refused because of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from tests.support.commands import Result, snapshot
+from tests.support.commands import ckpt as run_ckpt
+
+
+def refused(source: Path, code: int, *words: str, format: str = "auto", options: tuple[str, ...] = ()) -> str:
+    """Converting ends in this exit code and says these words; nothing is written, replaced or changed.
+
+    Tried twice: with no destination there, and over one that is.
+    """
+    before = snapshot(source)
+    destination = source.parent.parent / "output" / "out"
+    destination.parent.mkdir(exist_ok=True)
+    command = ("convert", format, "hf", source, "-o", destination, *options)
+    first = run_ckpt(*command)
+    check_refusal(first, code, words)
+    assert list(destination.parent.iterdir()) == []
+
+    destination.mkdir()
+    (destination / "model.safetensors").write_text("as before")
+    existing = snapshot(destination.parent)
+    check_refusal(run_ckpt(*command, "--overwrite"), code, words)
+    assert snapshot(destination.parent) == existing
+    shutil.rmtree(destination)
+    assert snapshot(source) == before
+    return first.err
+
+
+def check_refusal(result: Result, code: int, words: tuple[str, ...]) -> None:
+    assert result.code == code, result.err
+    assert result.out == ""
+    assert "Traceback" not in result.err
+    for word in words:
+        assert word in result.err, f"{word!r} is not in:\n{result.err}"
+
+
+def half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def one_byte_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def zeroed_tail(path: Path) -> None:
+    """As after a crash: the length was recorded, the last pages were not written."""
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.seek(max(8, size - 4096))
+        file.write(bytes(size - file.tell()))
+
+
+AUDITED = """
+import os, sys
+from ckpt.cli import main
+import ckpt.api, ckpt.move.run
+import converters.huggingface.hf, converters.deepspeed.zero, converters.names.transformers.relation
+forbidden = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class", "socket.")
+events = []
+sys.addaudithook(lambda event, args: event.startswith(forbidden) and events.append(event))
+code = 0
+try:
+    main()
+except SystemExit as stop:
+    code = stop.code
+modules = {"torch", "deepspeed", "this"} & set(sys.modules)
+print("events", events, "modules", sorted(modules), "folder", sorted(os.listdir(".")))
+sys.exit(code)
+"""

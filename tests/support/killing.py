@@ -1,0 +1,67 @@
+"""Processes that are killed before their Nth call of the operating system."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ckpt.move import files
+
+#: Calls that change what is on the disk, and those around them.
+CALLS = (
+    "mkdir",
+    "open",
+    "ftruncate",
+    "pwrite",
+    "fsync",
+    "rename",
+    "unlink",
+    "rmdir",
+    "close",
+    "scandir",
+    "copy_file_range",
+)
+
+
+class Killer:
+    """Ends this process, as `kill -9` does, before its Nth call to the system."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+        self.lock = threading.Lock()
+
+    def call(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self.lock:
+                self.left -= 1
+                if not self.left:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return counted
+
+
+def killed_before_call(number: int, action: Callable[[], None]) -> bool:
+    """Do `action` in a process of its own that is killed before its Nth call.  False where it ended before that."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.fsync = lambda descriptor: None  # a killed process loses nothing that it has written
+            killer = Killer(number)
+            for name in CALLS:
+                setattr(os, name, killer.call(getattr(os, name)))
+            files._exchange = killer.call(files._exchange)
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    if os.WIFSIGNALED(ended):
+        assert os.WTERMSIG(ended) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(ended) == 0, "the process failed where it should have been killed or gone on"
+    return False

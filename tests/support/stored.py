@@ -1,0 +1,18 @@
+"""Tensors of a folder as the safetensors library reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import safe_open
+
+from tests.support.engines import raw
+
+
+def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor of a folder, as the safetensors library reads it."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: raw(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    return found
