@@ -35,7 +35,7 @@ def measure(bench: Bench) -> Table:
         f"DCP written by torch, 8 ranks, {num_params(bench.num_layers) / 1e6:.0f} M parameters with Adam's states",
         measured,
         [
-            Goal(to_hf.name, "cp of hf", at_most=1.5),
+            Goal(to_hf.name, "cp of hf", at_most=1.25),
             Goal(to_hf.name, PEER, at_least=6),
             Goal(to_full.name, "cp of full", at_most=1.5),
             Goal(to_full.name, PEER),

@@ -19,6 +19,6 @@ def measure(bench: Bench) -> Table:
     return Table(
         f"ZeRO-3, 8 ranks -> 6 ranks, {num_params(bench.num_layers) / 1e6:.0f} M parameters with Adam's states",
         measured,
-        [Goal(convert.name, "cp -r of the checkpoint", at_most=1.5)],
+        [Goal(convert.name, "cp -r of the checkpoint", at_most=1.2)],
         [f"{same} tensors (masters, states, steps), put together by DeepSpeed's rule, are those of the source"],
     )

@@ -172,6 +172,25 @@ class TestMove:
             assert opened["target"].read() == expected
             assert written == spans.nbytes
 
+    @pytest.mark.parametrize("target", [FLOAT32, BFLOAT16], ids=lambda dtype: dtype.name)
+    def test_neighbours_take_few_calls(self, monkeypatch: pytest.MonkeyPatch, target: DType) -> None:
+        """A model's experts, which several ranks hold in another order: one call each took most of the time."""
+        num, numel, calls = 1000, 16, []
+        for name in ("preadv", "pwrite", "copy_file_range"):
+            real = getattr(os, name)
+            monkeypatch.setattr(os, name, lambda *args, real=real, name=name: (calls.append(name), real(*args))[1])
+        order = np.arange(num).reshape(2, -1).T.reshape(-1)  # as gate and up are, side by side in the source
+        sizes = np.full(num, numel)
+        at = np.arange(num) * numel * target.itemsize
+        spans = Spans(FLOAT32, target, ("a", "b"), (order % 2).astype(np.int32), order // 2 * numel * 4, at, sizes)
+        with tempfile.TemporaryFile() as a, tempfile.TemporaryFile() as b, tempfile.TemporaryFile() as out:
+            for file in (a, b):
+                file.write(np.arange(num * numel // 2, dtype=np.float32).tobytes())
+                file.flush()
+            opened = Opened({"a": a.fileno(), "b": b.fileno()}, out.fileno())
+            assert sum(opened.carry_out(one, 4 << 20) for one in blocks.batches([spans], [], 4 << 20)) == spans.nbytes
+        assert len(calls) <= 8 and {*calls} == {"preadv", "pwrite"}
+
     @given(copies(), st.sampled_from([1, 8, 16, 40, 200]))
     def test_blocks_tile_the_copy_and_fit_the_buffer(self, copy: Copy, buffer_size: int) -> None:
         seen = []
@@ -514,6 +533,13 @@ class TestExecute:
 
 
 class TestMemory:
+    def test_as_many_threads_as_keep_a_disk_busy_where_there_is_memory_for_them(self) -> None:
+        assert [Resources().num_workers, Resources(workers=3).num_workers] == [8, 3]
+        assert Resources().num_hashers <= (os.cpu_count() or 1)
+        assert [Resources(max_memory=size << 20).num_workers for size in (4, 2, 1)] == [8, 8, 4]
+        least = Resources(max_memory=1 << 20)
+        assert 4 * least.num_workers * least.buffer_size <= least.max_memory
+
     def test_too_little_is_refused_before_anything_is_made(self, tmp_path: Path, case: Case) -> None:
         with pytest.raises(UsageError, match="too small") as caught:
             execute(case.plan, tmp_path / "out", resources=Resources(max_memory=1000, workers=2))
