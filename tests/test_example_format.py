@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpt.containers.torchfile.unpickle import load_pickle
+from ckpt.errors import UnsafeError
 from tests.support.engines import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -103,6 +105,16 @@ def test_an_option_of_its_own_is_refused_elsewhere(run: Run, tmp_path: Path) -> 
     assert "the format 'hf' has none of the options of mlx" in refused.stderr
     named = run("ckpt", "convert", "mlx", "mlx", SAMPLE, "--mlx-stem", "weights", "-o", tmp_path / "out", code=2)
     assert "mlx_lm would not load these files" in named.stderr
+
+
+def test_a_pickle_may_hold_its_name(run: Run, tmp_path: Path) -> None:
+    """An object of a class that only the example knows is an inert record; without the example it is refused."""
+    found = tmp_path / "training.pkl"
+    found.write_bytes(b"cmlx_lm.tuner.trainer\nTrainingArgs\n)R.")  # the name, no arguments, REDUCE
+    look = f"from ckpt.containers.torchfile.unpickle import load_pickle; print(load_pickle({str(found)!r}))"
+    assert "TrainingArgs" in run("timeit", "-n1", "-r1", look).stdout
+    with pytest.raises(UnsafeError, match=r"mlx_lm\.tuner\.trainer"):
+        load_pickle(found)
 
 
 def test_it_passes_the_suite_that_ckpt_ships(run: Run) -> None:
