@@ -150,7 +150,10 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
 
 
 def _check_replaceable(destination: Path) -> None:
-    """UsageError where no format recognises what would be deleted: a home folder, given by mistake, is not output."""
+    """Raise UsageError unless the folder that `--overwrite` would delete is a checkpoint.
+
+    Guards against a home folder given by mistake.
+    """
     if not is_filled(destination):
         return
     for one in registry.all_formats():
@@ -199,7 +202,7 @@ def _from_hub(repo_id: str) -> Path:
         folder = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=["*.safetensors.index.json"])
     except Exception as error:  # the library raises its own, requests' and OS errors
         raise NotFoundError(
-            f"the config of {repo_id!r} could not be had from the Hub",
+            f"the config of {repo_id!r} could not be downloaded from the Hub",
             found=str(error).splitlines()[0] if str(error) else type(error).__name__,
             hint="give the folder of a local copy",
         ) from error

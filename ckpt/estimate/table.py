@@ -123,7 +123,7 @@ def _from_hub(repo_id: str) -> Path:
         return Path(hf_hub_download(repo_id, "config.json"))
     except Exception as error:  # the library raises its own, requests' and OS errors
         raise NotFoundError(
-            f"the config of {repo_id!r} could not be had from the Hub",
+            f"the config of {repo_id!r} could not be downloaded from the Hub",
             found=str(error).splitlines()[0] if str(error) else type(error).__name__,
             hint="give the folder of a local copy, or its config.json",
         ) from error

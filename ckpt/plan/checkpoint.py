@@ -168,8 +168,8 @@ class Checkpoint:
     `own_module_order`: the modules are in another order than the framework's own, and its optimizers go by order.
     `ties` maps an alias to the fqn that owns the tensor, as the checkpoint records it.
     `folders` are the places in which the run's other files (config, tokenizer) may stand, nearest first.
-    `computed` gives the content of files that do not exist: extents with such a path are of what is computed when it is
-    written, a merged LoRA adapter for one.
+    `computed` maps a made-up path to a function that returns its bytes.  An extent with that path is computed when it
+    is written; a merged LoRA weight is one.
     """
 
     path: str
