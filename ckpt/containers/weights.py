@@ -1,5 +1,7 @@
 """Folders of safetensors files that hold whole tensors, with or without an index of which file has which.
 
+Files of torch's with an index are of the same kind: what concerns the index and its shards serves both.
+
 Files are filled and numbered as huggingface_hub does it (`serialization/_base.py`); the index is transformers'
 `model.safetensors.index.json`, which MLX writes as well.
 """
@@ -7,10 +9,10 @@ Files are filled and numbered as huggingface_hub does it (`serialization/_base.p
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt.containers.safetensors import Header, Planned, build_header, read_header
 from ckpt.containers.sources import Sources
@@ -22,6 +24,8 @@ from ckpt.plan.tensors import Extent, Tensor, Whole, whole
 
 #: PyTorch's distributed checkpoint may write its shards as safetensors; each then holds pieces of tensors.
 DCP_KEY = "DCP_SHARDING_INFO"
+
+_T = TypeVar("_T")
 
 #: The bound on the size of an index.
 MAX_INDEX = 128 << 20
@@ -42,7 +46,9 @@ class Index:
         return [f"{self.name}: total_size says {self.total_size!r} bytes, the tensors have {total}"]
 
 
-def parse_index(index: Any, path: Path) -> Index:
+def parse_index(
+    index: Any, path: Path, what: str = "safetensors", suffixes: tuple[str, ...] = (".safetensors",)
+) -> Index:
     """The index whose JSON is `index`; CorruptError or UnsafeError where it names no files of its folder."""
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -52,8 +58,8 @@ def parse_index(index: Any, path: Path) -> Index:
             raise CorruptError("the index does not give a file name", path=path, fqn=fqn, found=repr(name))
         if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
             raise UnsafeError("the index names a file outside its folder", path=path, fqn=fqn, found=repr(name))
-        if not name.endswith(".safetensors") or not name.isprintable():
-            raise CorruptError("the index names a file that is no safetensors", path=path, fqn=fqn, found=repr(name))
+        if not name.endswith(suffixes) or not name.isprintable():
+            raise CorruptError(f"the index names a file that is no {what}", path=path, fqn=fqn, found=repr(name))
     metadata = index.get("metadata")
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return Index(path.name, weight_map, total_size)
@@ -70,7 +76,7 @@ def read_weights(
     for name in names:
         file = confined(folder, name)
         if not file.exists():
-            raise _missing(file, weight_map)
+            raise missing_file(file, weight_map)
         sources.add(file)
         _collect(tensors, read_header(file), str(file), name, weight_map)
     for fqn, name in (weight_map or {}).items():
@@ -79,7 +85,8 @@ def read_weights(
     return tensors
 
 
-def _missing(file: Path, weight_map: Mapping[str, str] | None) -> CorruptError:
+def missing_file(file: Path, weight_map: Mapping[str, str] | None) -> CorruptError:
+    """The error of a file that is not there, with some of the tensors that it should have."""
     lost = [fqn for fqn, name in (weight_map or {}).items() if name == file.name]
     return CorruptError(
         "a file of weights is missing",
@@ -125,7 +132,7 @@ def weight_files(
     They are filled in the order given, as huggingface_hub does, and called `stem`, numbered where there are several.
     """
     planned = {name: Planned(name, choice.dtype, choice.tensor.shape) for name, choice in chosen.items()}
-    packed = _packed(planned.values(), max_size)
+    packed = shards(planned.values(), lambda one: one.nbytes, max_size)
     files: list[TargetFile] = []
     for number, members in enumerate(packed, start=1):
         name = f"{stem}-{number:05d}-of-{len(packed):05d}.safetensors" if len(packed) > 1 else f"{stem}.safetensors"
@@ -138,17 +145,18 @@ def weight_files(
     return files, {one.name: file.name for file, members in zip(files, packed, strict=True) for one in members}
 
 
-def _packed(tensors: Iterable[Planned], max_size: int | None) -> list[list[Planned]]:
-    result: list[list[Planned]] = []
-    current: list[Planned] = []
+def shards(tensors: Iterable[_T], size: Callable[[_T], int], max_size: int | None) -> list[list[_T]]:
+    """Tensors by the file that they are dealt to, in their order: what is larger than `max_size` has one of its own."""
+    result: list[list[_T]] = []
+    current: list[_T] = []
     filled = 0
     for tensor in tensors:
-        if max_size is not None and tensor.nbytes > max_size:
+        if max_size is not None and size(tensor) > max_size:
             result.append([tensor])
             continue
-        if max_size is not None and filled + tensor.nbytes > max_size:
+        if max_size is not None and filled + size(tensor) > max_size:
             result.append(current)
             current, filled = [], 0
         current.append(tensor)
-        filled += tensor.nbytes
+        filled += size(tensor)
     return [*result, current] if current or not result else result

@@ -29,8 +29,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +37,8 @@ from typing import Any
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, number, torch_file
-from ckpt.errors import CorruptError, LossError, NotFoundError, UnsafeError
+from ckpt.containers.weights import MAX_INDEX, missing_file, parse_index, shards
+from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import (
     BUFFER,
@@ -100,8 +99,6 @@ _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _SHARD = "pytorch_model-{:05d}-of-{:05d}.bin"
-_SHARD_NAME = re.compile(r"[^/\\]+\.(?:bin|pt|pth)")
-_MAX_INDEX = 128 << 20
 _LARGE = 1 << 20
 
 
@@ -290,18 +287,9 @@ def _is_entry(name: str, value: Any) -> bool:
 def _read_sharded(reading: _Reading, name: str) -> None:
     """The shards that an index names; each must hold just the tensors that the index places there."""
     path = confined(reading.folder, name)
-    index = read_json(path, unique=True, max_bytes=_MAX_INDEX)
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptError("the index has no weight_map", path=path)
+    index = parse_index(read_json(path, unique=True, max_bytes=MAX_INDEX), path, "torch file", (".bin", ".pt", ".pth"))
     by_file: dict[str, set[str]] = {}
-    for fqn, shard in weight_map.items():
-        if not isinstance(shard, str):
-            raise CorruptError("the index does not give a file name", path=path, fqn=fqn, found=repr(shard))
-        if "\0" in shard or os.path.isabs(shard) or ".." in Path(shard).parts:
-            raise UnsafeError("the index names a file outside its folder", path=path, fqn=fqn, found=repr(shard))
-        if not _SHARD_NAME.fullmatch(shard):
-            raise CorruptError("the index names a file that is no torch file", path=path, fqn=fqn, found=repr(shard))
+    for fqn, shard in index.weight_map.items():
         by_file.setdefault(shard, set()).add(fqn)
     for shard in sorted(by_file):
         _read_shard(reading, shard, by_file[shard])
@@ -309,14 +297,7 @@ def _read_sharded(reading: _Reading, name: str) -> None:
 
 def _read_shard(reading: _Reading, shard: str, expected: set[str]) -> None:
     if not (reading.folder / shard).is_file():
-        raise CorruptError(
-            "a file of weights is missing",
-            path=reading.folder / shard,
-            expected=f"a file with {len(expected)} tensors",
-            found="no file",
-            fqn=", ".join(sorted(expected)[:3]),
-            hint="fetch it again, or wait until the folder is written completely",
-        )
+        raise missing_file(reading.folder / shard, dict.fromkeys(sorted(expected), shard))
     path, root = reading.load(shard)
     if not isinstance(root, Mapping):
         raise CorruptError("a shard holds no state dict", path=path, found=type(root).__name__)
@@ -449,22 +430,14 @@ def _weight_files(
     chosen: Mapping[str, Choice], ties: Mapping[str, str], extra: Mapping[str, Any], max_size: int
 ) -> list[TargetFile]:
     """`pytorch_model.bin`, or shards and their index, packed greedily in the model's order."""
-    packs: list[dict[str, Choice]] = [{}]
-    filled = 0
-    for fqn, choice in chosen.items():
-        size = choice.tensor.numel * choice.dtype.itemsize
-        if packs[-1] and filled + size > max_size:
-            packs.append({})
-            filled = 0
-        packs[-1][fqn] = choice
-        filled += size
+    packs = shards(chosen, lambda fqn: chosen[fqn].tensor.numel * chosen[fqn].dtype.itemsize, max_size)
     if len(packs) == 1:
         return [torch_file(MODEL, _model(chosen, ties, extra))]
     files, weight_map = [], {}
     for position, pack in enumerate(packs, start=1):
         name = _SHARD.format(position, len(packs))
         inside = {alias: owner for alias, owner in ties.items() if owner in pack and alias not in chosen}
-        state = _model(pack, inside, extra if position == len(packs) else {})
+        state = _model({fqn: chosen[fqn] for fqn in pack}, inside, extra if position == len(packs) else {})
         files.append(torch_file(name, state))
         weight_map.update(dict.fromkeys(state, name))
     total = sum(choice.tensor.numel * choice.dtype.itemsize for choice in chosen.values())
