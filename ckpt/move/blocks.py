@@ -100,7 +100,8 @@ class SpanBatch:
                 if stop - start == 1 and spans.source_dtype == spans.target_dtype:
                     path, size = spans.paths[spans.path[start]], int(spans.numel[start]) * spans.source_dtype.itemsize
                     source, at = _descriptor(sources, path), int(spans.source[start])
-                    os.posix_fadvise(source, at, size, os.POSIX_FADV_WILLNEED)  # while others have their turn to write
+                    with contextlib.suppress(OSError):  # while others have their turn to write; only advice
+                        os.posix_fadvise(source, at, size, os.POSIX_FADV_WILLNEED)
                     with output.writing:
                         _copy_span(source, path, at, output.descriptor, int(spans.target[start]), size, buffer_size)
                     yield size
