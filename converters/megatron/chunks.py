@@ -321,7 +321,7 @@ def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:
 
 
 def _stages(args: Mapping[str, Any], grid: Grid, options: MegatronOptions, num_layers: int) -> Stages:
-    """As asked for; otherwise the source's way where it fits, and even stages where it does not."""
+    """Pipeline stages as asked for; otherwise the source's where they fit, and even ones where they do not."""
     num_mtp = args.get("mtp_num_layers") or 0
     even = Stages(num_layers, grid.pp, grid.vpp, num_mtp=num_mtp)
     asked = {name: value for name in STAGE_ARGS if (value := getattr(options, name, None))}

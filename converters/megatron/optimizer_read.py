@@ -36,7 +36,7 @@ _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A parameter of a rank that its optimizer has: where in the model it is, and which chunk it belongs to."""
+    """A parameter that an optimizer of a rank has, and the number of the model chunk that it is in."""
 
     local: Local
     vp: int

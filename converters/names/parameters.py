@@ -186,7 +186,7 @@ def _parameter_rows(table: Table) -> Iterator[Row]:
 
 
 def _kind(name: str, ndim: int) -> str:
-    """Of a parameter of a table's row, by Megatron's name for it."""
+    """The kind of a parameter, by the name that Megatron has for it."""
     if ".local_experts." in name:
         return EXPERT
     if name.startswith("embedding."):

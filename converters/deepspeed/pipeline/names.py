@@ -93,7 +93,7 @@ class Layers:
 
     @classmethod
     def of_model(cls, num_layers: int, *, tied: bool) -> Layers:
-        """As Megatron-DeepSpeed numbers them, in which layer 0 is a function."""
+        """The layers of a model as Megatron-DeepSpeed numbers them: layer 0 is a function."""
         order = [Kind.EMBEDDING, *[Kind.TRANSFORMER] * num_layers, Kind.NORM, *([] if tied else [Kind.OUTPUT])]
         return cls(dict(enumerate(order, 1)))
 
@@ -158,7 +158,7 @@ class Layers:
         return tables[kind].get(name) if kind else None
 
     def of_parameter(self, name: str) -> str | None:
-        """The same for a parameter as the pipeline's module names it: `3.mlp...`, `tied_modules.embed...`."""
+        """The name in the whole model of `3.mlp...` or `tied_modules.embed...`, as the pipeline's module names parameters."""
         if match := _TIED.fullmatch(name):
             return _EMBEDDING.get(match["rest"])
         match = _NUMBERED.fullmatch(name)

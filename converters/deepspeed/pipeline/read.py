@@ -71,7 +71,7 @@ class Folder:
 
 
 def is_pipeline(path: Path) -> bool:
-    """Whether it is a folder with files of a pipeline's layers."""
+    """Whether `path` is a folder with files of a pipeline's layers."""
     return path.is_dir() and any(_LAYER.fullmatch(name) for name in os.listdir(path))
 
 
@@ -137,7 +137,7 @@ class Part:
     ranks: range | None
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
-        """What it holds of the whole tensor, which has this shape."""
+        """Fragments that hold the rank's part of the whole tensor, which is of `shape`."""
         for found in self.source.fragments(self.shape):
             fragment = replace(found, rank=self.ranks[found.rank or 0] if self.ranks else None)
             if isinstance(fragment.region, Box):  # a whole tensor of a layer's file

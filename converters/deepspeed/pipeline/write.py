@@ -221,7 +221,7 @@ def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
 
 
 def _stages(num_layers: int, grid: Grid, layout: Layout, recorded: Any) -> Stages:
-    """As asked for; otherwise the source's stages where there are as many, and balanced ones where there are not."""
+    """Pipeline stages as asked for; otherwise the source's where there are as many, and balanced ones where not."""
     if num_layers < grid.pp:
         raise UsageError("there are more pipeline stages than layers", expected=f"--pp {num_layers} or less")
     even = Stages(num_layers, grid.pp)

@@ -80,7 +80,7 @@ class TensorKey:
 
     @classmethod
     def parse(cls, key: str) -> TensorKey:
-        """The names are as megatron-core's layers spell them: see `Names`."""
+        """What `key` says; the name is as megatron-core's own layers spell it: see `canonical_names`."""
         half = None
         if match := _HALF.fullmatch(key):
             key, half = match["name"], "wv".index(match["half"])

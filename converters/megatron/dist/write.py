@@ -118,7 +118,7 @@ class _Tensors:
         self._add(key, {index: (one.fqn, one.role) for index, one in masters.items()}, {FLOAT32})
 
     def _add(self, key: str, members: Mapping[Shape, Key], dtypes: Iterable[DType]) -> None:
-        """One key, of as many of the source's tensors as there are layers and experts in it."""
+        """Add `key`: the source's tensors of all layers and experts, stacked.  LossError where they are not alike."""
         shapes = {self.model.checkpoint.tensors[member].shape for member in members.values()}
         sizes = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
         (dtype, *others), (shape, *other_shapes) = dtypes, shapes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Config:
         return default
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """As `size`, for what is listed one by one: layers and experts."""
+        """`size` with a lower limit, for what is listed one by one: layers and experts.  CorruptError above it."""
         found = self.size(*names, default=default)
         if found > _MAX_COUNT:
             raise CorruptError("the config has too many of something", found=f"{names[0]} {found}")
@@ -123,6 +123,3 @@ def attention_sizes(config: Config, *, tied: bool = False, **more: Any) -> Sizes
     holds = frozenset(more.pop("holds", ()))
     is_tied = config.flag("tie_word_embeddings", tied)
     return Sizes(config.num_layers, dims, heads, groups, head, is_tied, holds=holds, **more)
-
-
-SizesOf = Callable[[Config], Sizes]

@@ -120,7 +120,7 @@ def args(config: Config) -> dict[str, Any]:
 
 
 def _positions(config: Config) -> dict[str, Any]:
-    """Of MLATransformerConfig (megatron-core, transformer/transformer_config.py)."""
+    """Rotary positions, as arguments of MLATransformerConfig (megatron-core, transformer/transformer_config.py)."""
     rope = config.rope
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "yarn"):

@@ -37,7 +37,7 @@ class Grid:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any]) -> Grid:
-        """As Megatron-LM's arguments record it; CorruptError where one is no size."""
+        """The grid that Megatron-LM's arguments record; CorruptError where one is no size."""
         tp = _size(args, "tensor_model_parallel_size", 1)
         return cls(
             tp=tp,
@@ -152,7 +152,7 @@ class Stages:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any]) -> Stages:
-        """As Megatron-LM's arguments record it; CorruptError where they contradict themselves."""
+        """The stages that Megatron-LM's arguments record; CorruptError where they contradict themselves."""
         grid = Grid.of_args(args)
         first = args.get("decoder_first_pipeline_num_layers", args.get("num_layers_in_first_pipeline_stage"))
         last = args.get("decoder_last_pipeline_num_layers", args.get("num_layers_in_last_pipeline_stage"))
@@ -177,7 +177,7 @@ class Stages:
         return stages
 
     def with_args(self, args: Mapping[str, Any]) -> Stages:
-        """The same number of stages, dealt as those of `STAGE_ARGS` that are there say."""
+        """As many stages, with layers dealt as the entries of `STAGE_ARGS` that `args` has say."""
         layout = args.get("pipeline_model_parallel_layout")
         return replace(
             self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-#: Names of a large model, of each of which every rank's file asks the same.
+#: Names whose parsed form is kept: those of a large model, which every rank's file has again.
 _NAMES = 1 << 17
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -73,7 +73,7 @@ def split_layer(name: str) -> tuple[str, str]:
 
 
 def is_expert(name: str) -> bool:
-    """Whether it is a tensor of a routed expert, which follows the experts' axes."""
+    """Whether `name` is a tensor of a routed expert, which is split along the experts' axes."""
     return _EXPERT.fullmatch(name) is not None
 
 
