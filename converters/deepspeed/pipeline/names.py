@@ -158,7 +158,7 @@ class Layers:
         return tables[kind].get(name) if kind else None
 
     def of_parameter(self, name: str) -> str | None:
-        """The name in the whole model of `3.mlp...` or `tied_modules.embed...`, as the pipeline's module names parameters."""
+        """The whole model's name of a parameter that the pipeline calls `3.mlp...` or `tied_modules.embed...`."""
         if match := _TIED.fullmatch(name):
             return _EMBEDDING.get(match["rest"])
         match = _NUMBERED.fullmatch(name)
