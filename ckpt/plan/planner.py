@@ -5,32 +5,32 @@ Pure: no I/O, no torch.  A plan can be printed, counted and dealt out by target 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import prod
-
-import numpy as np
 
 from ckpt.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Slot, Target, TargetFile
 from ckpt.plan.dtypes import CASTABLE, FLOAT64, DType
-from ckpt.plan.spans import Spans
+from ckpt.plan.spans import Rows, Spans
 from ckpt.plan.tensors import (
     Box,
     Extent,
     FlatRange,
     Fragment,
     Region,
+    Run,
     Shape,
     Tensor,
     check_tiling,
     flat_boxes,
+    flat_range,
     overlay,
     whole,
 )
 
-_FEW = 4
 _CASTABLE = frozenset(CASTABLE.values()) | {FLOAT64}
 
 
@@ -47,8 +47,12 @@ class Copy:
     @property
     def is_span(self) -> bool:
         """Whether it is a plain range of bytes on both sides."""
-        same = self.source.dtype == self.target.dtype
-        return same and self.source.is_contiguous and self.target.is_contiguous
+        return self.source.dtype == self.target.dtype and self.is_flat
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the elements follow each other on both sides."""
+        return self.source.is_contiguous and self.target.is_contiguous
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,9 @@ class Plan:
     casts: tuple[Cast, ...]
     #: Bytes of the largest content that is computed as a whole.
     largest_computed: int = 0
+    _spans: Mapping[str, tuple[Spans, ...]] = field(default_factory=dict, repr=False)
+    #: By target file, the slots to which other copies go as well.
+    _others: Mapping[str, Sequence[Slot]] = field(default_factory=dict, repr=False)
 
     @property
     def total_bytes(self) -> int:
@@ -86,87 +93,97 @@ class Plan:
 
     def spans(self, file: TargetFile) -> tuple[Spans, ...]:
         """The copies of contiguous elements to `file` from files, as arrays: one `Spans` for each pair of dtypes."""
-        rows: dict[tuple[DType, DType], list[tuple[int, int, int, int]]] = {}
-        paths: dict[str, int] = {}
-        for copy in (copy for _, copies in self._all_copies(file) for copy in copies):
-            if self._is_in_spans(copy):
-                row = (copy.target.offset, paths.setdefault(copy.source.path, len(paths)), copy.source.offset)
-                rows.setdefault((copy.source.dtype, copy.target.dtype), []).append((*row, copy.target.numel))
-        return tuple(
-            Spans(*dtypes, tuple(paths), path.astype(np.int32), source, target, numel)
-            for dtypes, found in rows.items()
-            for target, path, source, numel in [np.array(sorted(found), np.int64).T]
-        )
+        return self._spans.get(file.name, ())
 
     def copies(self, file: TargetFile) -> Iterator[tuple[Slot, list[Copy]]]:
-        """The slots of `file` and the copies from files that fill each, but for those that `spans` has."""
+        """The slots of `file` that take copies from files which `spans` has not, with these copies."""
         computed = self.checkpoint.computed
-        for slot, copies in self._all_copies(file):
-            yield slot, [c for c in copies if c.source.path not in computed and not self._is_in_spans(c)]
-
-    def _is_in_spans(self, copy: Copy) -> bool:
-        is_flat = copy.source.is_contiguous and copy.target.is_contiguous and copy.target.numel
-        return bool(is_flat) and copy.source.path not in self.checkpoint.computed
+        for slot, copies in self._other_copies(file):
+            yield slot, [copy for copy in copies if copy.source.path not in computed and not copy.is_flat]
 
     def computed_copies(self, file: TargetFile) -> dict[str, list[Copy]]:
         """The copies of what is computed, by the name of what it is in `Checkpoint.computed`."""
         found: dict[str, list[Copy]] = {}
         if self.checkpoint.computed:
-            for copy in (copy for _, copies in self._all_copies(file) for copy in copies):
+            for copy in (copy for _, copies in self._other_copies(file) for copy in copies):
                 if copy.source.path in self.checkpoint.computed:
                     found.setdefault(copy.source.path, []).append(copy)
         return found
 
-    def _all_copies(self, file: TargetFile) -> Iterator[tuple[Slot, Iterator[Copy]]]:
-        for slot in file.slots:
+    def _other_copies(self, file: TargetFile) -> Iterator[tuple[Slot, Iterator[Copy]]]:
+        for slot in self._others.get(file.name, ()):
             tensor = self.checkpoint.tensors[slot.key]
             yield slot, _slot_copies(tensor.fragments(), tensor.shape, slot)
 
 
 def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool = True) -> Plan:
-    """Prove that `target` can be made from `checkpoint`, and count what it takes.
+    """Prove that `target` can be made from `checkpoint`, and find its copies.
 
     `carries_optimizer` says whether the target's format has a place for optimizer states.
 
     Raises CorruptError where fragments of a tensor leave a hole or overlap, LossError where a target range is filled
     by nothing, a tensor goes nowhere, or a cast is none that is ever made.
     """
-    regions: dict[Key, dict[Region, None]] = {}
-    few: dict[Key, tuple[Fragment, ...]] = {}  # of tensors with few fragments, which many slots may ask for
-    casts: dict[tuple[DType, DType], dict[Key, int]] = {}
-    num_copies = span_bytes = buffered_bytes = largest = 0
+    wanted: dict[Key, list[tuple[TargetFile, Slot]]] = {}
     for file in target.files:
         _check_file_cover(file)
         for slot in file.slots:
-            tensor = checkpoint.tensors.get(slot.key)
-            if tensor is None:
-                raise LossError(
-                    f"the target needs the {slot.key[1]} of a tensor that the source does not have",
-                    path=file.name,
-                    fqn=slot.key[0],
-                )
-            if slot.key not in regions:
-                check_source(tensor)
-                first = tuple(islice(tensor.fragments(), _FEW + 1))
-                if len(first) <= _FEW:
-                    few[slot.key] = first
-            regions.setdefault(slot.key, {})[slot.region] = None
+            wanted.setdefault(slot.key, []).append((file, slot))
+    found = _Found(checkpoint)
+    casts: dict[tuple[DType, DType], dict[Key, int]] = {}
+    regions: dict[Key, dict[Region, None]] = {}
+    for key, places in wanted.items():
+        tensor = checkpoint.tensors.get(key)
+        if tensor is None:
+            raise LossError(
+                f"the target needs the {key[1]} of a tensor that the source does not have",
+                path=places[0][0].name,
+                fqn=key[0],
+            )
+        for file, slot in places:
+            assert fits(slot.extent, slot.region), f"{file.name}: a slot of {slot.key} has another shape"
             if slot.extent.dtype != tensor.dtype:
                 _check_cast(tensor, slot.extent.dtype)
                 per_key = casts.setdefault((tensor.dtype, slot.extent.dtype), {})
-                per_key[slot.key] = per_key.get(slot.key, 0) + slot.extent.nbytes
-            assert fits(slot.extent, slot.region), f"{file.name}: a slot of {slot.key} has another shape"
-            filled = 0
-            fragments = few.get(slot.key) or tensor.fragments()
-            for copy in _slot_copies(fragments, tensor.shape, slot):
-                num_copies += 1
-                filled += copy.target.numel
-                is_computed = copy.source.path in checkpoint.computed
-                largest = max(largest, copy.source.end) if is_computed else largest
-                if copy.is_span and not is_computed:
-                    span_bytes += copy.target.nbytes
-                else:
-                    buffered_bytes += copy.target.nbytes
+                per_key[key] = per_key.get(key, 0) + slot.extent.nbytes
+        found.fill(tensor, places)
+        regions[key] = {slot.region: None for _, slot in places}
+    _prove_nothing_is_lost(checkpoint, target, regions, carries_optimizer)
+    counted = tuple(Cast(a, b, len(keys), sum(keys.values())) for (a, b), keys in casts.items())
+    spans = {name: rows.spans() for name, rows in found.rows.items()}
+    moved = (found.num_copies, found.span_bytes, found.buffered_bytes)
+    return Plan(checkpoint, target, *moved, counted, found.largest_computed, spans, found.others)
+
+
+@dataclass
+class _Found:
+    """The copies that have been found so far, by target file: contiguous ones as rows, and the slots of all others."""
+
+    checkpoint: Checkpoint
+    rows: dict[str, Rows] = field(default_factory=dict)
+    others: dict[str, list[Slot]] = field(default_factory=dict)
+    num_copies: int = 0
+    span_bytes: int = 0
+    buffered_bytes: int = 0
+    largest_computed: int = 0
+
+    def fill(self, tensor: Tensor, places: list[tuple[TargetFile, Slot]]) -> None:
+        """Find the copies that fill all slots of a tensor, whose fragments are proved to tile it."""
+        runs, computed = tensor.runs(), self.checkpoint.computed
+        if runs is None or not _tile(runs, tensor):
+            check_source(tensor)
+            runs = None
+        elif computed and any(extent.path in computed for _, _, extent, _, _ in runs):
+            runs = None
+        starts = [run[0] for run in runs or ()]
+        fragments: list[Fragment] = []
+        for file, slot in places:
+            region, filled = _flat_slot(slot, tensor.shape), 0
+            if runs is not None and region is not None:
+                filled = self._by_runs(runs, starts, region, slot.extent, self.rows.setdefault(file.name, Rows()))
+            else:
+                fragments = fragments or list(tensor.fragments())
+                filled = self._by_overlay(fragments, tensor.shape, file, slot)
             if filled != slot.extent.numel:
                 raise LossError(
                     "part of the target is filled by nothing",
@@ -175,13 +192,75 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
                     expected=f"{slot.extent.numel} elements",
                     found=f"{filled} elements",
                 )
-    _prove_nothing_is_lost(checkpoint, target, regions, carries_optimizer)
-    counted = tuple(Cast(a, b, len(keys), sum(keys.values())) for (a, b), keys in casts.items())
-    return Plan(checkpoint, target, num_copies, span_bytes, buffered_bytes, counted, largest)
+
+    def _by_runs(self, runs: Sequence[Run], starts: list[int], region: FlatRange, slot: Extent, rows: Rows) -> int:
+        """Elements of a slot that runs fill."""
+        begin, end, filled = region.start, region.stop, 0
+        number = max(0, bisect_right(starts, begin) - 1)
+        while begin < end and number < len(runs):
+            start, stop, extent, at, _ = runs[number]
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                to = slot.offset + (first - begin) * slot.dtype.itemsize
+                source = extent.offset + (at + first - start) * extent.dtype.itemsize
+                rows.of(extent.dtype, slot.dtype).extend((to, rows.path(extent.path), source, last - first))
+                self.num_copies += 1
+                filled += last - first
+            if stop >= end:
+                break
+            number += 1
+        if runs and runs[0][2].dtype == slot.dtype:
+            self.span_bytes += filled * slot.dtype.itemsize
+        else:
+            self.buffered_bytes += filled * slot.dtype.itemsize
+        return filled
+
+    def _by_overlay(self, fragments: list[Fragment], shape: Shape, file: TargetFile, slot: Slot) -> int:
+        """Elements of a slot that fragments of any form fill."""
+        filled, has_others = 0, False
+        for copy in _slot_copies(fragments, shape, slot):
+            self.num_copies += 1
+            filled += copy.target.numel
+            is_computed = copy.source.path in self.checkpoint.computed
+            if is_computed:
+                self.largest_computed = max(self.largest_computed, copy.source.end)
+            if copy.is_span and not is_computed:
+                self.span_bytes += copy.target.nbytes
+            else:
+                self.buffered_bytes += copy.target.nbytes
+            if is_computed or not copy.is_flat:
+                has_others = True
+            else:
+                rows, source, target = self.rows.setdefault(file.name, Rows()), copy.source, copy.target
+                row = (target.offset, rows.path(source.path), source.offset, target.numel)
+                rows.of(source.dtype, target.dtype).extend(row)
+        if has_others:
+            self.others.setdefault(file.name, []).append(slot)
+        return filled
+
+
+def _flat_slot(slot: Slot, shape: Shape) -> FlatRange | None:
+    if not isinstance(slot.region, Box):
+        return slot.region
+    return flat_range(slot.region, shape) if slot.extent.is_contiguous else None
+
+
+def _tile(runs: Sequence[Run], tensor: Tensor) -> bool:
+    """Whether runs hold every element exactly once, each within its extent and of the tensor's dtype."""
+    reached = 0
+    for start, stop, extent, at, _ in runs:
+        is_right = extent.dtype is tensor.dtype or extent.dtype == tensor.dtype
+        if start != reached or start >= stop or at < 0 or at + stop - start > extent.numel or not is_right:
+            return False
+        reached = stop
+    return reached == tensor.numel
 
 
 def check_source(tensor: Tensor) -> None:
     """Raise CorruptError unless the tensor's fragments tile it and fit their extents."""
+    runs = tensor.runs()
+    if runs is not None and _tile(runs, tensor):
+        return
     regions = []
     for fragment in tensor.fragments():
         if not fits(fragment.extent, fragment.region) or fragment.extent.dtype != tensor.dtype:

@@ -7,8 +7,10 @@ mechanically, and the proof that nothing is left over on either side is the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from ckpt.errors import CorruptError, LossError
@@ -20,13 +22,17 @@ from ckpt.plan.tensors import (
     Extent,
     FlatRange,
     Fragment,
+    Run,
     Shape,
     Source,
     Tensor,
     TilingFault,
+    Whole,
     check_tiling,
     flat_boxes,
     flat_range,
+    run_fragments,
+    runs_of,
     stepped,
     whole,
 )
@@ -60,14 +66,18 @@ class Link:
     @property
     def is_one_to_one(self) -> bool:
         """Whether every dim of either box is one of the other of the same size, or has size 1."""
-        kept = {target: self.a_box.sizes[dim] for dim, target in enumerate(self.dims) if target is not None}
-        dropped = [self.a_box.sizes[dim] for dim, target in enumerate(self.dims) if target is None]
-        return (
-            len(self.dims) == len(self.a_box.sizes) == len(kept) + len(dropped)
-            and all(size == 1 for size in dropped)
-            and all(0 <= target < len(self.b_box.sizes) for target in kept)
-            and all(size == kept.get(dim, 1) for dim, size in enumerate(self.b_box.sizes))
-        )
+        sizes, left = self.a_box.sizes, list(self.b_box.sizes)
+        if len(sizes) != len(self.dims):
+            return False
+        for size, target in zip(sizes, self.dims, strict=True):
+            if target is None:
+                if size != 1:
+                    return False
+            elif 0 <= target < len(left) and left[target] == size:
+                left[target] = -1  # taken
+            else:
+                return False
+        return all(size in (-1, 1) for size in left)
 
     @property
     def keeps_order(self) -> bool:
@@ -106,6 +116,10 @@ class Relation:
 
     def check(self) -> None:
         """Prove that every element on either side is placed exactly once; LossError otherwise."""
+        assert self._is_proved
+
+    @cached_property
+    def _is_proved(self) -> bool:
         for link in self.links:
             if not link.is_one_to_one:
                 raise LossError(
@@ -117,6 +131,7 @@ class Relation:
         b_boxes = _boxes_by_name((link.b, link.b_box) for link in self.links)
         _check_side(a_boxes, self.a_shapes, self.a_padding, self.a_copies)
         _check_side(b_boxes, self.b_shapes, self.b_padding, self.b_copies)
+        return True
 
 
 def _boxes_by_name(placed: Iterable[tuple[str, Box]]) -> dict[str, list[Box]]:
@@ -153,33 +168,71 @@ def _check_side(
             )
 
 
+#: A link, the shape of its tensor of `a`, that tensor's source, and where row-major order within both boxes is the same
+#: and both are flat: the first element of either.
+_LinkedPart = tuple[Link, Shape, Source, tuple[int, int] | None]
+
+
+def _flat_starts(link: Link, a_shape: Shape, b_shape: Shape) -> tuple[int, int] | None:
+    a, b = flat_range(link.a_box, a_shape), flat_range(link.b_box, b_shape)
+    return (a.start, b.start) if a and b and link.keeps_order else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Linked:
-    """A tensor put together from boxes of others, as links say, and of zeros where its `padding` is."""
+    """A tensor put together from boxes of others, as links say, and of zeros where its `padding` is.
 
-    parts: tuple[tuple[Link, Shape, Source], ...]
+    `starts` are where the parts begin, rising, with the numbers of the parts; None where some part or padding is not
+    flat.
+    """
+
+    parts: tuple[_LinkedPart, ...]
     padding: tuple[Box, ...]
     dtype: DType
+    starts: tuple[tuple[int, int], ...] | None
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
-        for link, a_shape, source in self.parts:
-            a_flat, b_flat = flat_range(link.a_box, a_shape), flat_range(link.b_box, shape)
+        for link, a_shape, source, flat in self.parts:
+            if flat is not None and hasattr(source, "runs") and not isinstance(source, Whole | _Linked):
+                first, move = flat[0], flat[1] - flat[0]
+                found = runs_of(source, a_shape, first, first + link.a_box.numel)
+                if found is not None:
+                    yield from run_fragments((a + move, b + move, extent, at, rank) for a, b, extent, at, rank in found)
+                    continue
             for fragment in source.fragments(a_shape):
-                if isinstance(fragment.region, FlatRange) and a_flat and b_flat and link.keeps_order:
-                    yield from _shift(fragment, a_flat, b_flat)
+                if isinstance(fragment.region, FlatRange) and flat is not None:
+                    yield from _shift(fragment, flat, link.a_box.numel)
                 else:
                     yield from _carry(fragment, a_shape, link)
         for box in self.padding:
             yield Fragment(box, Extent.contiguous(ZEROS, 0, self.dtype, box.sizes))
 
+    def runs(self, shape: Shape, start: int, stop: int) -> Sequence[Run] | None:
+        if self.starts is None:
+            return None
+        found: list[Run] = []
+        for at in range(max(0, bisect_right(self.starts, (start, len(self.parts))) - 1), len(self.starts)):
+            begin, number = self.starts[at]
+            if begin >= stop:
+                break
+            link, a_shape, source, flat = self.parts[number]
+            assert flat is not None
+            move = begin - flat[0]
+            first, last = max(start, begin) - move, min(stop, begin + link.a_box.numel) - move
+            inner = runs_of(source, a_shape, first, last) if first < last else ()
+            if inner is None:
+                return None
+            found += [(a + move, b + move, extent, at, rank) for a, b, extent, at, rank in inner] if move else inner
+        return found
 
-def _shift(fragment: Fragment, a: FlatRange, b: FlatRange) -> Iterator[Fragment]:
+
+def _shift(fragment: Fragment, starts: tuple[int, int], numel: int) -> Iterator[Fragment]:
     region = fragment.region
     assert isinstance(region, FlatRange)
-    start, stop = max(region.start, a.start), min(region.stop, a.stop)
+    start, stop = max(region.start, starts[0]), min(region.stop, starts[0] + numel)
     if start < stop:
         extent = fragment.extent.flat(start - region.start, stop - region.start)
-        move = b.start - a.start
+        move = starts[1] - starts[0]
         yield Fragment(FlatRange(start + move, stop + move), extent, fragment.rank)
 
 
@@ -224,11 +277,11 @@ def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Che
     """
     relation.check()
     into: dict[str, list[Link]] = {name: [] for name in relation.b_shapes}
-    onto: dict[str, list[str]] = {name: [] for name in relation.a_shapes}
+    names: dict[str, dict[str, None]] = {name: {} for name in relation.a_shapes}
     for link in relation.links:
         into[link.b].append(link)
-        if link.b not in onto[link.a]:
-            onto[link.a].append(link.b)
+        names[link.a][link.b] = None
+    onto = {name: list(new) for name, new in names.items()}
 
     roles: dict[str, list[str]] = {}
     for fqn, role in checkpoint.tensors:
@@ -288,7 +341,7 @@ def _combine(checkpoint: Checkpoint, name: str, role: str, relation: Relation, l
         parts.append((link, tensor))
     first = parts[0][1]
     padding = relation.b_padding.get(name, ())
-    if not padding and links == [Link.rename(first.fqn, name, relation.a_shapes[first.fqn])]:
+    if not padding and len(links) == 1 and links[0] == Link.rename(first.fqn, name, relation.a_shapes[first.fqn]):
         return first.renamed(name)
     for link, tensor in parts:
         if tensor.shape != relation.a_shapes[link.a]:
@@ -306,13 +359,18 @@ def _combine(checkpoint: Checkpoint, name: str, role: str, relation: Relation, l
             found=", ".join(sorted(map(str, dtypes))),
         )
 
+    flat = [_flat_starts(link, tensor.shape, shape) for link, tensor in parts]
+    starts = None
+    if not padding and None not in flat:
+        starts = tuple(sorted((pair[1], n) for n, pair in enumerate(flat) if pair and parts[n][0].a_box.numel))
+
     def linked(number: int | None) -> Source:
         """The parts' sources, or their replicas of that number where they have one."""
         chosen = []
-        for link, tensor in parts:
+        for (link, tensor), pair in zip(parts, flat, strict=True):
             replica = () if number is None else tensor.replicas[number : number + 1]
-            chosen.append((link, tensor.shape, replica[0] if replica else tensor.source))
-        return _Linked(tuple(chosen), padding, first.dtype)
+            chosen.append((link, tensor.shape, replica[0] if replica else tensor.source, pair))
+        return _Linked(tuple(chosen), padding, first.dtype, starts)
 
     replicas = tuple(linked(number) for number in range(max(len(tensor.replicas) for _, tensor in parts)))
     return Tensor(name, role, first.dtype, shape, linked(None), first.native, replicas)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,3 +35,31 @@ class Spans:
     def nbytes(self) -> int:
         """Bytes that are written."""
         return int(self.numel.sum()) * self.target_dtype.itemsize
+
+
+@dataclass(slots=True)
+class Rows:
+    """The contiguous copies of a target file while they are being found, in any order."""
+
+    _paths: dict[str, int] = field(default_factory=dict)
+    _rows: dict[tuple[DType, DType], array[int]] = field(default_factory=dict)
+
+    def of(self, source_dtype: DType, target_dtype: DType) -> array[int]:
+        """The rows of one pair of dtypes, to which four numbers are added for each copy.
+
+        They are byte offset in the target, number of the path, byte offset in the source, number of elements.
+        """
+        return self._rows.setdefault((source_dtype, target_dtype), array("q"))
+
+    def path(self, path: str) -> int:
+        """The number of a path."""
+        return self._paths.setdefault(path, len(self._paths))
+
+    def spans(self) -> tuple[Spans, ...]:
+        found, paths = [], tuple(self._paths)
+        for dtypes, numbers in self._rows.items():
+            rows = np.frombuffer(numbers, np.int64).reshape(-1, 4)
+            target, path, source, numel = rows[np.argsort(rows[:, 0])].T
+            columns = (np.ascontiguousarray(column) for column in (source, target, numel))
+            found.append(Spans(*dtypes, paths, path.astype(np.int32), *columns))
+        return tuple(found)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd, lcm, prod
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from ckpt.plan.dtypes import DType
 
@@ -289,6 +289,17 @@ class Fragment:
     rank: int | None = None
 
 
+#: Elements `start:stop` of a tensor, in row-major order, lie from element `at` on of a contiguous extent, which a rank
+#: wrote: `(start, stop, extent, at, rank)`.  A plain tuple, as a plan of a large checkpoint sees millions of them.
+Run = tuple[int, int, Extent, int, int | None]
+
+
+def run_fragments(runs: Iterable[Run]) -> Iterator[Fragment]:
+    """Runs as fragments."""
+    for start, stop, extent, at, rank in runs:
+        yield Fragment(FlatRange(start, stop), extent.flat(at, at + stop - start), rank)
+
+
 class Source(Protocol):
     """Where a tensor's elements are: a rule that produces fragments when they are asked for.
 
@@ -299,6 +310,34 @@ class Source(Protocol):
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
         """Fragments that tile the tensor; flat ones in rising order."""
         ...
+
+
+class Rule(Source, Protocol):
+    """A source that says where a part of a tensor is without going through all of it.
+
+    What it says is what its `fragments` say: a plan asks for the one or the other.
+    """
+
+    def runs(self, shape: Shape, start: int, stop: int) -> Sequence[Run] | None:
+        """Where elements `start:stop` are, in rising order; None where some lie in no contiguous runs."""
+        ...
+
+
+def runs_of(source: Source, shape: Shape, start: int, stop: int) -> Sequence[Run] | None:
+    """As `Rule.runs`, for any source."""
+    if hasattr(source, "runs"):
+        return cast(Rule, source).runs(shape, start, stop)
+    found: list[Run] = []
+    for fragment in source.fragments(shape):
+        region, extent = fragment.region, fragment.extent
+        flat = region if isinstance(region, FlatRange) else flat_range(region, shape)
+        sizes = (region.numel,) if isinstance(region, FlatRange) else region.sizes
+        if flat is None or not (is_inside(region, shape) and extent.shape == sizes and extent.is_contiguous):
+            return None
+        first, last = max(start, flat.start), min(stop, flat.stop)
+        if first < last:
+            found.append((first, last, extent, first - flat.start, fragment.rank))
+    return sorted(found, key=lambda run: run[:2])
 
 
 @runtime_checkable
@@ -319,6 +358,11 @@ class Whole:
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
         yield Fragment(whole(shape), self.extent, self.rank)
+
+    def runs(self, shape: Shape, start: int, stop: int) -> Sequence[Run] | None:
+        if self.extent.shape != shape or not self.extent.is_contiguous:
+            return None
+        return [(start, stop, self.extent, start, self.rank)] if start < stop else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +401,10 @@ class Tensor:
 
     def fragments(self) -> Iterator[Fragment]:
         return self.source.fragments(self.shape)
+
+    def runs(self) -> Sequence[Run] | None:
+        """All elements in rising order, or None where some lie in no contiguous runs."""
+        return runs_of(self.source, self.shape, 0, self.numel)
 
     def renamed(self, fqn: str) -> Tensor:
         return replace(self, fqn=fqn)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ckpt.plan.tensors import Extent, FlatRange, Fragment, Shape
+from ckpt.plan.tensors import Extent, FlatRange, Fragment, Run, Shape, run_fragments
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +36,24 @@ class InFlatGroup:
     behind: int = 0
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
-        return self._between(0, prod(shape))
+        return run_fragments(self.runs(shape, 0, prod(shape)))
 
     def padding(self, shape: Shape) -> Iterator[Fragment]:
-        return self._between(prod(shape), prod(shape) + self.behind)
+        return run_fragments(self.runs(shape, prod(shape), prod(shape) + self.behind))
 
-    def _between(self, begin: int, end: int) -> Iterator[Fragment]:
-        """What is stored of elements `begin` to `end`, counted from the parameter's first."""
-        if begin == end:
-            return
-        start, stop, partition = self.start + begin, self.start + end, self.group.partition
+    def runs(self, shape: Shape, start: int, stop: int) -> list[Run]:
+        """What is stored of elements `start` to `stop`, counted from the parameter's first."""
+        found: list[Run] = []
+        start, stop, partition = self.start + start, self.start + stop, self.group.partition
+        if start == stop:
+            return found
         for rank in range(start // partition, min((stop - 1) // partition + 1, len(self.group.extents))):
             extent = self.group.extents[rank]
-            first = max(start, rank * partition)
-            last = min(stop, rank * partition + min(partition, extent.numel))
+            begin = rank * partition
+            first, last = max(start, begin), min(stop, begin + min(partition, extent.numel))
             if first < last:
-                part = extent.flat(first - rank * partition, last - rank * partition)
-                yield Fragment(FlatRange(first - self.start, last - self.start), part, rank)
+                found.append((first - self.start, last - self.start, extent, first - begin, rank))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,18 @@ class InSlots:
     offset: int
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
-        size = prod(shape)
-        slot = slot_size(size, len(self.extents))
-        for rank, extent in enumerate(self.extents):
-            first, last = rank * slot, min((rank + 1) * slot, size)
-            if first >= last:
-                return
-            yield Fragment(FlatRange(first, last), extent.flat(self.offset, self.offset + last - first), rank)
+        return run_fragments(self.runs(shape, 0, prod(shape)))
+
+    def runs(self, shape: Shape, start: int, stop: int) -> list[Run]:
+        found: list[Run] = []
+        if start >= stop:
+            return found
+        slot = slot_size(prod(shape), len(self.extents))
+        for rank in range(start // slot, min(-(-stop // slot), len(self.extents))):
+            begin = rank * slot
+            first, last = max(start, begin), min(stop, begin + slot)
+            found.append((first, last, self.extents[rank], self.offset + first - begin, rank))
+        return found
 
     def padding(self, shape: Shape) -> Iterator[Fragment]:
         size = prod(shape)
