@@ -253,9 +253,10 @@ def _load(model: Any, traced: Mapping[str, Traced], memory: Mapping[str, Shape])
         if new not in memory:
             others.add(name)
             continue
-        transform = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(name, new)
-        collected.setdefault(new, transform).add_tensor(new, name, pattern or name, traced[name])
-        firsts.setdefault(new, traced[name])
+        if new not in collected:
+            collected[new] = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(name, new)
+            firsts[new] = traced[name]
+        collected[new].add_tensor(new, name, pattern or name, traced[name])
     results: dict[str, Traced] = {}
     for first, transform in collected.items():
         try:

@@ -62,20 +62,21 @@ class Piece:
 
 
 def _replace(box: Box, dim: int, offset: int, size: int) -> Box:
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[dim], sizes[dim] = offset, size
-    return Box(tuple(offsets), tuple(sizes))
+    offsets, sizes = box.offsets, box.sizes
+    return Box((*offsets[:dim], offset, *offsets[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :]))
 
 
 class Traced(torch.Tensor):  # type: ignore[misc, unused-ignore]
     """A tensor on the meta device with its pieces."""
 
     pieces: tuple[Piece, ...]
+    #: The shape: torch's own takes a detour through `__torch_function__`.
+    sizes: Shape
 
     @staticmethod
     def of(shape: Shape, pieces: Iterable[Piece]) -> Traced:
         traced: Traced = torch.Tensor._make_subclass(Traced, torch.empty(shape, device="meta"))
-        traced.pieces = tuple(pieces)
+        traced.pieces, traced.sizes = tuple(pieces), tuple(shape)
         if len(traced.pieces) > MAX_PIECES:
             raise LossError("the name conversion cuts this tensor into too many pieces", fqn=traced.pieces[0].source)
         return traced
@@ -119,50 +120,53 @@ def _traced(args: Iterable[Any]) -> list[Traced]:
 
 
 def _dim(tensor: Traced, dim: int) -> int:
-    return dim if dim >= 0 else dim + tensor.ndim
+    return dim if dim >= 0 else dim + len(tensor.sizes)
 
 
 def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     dim = _dim(tensors[0], dim)
+    first = tensors[0].sizes
     reached, pieces = 0, []
     for tensor in tensors:
-        expected = [n for d, n in enumerate(tensors[0].shape) if d != dim]
-        if [n for d, n in enumerate(tensor.shape) if d != dim] != expected:
-            raise LossError(
-                "tensors that belong together have shapes that do not fit",
-                fqn=tensor.pieces[0].source if tensor.pieces else None,
-                expected=list(tensors[0].shape),
-                found=list(tensor.shape),
-            )
+        if tensor.sizes[:dim] != first[:dim] or tensor.sizes[dim + 1 :] != first[dim + 1 :]:
+            raise _do_not_fit(tensors[0], tensor)
         pieces += [piece.moved(dim, reached) for piece in tensor.pieces]
-        reached += tensor.shape[dim]
-    shape = (*tensors[0].shape[:dim], reached, *tensors[0].shape[dim + 1 :])
-    return Traced.of(shape, pieces)
+        reached += tensor.sizes[dim]
+    return Traced.of((*first[:dim], reached, *first[dim + 1 :]), pieces)
 
 
 def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
-    return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim if dim >= 0 else dim + tensors[0].ndim + 1)
+    shape, pieces = tensors[0].sizes, []
+    dim = dim if dim >= 0 else dim + len(shape) + 1
+    for number, tensor in enumerate(tensors):
+        if tensor.sizes != shape:
+            raise _do_not_fit(tensors[0], tensor)
+        pieces += [_with_new_dim(piece, dim, number) for piece in tensor.pieces]
+    return Traced.of((*shape[:dim], len(tensors), *shape[dim:]), pieces)
+
+
+def _do_not_fit(first: Traced, other: Traced) -> LossError:
+    return LossError(
+        "tensors that belong together have shapes that do not fit",
+        fqn=other.pieces[0].source if other.pieces else None,
+        expected=list(first.sizes),
+        found=list(other.sizes),
+    )
+
+
+def _with_new_dim(piece: Piece, dim: int, offset: int) -> Piece:
+    offsets, sizes = piece.box.offsets, piece.box.sizes
+    box = Box((*offsets[:dim], offset, *offsets[dim:]), (*sizes[:dim], 1, *sizes[dim:]))
+    return Piece(piece.source, piece.source_box, box, tuple(None if d is None else d + (d >= dim) for d in piece.dims))
 
 
 def _unsqueeze(tensor: Traced, dim: int) -> Traced:
-    dim = dim if dim >= 0 else dim + tensor.ndim + 1
-    shape = tuple(tensor.shape)
-    return Traced.of(
-        (*shape[:dim], 1, *shape[dim:]),
-        [
-            p.with_dims(
-                (*p.box.offsets[:dim], 0, *p.box.offsets[dim:]),
-                (*p.box.sizes[:dim], 1, *p.box.sizes[dim:]),
-                lambda d: d + (d >= dim),
-            )
-            for p in tensor.pieces
-        ],
-    )
+    return _stack([tensor], dim)
 
 
 def _squeeze(tensor: Traced, dim: int) -> Traced:
     dim = _dim(tensor, dim)
-    shape = tuple(tensor.shape)
+    shape = tensor.sizes
     if shape[dim] != 1:
         return tensor
     return Traced.of(
@@ -181,13 +185,13 @@ def _squeeze(tensor: Traced, dim: int) -> Traced:
 def _narrow(tensor: Traced, dim: int, start: int, length: int) -> Traced:
     dim = _dim(tensor, dim)
     parts = [part for p in tensor.pieces if (part := p.narrow(dim, start, start + length)) is not None]
-    shape = (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
+    shape = (*tensor.sizes[:dim], length, *tensor.sizes[dim + 1 :])
     return Traced.of(shape, [part.moved(dim, -start) for part in parts])
 
 
 def _split(tensor: Traced, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Traced, ...]:
     dim = _dim(tensor, dim)
-    total, sizes = tensor.shape[dim], split_size_or_sections
+    total, sizes = tensor.sizes[dim], split_size_or_sections
     if isinstance(sizes, int):
         sizes = [min(sizes, total - at) for at in range(0, total, sizes)] if total else [0]
     if sum(sizes) != total:
@@ -195,7 +199,7 @@ def _split(tensor: Traced, split_size_or_sections: int | Sequence[int], dim: int
             "transformers splits this tensor into parts of another size",
             fqn=tensor.pieces[0].source,
             expected=f"{sum(sizes)} in dim {dim}",
-            found=list(tensor.shape),
+            found=list(tensor.sizes),
         )
     parts, reached = [], 0
     for size in sizes:
@@ -205,7 +209,7 @@ def _split(tensor: Traced, split_size_or_sections: int | Sequence[int], dim: int
 
 
 def _chunk(tensor: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
-    return _split(tensor, max(1, -(-tensor.shape[_dim(tensor, dim)] // chunks)), dim)
+    return _split(tensor, max(1, -(-tensor.sizes[_dim(tensor, dim)] // chunks)), dim)
 
 
 def _unbind(tensor: Traced, dim: int = 0) -> tuple[Traced, ...]:
@@ -222,7 +226,7 @@ def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:
 def _permute(tensor: Traced, *dims: Any) -> Traced:
     order = [_dim(tensor, d) for d in (dims[0] if isinstance(dims[0], (list, tuple)) else dims)]
     return Traced.of(
-        tuple(tensor.shape[d] for d in order),
+        tuple(tensor.sizes[d] for d in order),
         [
             p.with_dims(
                 tuple(p.box.offsets[d] for d in order),
@@ -244,12 +248,12 @@ def _reshape(tensor: Traced, *shape: Any) -> Traced:
             "transformers reshapes this tensor to another size",
             fqn=tensor.pieces[0].source if tensor.pieces else None,
             expected=wanted,
-            found=list(tensor.shape),
+            found=list(tensor.sizes),
         )
     if 0 in wanted:
         return Traced.of(tuple(wanted), [])
     dim, rest = 0, tensor
-    for old, new in _groups(list(tensor.shape), wanted):
+    for old, new in _groups(list(tensor.sizes), wanted):
         if old != new:
             for _ in range(len(old) - 1):
                 rest = _merge(rest, dim)
@@ -288,7 +292,7 @@ def _groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]
 
 def _merge(tensor: Traced, dim: int) -> Traced:
     """Dims `dim` and `dim + 1` become one."""
-    rows, row = tensor.shape[dim], tensor.shape[dim + 1]
+    rows, row = tensor.sizes[dim], tensor.sizes[dim + 1]
     pieces = []
     for piece in tensor.pieces:
         for index in range(rows) if rows > 1 else [0]:
@@ -302,12 +306,12 @@ def _merge(tensor: Traced, dim: int) -> Traced:
                         lambda d: None if d == dim else d - (d > dim),
                     )
                 )
-    return Traced.of((*tensor.shape[:dim], rows * row, *tensor.shape[dim + 2 :]), pieces)
+    return Traced.of((*tensor.sizes[:dim], rows * row, *tensor.sizes[dim + 2 :]), pieces)
 
 
 def _divide(tensor: Traced, dim: int, row: int) -> Traced:
     """Dim `dim` becomes two, of which the inner one has size `row`."""
-    rows = tensor.shape[dim] // row
+    rows = tensor.sizes[dim] // row
     pieces = []
     for piece in tensor.pieces:
         low, size = piece.box.offsets[dim], piece.box.sizes[dim]
@@ -322,7 +326,7 @@ def _divide(tensor: Traced, dim: int, row: int) -> Traced:
                         lambda d: d + (d >= dim),
                     )
                 )
-    return Traced.of((*tensor.shape[:dim], rows, row, *tensor.shape[dim + 1 :]), pieces)
+    return Traced.of((*tensor.sizes[:dim], rows, row, *tensor.sizes[dim + 1 :]), pieces)
 
 
 def _flatten(tensor: Traced, start_dim: int = 0, end_dim: int = -1) -> Traced:
@@ -338,10 +342,10 @@ def _index(tensor: Traced, index: Any) -> Traced:
         if item is Ellipsis and dim == 0:
             continue
         if isinstance(item, int):
-            start = item if item >= 0 else item + tensor.shape[dim]
+            start = item if item >= 0 else item + tensor.sizes[dim]
             tensor = _squeeze(_narrow(tensor, dim, start, 1), dim)
         elif isinstance(item, slice) and item.step in (None, 1):
-            start, stop, _ = item.indices(tensor.shape[dim])
+            start, stop, _ = item.indices(tensor.sizes[dim])
             tensor = _narrow(tensor, dim, start, max(0, stop - start))
             dim += 1
         else:
