@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks import dcp, hashing, lora, megatron, reshard, universal, zero
+from benchmarks import dcp, hashing, lora, megatron, plans, reshard, universal, zero
 from benchmarks.measure import CKPT, Case, rounds
 from benchmarks.runner import Bench
 
@@ -26,6 +26,7 @@ SECTIONS = {
     "lora": lora,
     "megatron": megatron,
     "hash": hashing,
+    "plans": plans,
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
@@ -23,12 +24,17 @@ TAG = f"global_step{STEP}"
 
 
 def write(folder: Path, num_layers: int) -> None:
-    params = shapes(num_layers)
+    write_ranks(folder, shapes(num_layers), NUM_RANKS)
+    write_config(folder, num_layers)
+
+
+def write_ranks(folder: Path, params: Mapping[str, tuple[int, ...]], num_ranks: int) -> None:
+    """The step folder and `latest` of a run of so many ranks, with Adam's states."""
     step_folder = folder / TAG
     step_folder.mkdir(parents=True)
-    length = sum(-(-prod(shape) // NUM_RANKS) for shape in params.values())
+    length = sum(-(-prod(shape) // num_ranks) for shape in params.values())
     generator = torch.Generator().manual_seed(0)
-    for rank in range(NUM_RANKS):
+    for rank in range(num_ranks):
         master = torch.randn(length, generator=generator) * 0.02
         state = {"step": torch.tensor(float(STEP)), "exp_avg": master * 0.01, "exp_avg_sq": master * master}
         optimizer = {
@@ -36,7 +42,7 @@ def write(folder: Path, num_layers: int) -> None:
             "loss_scaler": LossScaler(1.0),
             "dynamic_loss_scale": False,
             "overflow": False,
-            "partition_count": NUM_RANKS,
+            "partition_count": num_ranks,
             "optimizer_state_dict": {"state": {0: state}, "param_groups": [GROUP | {"params": [0]}]},
             "fp32_flat_groups": [master],
         }
@@ -54,13 +60,12 @@ def write(folder: Path, num_layers: int) -> None:
             "global_steps": STEP,
             "global_samples": 0,
             "skipped_steps": 0,
-            "dp_world_size": NUM_RANKS,
+            "dp_world_size": num_ranks,
             "mp_world_size": 1,
             "ds_config": {},
             "ds_version": "0.19.8",
         }
         torch.save(model, step_folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-    write_config(folder, num_layers)
     (folder / "latest").write_text(TAG)
 
 

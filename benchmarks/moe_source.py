@@ -1,0 +1,126 @@
+"""Checkpoints with the structure of Qwen3-235B-A22B: 36,945 tensors as the Hub has them, 1,037 in memory.
+
+Names are those of Qwen3MoeForCausalLM with the published numbers of layers, experts and heads.  `tiny` is in bf16 as on
+the Hub, with small sizes and random values: hardly a byte to move.  `real` has the published sizes in sparse files.
+A number is that of the ranks of a ZeRO-3 run with the small sizes and Adam's states.
+
+    python -m benchmarks.moe_source FOLDER tiny|real|NUMBER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+NUM_LAYERS, NUM_EXPERTS = 94, 128
+SIZES = {
+    "tiny": {"hidden_size": 64, "moe_intermediate_size": 16, "head_dim": 16, "vocab_size": 512},
+    "real": {"hidden_size": 4096, "moe_intermediate_size": 1536, "head_dim": 128, "vocab_size": 151936},
+}
+_SHARD = 8_000_000_000  # bytes of a file
+
+Shape = tuple[int, ...]
+
+
+def config(kind: str) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": NUM_LAYERS,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "intermediate_size": 128,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        **SIZES[kind],
+    }
+
+
+def shapes(kind: str) -> Iterator[tuple[str, Shape]]:
+    """Every tensor of the checkpoint, in the order of the files."""
+    c = config(kind)
+    hidden, head, inner = c["hidden_size"], c["head_dim"], c["moe_intermediate_size"]
+    queries, keys = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
+    yield "model.embed_tokens.weight", (c["vocab_size"], hidden)
+    for i in range(NUM_LAYERS):
+        layer = f"model.layers.{i}"
+        yield f"{layer}.self_attn.q_proj.weight", (queries, hidden)
+        yield f"{layer}.self_attn.k_proj.weight", (keys, hidden)
+        yield f"{layer}.self_attn.v_proj.weight", (keys, hidden)
+        yield f"{layer}.self_attn.o_proj.weight", (hidden, queries)
+        yield f"{layer}.self_attn.q_norm.weight", (head,)
+        yield f"{layer}.self_attn.k_norm.weight", (head,)
+        yield f"{layer}.mlp.gate.weight", (NUM_EXPERTS, hidden)
+        for expert in range(NUM_EXPERTS):
+            yield f"{layer}.mlp.experts.{expert}.gate_proj.weight", (inner, hidden)
+            yield f"{layer}.mlp.experts.{expert}.up_proj.weight", (inner, hidden)
+            yield f"{layer}.mlp.experts.{expert}.down_proj.weight", (hidden, inner)
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (c["vocab_size"], hidden)
+
+
+def in_memory() -> dict[str, Shape]:
+    """The small ones as transformers 5 has them in memory, where a layer's experts are two tensors."""
+    c, found = config("tiny"), {}
+    hidden, inner = c["hidden_size"], c["moe_intermediate_size"]
+    for name, shape in shapes("tiny"):
+        layer, is_expert, _ = name.partition(".experts.")
+        if is_expert:
+            found[f"{layer}.experts.gate_up_proj"] = (NUM_EXPERTS, 2 * inner, hidden)
+            found[f"{layer}.experts.down_proj"] = (NUM_EXPERTS, hidden, inner)
+        else:
+            found[name] = shape
+    return found
+
+
+def write(folder: Path, kind: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config("tiny" if kind.isdecimal() else kind)))
+    if kind.isdecimal():
+        from benchmarks.zero_source import write_ranks
+
+        write_ranks(folder, in_memory(), int(kind))
+        return
+    shards: list[dict[str, Any]] = [{}]
+    end = 0
+    for name, shape in shapes(kind):
+        size = prod(shape) * 2
+        if end + size > _SHARD:
+            shards.append({})
+            end = 0
+        shards[-1][name] = {"dtype": "BF16", "shape": shape, "data_offsets": (end, end + size)}
+        end += size
+    weight_map = {}
+    for number, entries in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header = json.dumps(entries).encode()
+        header += b" " * (-len(header) % 8)
+        size = max(entry["data_offsets"][1] for entry in entries.values())
+        with (folder / file).open("wb") as written:
+            written.write(struct.pack("<Q", len(header)) + header)
+            if kind == "tiny":
+                # bf16 of 0.0078 to 0.0312, either sign: a high byte of 0x3c or 0xbc
+                low, high = os.urandom(size // 2), os.urandom(size // 2).translate(bytes([0x3C, 0xBC] * 128))
+                data = bytearray(size)
+                data[::2], data[1::2] = low, high
+                written.write(data)
+        os.truncate(folder / file, 8 + len(header) + size)
+        weight_map |= dict.fromkeys(entries, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,63 @@
+"""Plans of many small tensors: what a conversion costs when there is hardly a byte to move.
+
+Seconds of processor time, which is what a plan takes, of whole processes; `--dry-run` on sparse files of real size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.measure import CKPT, PYTHON, Case, call, run
+from benchmarks.runner import Bench, verdict
+
+SOURCES: Sequence[str] = ()
+PEER = "zero_to_fp32.py"
+
+#: Arguments of ckpt after the format, the source, the most seconds of processor time, and the most megabytes.
+_GOALS: dict[str, tuple[list[str], str, float, float]] = {
+    "hf -> zero3, 32 ranks": (["hf", "zero3", "--world-size", "32"], "tiny", 12, 700),
+    "zero3, 32 ranks -> hf": (["zero3", "hf"], "32", 6, 700),
+    "zero3, 32 ranks -> 48, with Adam's states": (["zero3", "zero3", "--world-size", "48"], "32", 40, 700),
+    "zero3, 512 ranks -> hf": (["zero3", "hf"], "512", 60, 700),
+    "hf -> zero3, 24 ranks, real sizes, --dry-run": (
+        ["hf", "zero3", "--world-size", "24", "--dry-run"],
+        "real",
+        15,
+        600,
+    ),
+}
+
+
+def measure(bench: Bench) -> str:
+    """The table; every case is run once, as none of them takes less than seconds."""
+    lines = ["Structure of Qwen3-235B-A22B, 36,945 tensors", f"{'':<46}{'cpu s':>8}{'seconds':>9}{'peak MB':>9}"]
+
+    def add(case: Case, goal: float | None = None, peak: float | None = None) -> None:
+        one = run(case)
+        said = [] if goal is None else [f"cpu {verdict(one.cpu_seconds <= goal, f'<= {goal:g} s')}"]
+        if peak is not None:
+            said.append(f"memory {verdict(one.peak_mb <= peak, f'<= {peak:g} MB')}")
+        figures = f"{one.cpu_seconds:>8.1f}{one.seconds:>9.1f}{one.peak_mb:>9.0f}"
+        lines.append(f"{case.name:<46}{figures}  {'; '.join(said)}".rstrip())
+        print(lines[-1], flush=True)
+
+    output = bench.scratch("plans-output")
+    for name, (arguments, kind, goal, peak) in _GOALS.items():
+        source = _source(bench, kind)
+        command = [*CKPT, "convert", *arguments[:2], source, *arguments[2:], "-q", "-o", output]
+        add(Case(name, command, (output,)), goal, peak)
+        if kind == "32" and arguments[1] == "hf":
+            peer = [PYTHON, "-m", "deepspeed.utils.zero_to_fp32", source, output, "--safe_serialization"]
+            add(Case(f"{PEER}, 32 ranks", peer, (output,)))
+    return "\n".join(lines)
+
+
+def _source(bench: Bench, kind: str) -> Path:
+    path = bench.folder / f"plans-{kind}"
+    if not bench.keep:
+        bench.made.append(path)
+    if not (path / "complete").exists():
+        call("benchmarks.moe_source", path, kind)
+        (path / "complete").touch()
+    return path
