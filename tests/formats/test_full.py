@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import OrderedDict
 from dataclasses import replace
@@ -348,6 +349,19 @@ def test_what_is_no_full_state_dict_is_not_found(tmp_path: Path) -> None:
     assert FULL.find(tmp_path / "pytorch_model.bin", None) is not None
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model_fsdp.bin")
     assert FULL.find(tmp_path, None) == tmp_path
+
+
+def test_large_files_are_found_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs, too, write `.bin`: one that is not torch's by name is a model only where it is asked for."""
+    for name, found in (("weights.pt", True), ("a.pytorch_model.fp16.bin", True), ("train.bin", False)):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).touch()
+        os.truncate(folder / name, 2 << 20)
+        with monkeypatch.context() as patched:
+            patched.setattr("builtins.open", None)  # no file is opened
+            assert (FULL.find(folder, None) == folder) is found, name
+            assert FULL.find(folder / name, None) == folder / name
 
 
 def test_the_newest_step_of_a_run(tmp_path: Path) -> None:
