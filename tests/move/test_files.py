@@ -576,7 +576,9 @@ class TestOverlap:
     def test_beside_it_is_fine(self, tmp_path: Path, destination: str) -> None:
         make(tmp_path / "run", OLD)
         (tmp_path / "link-hf").symlink_to(tmp_path / "elsewhere")
+        before = sorted(tmp_path.rglob("*"))
         check_destination(tmp_path / destination, tmp_path / "run")
+        assert sorted(tmp_path.rglob("*")) == before  # asking makes nothing
 
     def test_a_parent_that_is_a_link_into_the_source(self, tmp_path: Path) -> None:
         make(tmp_path / "run" / "sub", OLD)

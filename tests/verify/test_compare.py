@@ -412,8 +412,10 @@ def replicated(tmp_path: Path, second: bytes) -> Tensor:
 
 
 def test_replicas_that_agree(tmp_path: Path) -> None:
-    with Reader() as reader:
+    read: list[int] = []
+    with Reader(read.append) as reader:
         check_replicas(replicated(tmp_path, struct.pack("<6f", *range(6))), reader)
+    assert sum(read) == 24  # all of it was compared
 
 
 def test_replicas_that_disagree_are_named_with_the_first_element(tmp_path: Path) -> None:
