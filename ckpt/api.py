@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -29,6 +28,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_steps
+from ckpt.text import HUB_ID
 
 if TYPE_CHECKING:
     from ckpt.move.workers import FileDigests, Progress, Resources
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ckpt.verify.pairs import Report
 
 AUTO = "auto"
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def open(
@@ -189,7 +188,7 @@ def find_config(where: str) -> Path:
         return path
     if path.is_file():
         return path.parent
-    if _HUB_ID.fullmatch(where):
+    if HUB_ID.fullmatch(where):
         return _from_hub(where)
     raise NotFoundError("no such config", path=where, expected="a folder, a config.json or a Hub id like org/name")
 

@@ -6,6 +6,7 @@ No object that a reader made of a pickle is asked for its own text.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
@@ -18,12 +19,20 @@ MAX_MEMBERS = 8  # members shown of one container
 _MAX_DEPTH = 4
 _MAX_NODES = 200  # values shown of one entry
 
+#: A repository of the Hub.
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
 JSON = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 def one_line(text: str, limit: int = 400) -> str:
     """`text` bounded and with every control character escaped, line ends too."""
     return printable(text, limit).replace("\n", "\\n")
+
+
+def counted(number: int, what: str, spec: str = "") -> str:
+    """`number` and the noun `what`, in the plural where it is not one."""
+    return f"{number:{spec}} {what}" + ("s" if number != 1 else "")
 
 
 def summarise(value: Any) -> JSON:

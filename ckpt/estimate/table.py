@@ -35,6 +35,7 @@ from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.sizes import show_size
 from ckpt.state.adapter import BASE, is_adapter, parse_name
+from ckpt.text import HUB_ID
 
 #: The part of a GPU's memory that an estimate may fill: the CUDA context, NCCL and fragments want the rest.
 USABLE = 0.9
@@ -42,7 +43,6 @@ USABLE = 0.9
 _MAX_TP, _MAX_EP = 8, 64
 _MAX_GPUS = 4096
 
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -101,7 +101,7 @@ def find(where: str) -> Subject:
             if config is not None and config.get("model_type"):
                 return _of_config(where, config)
             return _of_checkpoint(where, api.open(path))
-    if _HUB_ID.fullmatch(where):
+    if HUB_ID.fullmatch(where):
         return _of_config(where, _read_config(_from_hub(where)))
     raise NotFoundError(
         "no such model", path=where, expected="a folder, a config.json, a checkpoint, or a Hub id like org/name"

@@ -28,6 +28,7 @@ from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.source import read_into
 from ckpt.run_folder.steps import enclosing_folders, trainer_steps
 from ckpt.state.adapter import CONFIG as ADAPTER_CONFIG
+from ckpt.text import HUB_ID
 from ckpt.verify.digest import ALGORITHM, in_threads
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ TRAINING_ARGS = "training_args.bin"
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_REPO_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _MAIN = "main"
 _CHUNK = 1 << 20
 _MAX_ARGUMENTS = 16 << 20  # bytes of training arguments, which take a few kB
@@ -59,7 +59,7 @@ class Push:
     message: str | None = None
 
     def __post_init__(self) -> None:
-        if not _REPO_ID.fullmatch(self.repo_id):
+        if not HUB_ID.fullmatch(self.repo_id):
             raise UsageError("this is no repository of the Hub", expected="ORG/NAME", found=self.repo_id)
         if self.create_pr and self.revision is not None:
             raise UsageError("a pull request is made against the main branch", found=f"--revision {self.revision}")
@@ -290,7 +290,7 @@ def model_card(
     `base` is the Hub id of the model that this one derives from, if it is one.
     """
     head = {"library_name": "transformers", "tags": ["ckpt"]}
-    if base is not None and _REPO_ID.fullmatch(base) and not Path(base).exists():
+    if base is not None and HUB_ID.fullmatch(base) and not Path(base).exists():
         head |= {"base_model": base}
     lines = ["---", *(f"{name}: {json.dumps(value)}" for name, value in head.items()), "---", ""]
     lines += [f"# {_inline(title)}", ""]
@@ -323,7 +323,7 @@ def recorded_repo(folders: Sequence[Path]) -> str:
             if path.is_file():
                 looked_at.append(str(path))
                 found = read(path)
-                if found is not None and _REPO_ID.fullmatch(found):
+                if found is not None and HUB_ID.fullmatch(found):
                     return found
                 without_owner = without_owner or found
     if without_owner is not None:

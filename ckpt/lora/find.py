@@ -18,12 +18,12 @@ from ckpt.plan.tensors import Shape, Tensor
 from ckpt.run_folder.steps import trainer_steps
 from ckpt.state import adapter as names
 from ckpt.state.adapter import AdapterConfig, parse_name
+from ckpt.text import HUB_ID
 
 if TYPE_CHECKING:
     import torch
 
 PEFT = "peft"
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 #: What names of quantized copies of a model end with.
@@ -80,7 +80,7 @@ def open_adapter(where: str, *, config: str | None = None, tag: str | None = Non
     ids are looked up in the local cache only.
     """
     path = Path(where)
-    if not path.exists() and _HUB_ID.fullmatch(where):
+    if not path.exists() and HUB_ID.fullmatch(where):
         path = cached_snapshot(where, None)
     with translate_os_errors(path):
         if not path.exists():
@@ -207,7 +207,7 @@ def open_base(adapter: Adapter, where: str | None, *, config: str | None = None,
         )
     path = Path(given)
     if not path.exists():
-        if not _HUB_ID.fullmatch(given):
+        if not HUB_ID.fullmatch(given):
             raise NotFoundError(
                 "the base model is not there",
                 path=given,
@@ -249,7 +249,7 @@ def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None
     if config.base is None:
         return f"the adapter names no base; that {given} is the one it was trained on is taken on trust"
     is_same = given == config.base or (Path(config.base).exists() and Path(config.base).resolve() == path.resolve())
-    found = _hub_id(path) or (given if _HUB_ID.fullmatch(given) and not Path(given).exists() else "")
+    found = _hub_id(path) or (given if HUB_ID.fullmatch(given) and not Path(given).exists() else "")
     refusal = UsageError(
         "this is not the base that the adapter was trained on",
         path=path,
@@ -257,7 +257,7 @@ def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None
         found=found or str(path),
         hint="--accept-base merges all the same",
     )
-    if not is_same and found and _HUB_ID.fullmatch(config.base) and _model_name(found) != _model_name(config.base):
+    if not is_same and found and HUB_ID.fullmatch(config.base) and _model_name(found) != _model_name(config.base):
         raise refusal
     commit = _SNAPSHOT.search(str(path.resolve()))
     if commit and config.revision and _COMMIT.fullmatch(config.revision) and commit["commit"] != config.revision:

@@ -33,6 +33,7 @@ from ckpt.run_folder.companions import CONFIG, PATTERNS, TEMPLATES, companions, 
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.state import adapter as names
 from ckpt.state.adapter import AdapterConfig, AdapterName, parse_name
+from ckpt.text import counted
 
 if TYPE_CHECKING:
     import torch
@@ -392,9 +393,9 @@ class _Merge:
         return replace(self.base, tensors=tensors, computed=computed, ties=ties)
 
     def notes(self) -> list[str]:
-        lines = [f"merged into {_count(len(self.updates), 'tensor')}"]
+        lines = [f"merged into {counted(len(self.updates), 'tensor')}"]
         if whole := self.replaced.keys() - self.updates.keys():
-            lines.append(f"{_count(len(whole), 'tensor')} taken from the adapter as a whole")
+            lines.append(f"{counted(len(whole), 'tensor')} taken from the adapter as a whole")
         if self.untied:
             lines.append(f"no longer tied: {', '.join(sorted(self.untied))}")
         return lines
@@ -495,7 +496,3 @@ def _with_tokenizer(target: Target, adapter: Adapter) -> Target:
     files = [file for file in target.files if not _is_tokenizer(file.name)]
     files += [TargetFile.of_bytes(c.name, c.content) for c in found]
     return replace(target, files=tuple(files), notes=(*target.notes, "the tokenizer is the adapter's"))
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")

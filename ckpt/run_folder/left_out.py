@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
 from ckpt.run_folder.companions import run_files
 from ckpt.sizes import show_size
+from ckpt.text import counted
 
 
 def training_left_out(checkpoint: Checkpoint) -> list[str]:
@@ -13,9 +14,9 @@ def training_left_out(checkpoint: Checkpoint) -> list[str]:
     if names := checkpoint.optimizer_states:
         tensors = list(checkpoint.with_role(*set(names) - {WEIGHT, MASTER, BUFFER}))
         size = show_size(sum(t.nbytes for t in tensors))
-        lines.append(f"optimizer states {', '.join(names)} ({_count(len(tensors), 'tensor')}, {size})")
+        lines.append(f"optimizer states {', '.join(names)} ({counted(len(tensors), 'tensor')}, {size})")
     if groups := checkpoint.state.param_groups:
-        lines.append(f"hyperparameters of {_count(len(groups), 'param group')}")
+        lines.append(f"hyperparameters of {counted(len(groups), 'param group')}")
     step = [] if checkpoint.state.step is None else [f"step {checkpoint.state.step}"]
     if state := step + sorted(checkpoint.state.entries()):
         lines.append(f"training state {', '.join(state)}")
@@ -27,7 +28,3 @@ def run_files_left_out(checkpoint: Checkpoint) -> list[str]:
     read = {file.path for file in checkpoint.files} if checkpoint.optimizer_states else set()
     names = run_files(checkpoint.folders, read)
     return [f"files of the run {', '.join(names)}"] if names else []
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -14,7 +14,7 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, ParamGroup
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor
 from ckpt.sizes import show_size
-from ckpt.text import JSON, MAX_MEMBERS, json_text, one_line, summarise
+from ckpt.text import JSON, MAX_MEMBERS, counted, json_text, one_line, summarise
 
 _MAX_LISTED = 20  # ties, groups, items and notes shown as text
 
@@ -170,7 +170,7 @@ def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if facts["world_size"] is not None:
         yield "world size", str(facts["world_size"])
     yield "parameters", _parameters_text(facts["parameters"])
-    yield "on disk", f"{show_size(facts['files']['bytes'])} in {_count(facts['files']['count'], 'file')}"
+    yield "on disk", f"{show_size(facts['files']['bytes'])} in {counted(facts['files']['count'], 'file')}"
     yield from _named("tensors", (_role_text(role, entry) for role, entry in facts["roles"].items()))
     yield from _named("ties", (f"{tie['alias']} is {tie['owner']}" for tie in facts["ties"]))
     training = facts["training"]
@@ -192,7 +192,7 @@ def _named(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _parameters_text(counts: Mapping[str, Any]) -> str:
-    text = f"{counts['elements']:,} in {_count(counts['tensors'], 'tensor')}"
+    text = f"{counts['elements']:,} in {counted(counts['tensors'], 'tensor')}"
     if counts["trainable"] is not None:
         text += f", {counts['trainable']:,} trainable and {counts['frozen']:,} frozen"
     return text
@@ -200,20 +200,16 @@ def _parameters_text(counts: Mapping[str, Any]) -> str:
 
 def _role_text(role: str, entry: Mapping[str, Any]) -> str:
     dtypes = ", ".join(entry["dtypes"])
-    return f"{role}: {_count(entry['tensors'], 'tensor')}, {show_size(entry['bytes'])}, {dtypes}"
+    return f"{role}: {counted(entry['tensors'], 'tensor')}, {show_size(entry['bytes'])}, {dtypes}"
 
 
 def _scalar_text(name: str, entry: Mapping[str, Any]) -> str:
     values = "several values" if entry["values"] is None else " and ".join(map(json_text, entry["values"]))
-    return f"{name}: {values}, for {_count(entry['parameters'], 'parameter')}"
+    return f"{name}: {values}, for {counted(entry['parameters'], 'parameter')}"
 
 
 def _group_text(group: Mapping[str, Any]) -> str:
-    return f"{_count(group['parameters'], 'parameter')}: {json_text(group['options'])}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("s" if number != 1 else "")
+    return f"{counted(group['parameters'], 'parameter')}: {json_text(group['options'])}"
 
 
 _HEADS = ("name", "role", "dtype", "shape", "bytes", "fragments", "ranks")
@@ -244,7 +240,7 @@ def _table(tensors: list[dict[str, Any]]) -> Iterator[str]:
 
 def _holders_text(tensor: Mapping[str, Any]) -> str:
     ranks = ranks_text(tensor["ranks"])
-    replicas = _count(tensor["replicas"], "replica") if tensor["replicas"] else ""
+    replicas = counted(tensor["replicas"], "replica") if tensor["replicas"] else ""
     return "; ".join(filter(None, (ranks, replicas)))
 
 

@@ -15,7 +15,7 @@ from ckpt.show.overview import ranks_text
 from ckpt.show.rows import Picture, Row
 from ckpt.show.sketch import Holder, Patch, holder_text
 from ckpt.sizes import show_size
-from ckpt.text import one_line, summary_text
+from ckpt.text import counted, one_line, summary_text
 
 #: The first eight are told apart by everybody; of all of them, neighbours are, and none is near a red, which is for
 #: faults, or a grey.  Chosen for their distance in OKLab, as seen with normal vision and with red-green blindness.
@@ -128,7 +128,7 @@ class _Drawing:
         self._line(title, "h", 22)
         self._line(" · ".join(one_line(fact, 100) for fact in facts), "g", 17)
         if picture.damaged:
-            self._line(f"Damaged: {_count(len(picture.damaged), 'tensor')} not stored exactly once", "b r", 16)
+            self._line(f"Damaged: {counted(len(picture.damaged), 'tensor', ',')} not stored exactly once", "b r", 16)
             for damage in picture.damaged[:_LISTED]:
                 more = f" and {len(damage.faults) - 2} more" if len(damage.faults) > 2 else ""
                 what = (
@@ -140,13 +140,13 @@ class _Drawing:
         else:
             self._line("No holes and no overlaps: every element of every tensor drawn here is stored.", "b", 16)
         drawn = sum(row.num_tensors for row in picture.rows)
-        text = f"{_count(drawn, 'tensor')} in {_count(len(picture.rows), 'row')}"
+        text = f"{counted(drawn, 'tensor', ',')} in {counted(len(picture.rows), 'row', ',')}"
         if drawn > len(picture.rows):
             text += ": those that look the same and differ only in role, or in the numbers in their names, are one row"
         self._line(text + ".", "g", 15)
         if picture.rows_left_out:
             rest = picture.num_tensors - drawn
-            self._line(f"Not drawn: {_count(rest, 'tensor')} in {picture.rows_left_out} further rows.", "b r", 15)
+            self._line(f"Not drawn: {counted(rest, 'tensor', ',')} in {picture.rows_left_out} further rows.", "b r", 15)
 
     def _legend(self) -> None:
         self.y += 6
@@ -364,11 +364,11 @@ def _notes(row: Row) -> Iterator[tuple[str, str]]:
     if sketch.faults:
         yield sketch.faults[0], "r"
     if len(sketch.faults) > 1:
-        yield f"and {_count(len(sketch.faults) - 1, 'fault')} more", "r"
+        yield f"and {counted(len(sketch.faults) - 1, 'fault', ',')} more", "r"
     if sketch.copies > 1:
         yield f"{sketch.copies} copies", "g"
     if sketch.padding:
-        yield f"padding: {_count(sketch.padding, 'element')}", "g"
+        yield f"padding: {counted(sketch.padding, 'element', ',')}", "g"
     yield from ((remark, "g") for remark in sketch.remarks[:2])
 
 
@@ -393,10 +393,6 @@ def _shortened(text: str, limit: int = _MAX_NAME) -> str:
         return text
     kept = limit // 3
     return f"{text[:kept]}…{text[len(text) - (limit - kept - 1) :]}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def _is_light(colour: str) -> bool:

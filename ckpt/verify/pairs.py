@@ -21,7 +21,7 @@ from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Fragment, Tensor
 from ckpt.sizes import show_size
-from ckpt.text import one_line, summary_text
+from ckpt.text import counted, one_line, summary_text
 from ckpt.verify.compare import Difference, Element, Reader, check_replicas, compare, narrower
 
 Only = Literal["all", "weights", "optimizer"]
@@ -140,9 +140,9 @@ class Report:
         """One line that says it all."""
         counts = self.counts
         if self.equal:
-            tensors = _count(self.num_compared, "tensor")
+            tensors = counted(self.num_compared, "tensor")
             num_scalars = counts[EQUAL] - self.num_compared
-            scalars = f" and {_count(num_scalars, 'scalar')}" if num_scalars else ""
+            scalars = f" and {counted(num_scalars, 'scalar')}" if num_scalars else ""
             how = "equal after rounding" if any(result.cast for result in self.results) else "equal"
             return f"{how}: {tensors} ({show_size(self.num_bytes)}){scalars}, every bit compared"
         if counts[EQUAL] == len(self.results):
@@ -337,7 +337,7 @@ def _pair_up(a: Checkpoint, b: Checkpoint, only: Only) -> _Work:
         if only != "weights":
             _put_states(work, a_roles, b_roles, model if only == "all" else (None, None), match.second)
     if num_tied:
-        work.notes.append(f"{_count(num_tied, 'tensor')} compared with the owner of a tie that the other side records")
+        work.notes.append(f"{counted(num_tied, 'tensor')} compared with the owner of a tie that the other side records")
     if not num_common and work.a.names and work.b.names:
         work.notes.append(
             f"no name stands on both sides (A {a.namespace}, B {b.namespace}): are they checkpoints of one model?"
@@ -527,14 +527,14 @@ def _notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iterator[
         yield "nothing was compared, so nothing was found equal"
     castable = sum(r.kind == "dtype" and _castable(r) for r in results)
     if castable:
-        yield f"{_count(castable, 'tensor')} differ in dtype; --cast rounds the wider side to the narrower first"
+        yield f"{counted(castable, 'tensor')} differ in dtype; --cast rounds the wider side to the narrower first"
     casts = Counter(r.cast for r in results if r.cast is not None)
     for name, count in casts.items():
-        yield f"{_count(count, 'tensor')} compared in {name}, to which the wider side was rounded"
+        yield f"{counted(count, 'tensor')} compared in {name}, to which the wider side was rounded"
     crossed = Counter((r.role, r.b_role) for r in results if r.role != r.b_role and r.kind in ("equal", "values"))
     for (role, b_role), count in crossed.items():
         if {role, b_role} != {WEIGHT, BUFFER}:
-            yield f"{_count(count, 'tensor')} compared across roles: {role} of A with {b_role} of B"
+            yield f"{counted(count, 'tensor')} compared across roles: {role} of A with {b_role} of B"
     if a.state.step is not None and b.state.step is not None and a.state.step != b.state.step:
         yield f"the training steps differ: {a.state.step} in A, {b.state.step} in B"
     yield from _hyperparameter_notes(a, b)
@@ -559,13 +559,9 @@ def _hyperparameter_notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
             if name in other and same_value(one[name], other[name]) is False:
                 found[f"{name} is {summary_text(one[name])} in A, {summary_text(other[name])} in B"] += count
     for text, count in list(found.items())[:_SHOWN]:
-        yield f"hyperparameter {text}, for {_count(count, 'parameter')}"
+        yield f"hyperparameter {text}, for {counted(count, 'parameter')}"
     if len(found) > _SHOWN:
         yield f"{len(found) - _SHOWN} more hyperparameters differ"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("s" if number != 1 else "")
 
 
 def _result_line(result: Result, a: Checkpoint, b: Checkpoint) -> str:
