@@ -44,7 +44,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     optimizer = RankOptimizers(model) if model.has_optimizer else None
     per_rank = _per_rank(model)
     items, dropped = to_write(model, per_rank)
-    models = _ModelFiles(model, optimizer, items)
+    models = ModelFiles(model, optimizer, items)
     for rank in model.grid.ranks():
         of_rank, chunks = folder_name(rank, model.grid), model.chunks(rank)
         name, own = f"{folder}/{of_rank}", {item: one[of_rank] for item, one in per_rank.items() if of_rank in one}
@@ -64,7 +64,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 
 
 @dataclass
-class _ModelFiles:
+class ModelFiles:
     """The ranks' model files: those that differ only in the boxes of tensors that they hold are laid out once."""
 
     model: Model
@@ -75,13 +75,13 @@ class _ModelFiles:
     def file(self, name: str, chunks: Sequence[Chunk], own: dict[str, Any]) -> TargetFile:
         """The file of a rank with these chunks, and with entries of its `own`."""
         if own or (self.optimizer is not None and not self.optimizer.distributed):
-            return torch_file(name, self._root(chunks) | own)
+            return torch_file(name, self.root(chunks) | own)
         tensors = [(one, self.model.chosen[one.fqn]) for chunk in chunks for one in chunk.tensors]
         form = tuple((one.name, one.shape, len(one.pieces), choice.dtype) for one, choice in tensors)
         parts = [(choice.key, piece.box) for one, choice in tensors for piece in one.pieces]
         key = form, tuple((len(chunk.tensors), chunk.extra) for chunk in chunks)
         if key not in self.forms:
-            first = self.forms[key] = torch_file(name, self._root(chunks))
+            first = self.forms[key] = torch_file(name, self.root(chunks))
             assert [(slot.key, slot.region) for slot in first.slots] == parts, f"{name}: tensors are in another order"
         known = self.forms[key]
         slots = tuple(
@@ -90,7 +90,7 @@ class _ModelFiles:
         )
         return replace(known, name=name, slots=slots)
 
-    def _root(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    def root(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """training/checkpointing.py, `generate_state_dict`."""
         model = self.model
         root: dict[str, Any] = {

@@ -23,12 +23,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt import api
+from ckpt.containers.torchfile.write import torch_file
 from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import HUB, MEGATRON, OWN, TRANSFORMERS, WEIGHT, Checkpoint, Layout, ParamGroup, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT32
 from ckpt.plan.planner import check_source
 from ckpt.plan.relation import Relation
 from ckpt.plan.tensors import ZEROS, Extent, Shape, Tensor, Whole
+from converters.megatron.chunks import describe_model
+from converters.megatron.read import folder_name
+from converters.megatron.write import ModelFiles
 from converters.names.megatron.relation import architectures
 from converters.names.megatron.sizes import Config, Sizes
 from converters.names.megatron.table import Table
@@ -640,3 +644,20 @@ def test_sizes_that_the_model_has_no_use_for(
         assert refused.code == 2, refused.err
         assert all(words in refused.err for words in said)
         assert "None" not in refused.err
+
+
+# -- files of ranks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "ep": 4, "etp": 1}, {"pp": 2}])
+def test_files_of_ranks_are_those_that_each_would_have_for_itself(asked: dict[str, int]) -> None:
+    """Files that differ only in the boxes of tensors that they hold are laid out once."""
+    layout = Layout(**asked)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_attention_heads": 4}
+    hub = hub_of(config_of("qwen3_moe", num_experts=4, num_key_value_heads=2, **sizes))
+    model = describe_model(api.to_namespace(hub, MEGATRON, layout), layout)
+    files = ModelFiles(model, None, {})
+    for rank in model.grid.ranks():
+        chunks, name = model.chunks(rank), f"{folder_name(rank, model.grid)}/model_optim_rng.pt"
+        assert files.file(name, chunks, {}) == torch_file(name, files.root(chunks))
+    assert len(files.forms) <= model.grid.pp
