@@ -25,7 +25,7 @@ from ckpt.plan.tensors import (
     Shape,
     Tensor,
     check_tiling,
-    flat_boxes,
+    fits,
     flat_range,
     overlay,
     whole,
@@ -289,13 +289,6 @@ def check_source(tensor: Tensor) -> None:
         )
 
 
-def fits(extent: Extent, region: Region) -> bool:
-    """Whether an extent has the shape of what `region` says it holds."""
-    if isinstance(region, Box):
-        return extent.shape == region.sizes
-    return extent.shape == (region.numel,) and extent.is_contiguous
-
-
 def _file_of(tensor: Tensor, region: Region) -> str | None:
     """A file to name in a message about `region`: the one whose fragment touches it, or the first."""
     first = None
@@ -384,11 +377,3 @@ def first_index(region: Region, shape: tuple[int, ...], position: int) -> tuple[
         index.append(offset + position // inner * step)
         position %= inner
     return tuple(index)
-
-
-def region_boxes(region: Region, shape: tuple[int, ...]) -> Iterator[Box]:
-    """`region` as boxes."""
-    if isinstance(region, Box):
-        yield region
-    else:
-        yield from flat_boxes(shape, region.start, region.stop)

@@ -474,6 +474,21 @@ def overlay(a: Iterable[Fragment], b: Iterable[Fragment], shape: Shape) -> Itera
                 yield from _overlay_boxes(piece, boxes_b)
 
 
+def fits(extent: Extent, region: Region) -> bool:
+    """Whether an extent has the shape of what `region` says it holds."""
+    if isinstance(region, Box):
+        return extent.shape == region.sizes
+    return extent.shape == (region.numel,) and extent.is_contiguous
+
+
+def region_boxes(region: Region, shape: tuple[int, ...]) -> Iterator[Box]:
+    """`region` as boxes."""
+    if isinstance(region, Box):
+        yield region
+    else:
+        yield from flat_boxes(shape, region.start, region.stop)
+
+
 def _first_offset(fragment: Fragment) -> int:
     assert isinstance(fragment.region, Box)
     return fragment.region.offsets[0] if fragment.region.offsets else 0

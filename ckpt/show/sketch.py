@@ -16,7 +16,6 @@ from itertools import pairwise, product
 from math import prod
 from typing import Literal
 
-from ckpt.plan.planner import fits, region_boxes
 from ckpt.plan.tensors import (
     Box,
     FlatRange,
@@ -25,8 +24,10 @@ from ckpt.plan.tensors import (
     Region,
     Shape,
     Tensor,
+    fits,
     flat_range,
     is_inside,
+    region_boxes,
     tiling_faults,
 )
 from ckpt.show.overview import ranks_text

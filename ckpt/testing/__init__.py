@@ -1,4 +1,4 @@
-"""What a package that brings a format tests it with; needs pytest, and hypothesis for `strategies`.
+"""What a package that brings a format tests it with; needs pytest.
 
 A `Declaration` says where a real sample comes from and what its truth is.  Register a function that returns it in the
 entry-point group `ckpt.declarations`, under the format's name, and run

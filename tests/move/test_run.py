@@ -40,9 +40,9 @@ from ckpt.plan.dtypes import ALL, BFLOAT16, BY_NAME, FLOAT32, DType
 from ckpt.plan.planner import Copy, Plan, make_plan
 from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
-from ckpt.testing.strategies import extents, shapes
 from ckpt.verify.compare import check_plan_replicas
 from tests.support.killing import killed_before_call
+from tests.support.strategies import extents, shapes
 
 UINT8, INT32 = BY_NAME["uint8"], BY_NAME["int32"]
 FILLER = 0xAB

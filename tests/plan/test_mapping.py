@@ -20,7 +20,7 @@ from ckpt.plan.dtypes import BFLOAT16, FLOAT32
 from ckpt.plan.planner import check_source
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import ZEROS, Box, Extent, FlatRange, Fragment, Shape, Tensor, Whole, stepped, whole
-from ckpt.testing.strategies import Store, assembled, stored, tensor_of
+from tests.support.strategies import Store, assembled, stored, tensor_of
 
 Arrays = dict[str, NDArray]
 Case = tuple[Relation, Arrays, Arrays]

@@ -14,10 +14,22 @@ from hypothesis import strategies as st
 from ckpt.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import Checkpoint, Slot, Target, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, BOOL, BY_NAME, FLOAT16, FLOAT32, FLOAT64, INT64, DType
-from ckpt.plan.planner import Cast, check_source, choose_replica, first_index, make_plan, region_boxes
-from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, Shape, Tensor, Whole, whole
-from ckpt.testing.strategies import Store, indices, positions, shapes, stored, tensor_of, tilings
+from ckpt.plan.planner import Cast, check_source, choose_replica, first_index, make_plan
+from ckpt.plan.tensors import (
+    Box,
+    Extent,
+    FlatRange,
+    Fragment,
+    Pieces,
+    Region,
+    Shape,
+    Tensor,
+    Whole,
+    region_boxes,
+    whole,
+)
 from tests.support.pieces import all_copies
+from tests.support.strategies import Store, indices, positions, shapes, stored, tensor_of, tilings
 
 
 def fragment(region: Region, path: str = "part.bin", rank: int | None = 3, dtype: DType = FLOAT32) -> Fragment:

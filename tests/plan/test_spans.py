@@ -31,9 +31,9 @@ from ckpt.plan.tensors import (
     runs_of,
     whole,
 )
-from ckpt.testing.strategies import shapes, stored, tensor_of, tilings
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from tests.support.pieces import all_copies
+from tests.support.strategies import shapes, stored, tensor_of, tilings
 
 WORLD_SIZES = st.sampled_from([1, 2, 3, 5, 8, 64])
 

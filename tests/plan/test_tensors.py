@@ -32,8 +32,8 @@ from ckpt.plan.tensors import (
     tiling_faults,
     whole,
 )
-from ckpt.testing.strategies import Store, assembled, indices, positions, shapes, stored, tilings
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
+from tests.support.strategies import Store, assembled, indices, positions, shapes, stored, tilings
 
 WORLD_SIZES = st.integers(1, 17)
 

@@ -23,12 +23,12 @@ from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, 
 from ckpt.show import rows as picture
 from ckpt.show.sketch import Patch, Sketcher
 from ckpt.show.svg import COLOURS, RED, draw
-from ckpt.testing.strategies import indices, shapes, tilings
 from converters.deepspeed.partitions import InSlots
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import process
 from tests.support.drawing import SVG, Drawn, parsed
 from tests.support.engines import REPOSITORY
+from tests.support.strategies import indices, shapes, tilings
 
 
 def pieces(

@@ -21,12 +21,12 @@ from ckpt.move import filehash
 from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, Layout, Slot, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32
 from ckpt.plan.tensors import Extent, whole
-from ckpt.testing.strategies import Store, shapes, stored, tensor_of
 from ckpt.verify import digest, manifest
 from ckpt.verify.digest import MASTERS, OPTIMIZER, WEIGHTS, row_major
 from ckpt.verify.manifest import MANIFEST
 from tests.support.commands import ckpt
 from tests.support.engines import Truth
+from tests.support.strategies import Store, shapes, stored, tensor_of
 
 UINT8 = BY_NAME["uint8"]
 FIXTURES = Path(__file__).parents[2] / "fixtures"
