@@ -219,7 +219,7 @@ def _adapters(parameter: Parameter, setup: Setup) -> Iterable[Parameter]:
 
 
 def _frozen_bytes(parameter: Parameter, setup: Setup, itemsize: int) -> int:
-    """A frozen parameter; in 4 bits it has one 8-bit scale for each block and one float32 for so many of these.
+    """Bytes of a frozen parameter; in 4 bits, with an 8-bit scale per 64 weights and a float32 per 256 scales.
 
     QLoRA (Dettmers et al. 2023), section 3, double quantization; transformers quantizes linear layers, not the output
     layer and not experts that are one tensor (integrations/bitsandbytes.py).

@@ -104,7 +104,10 @@ def find(where: str) -> Subject:
     if HUB_ID.fullmatch(where):
         return _of_config(where, _read_config(_from_hub(where)))
     raise NotFoundError(
-        "no such model", path=where, expected="a folder, a config.json, a checkpoint, or a Hub id like org/name"
+        "no such model",
+        path=where,
+        expected="a folder, a config.json, a checkpoint, or a Hub id like org/name",
+        hint="check the path; a model of the Hub is given as org/name",
     )
 
 

@@ -62,7 +62,11 @@ class Push:
         if not HUB_ID.fullmatch(self.repo_id):
             raise UsageError("this is no repository of the Hub", expected="ORG/NAME", found=self.repo_id)
         if self.create_pr and self.revision is not None:
-            raise UsageError("a pull request is made against the main branch", found=f"--revision {self.revision}")
+            raise UsageError(
+                "a pull request is made against the main branch",
+                found=f"--revision {self.revision}",
+                hint="leave out --revision or --create-pr",
+            )
 
     def command(self, folder: Path) -> str:
         """What pushes `folder` to the same place."""
@@ -158,7 +162,7 @@ def _check_what_is_there(files: Mapping[str, Path], remote: Mapping[str, _Remote
 
 def _local_files(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
-        raise NotFoundError("there is no folder to push", path=folder)
+        raise NotFoundError("there is no folder to push", path=folder, hint="give the folder that convert wrote")
     from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
 
     names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())

@@ -32,10 +32,6 @@ def storage_dtype(dtype: DType) -> np.dtype:
     return _RAW[dtype.itemsize]
 
 
-def can_cast(source: DType, target: DType) -> bool:
-    return source == target or (source in FLOATS and target in FLOATS)
-
-
 def cast_bits(bits: NDArray, source: DType, target: DType) -> NDArray:
     """The 1-d array `bits` (elements of `source`, as raw bits) converted to raw bits of `target`."""
     result = np.empty(bits.shape, storage_dtype(target))

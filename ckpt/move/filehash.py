@@ -34,14 +34,14 @@ class FileDigest:
 
 
 def max_pieces(num_files: int) -> int:
-    """How many pieces a file may have where so many are written."""
+    """The most pieces that one file is hashed in when `num_files` files are written at once."""
     return max(1, min(_MAX_PIECES, _MAX_PIECES_TOGETHER // max(1, num_files)))
 
 
 def pieces_of(file: TargetFile, at_most: int) -> list[Piece]:
     """The pieces of a file that is to be written: one for each slot, as far as they do not interleave.
 
-    Of more than `at_most` slots, neighbours are one piece together, each about as large as the others.
+    With more than `at_most` slots, neighbouring slots are joined into pieces of about equal size.
     """
     spans = sorted((slot.extent.offset, slot.extent.end) for slot in file.slots if slot.extent.numel)
     least = file.size // at_most if len(spans) > at_most else 0

@@ -59,7 +59,10 @@ class Resources:
 
     @property
     def buffer_size(self) -> int:
-        """Bytes of one buffer.  A thread holds at most three: read, without gaps, and cast; one that hashes has one."""
+        """Bytes of one buffer.
+
+        A copying thread holds up to three (as read, without gaps, cast), a hashing thread one.
+        """
         size = min(blocks.BUFFER, self.max_memory // (4 * self.num_workers))
         if size < _MIN_BUFFER:
             least = _MIN_BUFFER * 4 * self.num_workers

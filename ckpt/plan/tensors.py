@@ -85,7 +85,7 @@ class Box:
 
 
 def stepped(offsets: Shape, sizes: Shape, steps: Shape) -> Box:
-    """The box with these steps; those of dims with one element have no say, so that equal boxes compare equal."""
+    """The box with these steps; steps of dims with one element are ignored, so that equal boxes compare equal."""
     steps = tuple(step if size > 1 else 1 for size, step in zip(sizes, steps, strict=True))
     return Box(offsets, sizes, steps if any(step != 1 for step in steps) else ())
 
@@ -148,7 +148,7 @@ def contiguous_strides(shape: Shape) -> Shape:
 
 
 def is_contiguous(shape: Shape, strides: Shape) -> bool:
-    """Whether the elements lie one after the other in row-major order (dims of size 1 have no say)."""
+    """Whether the elements lie one after the other in row-major order (dims of size 1 are ignored)."""
     step = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != step:

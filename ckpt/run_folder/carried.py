@@ -21,10 +21,10 @@ from ckpt.run_folder.companions import (
     CONFIG,
     SHARED_RUN_PATTERNS,
     companions,
+    corrected_config,
     dump_config,
     find_config,
     parse_json,
-    true_config,
 )
 from ckpt.run_folder.left_out import run_files_left_out
 from ckpt.run_folder.steps import TRAINER_STATE
@@ -73,7 +73,7 @@ def model_files(
     if isinstance(config, Mapping) and {"model_type", "architectures"} & config.keys():
         no_longer = checkpoint.config is not None and not checkpoint.config.get("quantization_config")
         written = model_dtypes(checkpoint, dtype) if written is None else written
-        true, notes = true_config(config, written, plain=plain or no_longer)
+        true, notes = corrected_config(config, written, plain=plain or no_longer)
         if true != config:
             found[CONFIG] = dump_config(true)
     return _files(found), notes

@@ -214,7 +214,7 @@ def _relative_imports(text: str) -> list[str]:
     return [module for module in found if _MODULE.fullmatch(module)]
 
 
-def true_config(
+def corrected_config(
     config: Mapping[str, Any], written: Mapping[DType, int], *, plain: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """`config` with what the weights that are written make untrue corrected, and notes on what was changed.

@@ -140,7 +140,7 @@ def under_saved_names(checkpoint: Checkpoint, saved: Container[str]) -> Checkpoi
 
 
 def is_foreign(fqn: str) -> bool:
-    """Whether the name is that of a tensor of a method other than those of `parse_name`."""
+    """Whether `fqn` belongs to a PEFT method that `parse_name` does not know."""
     return parse_name(fqn).kind == BASE and bool(_UNKNOWN.search(fqn))
 
 

@@ -230,8 +230,8 @@ class _Side:
         optimizes = bool(roles - {WEIGHT, BUFFER}) or bool(checkpoint.state.param_groups)
         return cls(label, names, roles, optimizes)
 
-    def why_without(self, thing: _Thing) -> str | None:
-        """Why this side as a whole has no place for the kind of `thing`; None where it has one."""
+    def reason_missing(self, thing: _Thing) -> str | None:
+        """Why this side holds nothing of the kind of `thing`, or None if it does."""
         if thing.role in self.roles:
             return None
         if thing.role == MASTER:
@@ -256,7 +256,7 @@ class _Work:
 
     def alone(self, side: _Side, other: _Side, thing: _Thing) -> None:
         """Note that the other side has nothing that `thing` could be compared with."""
-        why = other.why_without(thing)
+        why = other.reason_missing(thing)
         if why is not None:
             self.skip(side, thing, why)
             return

@@ -136,7 +136,7 @@ def dealt(items: Sequence[T], num_ranks: int) -> list[T]:
     return [item for first in range(num_ranks) for item in items[first::num_ranks]]
 
 
-def undealt(items: Sequence[T], num_ranks: int) -> list[T]:
-    """The order before `dealt`."""
+def before_dealing(items: Sequence[T], num_ranks: int) -> list[T]:
+    """The items in the order that they had before `dealt`."""
     places = dealt(range(len(items)), num_ranks)
     return [item for _, item in sorted(zip(places, items, strict=True), key=lambda pair: pair[0])]

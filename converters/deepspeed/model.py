@@ -55,9 +55,9 @@ class Model:
 
     @property
     def dtype(self) -> DType:
-        """The model's own: that of most of its elements.
+        """The model's dtype: that of most of its elements.
 
-        Of another framework's model, of those that are trained: others may have been kept as they are stored.
+        If the source is not DeepSpeed's, of its trained parameters only: frozen ones may be stored in another dtype.
         """
         counts: dict[DType, int] = {}
         trained = [self.weights[fqn] for fqn in self.masters] if not self.is_deepspeed else []

@@ -45,7 +45,7 @@ from converters.deepspeed import model as zero_model
 from converters.deepspeed import model_file
 from converters.deepspeed import write as zero_writer
 from converters.deepspeed.folder import list_step_folder
-from converters.deepspeed.layout import undealt
+from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model import Model
 from converters.deepspeed.rank_files import known_structure
 
@@ -274,7 +274,7 @@ def _param_groups(model: RankFile, state: RankFile, shapes: Sequence[Mapping[str
             for ids, some in zip(members, options, strict=True)
         )
     is_dealt = model_file.is_dealt(model, state)
-    orders = [undealt(list(group), model.need("dp_world_size")) if is_dealt else list(group) for group in shapes]
+    orders = [before_dealing(list(group), model.need("dp_world_size")) if is_dealt else list(group) for group in shapes]
     return tuple(ParamGroup(tuple(order), some) for order, some in zip(orders, options, strict=True))
 
 

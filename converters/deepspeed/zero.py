@@ -38,7 +38,7 @@ from converters.deepspeed.folder import (
     naming_a_complete_step,
     newer_than_latest,
 )
-from converters.deepspeed.layout import undealt
+from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from converters.deepspeed.rank_files import (
     base_state,
@@ -227,7 +227,9 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
     orders: list[tuple[str, ...]] = []
     scalars: dict[str, dict[str, Any]] = {}
     for number, shapes in enumerate(groups):
-        orders.append(tuple(undealt(list(shapes), len(inners)) if model_file.is_dealt(file, inners[0]) else shapes))
+        orders.append(
+            tuple(before_dealing(list(shapes), len(inners)) if model_file.is_dealt(file, inners[0]) else shapes)
+        )
         partition = partition_size(inners, number)
         starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
         nexts = dict(zip(shapes, [*starts.values(), partition * len(inners)][1:], strict=True))

@@ -43,7 +43,7 @@ class Block:
 class Weight:
     """A quantized weight: its plain name, dtype and shape, the names of its `parts`, and blocks that tile it.
 
-    `unused` are parts that have no say in the weight, as scales of activations.
+    `unused` are parts that do not enter the weight, as scales of activations.
     """
 
     fqn: str

@@ -21,7 +21,7 @@ from ckpt.move.run import execute
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, ParamGroup, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT32
 from ckpt.plan.planner import make_plan
-from converters.deepspeed.layout import dealt, flat_layout, parameter_alignment, slot_layout, sub_groups, undealt
+from converters.deepspeed.layout import before_dealing, dealt, flat_layout, parameter_alignment, slot_layout, sub_groups
 from converters.deepspeed.partitions import slot_size
 from converters.deepspeed.zero import ZERO1, ZERO2, ZERO3
 from tests.support.describing import content
@@ -83,7 +83,7 @@ def test_sub_groups_end_with_the_parameter_that_fills_them(sizes: list[int], num
 
 @given(st.lists(st.integers()), ranks)
 def test_dealing_is_undone(items: list[int], num_ranks: int) -> None:
-    assert undealt(dealt(items, num_ranks), num_ranks) == items
+    assert before_dealing(dealt(items, num_ranks), num_ranks) == items
 
 
 def test_round_robin_deals_one_to_each_rank_in_turn() -> None:

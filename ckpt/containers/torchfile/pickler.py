@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
+from ckpt.containers.torchfile.table import STORAGES
 from ckpt.containers.torchfile.values import Array, Global, Record, StoredDict
 from ckpt.errors import LossError
 from ckpt.plan.dtypes import DType
@@ -37,20 +38,7 @@ from ckpt.plan.dtypes import DType
 _BATCH = 1000
 
 #: torch's storage class of a dtype.  A dtype that is not here is written as bytes (`UntypedStorage`).
-_STORAGES: Mapping[str, str] = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "complex128": "ComplexDoubleStorage",
-    "complex64": "ComplexFloatStorage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-}
+_STORAGES = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
 
 
 class Size(tuple[int, ...]):
@@ -418,7 +406,7 @@ def _tuple(encoder: _Encoder, value: tuple[Any, ...]) -> None:
     known = encoder.memo.get(id(value))
     if known is None:
         encoder.put(value)
-    else:  # it holds, through a Record, itself: what was made on the way is the tuple
+    else:  # it contains itself through a Record: writing its items has written it, so that one is fetched
         encoder.out += b"0"
         encoder.get(known[0])
 

@@ -135,7 +135,7 @@ _VALUES: tuple[tuple[str, str, Any], ...] = (
 )
 
 #: torch's storage classes.  `UntypedStorage` is written for dtypes without one; it counts bytes.
-_STORAGES: Mapping[str, str] = {
+STORAGES: Mapping[str, str] = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -189,7 +189,7 @@ def _table() -> dict[Name, Any]:
             table.update({(module, name): Global(module, name, build) for name in names.split()})
     for module, name, value in _VALUES:
         table[module, name] = value
-    for name, dtype_name in _STORAGES.items():
+    for name, dtype_name in STORAGES.items():
         kind = StorageType(dtypes.BY_NAME[dtype_name])
         # torch.cuda's classes stand in files from before 1.5; the elements are stored alike.
         table.update({(module, name): kind for module in ("torch", "torch.cuda", "torch.storage")})

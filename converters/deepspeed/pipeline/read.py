@@ -20,7 +20,7 @@ from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup
 from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, Tensor, Whole, flat_regions
-from converters.deepspeed.layout import undealt
+from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model_file import is_dealt, param_shapes
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup
 from converters.deepspeed.pipeline.args import attributes
@@ -526,7 +526,9 @@ def _read_slice(reading: Reading, file: RankFile, inners: list[RankFile]) -> Non
                 reading.held.setdefault((fqn, role), []).append(held)
             for state, value in numbers.items():
                 _note_number(reading, file, fqn, state, value)
-        _check_parameter_order(reading, undealt(list(shapes), len(inners)) if is_dealt(file, inners[0]) else shapes)
+        _check_parameter_order(
+            reading, before_dealing(list(shapes), len(inners)) if is_dealt(file, inners[0]) else shapes
+        )
         if fqns:
             chosen = options[number] if number < len(options) else {}
             same = repr(sorted(chosen.items()))
