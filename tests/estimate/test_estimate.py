@@ -338,6 +338,7 @@ def test_buckets_of_ddp_are_as_large_as_the_gradients() -> None:
         # Without the first broadcast, whose copies another thread frees when it comes to it.
         wrapped, buckets = allocated(lambda: torch.nn.parallel.DistributedDataParallel(model, init_sync=False))
         _, gradients = allocated(lambda: wrapped(torch.ones(1, 300)).sum().backward())
+        wrapped = None  # were it the last to hold the group, it would wait, with the GIL, for a thread that may want it
     finally:
         distributed.destroy_process_group()
     assert buckets == gradients == 4 * sum(parameter.numel() for parameter in model.parameters())
