@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.alike import Pickles
 from ckpt.errors import CorruptError
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import SourceFile
@@ -40,9 +41,10 @@ class RankFile:
 
 @dataclass
 class Sources:
-    """The files that have been read so far, by path."""
+    """The files that have been read so far, by path, and pickles that many ranks may have written alike."""
 
     by_path: dict[str, SourceFile] = field(default_factory=dict)
+    alike: Pickles = field(default_factory=Pickles, repr=False)
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -56,7 +58,7 @@ class Sources:
     def root(self, path: str | Path) -> Any:
         """The object in a torch file, which is remembered.  Raises what `torchfile.read` raises."""
         self.add(path)
-        return torchfile.read(path).root
+        return torchfile.read(path, alike=self.alike).root
 
     def of_rank(self, path: str | Path, rank: int, what: str) -> RankFile:
         """The dict that a rank wrote; CorruptError, saying that this is no `what`, where it is something else."""

@@ -31,6 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ckpt.containers.torchfile.alike import Parsed, Pickles
 from ckpt.containers.torchfile.machine import Machine, Table
 from ckpt.containers.torchfile.table import allowed
 from ckpt.containers.torchfile.unpickle import loads
@@ -72,12 +73,16 @@ class TorchFile:
 
 
 def read(
-    path: str | os.PathLike[str], offset: int = 0, length: int | None = None, table: Table | None = None
+    path: str | os.PathLike[str],
+    offset: int = 0,
+    length: int | None = None,
+    table: Table | None = None,
+    alike: Pickles | None = None,
 ) -> TorchFile:
     """Read the torch file `path`, or the one that is embedded at `offset` of it (an item of a `.distcp` file).
 
     Only the directory, `data.pkl` and small records are read.  `table` has the names that a pickle may hold, by
-    default `allowed()`.  Raises
+    default `allowed()`; `alike` remembers pickles between calls, so that equal ones are parsed once.  Raises
 
     * NotFoundError: no such file, or it is something else (a plain pickle, a tar file, ...);
     * CorruptError: truncated, overwritten with zeros, or contradicting itself;
@@ -98,7 +103,7 @@ def read(
                 expected=f"{offset + length} bytes or more",
                 found=f"{available} bytes",
             )
-        return _read(_Region(fd, path, offset, length, allowed() if table is None else table))
+        return _read(_Region(fd, path, offset, length, allowed() if table is None else table), alike)
     finally:
         os.close(fd)
 
@@ -133,13 +138,13 @@ class _Region:
         raise UnsafeError(f"{what}; no data was read", path=self.path, expected=expected, found=found)
 
 
-def _read(region: _Region) -> TorchFile:
+def _read(region: _Region, alike: Pickles | None) -> TorchFile:
     if region.size == 0:
         region.corrupt("the file is empty", expected="a file written by torch.save", found="0 bytes")
     head = region.read(0, min(region.size, 512))
     tail = region.read(max(0, region.size - 22), min(region.size, 22))
     if tail.startswith(_END) and len(tail) == 22:
-        return _read_zip(region, tail)
+        return _read_zip(region, tail, alike)
     if head.startswith(_LOCAL):
         _refuse_zip_without_end(region)
     if _LEGACY_MAGIC in head[:32]:
@@ -458,7 +463,7 @@ def _folder(region: _Region, entries: dict[str, _Entry]) -> str:
     )
 
 
-def _read_zip(region: _Region, tail: bytes) -> TorchFile:
+def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
     archive = _Archive(region, _read_directory(region, _find_directory(region, tail)))
     if archive.has("byteorder"):
         _check_byteorder(region, archive.content("byteorder", 16).decode("latin-1"))
@@ -489,8 +494,25 @@ def _read_zip(region: _Region, tail: bytes) -> TorchFile:
         # An empty storage has no address, so torch cannot tell that two are the same.
         return Storage(region.path, region.start, dtype, 0, 0, key)
 
-    root = loads(data, path=region.path, name=name, persistent=persistent, table=region.table)
+    root = _known_root(region, archive, alike.get(data)) if alike is not None else None
+    if root is None:
+        root = loads(data, path=region.path, name=name, persistent=persistent, table=region.table)
+        if alike is not None:
+            parsed = Parsed(root, storages, region.table, region.start)
+            alike.keep(data, parsed)
+            root = parsed.in_file(region.path) or root
     return TorchFile(region.path, region.start, region.size, "zip", root, archive.located)
+
+
+def _known_root(region: _Region, archive: _Archive, parsed: Parsed | None) -> Any:
+    """What the same pickle made in another file, if all of its storages are where they are in that; otherwise None."""
+    if parsed is None or parsed.table is not region.table or parsed.start != region.start:
+        return None
+    for key, storage in parsed.storages.items():
+        record = archive.locate(f"data/{key}")
+        if (record.offset, record.size) != (storage.offset, storage.nbytes):
+            return None
+    return parsed.in_file(region.path)
 
 
 def _check_byteorder(region: _Region, order: str) -> None:
