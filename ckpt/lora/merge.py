@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,8 +78,10 @@ def plan(
     """The conversion of `base` with `adapters` merged into it, one after the other, to a Hugging Face folder.
 
     `base` may be of any format, with the names of the Hub or of transformers.  Raises LossError where an adapter does
-    not fit the base, and UsageError for what is not merged.
+    not fit the base, and UsageError for what is not merged, or where torch is not installed.
     """
+    if find_spec("torch") is None:
+        raise UsageError("merging takes torch, which does the arithmetic", hint="pip install torch")
     layout = layout or Layout()
     merge = _Merge(api.to_namespace(base, TRANSFORMERS), layout)
     given, adapters = adapters, [_stacked(one, merge) for one in adapters]

@@ -26,6 +26,7 @@ from ckpt.move.workers import FileDigests
 from ckpt.plan.checkpoint import Checkpoint, Format, ReadRequest
 from ckpt.plan.tensors import Tensor
 from ckpt.run_folder.companions import read_json
+from ckpt.text import counted
 from ckpt.verify.digest import ALGORITHM, Progress, digests, in_threads
 
 MANIFEST = "ckpt-manifest.json"
@@ -106,7 +107,7 @@ class Checked:
         if self.unknown:
             yield f"note: not in the manifest: {printable(', '.join(self.unknown))}"
         if self.good:
-            yield f"as the manifest says: {self.num_files} files, {self.num_bytes} bytes, every bit of them"
+            yield f"as the manifest says: {counted(self.num_files, 'file')}, {self.num_bytes} bytes, every bit of them"
         else:
             yield f"not as the manifest says: {len(self.problems)} problem" + ("s" if len(self.problems) > 1 else "")
 

@@ -23,7 +23,7 @@ from ckpt.plan.checkpoint import MASTER, WEIGHT, Layout
 from ckpt.state import adapter as adapter_names
 from ckpt.state.adapter import parse_config, parse_name
 from tests.support.adapters import load_base, same, save_adapter, weights
-from tests.support.commands import ckpt
+from tests.support.commands import ckpt, process
 from tests.support.engines import launch
 from train.config import Config
 from train.models import build_model
@@ -184,6 +184,14 @@ def test_an_adapter_saved_in_bf16_is_merged_in_fp32_as_peft_loads_it(bases: dict
     merge([saved], bases["llama"], tmp_path / "ours")
     equal, total, _ = compare(tmp_path / "peft", tmp_path / "ours", bases["llama"])
     assert equal == total
+
+
+def test_without_torch_it_says_what_it_takes(fixtures: Path, tmp_path: Path) -> None:
+    """In one line and before anything is written."""
+    script = "import sys\nsys.modules['torch'] = None\nfrom ckpt.cli import main\nmain()"
+    done = process("merge-lora", fixtures / "lora-zero3", "-o", tmp_path / "out", script=script)
+    assert (done.code, "Traceback" in done.err, (tmp_path / "out").exists()) == (2, False, False)
+    assert "merging takes torch" in done.err and "pip install torch" in done.err
 
 
 def test_an_adapter_in_a_torch_file(bases: dict[str, Path], tmp_path: Path) -> None:
