@@ -6,6 +6,7 @@ the framework's own loader returns.  A round trip through ckpt's own code alone 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -136,7 +137,10 @@ class Conformance:
         for file in [file for pattern in declaration.vital for file in path.glob(pattern)]:
             os.truncate(file, 2 << 20)
         opened.clear()
-        found = [one.name for one in registry.all_formats() if one.reads and one.find(path, None)]
+        found = []
+        for one in (one for one in registry.all_formats() if one.reads):
+            with contextlib.suppress(CkptError):  # a format near to this one may say why it is none of its own
+                found += [one.name] if one.find(path, None) else []
         assert declaration.format in found
         large = [name for name in opened if Path(name).is_file() and Path(name).stat().st_size > 1 << 20]
         heads = [pattern for one in self.declarations for pattern in one.reads_head]
