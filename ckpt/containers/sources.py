@@ -58,11 +58,12 @@ class Sources:
     def root(self, path: str | Path) -> Any:
         """The object in a torch file, which is remembered.  Raises what `torchfile.read` raises."""
         self.add(path)
-        return torchfile.read(path, alike=self.alike).root
+        return torchfile.read(path).root
 
     def of_rank(self, path: str | Path, rank: int, what: str) -> RankFile:
         """The dict that a rank wrote; CorruptError, saying that this is no `what`, where it is something else."""
-        root = self.root(path)
+        self.add(path)
+        root = torchfile.read(path, alike=self.alike).root  # which other ranks may have written, too
         if not isinstance(root, Mapping):
             found = type(root).__name__
             raise CorruptError(f"this is no {what}", path=path, rank=rank, expected="a dict", found=found)
