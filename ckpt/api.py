@@ -68,7 +68,7 @@ def open(
         checkpoint = _open_first(path, formats, request)
         if checkpoint is None or (format != AUTO and checkpoint.format != formats[0].name):
             raise _nothing_found(path, format, tag, [checkpoint.format] if checkpoint else [])
-        checkpoint = _with_config(checkpoint, request)
+        checkpoint = replace(_with_config(checkpoint, request), origins=(str(path),))
         if replica is not None:
             from ckpt.plan.planner import choose_replica
 
@@ -146,6 +146,20 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
     if tag is not None and not others and (steps := trainer_steps(path)):
         hint = "there is " + ", ".join(folder.name for folder in steps[:8])
     return NotFoundError(f"no {wanted} here", path=path, hint=hint)
+
+
+def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
+    """Raise UsageError where `destination` is, holds or lies in what the user named or `checkpoint` was read from."""
+    for place in (checkpoint.path, *checkpoint.origins, *(file.path for file in checkpoint.files)):
+        check_destination(destination, Path(place))
+    for folder in checkpoint.folders:  # the config's too; output may lie in these, but not replace them
+        if Path(folder).resolve().is_relative_to(destination.resolve()):
+            raise UsageError(
+                "the destination holds files of the source",
+                path=destination,
+                found=folder,
+                hint="give another folder with -o",
+            )
 
 
 def _check_replaceable(destination: Path) -> None:
@@ -285,6 +299,10 @@ class Conversion:
     resources: Resources
     format: str
 
+    def check_destination(self, destination: Path) -> None:
+        """Raise UsageError where `destination` is, holds or lies in anything that the conversion reads."""
+        check_apart(destination, self.plan.checkpoint)
+
     @property
     def peak_buffers(self) -> int:
         """Upper bound of the bytes of all buffers while it runs."""
@@ -306,15 +324,7 @@ class Conversion:
         """
         from ckpt.move.run import execute
 
-        check_destination(Path(destination), Path(self.plan.checkpoint.path))
-        for folder in self.plan.checkpoint.folders:  # the config's too; output may lie in these, but not replace them
-            if Path(folder).resolve().is_relative_to(Path(destination).resolve()):
-                raise UsageError(
-                    "the destination holds files of the source",
-                    path=destination,
-                    found=folder,
-                    hint="give another folder with -o",
-                )
+        self.check_destination(Path(destination))
         if overwrite:
             _check_replaceable(Path(destination))
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from enum import Enum
 from pathlib import Path
@@ -74,7 +75,11 @@ def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool
     from ckpt.move import files
     from ckpt.show.svg import draw
 
-    files.check_destination(picture, Path(checkpoint.path))
+    api.check_apart(picture, checkpoint)
+    if picture.is_file() and not _is_drawing(picture):
+        raise UsageError(
+            "the file is no picture, and --overwrite would replace it", path=picture, expected="an SVG file"
+        )
     drawn = api.picture(checkpoint, only.value)
     files.write_file(picture, draw(drawn, checkpoint).encode(), overwrite=overwrite)
     if not drawn.damaged:
@@ -89,6 +94,18 @@ def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool
         found=f"{first.role}: {'; '.join(first.faults[:4])}",
         hint=f"{picture} shows in red where",
     )
+
+
+def _is_drawing(path: Path) -> bool:
+    """Whether a file begins as an SVG does."""
+    from ckpt.move.source import open_file, read_up_to
+
+    descriptor = open_file(str(path))
+    try:
+        head = read_up_to(descriptor, 0, 4096)
+        return head.startswith(b"<") and b"<svg" in head
+    finally:
+        os.close(descriptor)
 
 
 def estimate_(

@@ -34,6 +34,7 @@ def carry_out(
 
     A dry run prints the plan instead, and has no report.
     """
+    conversion.check_destination(destination)
     report = plan_report(conversion, destination)
     if dry_run:
         print(json.dumps(report, indent=2) if as_json else "\n".join(plan_lines(report, verbose)))

@@ -70,7 +70,8 @@ def combine(
     settings = parse_config(_plain(wrapped.peft_config[_NAME].to_dict()), Path(first.config.path))
     shares = " and ".join(f"{weight} of {one.path}" for one, weight in zip(adapters, weights, strict=True))
     notes = (*(note for one in adapters for note in one.notes), f"combined by PEFT ({combination}): {shares}")
-    return Adapter(first.path, first.folder, settings, first.checkpoint, factors, notes)
+    others = tuple(one.checkpoint for one in adapters[1:])
+    return Adapter(first.path, first.folder, settings, first.checkpoint, factors, notes, others)
 
 
 def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:

@@ -12,7 +12,7 @@ from ckpt import api, registry
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
 from ckpt.move.files import translate_os_errors
 from ckpt.move.lazy import LazyTensor
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, TrainingState
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.run_folder.steps import trainer_steps
@@ -60,7 +60,10 @@ def load(choice: Choice, of: Checkpoint) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that has been found: its config, its tensors by the names of PEFT's files, and where they are from."""
+    """An adapter that has been found: its config, its tensors by the names of PEFT's files, and where they are from.
+
+    `others` are the further checkpoints that an adapter combined of several was read from.
+    """
 
     path: str
     folder: Path
@@ -68,6 +71,7 @@ class Adapter:
     checkpoint: Checkpoint
     factors: Mapping[str, Factor]
     notes: tuple[str, ...] = ()
+    others: tuple[Checkpoint, ...] = ()
 
 
 # -- adapters ------------------------------------------------------------------------------------------------
@@ -99,6 +103,9 @@ def open_adapter(where: str, *, config: str | None = None, tag: str | None = Non
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
     if not checkpoint.is_adapter:
         folder = found.parent  # of a sharded checkpoint: the run's files stand beside the config
+    with translate_os_errors(found):
+        files = (*checkpoint.files, SourceFile.stat(str(found)))
+    checkpoint = replace(checkpoint, files=files, origins=(*checkpoint.origins, str(path)))
     factors = {fqn: Factor.stored(fqn, choice, checkpoint) for fqn, choice in chosen.items()}
     return Adapter(where, folder, settings, checkpoint, factors, checkpoint.notes)
 

@@ -97,7 +97,15 @@ def plan(
     notes = (*notes, *merge.notes(), *target.notes)
     left_out = dict.fromkeys(line for one in given for line in training_left_out(one.checkpoint))
     target = replace(target, notes=notes, dropped=(*left_out, *target.dropped))
+    merged = _with_sources(merged, [c for one in given for c in (one.checkpoint, *one.others)])
     return api.Conversion(make_plan(merged, target, carries_optimizer=False), resources or Resources(), "hf")
+
+
+def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpoint:
+    """`merged` with what `adapters` were read from: to be watched for changes, and not to be written over or into."""
+    files = {file.path: file for one in (merged, *adapters) for file in one.files}
+    origins = dict.fromkeys(place for one in (merged, *adapters) for place in (one.path, *one.origins))
+    return replace(merged, files=tuple(files.values()), origins=tuple(origins))
 
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:

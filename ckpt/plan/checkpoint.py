@@ -168,6 +168,8 @@ class Checkpoint:
     `own_module_order`: the modules are in another order than the framework's own, and its optimizers go by order.
     `ties` maps an alias to the fqn that owns the tensor, as the checkpoint records it.
     `folders` are the places in which the run's other files (config, tokenizer) may stand, nearest first.
+    `origins` are the places that the user named, a run folder or adapters to be merged among them: nothing is written
+    into any of them, nor over one.
     `computed` maps a made-up path to a function that returns its bytes.  An extent with that path is computed when it
     is written; a merged LoRA weight is one.
     """
@@ -187,6 +189,7 @@ class Checkpoint:
     state: TrainingState = field(default_factory=TrainingState)
     config: Mapping[str, Any] | None = None
     folders: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
 

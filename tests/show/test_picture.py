@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -25,7 +26,7 @@ from ckpt.show.sketch import Patch, Sketcher
 from ckpt.show.svg import COLOURS, RED, draw
 from converters.deepspeed.partitions import InSlots
 from tests.support.commands import ckpt as run_ckpt
-from tests.support.commands import process
+from tests.support.commands import process, snapshot
 from tests.support.drawing import SVG, Drawn, parsed
 from tests.support.engines import REPOSITORY
 from tests.support.strategies import indices, shapes, tilings
@@ -561,14 +562,42 @@ def test_what_is_damaged_is_drawn_and_then_refused(tmp_path: Path, monkeypatch: 
 
 def test_a_picture_is_replaced_only_when_asked(fixtures: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.svg"
-    out.write_text("mine")
+    drawing = "<svg>mine</svg>"
+    out.write_text(drawing)
     command = ("inspect", fixtures / "toy-zero2", "--picture", out)
     refused = run_ckpt(*command)
-    assert (refused.code, out.read_text()) == (2, "mine")
+    assert (refused.code, out.read_text()) == (2, drawing)
     assert "--overwrite" in refused.err
     assert run_ckpt(*command, "--overwrite").code == 0
     assert out.read_text().startswith("<?xml")
     assert [path.name for path in tmp_path.iterdir()] == ["out.svg"]
+
+
+@pytest.mark.parametrize(
+    ("given", "out"),
+    [
+        ("run", "run/latest"),
+        ("run", "link/new.svg"),
+        ("run", "run/global_step2/mp_rank_00_model_states.pt"),
+        ("run", "run"),
+        ("run/global_step2", "run/global_step2/new.svg"),
+        ("run/global_step2", "run/trainer_state.json"),
+        ("run/global_step2", "config/config.json"),
+    ],
+)
+def test_a_picture_goes_neither_over_nor_into_the_source(fixtures: Path, tmp_path: Path, given: str, out: str) -> None:
+    run = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / "run"))
+    (run / "trainer_state.json").write_text("{}")
+    (tmp_path / "link").symlink_to(run)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text('{"model_type": "toy"}')
+    before = snapshot(tmp_path)
+    for options in ((), ("--overwrite",)):
+        done = run_ckpt(
+            "inspect", tmp_path / given, "--config", tmp_path / "config", "--picture", tmp_path / out, *options
+        )
+        assert (done.code, done.out) == (2, ""), done.err
+    assert snapshot(tmp_path) == before
 
 
 @pytest.mark.parametrize(
