@@ -87,9 +87,13 @@ def merge_lora(
     to = None
     if push:
         from ckpt.hub import push as hub
+        from ckpt.hub.recorded import recorded_repo
 
-        repo_id = repo_id or hub.recorded_repo([found[0].folder, Path(wanted[0])])
+        # the run's own repository is the adapter's: HF Trainer pushes it there, at the latest at the end
+        repo_id = repo_id or recorded_repo([found[0].folder, Path(wanted[0])], "-merged")
         to = hub.Push(repo_id, private, revision, create_pr, commit_message)
+        if not dry_run:
+            hub.check_room_for_model(to)
     made_of = [one.path for one in found]
     model = adapters.open_base(found[0], base, accept=accept_base)
     if dequantize:
@@ -136,13 +140,13 @@ def parse_weights(text: str) -> list[float]:
 def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder: Path) -> dict[str, bytes]:
     """The model card of what was merged into `folder`, if it is going to be pushed."""
     from ckpt import api
-    from ckpt.hub import push as hub
+    from ckpt.hub.card import CARD, model_card
 
     if to is None:
         return {}
     digests = api.digests(api.open(folder, "hf")).whole
-    card = hub.model_card(to.repo_id.rpartition("/")[2], facts, digests, ["ckpt", *sys.argv[1:]], base)
-    return {hub.CARD: card.encode()}
+    card = model_card(to.repo_id.rpartition("/")[2], facts, digests, ["ckpt", *sys.argv[1:]], base)
+    return {CARD: card.encode()}
 
 
 def push(
@@ -157,15 +161,17 @@ def push(
 ) -> None:
     """Push a folder to the Hugging Face Hub, and verify the checksums of what arrived. Run it again to go on."""
     from ckpt import api
-    from ckpt.hub import push as hub
+    from ckpt.hub.card import CARD, model_card
+    from ckpt.hub.push import Push
+    from ckpt.hub.recorded import recorded_repo
 
-    to = hub.Push(repo_id or hub.recorded_repo([path]), private, revision, create_pr, commit_message)
+    to = Push(repo_id or recorded_repo([path]), private, revision, create_pr, commit_message)
     card = None
-    if path.is_dir() and not (path / hub.CARD).exists():
+    if path.is_dir() and not (path / CARD).exists():
         checkpoint = api.open(path)
         facts = {"format": checkpoint.format}
         digests = api.digests(checkpoint).whole
-        card = hub.model_card(to.repo_id.rpartition("/")[2], facts, digests, ["ckpt", *sys.argv[1:]])
+        card = model_card(to.repo_id.rpartition("/")[2], facts, digests, ["ckpt", *sys.argv[1:]])
     pushed = _push(path, to, card, quiet)
     print(json.dumps(pushed.to_json(), indent=2) if as_json else printable(pushed.url))
 

@@ -57,7 +57,11 @@ DequantizeOption = Annotated[
 ]
 RepoOption = Annotated[
     str | None,
-    typer.Option("--repo-id", metavar="ORG/NAME", help="The repository on the Hub. [default: the run's hub_model_id]"),
+    typer.Option(
+        "--repo-id",
+        metavar="ORG/NAME",
+        help="The repository on the Hub. [default: the run's hub_model_id; for a merge, with -merged behind it]",
+    ),
 ]
 PrivateOption = Annotated[bool, typer.Option("--private", help="Make a new repository private.")]
 RevisionOption = Annotated[

@@ -10,42 +10,33 @@ as a large one, git's blob sha1 otherwise), and these are compared with the loca
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.table import AnyName
-from ckpt.containers.torchfile.values import Record
-from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UnsafeError, UsageError, printable
+from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
+from ckpt.hub.card import CARD, is_ours
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.source import read_into
-from ckpt.run_folder.steps import enclosing_folders, trainer_steps
 from ckpt.state.adapter import CONFIG as ADAPTER_CONFIG
 from ckpt.text import HUB_ID
-from ckpt.verify.digest import ALGORITHM, in_threads
+from ckpt.verify.digest import in_threads
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-CARD = "README.md"
-TRAINING_ARGS = "training_args.bin"
-
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Files with a whole model's weights, which transformers finds.
+_MODEL = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)")
 
 _MAIN = "main"
 _CHUNK = 1 << 20
-_MAX_ARGUMENTS = 16 << 20  # bytes of training arguments, which take a few kB
-_MAX_CARD = 4 << 20
 _MAX_TITLE = 200  # characters of a pull request's title on the Hub
-#: `hub_model_id` in the config that Axolotl puts into the model card (axolotl, train.py).
-_IN_CARD = re.compile(rb"^hub_model_id:[ \t]*[\"']?([\w./-]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +59,13 @@ class Push:
                 hint="leave out --revision or --create-pr",
             )
 
-    def command(self, folder: Path) -> str:
-        """What pushes `folder` to the same place."""
+    def again(self, folder: Path) -> str:
+        """How to go on after a push of `folder` that failed: the command that pushes it to the same place."""
         options = {"--repo-id": self.repo_id, "--revision": self.revision, "--commit-message": self.message}
         words = ["ckpt", "push", str(folder)]
         words += [word for name, value in options.items() if value is not None for word in (name, value)]
         words += ["--private"] * self.private + ["--create-pr"] * self.create_pr
-        return shlex.join(words)
+        return f"what is here stays; `{shlex.join(words)}` goes on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +91,11 @@ def push(
 ) -> Pushed:
     """Upload every file of `folder`, and verify that the Hub holds them bit for bit.
 
-    `card` becomes README.md where neither the folder nor the repository has one; `progress` shows the library's own
-    bars.  Raises StorageError where the Hub cannot be reached or refuses, UsageError where other weights in the
-    repository would be loaded in place of these, and CorruptError where what the Hub holds differs from the folder; the
-    folder is only read, and pushing it again goes on.
+    `card` becomes README.md where neither the folder nor the repository has one, and a model card that ckpt did not
+    write stays as it is in the repository; `progress` shows the library's own bars.  Raises StorageError where the Hub
+    cannot be reached or refuses, UsageError where the repository holds other weights that would be loaded in place of
+    these, or a model where this is an adapter and the other way round, and CorruptError where what the Hub holds
+    differs from the folder; the folder is only read, and pushing it again goes on.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
@@ -113,18 +105,29 @@ def push(
     files = _local_files(folder)
     api = HfApi()
     message = to.message or f"Upload {folder.resolve().name} with ckpt"
-    with _translated(folder, to):
+    with _translated(to.again(folder), to):
         api.create_repo(to.repo_id, private=to.private or None, exist_ok=True)
         if to.revision not in (None, _MAIN) and not str(to.revision).startswith("refs/"):
             api.create_branch(to.repo_id, branch=to.revision, exist_ok=True)
-        _check_what_is_there(files, _remote_files(api, to.repo_id, to.revision or _MAIN), to)
+        remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
+        _check_what_is_there(files, remote, to)
+        kept = _is_others_card(api, files, remote, to)
         pull_request = None
         if to.create_pr:  # first, so that a push which is cut off goes on in the same one
             pull_request = api.create_pull_request(to.repo_id, title=message[:_MAX_TITLE])
             to = replace(to, create_pr=False, revision=pull_request.git_reference)
-    with _translated(folder, to):
+    with _translated(to.again(folder), to):
+        if kept:
+            files.pop(CARD)
+            say(f"note: the {CARD} in {to.repo_id} stays, ckpt did not write it: the one in {folder} is not pushed")
         say(f"pushing {len(files)} files to {api.endpoint}/{to.repo_id}")
-        commit = api.upload_folder(repo_id=to.repo_id, folder_path=folder, commit_message=message, revision=to.revision)
+        commit = api.upload_folder(
+            repo_id=to.repo_id,
+            folder_path=folder,
+            commit_message=message,
+            revision=to.revision,
+            ignore_patterns=[CARD] if kept else None,
+        )
         remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
         extra: dict[str, bytes] = {}
         if card is not None and CARD not in files and CARD not in remote:
@@ -139,11 +142,27 @@ def push(
             remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
         say("verifying the checksums of what the Hub holds")
         _verify(files, extra, remote, to)
-    if "config.json" in files and ADAPTER_CONFIG in remote and ADAPTER_CONFIG not in files:
-        say(f"note: {to.repo_id} holds an adapter too, and where PEFT is installed transformers loads that on its base")
     num_bytes = sum(path.stat().st_size for path in files.values()) + sum(map(len, extra.values()))
     url = pull_request.url if pull_request else commit.commit_url
     return Pushed(to.repo_id, str(url), len(files) + len(extra), num_bytes)
+
+
+def check_room_for_model(to: Push) -> None:
+    """Raise UsageError, before any work is done, where the repository holds an adapter and has no room for a model.
+
+    Raises StorageError where the Hub cannot be reached or refuses; a repository or branch that is not there is fine.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    with _translated("nothing was done yet; without --push the result stays here", to):
+        try:
+            remote = _remote_files(HfApi(), to.repo_id, to.revision or _MAIN)
+        except RevisionNotFoundError:
+            remote = _remote_files(HfApi(), to.repo_id, _MAIN)  # of which the branch will be made
+        except RepositoryNotFoundError:
+            return
+        _check_kind({_WEIGHTS}, remote.keys(), to)
 
 
 def _check_what_is_there(files: Mapping[str, Path], remote: Mapping[str, _Remote], to: Push) -> None:
@@ -152,12 +171,45 @@ def _check_what_is_there(files: Mapping[str, Path], remote: Mapping[str, _Remote
     transformers takes `model.safetensors` before it looks for an index (modeling_utils.py,
     `_get_resolved_checkpoint_files`).
     """
+    _check_kind(files.keys(), remote.keys(), to)
     if _INDEX in files and _WEIGHTS in remote and _WEIGHTS not in files:
         raise UsageError(
             f"the repository holds {_WEIGHTS}, which is loaded in place of the shards that would be pushed",
             path=to.repo_id,
             hint=f"push to another branch with --revision, or `hf repos delete-files {to.repo_id} {_WEIGHTS}` first",
         )
+
+
+def _check_kind(files: Set[str], remote: Set[str], to: Push) -> None:
+    """UsageError where a model would come to stand beside an adapter, or an adapter beside a model.
+
+    Where PEFT is installed transformers loads the adapter on its base (transformers/integrations/peft.py,
+    `maybe_load_adapters`), and not the model.
+    """
+    with_model, with_adapter = any(map(_MODEL.fullmatch, files)), ADAPTER_CONFIG in files
+    if with_model and not with_adapter and ADAPTER_CONFIG in remote:
+        found, what = ADAPTER_CONFIG, "an adapter, and a model is to be pushed"
+    elif with_adapter and not with_model and (weights := sorted(filter(_MODEL.fullmatch, remote))):
+        found, what = weights[0], "a model, and an adapter is to be pushed"
+    else:
+        return
+    raise UsageError(
+        f"the repository holds {what}: of the two only the adapter would be loaded",
+        path=to.repo_id,
+        found=found,
+        hint="give another repository with --repo-id, or another branch with --revision",
+    )
+
+
+def _is_others_card(api: HfApi, files: Mapping[str, Path], remote: Mapping[str, _Remote], to: Push) -> bool:
+    """Whether both sides have model cards that differ, and the Hub's is none that ckpt wrote."""
+    there = remote.get(CARD)
+    if CARD not in files or there is None:
+        return False
+    with OpenFiles() as opened:
+        if _checksum(opened, files[CARD], there.kind) == there.checksum:
+            return False
+    return not is_ours(Path(api.hf_hub_download(to.repo_id, CARD, revision=to.revision)).read_bytes())
 
 
 def _local_files(folder: Path) -> dict[str, Path]:
@@ -244,9 +296,8 @@ def _checksum(opened: OpenFiles, path: Path, kind: str) -> str:
 
 
 @contextmanager
-def _translated(folder: Path, to: Push) -> Iterator[None]:
+def _translated(again: str, to: Push) -> Iterator[None]:
     """Turn what huggingface_hub raises into one of our errors that says how to go on; Ctrl-C says it too."""
-    again = f"what is here stays; `{to.command(folder)}` goes on"
     try:
         yield
     except CkptError:
@@ -281,86 +332,3 @@ _REFUSALS: Mapping[Any, tuple[str, str]] = {
 
 def _text(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-# -- the model card ------------------------------------------------------------------------------------------
-
-
-def model_card(
-    title: str, facts: Mapping[str, str], digests: Mapping[str, str], command: Sequence[str], base: str | None = None
-) -> str:
-    """A model card: what it was made from, by which command, and digests to compare with `ckpt hash`.
-
-    `base` is the Hub id of the model that this one derives from, if it is one.
-    """
-    head = {"library_name": "transformers", "tags": ["ckpt"]}
-    if base is not None and HUB_ID.fullmatch(base) and not Path(base).exists():
-        head |= {"base_model": base}
-    lines = ["---", *(f"{name}: {json.dumps(value)}" for name, value in head.items()), "---", ""]
-    lines += [f"# {_inline(title)}", ""]
-    lines += [f"- {name}: {_inline(value)}" for name, value in facts.items()]
-    lines += ["", "Made with:", "", f"    {printable(shlex.join(command))}", ""]
-    lines += [f"What it holds, as `ckpt hash` prints it for this model in any format ({ALGORITHM}):", ""]
-    lines += [f"    {digest}  {kind}" for kind, digest in digests.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _inline(text: str) -> str:
-    """`text` on one line, and with nothing that Markdown reads as HTML."""
-    return printable(text).replace("\n", " ").replace("<", "&lt;")
-
-
-# -- the repository that a run records ------------------------------------------------------------------------
-
-
-def recorded_repo(folders: Sequence[Path]) -> str:
-    """The `hub_model_id` that the run which `folders` belong to records: in its training arguments or model card.
-
-    UsageError where none is recorded, which asks for it.
-    """
-    places: list[Path] = []
-    for folder in folders:
-        places += [*enclosing_folders(folder.resolve()), *trainer_steps(folder)]
-    looked_at, without_owner = [], None
-    for place in dict.fromkeys(places):
-        for path, read in ((place / TRAINING_ARGS, _in_arguments), (place / CARD, _in_card)):
-            if path.is_file():
-                looked_at.append(str(path))
-                found = read(path)
-                if found is not None and HUB_ID.fullmatch(found):
-                    return found
-                without_owner = without_owner or found
-    if without_owner is not None:
-        raise UsageError(
-            "to which repository? the run records one without its owner",
-            expected="ORG/NAME",
-            found=without_owner,
-            hint=f"give it with --repo-id ORG/{without_owner}",
-        )
-    raise UsageError(
-        "to which repository? the run does not record one",
-        expected=f"hub_model_id in its training arguments ({TRAINING_ARGS}) or Axolotl's config in its {CARD}",
-        found=f"none in {', '.join(looked_at)}" if looked_at else f"no {TRAINING_ARGS}",
-        hint="give it with --repo-id ORG/NAME",
-    )
-
-
-def _in_card(path: Path) -> str | None:
-    with translate_os_errors(path), path.open("rb") as file:
-        found = _IN_CARD.search(file.read(_MAX_CARD))
-    return found[1].decode("ascii", "replace") if found and found[1] not in (b"null", b"~") else None
-
-
-def _in_arguments(path: Path) -> str | None:
-    """`hub_model_id` of a file that HF Trainer wrote (transformers, trainer.py, `_save`).
-
-    The arguments may be of a class of anybody's, so names outside the table are read as inert records.
-    """
-    if path.stat().st_size > _MAX_ARGUMENTS:
-        return None
-    try:
-        found = torchfile.read(path, table=AnyName()).root
-    except (CorruptError, NotFoundError, UnsafeError):  # no file of torch.save, or one that is damaged
-        return None
-    value = found.get("hub_model_id") if isinstance(found, Record | dict) else None
-    return value if isinstance(value, str) and value else None

@@ -18,6 +18,8 @@ import pytest
 from ckpt import api
 from ckpt.errors import UsageError
 from ckpt.hub import push as hub
+from ckpt.hub.card import model_card
+from ckpt.hub.recorded import recorded_repo
 from ckpt.plan.checkpoint import Layout
 from tests.support.commands import process
 from tests.support.engines import REPOSITORY
@@ -207,10 +209,43 @@ def test_weights_that_would_be_loaded_instead(server: HubServer, folder: Path) -
     report = process("push", folder, "--repo-id", REPO)
     assert report.code == 2 and "loaded in place of the shards" in report.err and "--revision" in report.err
     assert list(there) == ["model.safetensors"] and not server.uploads
-    del there["model.safetensors"]
+
+
+def test_no_repository_is_left_with_an_adapter_and_a_model(server: HubServer, folder: Path, tmp_path: Path) -> None:
+    """PEFT's adapter would be loaded, and not the model; what is there stays as it was."""
+    server.repos[REPO] = Repo(private=False)
+    there = server.repos[REPO].branches["main"]
     there["adapter_config.json"] = File(b"{}", False)
+    there["config.json"] = File(b"{}", False)  # as Axolotl saves it beside an adapter
     report = process("push", folder, "--repo-id", REPO)
-    assert report.code == 0 and "holds an adapter too" in report.err
+    assert report.code == 2 and "holds an adapter, and a model is to be pushed" in report.err
+    assert "--repo-id" in report.err and not server.uploads and len(there) == 2
+    report = process("push", folder, "--repo-id", REPO, "--revision", "merged")
+    assert report.code == 2 and len(there) == 2  # a new branch begins with what is on the main one
+    del server.repos[REPO].branches["merged"]
+    adapter = tmp_path / "adapter"
+    api.plan(api.open(FIXTURES / "lora-zero3"), "peft").run(adapter)
+    server.repos[REPO].branches["main"] = {"model-00001-of-00002.safetensors": File(b"older", True)}
+    report = process("push", adapter, "--repo-id", REPO)
+    assert report.code == 2 and "holds a model, and an adapter is to be pushed" in report.err
+    assert len(server.tree(REPO)) == 1 and not server.uploads
+
+
+def test_a_card_of_others_is_never_replaced(server: HubServer, folder: Path) -> None:
+    server.repos[REPO] = Repo(private=False)
+    there = server.repos[REPO].branches["main"]
+    there["README.md"] = File(b"---\ntags: [mine]\n---\nmy evaluation of three weeks\n", False)
+    (folder / "README.md").write_text("---\ntags: [ckpt]\n---\nanother card\n")
+    before = there["README.md"]
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 0 and "README.md in me/merged stays" in report.err
+    assert there["README.md"] == before
+    assert set(server.tree(REPO)) == set(contents(folder))
+    ours = model_card("merged", {}, {"weights": "0"}, ["ckpt", "push"]).encode()
+    there["README.md"] = File(ours, False)
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 0 and "stays" not in report.err
+    assert server.tree(REPO) == contents(folder)
 
 
 def test_a_file_that_the_hub_leaves_out(server: HubServer, folder: Path) -> None:
@@ -242,19 +277,19 @@ def test_the_repository_that_a_run_records(tmp_path: Path) -> None:
     step = tmp_path / "checkpoint-3"
     step.mkdir()
     with pytest.raises(UsageError, match="to which repository"):
-        hub.recorded_repo([step])
+        recorded_repo([step])
     torch.save(TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), step / "training_args.bin")
     with pytest.raises(UsageError, match="to which repository") as error:
-        hub.recorded_repo([step])
+        recorded_repo([step])
     assert "--repo-id" in str(error.value)
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], hub_model_id="me/my-run")
     torch.save(arguments, tmp_path / "training_args.bin")
-    assert hub.recorded_repo([step]) == "me/my-run"
-    assert hub.recorded_repo([tmp_path]) == "me/my-run"
+    assert recorded_repo([step]) == "me/my-run"
+    assert recorded_repo([tmp_path]) == "me/my-run"
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], hub_model_id="my-run")
     torch.save(arguments, tmp_path / "training_args.bin")
     with pytest.raises(UsageError, match="without its owner") as error:
-        hub.recorded_repo([step])
+        recorded_repo([step])
     assert "--repo-id ORG/my-run" in str(error.value)
 
 
@@ -281,10 +316,10 @@ def test_what_an_unknown_class_records(tmp_path: Path) -> None:
             patch.setitem(sys.modules, "not_installed_anywhere", module)
             torch.save(Arguments(**values), path)
         if found:
-            assert hub.recorded_repo([tmp_path]) == found
+            assert recorded_repo([tmp_path]) == found
         else:
             with pytest.raises(UsageError, match="does not record one"):
-                hub.recorded_repo([tmp_path])
+                recorded_repo([tmp_path])
     whole = path.read_bytes()
     for content in (
         b"",
@@ -296,17 +331,17 @@ def test_what_an_unknown_class_records(tmp_path: Path) -> None:
     ):
         path.write_bytes(content)
         with pytest.raises(UsageError, match="does not record one"):
-            hub.recorded_repo([tmp_path])
+            recorded_repo([tmp_path])
 
 
 def test_what_axolotls_card_records(tmp_path: Path) -> None:
     card = "# out\n\n```yaml\nbase_model: org/base\nhub_model_id: {}\nlora_r: 16\n```\n"
     (tmp_path / "README.md").write_text(card.format("me/my-axolotl  # mine"))
-    assert hub.recorded_repo([tmp_path]) == "me/my-axolotl"
+    assert recorded_repo([tmp_path]) == "me/my-axolotl"
     for none in ("null", "", "~"):
         (tmp_path / "README.md").write_text(card.format(none))
         with pytest.raises(UsageError, match="does not record one"):
-            hub.recorded_repo([tmp_path])
+            recorded_repo([tmp_path])
 
 
 def test_merge_and_push_from_a_run_folder(server: HubServer, tmp_path: Path) -> None:
@@ -320,19 +355,25 @@ def test_merge_and_push_from_a_run_folder(server: HubServer, tmp_path: Path) -> 
     assert asking.code == 2 and "to which repository" in asking.err and "--repo-id ORG/NAME" in asking.err
     arguments = TrainingArguments(str(run), use_cpu=True, report_to=[], hub_model_id=REPO)
     torch.save(arguments, run / "training_args.bin")
+    own = f"{REPO}-merged"  # the run's own repository is the adapter's
+    server.repos[REPO] = Repo(private=False)
+    server.repos[REPO].branches["main"] = {"adapter_config.json": File(b"{}", False), "README.md": File(b"x", False)}
+    merged = tmp_path / "run-merged"
+    refused = process("merge-lora", "--push", "--repo-id", REPO, cwd=run)
+    assert refused.code == 2 and "holds an adapter" in refused.err and not merged.exists()
     server.refuse = 0
     failed = process("merge-lora", "--push", cwd=run)
-    merged = tmp_path / "run-merged"
-    assert failed.code == 7 and f"ckpt push {merged} --repo-id {REPO}" in failed.err
+    assert failed.code == 7 and f"ckpt push {merged} --repo-id {own}" in failed.err
     server.refuse = None
-    resumed = process("push", merged, "--repo-id", REPO)
+    resumed = process("push", merged, "--repo-id", own)
     assert resumed.code == 0, resumed.err
-    assert server.tree(REPO) == contents(merged)
+    assert server.tree(own) == contents(merged)
+    assert server.tree(REPO) == {"adapter_config.json": b"{}", "README.md": b"x"}
     card = (merged / "README.md").read_text()
     assert "ckpt merge-lora --push" in card and api.digests(api.open(merged)).whole["weights"] in card
     again = process("merge-lora", ".", "--push", "--overwrite", "--json", cwd=run)
     assert again.code == 0, again.err
-    assert json.loads(again.out)["pushed"]["repo_id"] == REPO
+    assert json.loads(again.out)["pushed"]["repo_id"] == own
 
 
 def test_options_of_a_push_without_it(tmp_path: Path) -> None:

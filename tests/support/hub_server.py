@@ -51,6 +51,11 @@ class Repo:
     messages: list[str] = field(default_factory=list)
     pull_requests: list[str] = field(default_factory=list)
 
+    @property
+    def commit(self) -> str:
+        """A hash that changes with any content, as the library caches by it."""
+        return hashlib.sha1(repr(self.branches).encode()).hexdigest()
+
 
 class HubServer:
     """Use as a context manager; `endpoint` is its address.
@@ -107,6 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._route("GET")
+
+    def do_HEAD(self) -> None:
+        self._route("HEAD")
 
     def do_POST(self) -> None:
         self._route("POST")
@@ -314,8 +322,29 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Link"] = f'<{self.hub.endpoint}{urlsplit(self.path).path}?cursor={start + 3}>; rel="next"'
         self._answer(entries[start : start + 3], headers=headers)
 
+    def _resolve(self, body: bytes, repo_id: str, revision: str, path: str) -> None:
+        """Download of a small file, or with HEAD what is known of it."""
+        file = self.hub.repos[repo_id].branches[revision][path]
+        self.send_response(200)
+        for name, value in {
+            "ETag": f'"{file.oid}"',
+            "X-Repo-Commit": self.hub.repos[repo_id].commit,
+            "Content-Length": len(file.content),
+        }.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(file.content)
+
     def _info(self, body: bytes, repo_id: str) -> None:
-        self._answer({"id": repo_id, "sha": "0" * 40, "private": self.hub.repos[repo_id].private, "tags": []})
+        self._answer(
+            {
+                "id": repo_id,
+                "sha": self.hub.repos[repo_id].commit,
+                "private": self.hub.repos[repo_id].private,
+                "tags": [],
+            }
+        )
 
 
 _REPO = r"([^/]+/[^/]+)"
@@ -326,6 +355,7 @@ _ROUTES = {
     rf"POST /api/models/{_REPO}/preupload/([^/]+)": _Handler._modes,
     rf"POST /api/models/{_REPO}/commit/([^/]+)": _Handler._commit,
     rf"GET /api/models/{_REPO}/tree/([^/]+)": _Handler._tree,
+    rf"(?:GET|HEAD) /{_REPO}/resolve/([^/]+)/([^/]+)": _Handler._resolve,
     rf"GET /api/models/{_REPO}(?:/revision/[^/]+)?": _Handler._info,
     rf"GET /api/models/{_REPO}/xet-write-token/([^/]+)": _Handler._xet_token,
     rf"POST /api/models/{_REPO}/discussions": _Handler._open_pull_request,

@@ -1,0 +1,76 @@
+"""The repository of the Hub that a run records as its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.table import AnyName
+from ckpt.containers.torchfile.values import Record
+from ckpt.errors import CorruptError, NotFoundError, UnsafeError, UsageError
+from ckpt.hub.card import CARD
+from ckpt.move.files import translate_os_errors
+from ckpt.run_folder.steps import enclosing_folders, trainer_steps
+from ckpt.text import HUB_ID
+
+TRAINING_ARGS = "training_args.bin"
+
+_MAX_ARGUMENTS = 16 << 20  # bytes of training arguments, which take a few kB
+_MAX_CARD = 4 << 20
+#: `hub_model_id` in the config that Axolotl puts into the model card (axolotl, train.py).
+_IN_CARD = re.compile(rb"^hub_model_id:[ \t]*[\"']?([\w./-]+)", re.MULTILINE)
+
+
+def recorded_repo(folders: Sequence[Path], suffix: str = "") -> str:
+    """The `hub_model_id` that the run which `folders` belong to records, with `suffix` behind it.
+
+    It is in the run's training arguments or model card.  UsageError where none is recorded, which asks for it.
+    """
+    places: list[Path] = []
+    for folder in folders:
+        places += [*enclosing_folders(folder.resolve()), *trainer_steps(folder)]
+    looked_at, without_owner = [], None
+    for place in dict.fromkeys(places):
+        for path, read in ((place / TRAINING_ARGS, _in_arguments), (place / CARD, _in_card)):
+            if path.is_file():
+                looked_at.append(str(path))
+                found = read(path)
+                if found is not None and HUB_ID.fullmatch(found):
+                    return found + suffix
+                without_owner = without_owner or found
+    if without_owner is not None:
+        raise UsageError(
+            "to which repository? the run records one without its owner",
+            expected="ORG/NAME",
+            found=without_owner,
+            hint=f"give it with --repo-id ORG/{without_owner}{suffix}",
+        )
+    raise UsageError(
+        "to which repository? the run does not record one",
+        expected=f"hub_model_id in its training arguments ({TRAINING_ARGS}) or Axolotl's config in its {CARD}",
+        found=f"none in {', '.join(looked_at)}" if looked_at else f"no {TRAINING_ARGS}",
+        hint="give it with --repo-id ORG/NAME",
+    )
+
+
+def _in_card(path: Path) -> str | None:
+    with translate_os_errors(path), path.open("rb") as file:
+        found = _IN_CARD.search(file.read(_MAX_CARD))
+    return found[1].decode("ascii", "replace") if found and found[1] not in (b"null", b"~") else None
+
+
+def _in_arguments(path: Path) -> str | None:
+    """`hub_model_id` of a file that HF Trainer wrote (transformers, trainer.py, `_save`).
+
+    The arguments may be of a class of anybody's, so names outside the table are read as inert records.
+    """
+    if path.stat().st_size > _MAX_ARGUMENTS:
+        return None
+    try:
+        found = torchfile.read(path, table=AnyName()).root
+    except (CorruptError, NotFoundError, UnsafeError):  # no file of torch.save, or one that is damaged
+        return None
+    value = found.get("hub_model_id") if isinstance(found, Record | dict) else None
+    return value if isinstance(value, str) and value else None
