@@ -14,7 +14,8 @@ and its bytes.
 
 The zip reader is strict where the zip format is lax, because what two readers see in one archive must be the
 same: no compression, no encryption, no comments, no duplicates, no overlaps, nothing before, between the central
-directory and the end, or behind it.  After torch 2.13's `caffe2/serialize/inline_container` and miniz:
+directory and the end, or behind it; a record ends, with the descriptor that repeats its sizes, where the next begins.
+After torch 2.13's `caffe2/serialize/inline_container` and miniz:
 
 * every record has bit 3 set (its sizes follow the data; the local header has zeros) and bit 11 (UTF-8 names);
 * an empty record has neither bit 3 nor a descriptor;
@@ -184,6 +185,7 @@ _ENTRY = b"PK\x01\x02"
 _END = b"PK\x05\x06"
 _END64 = b"PK\x06\x06"
 _LOCATOR = b"PK\x06\x07"
+_BEHIND = b"PK\x07\x08"
 
 _end_pack = struct.Struct("<4sHHHHIIH").pack
 _end_fields = struct.Struct("<4sHHHHIIH").unpack
@@ -192,6 +194,8 @@ _end64_fields = struct.Struct("<4sQHHIIQQQQ").unpack
 # Versions, times and attributes are skipped: signature, flags, method, crc32, sizes, lengths[, disk, offset].
 _entry_fields = struct.Struct("<4s4xHH4xIIIHHHH6xI").unpack_from
 _local_fields = struct.Struct("<4s2xHH4xIIIHH").unpack_from
+# What follows a record with bit 3: signature, crc32, sizes; the wide one where its size or its offset takes 64 bits.
+_DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
 
 _ENTRY_SIZE = 46
 _LOCAL_SIZE = 30
@@ -406,7 +410,28 @@ def _locate(region: _Region, entry: _Entry) -> StoredRecord:
     offset = entry.header + _LOCAL_SIZE + name_size + extra_size
     if offset + entry.size > entry.limit:
         region.unsafe("records of the zip archive overlap each other or its directory", found=entry.name)
+    _check_end(region, entry, offset + entry.size)
     return StoredRecord(entry.name.partition("/")[2], region.start + offset, entry.size, entry.crc32 or None)
+
+
+def _check_end(region: _Region, entry: _Entry, end: int) -> None:
+    """Raise CorruptError unless nothing but its descriptor lies between a record's `end` and what comes next.
+
+    The length of the header's extra field stands in the header alone, and one wrong bit of it moves every element.
+    """
+    length = entry.limit - end
+    if not entry.flags & _HAS_DESCRIPTOR:
+        as_it_is = length == 0
+    elif as_it_is := length in (_DESCRIPTOR.size, _DESCRIPTOR64.size):
+        fields = _DESCRIPTOR if length == _DESCRIPTOR.size else _DESCRIPTOR64
+        expected = (_BEHIND, entry.crc32, entry.size, entry.size)
+        as_it_is = fields.unpack(region.read(end, length)) == expected
+    if not as_it_is:
+        region.corrupt(
+            f"the record {entry.name} does not end where the next one begins: its header or its end is damaged",
+            expected=f"its sizes at byte {region.start + end}, and the next record behind them",
+            found=f"{length} bytes up to byte {region.start + entry.limit}",
+        )
 
 
 class _Archive:
