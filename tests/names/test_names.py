@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ckpt.plan.planner import make_plan
 from ckpt.plan.relation import translate
 from converters.huggingface.hf import HF
 from converters.names.transformers import installed
+from converters.names.transformers import relation as relations
 from converters.names.transformers.relation import relation
 from converters.names.transformers.ties import kept_names
 
@@ -170,6 +171,12 @@ def to_memory(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint if found is None else translate(checkpoint, found, TRANSFORMERS)
 
 
+@pytest.fixture
+def without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is one that only the installed transformers knows."""
+    monkeypatch.setattr(relations, "declared", lambda config: None)
+
+
 @pytest.mark.parametrize("model_type", MODELS)
 def test_what_is_in_memory_becomes_the_file_that_save_pretrained_writes(tmp_path: Path, model_type: str) -> None:
     """Byte for byte the whole safetensors file; and what is read back is what was in memory."""
@@ -298,6 +305,7 @@ class Doubling:
         return self
 
 
+@pytest.mark.usefixtures("without_tables")
 def test_an_operation_that_is_no_rearrangement_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import conversion_mapping
     from transformers.core_model_loading import WeightConverter
@@ -333,33 +341,59 @@ def test_what_has_no_relation_keeps_its_names(config: Mapping[str, Any] | None, 
     assert relation(config, {name: (2, 2, 2)}, "to_memory") is None
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "mixtral", "num_hidden_layers": 10**9},
-        {"model_type": "mixtral", "num_local_experts": 10**9},
-        {"model_type": "mixtral", "hidden_size": "x"},
-        {"model_type": "mixtral", "num_attention_heads": 0},
-    ],
-)
+HOSTILE: list[dict[str, Any]] = [
+    {"model_type": "mixtral", "num_hidden_layers": 10**9},
+    {"model_type": "mixtral", "num_local_experts": 10**9},
+    {"model_type": "mixtral", "hidden_size": "x"},
+    {"model_type": "mixtral", "num_attention_heads": 0},
+]
+
+
+@pytest.mark.usefixtures("without_tables")
+@pytest.mark.parametrize("config", HOSTILE)
 def test_a_hostile_config_is_refused_at_once(config: dict[str, Any]) -> None:
     with pytest.raises(CkptError):
         relation(config, {"model.norm.weight": (4,)}, "to_hub")
 
 
-def test_without_transformers_tables_only_stacked_experts_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "package", lambda: None)
+@pytest.mark.parametrize("config", HOSTILE)
+def test_a_hostile_config_of_a_model_in_the_tables(config: dict[str, Any]) -> None:
+    """They build no model: what would make them lay out too much is refused, and nothing else is looked at."""
+    if 10**9 in config.values():
+        with pytest.raises(CorruptError, match="too many"):
+            relation(config, {"model.norm.weight": (4,)}, "to_hub")
+    else:
+        assert relation(config, {"model.norm.weight": (4,)}, "to_hub") is None
+
+
+@pytest.fixture
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (installed, relations):
+        monkeypatch.setattr(module, "package", lambda: None)
     installed.converted_identifiers.cache_clear()
-    try:
-        stacked = {"model.layers.0.mlp.experts.gate_up_proj": (4, 8, 8)}
-        with pytest.raises(UsageError, match="stacked") as caught:
-            relation({"model_type": "qwen3_moe"}, stacked, "to_hub")
-        assert caught.value.hint == "pip install 'transformers>=5'"
-        assert relation({"model_type": "gpt_oss"}, stacked, "to_hub") is None
-        per_expert = {"model.layers.0.mlp.experts.0.up_proj.weight": (8, 8)}
-        assert relation({"model_type": "qwen3_moe"}, per_expert, "to_hub") is None
-    finally:
-        installed.converted_identifiers.cache_clear()
+    yield
+    installed.converted_identifiers.cache_clear()
+
+
+@pytest.mark.usefixtures("without_transformers", "without_tables")
+def test_without_any_tables_only_stacked_experts_need_them() -> None:
+    stacked = {"model.layers.0.mlp.experts.gate_up_proj": (4, 8, 8)}
+    with pytest.raises(UsageError, match="stacked") as caught:
+        relation({"model_type": "qwen3_moe"}, stacked, "to_hub")
+    assert caught.value.hint == "pip install 'transformers>=5'"
+    assert relation({"model_type": "gpt_oss"}, stacked, "to_hub") is None
+    per_expert = {"model.layers.0.mlp.experts.0.up_proj.weight": (8, 8)}
+    assert relation({"model_type": "qwen3_moe"}, per_expert, "to_hub") is None
+
+
+@pytest.mark.usefixtures("without_transformers")
+def test_experts_of_a_model_in_the_tables_need_no_transformers() -> None:
+    stacked = {"model.layers.0.mlp.experts.gate_up_proj": (4, 8, 8)}
+    found = relation({"model_type": "qwen3_moe"}, stacked, "to_hub")
+    assert found is not None
+    assert found.b_shapes["model.layers.0.mlp.experts.3.up_proj.weight"] == (4, 8)
+    back = relation({"model_type": "qwen3_moe"}, found.b_shapes, "to_memory")
+    assert back is not None and back.b_shapes == stacked and set(back.inverse().links) == set(found.links)
 
 
 def test_transformers_is_imported_only_for_models_that_its_tables_mention() -> None:

@@ -1,9 +1,10 @@
 """The relation between a transformers model's names in memory and the names in the Hub's files.
 
 transformers 5 stacks experts and renames modules when it loads, and undoes that in `save_pretrained`; a
-training checkpoint holds what was in memory.  Both directions are taken from the installed transformers' own
-tables and code (`conversion_mapping.py`, `core_model_loading.py`; written against 5.23), run on tensors
-without data.  Nothing is imported for a model that the tables do not mention.
+training checkpoint holds what was in memory.  `tables` has both directions for the architectures that it knows, whether
+transformers is installed or not.  For others they are taken from the installed transformers' own tables and code
+(`conversion_mapping.py`, `core_model_loading.py`; written against 5.23), run on tensors without data.  Nothing is
+imported for a model that neither mentions.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CkptError, CorruptError, LossError, UsageError
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, TRANSFORMERS, WEIGHT, Checkpoint, Layout
@@ -24,13 +25,14 @@ from converters.names.transformers.installed import (
     class_names,
     converted_identifiers,
     model_types,
+    package,
 )
 from converters.names.transformers.order import as_registered
+from converters.names.transformers.rules import Direction
+from converters.names.transformers.tables import declared
 
 if TYPE_CHECKING:
     from converters.names.transformers.tracing import Traced
-
-Direction = Literal["to_hub", "to_memory"]
 
 #: PEFT wraps a model; transformers' tables are not about its names.
 _PEFT_PREFIX = "base_model.model."
@@ -61,6 +63,12 @@ def relation(
         return None
     if any(name.startswith(_PEFT_PREFIX) for name in shapes):
         return None
+    rules = declared(config)
+    if rules is not None:
+        _check_counts(config)
+        found = rules.relation(shapes, direction)
+        if direction == "to_hub" or package() is None or _loads_as_it_is(config, found.b_shapes if found else shapes):
+            return found
     tables = converted_identifiers()
     if tables is None:
         _refuse_stacked(config, shapes)

@@ -1,0 +1,275 @@
+"""Rules that take names of tensors in memory to those in the Hub's files and back, without transformers or torch.
+
+A rule is two spellings of the same part of a name; where one tensor in memory is several in the files, it says how
+these are put together.  `tables` has the rules of each architecture.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckpt.errors import CorruptError, LossError
+from ckpt.plan.relation import Link, Relation
+from ckpt.plan.tensors import Box, Shape, whole
+
+Direction = Literal["to_hub", "to_memory"]
+
+#: A word of a name that is a number, which stands as `#` in the names that rules are matched with.
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`memory` in a name in memory is `hub` in a name on the Hub: whole words between dots, from the start with `^`.
+
+    `#` is any number, the same on both sides.  Several `hub` are joined along `dim` of the tensor in memory; `*` in
+    them is the number of an expert, each of which is an index of dim 0.  A rule that is only `read` is of names that
+    files may have and `save_pretrained` does not write.
+    """
+
+    memory: str
+    hub: tuple[str, ...]
+    dim: int = 0
+    read: bool = False
+
+    @property
+    def is_stacked(self) -> bool:
+        return "*" in self.hub[0]
+
+    @property
+    def is_rename(self) -> bool:
+        return len(self.hub) == 1 and not self.is_stacked
+
+
+def rename(memory: str, hub: str) -> Rule:
+    return Rule(memory, (hub,))
+
+
+def read_as(memory: str, hub: str) -> Rule:
+    return Rule(memory, (hub,), read=True)
+
+
+def stacked(memory: str, *hub: str) -> Rule:
+    """Experts; what is joined of each, as gate and up, lies side by side in dim 1 of the stack."""
+    return Rule(memory, hub, dim=1)
+
+
+def joined(memory: str, *hub: str) -> Rule:
+    """Equal parts in dim 0."""
+    return Rule(memory, hub)
+
+
+@functools.cache
+def _pattern(words: str) -> re.Pattern[str]:
+    start, words = ("^", words[1:]) if words.startswith("^") else (r"(?:^|(?<=\.))", words)
+    return re.compile(start + re.escape(words.replace("*", "#")) + r"(?=\.|$)")
+
+
+def _replaced(name: str, old: str, new: str) -> str:
+    return _pattern(old).sub(new.removeprefix("^"), name, count=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Renamed:
+    """A name with `#` for its numbers, on the other side: `rule` is the one by which it is put together or taken apart.
+
+    To the Hub `names` are those of the parts, with `*` for an expert.  To memory it is one name; the tensor is `part`
+    of it, and the number of its expert is the name's `expert`-th number.
+    """
+
+    names: tuple[str, ...]
+    rule: Rule | None = None
+    part: int = 0
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of one config, those of the whole model before those of the models in it.
+
+    Only in the first `num_layers` layers are experts the model's own; `num_experts` is how many the config says there
+    are.  Either is None where it does not say.
+    """
+
+    rules: tuple[Rule, ...]
+    num_layers: int | None = None
+    num_experts: int | None = None
+    _known: dict[tuple[str, Direction], _Renamed] = field(default_factory=dict, compare=False)
+
+    def relation(self, shapes: Mapping[str, Shape], direction: Direction) -> Relation | None:
+        """Links from the tensors of `shapes` to those of the other side; None where the two sides are the same.
+
+        Raises LossError where tensors that belong together do not fit, CorruptError where one of them is missing.
+        """
+        links: list[Link] = []
+        made: dict[str, Shape] = {}
+        stacks: dict[str, _Stack] = {}
+
+        def make(name: str, shape: Shape) -> None:
+            if name in made:
+                raise LossError("two tensors would get the same name", fqn=name)
+            made[name] = shape
+
+        for name, shape in shapes.items():
+            numbers = _NUMBER.findall(name)
+            new = self._renamed(_NUMBER.sub("#", name) if numbers else name, direction)
+            if new.rule is None or self._is_beyond(name):
+                other = name if new.rule else _filled(new.names[0], numbers)
+                make(other, shape)
+                links.append(Link.rename(name, other, shape))
+            elif direction == "to_hub":
+                for link in _taken_apart(new.rule, name, shape, [_filled(part, numbers) for part in new.names]):
+                    make(link.b, link.b_box.sizes)
+                    links.append(link)
+            else:
+                expert = 0 if new.expert is None else int(numbers.pop(new.expert))
+                other = _filled(new.names[0], numbers)
+                if other not in stacks:
+                    make(other, ())  # where its first part is; the shape follows
+                    stacks[other] = _Stack(new.rule)
+                stack = stacks[other]
+                if stack.parts.setdefault((expert, new.part), name) != name:
+                    raise LossError("two tensors would get the same name", fqn=name)
+        for name, stack in stacks.items():
+            made[name] = stack.shape(name, shapes, self.num_experts)
+            links += stack.links(name, made[name])
+        if made == dict(shapes) and all(link.a == link.b for link in links):
+            return None
+        found = Relation(tuple(links), dict(shapes), made)
+        found.check()
+        return found
+
+    def _is_beyond(self, name: str) -> bool:
+        layer = _LAYER.search(name)
+        return self.num_layers is not None and layer is not None and int(layer[1]) >= self.num_layers
+
+    def _renamed(self, name: str, direction: Direction) -> _Renamed:
+        found = self._known.get((name, direction))
+        if found is None:
+            found = self._to_hub(name) if direction == "to_hub" else self._to_memory(name)
+            self._known[name, direction] = found
+        return found
+
+    def _to_hub(self, name: str) -> _Renamed:
+        names, taken = [name], None
+        for rule in self.rules:
+            if not rule.is_rename and _pattern(rule.memory).search(name):
+                names, taken = [_replaced(name, rule.memory, hub) for hub in rule.hub], rule
+                break
+        for rule in reversed(self.rules):
+            if rule.is_rename and not rule.read:
+                names = [_replaced(part, rule.memory, rule.hub[0]) for part in names]
+        return _Renamed(tuple(names), taken)
+
+    def _to_memory(self, name: str) -> _Renamed:
+        if self._to_hub(name).names != (name,):
+            return _Renamed((name,))  # which is a name in memory
+        for rule in self.rules:
+            if rule.is_rename:
+                name = _replaced(name, rule.hub[0], rule.memory)
+        for rule in self.rules:
+            for part, hub in enumerate(() if rule.is_rename else rule.hub):
+                if found := _pattern(hub).search(name):
+                    expert = name.count("#", 0, found.start()) + hub.partition("*")[0].count("#")
+                    new = _replaced(name, hub, rule.memory)
+                    return _Renamed((new,), rule, part, expert if rule.is_stacked else None)
+        return _Renamed((name,))
+
+
+def _filled(name: str, numbers: list[str]) -> str:
+    if not numbers:
+        return name
+    first, *rest = name.split("#")
+    return first + "".join(number + words for number, words in zip(numbers, rest, strict=True))
+
+
+def _do_not_fit(name: str, expected: object, found: object) -> LossError:
+    return LossError(
+        "tensors that belong together have shapes that do not fit",
+        fqn=name,
+        expected=expected,
+        found=found,
+        hint="does the config belong to this checkpoint?",
+    )
+
+
+def _placed(rule: Rule, shape: Shape) -> Callable[[int, int], Box]:
+    """Where part `part` of expert `expert` lies in a tensor of this shape in memory."""
+    dim, size = rule.dim, shape[rule.dim] // len(rule.hub)
+    sizes = list(shape)
+    sizes[dim] = size
+    if rule.is_stacked:
+        sizes[0] = 1
+
+    def box(expert: int, part: int) -> Box:
+        offsets = [0] * len(shape)
+        offsets[0] = expert
+        offsets[dim] += part * size
+        return Box(tuple(offsets), tuple(sizes))
+
+    return box
+
+
+def _dims(rule: Rule, shape: Shape) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+    """Which dim of a part each dim of the tensor in memory becomes, and the other way round."""
+    dims = tuple(range(len(shape)))
+    return ((None, *dims[:-1]), dims[1:]) if rule.is_stacked else (dims, dims)
+
+
+def _taken_apart(rule: Rule, name: str, shape: Shape, parts: list[str]) -> Iterator[Link]:
+    least = rule.dim + 2 if rule.is_stacked else rule.dim + 1
+    if len(shape) < least or shape[rule.dim] % len(parts):
+        expected = f"at least {least} dims, of which dim {rule.dim} is divided by {len(parts)}"
+        raise _do_not_fit(name, expected, list(shape))
+    box, (dims, _) = _placed(rule, shape), _dims(rule, shape)
+    inner = box(0, 0).sizes[1:] if rule.is_stacked else box(0, 0).sizes
+    target = whole(inner)
+    for expert in range(shape[0] if rule.is_stacked else 1):
+        for number, part in enumerate(parts):
+            yield Link(name, box(expert, number), part.replace("*", str(expert)), target, dims)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """A tensor in memory that several of the Hub's make up: their names, by number of the expert and of the part."""
+
+    rule: Rule
+    parts: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def shape(self, name: str, shapes: Mapping[str, Shape], num_experts: int | None) -> Shape:
+        """Of the whole.
+
+        Raises CorruptError if a part is missing, LossError if parts have other shapes than the first.
+        """
+        rule, number = self.rule, max(expert for expert, _ in self.parts) + 1
+        expected = (num_experts if rule.is_stacked and num_experts else number) * len(rule.hub)
+        if len(self.parts) != expected or number * len(rule.hub) != expected:
+            raise CorruptError(
+                "the tensors that make up this one are not those that the config tells of",
+                fqn=name,
+                expected=f"{expected} tensors",
+                found=len(self.parts),
+                hint="is one of them missing, or does the config belong to another checkpoint?",
+            )
+        first = shapes[next(iter(self.parts.values()))]
+        for part in self.parts.values():
+            if shapes[part] != first:
+                raise _do_not_fit(part, list(first), list(shapes[part]))
+        dim = rule.dim - rule.is_stacked
+        if len(first) <= max(dim, 0):
+            raise _do_not_fit(name, f"at least {max(dim, 0) + 1} dims", list(first))
+        joined = [*first]
+        joined[dim] *= len(rule.hub)
+        return (number, *joined) if rule.is_stacked else tuple(joined)
+
+    def links(self, name: str, shape: Shape) -> Iterator[Link]:
+        box, (_, dims) = _placed(self.rule, shape), _dims(self.rule, shape)
+        first = box(0, 0).sizes
+        source = whole(first[1:] if self.rule.is_stacked else first)
+        for (expert, part), other in sorted(self.parts.items()):
+            yield Link(other, source, name, box(expert, part), dims)
