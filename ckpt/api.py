@@ -27,6 +27,7 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.dtypes import DType
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.companions import read_config
+from ckpt.run_folder.precision import computing_dtype
 from ckpt.run_folder.steps import enclosing_folders, trainer_steps
 from ckpt.text import HUB_ID
 
@@ -192,7 +193,8 @@ def _with_config(checkpoint: Checkpoint, request: ReadRequest) -> Checkpoint:
     namespace = checkpoint.namespace
     if namespace == OWN and config and config.get("model_type"):
         namespace = TRANSFORMERS
-    return replace(checkpoint, folders=tuple(map(str, distinct)), config=config, namespace=namespace)
+    found = replace(checkpoint, folders=tuple(map(str, distinct)), config=config, namespace=namespace)
+    return replace(found, computes_in=computing_dtype(found))
 
 
 def find_config(where: str) -> Path:
@@ -411,7 +413,7 @@ def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
     from ckpt.verify.pairs import verify as verify_same_names
 
     a, b, notes = _as_saved_adapters(a, b)
-    report = verify_same_names(*_comparable(a, b), **options)
+    report = verify_same_names(*map(_with_computing_dtype, _comparable(a, b)), **options)
     return replace(report, notes=(*report.notes, *notes))
 
 
@@ -429,6 +431,16 @@ def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkp
         if frozen:
             notes.append(f"the base model in {'AB'[this]}, {frozen} tensors, is not compared: {'AB'[other]} has none")
     return sides[0], sides[1], notes
+
+
+def _with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` with the dtype that the run computes in as that of which its float32 weights are the masters."""
+    if checkpoint.computes_in is None:
+        return checkpoint
+    dtype, tensors = checkpoint.computes_in[0], checkpoint.tensors
+    return replace(
+        checkpoint, tensors={k: replace(t, native=dtype) if k[1] == WEIGHT else t for k, t in tensors.items()}
+    )
 
 
 def _comparable(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:

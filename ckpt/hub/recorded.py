@@ -6,18 +6,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.table import AnyName
-from ckpt.containers.torchfile.values import Record
-from ckpt.errors import CorruptError, NotFoundError, UnsafeError, UsageError
+from ckpt.errors import UsageError
 from ckpt.hub.card import CARD
 from ckpt.move.files import translate_os_errors
+from ckpt.run_folder.precision import TRAINING_ARGS, read_training_args
 from ckpt.run_folder.steps import enclosing_folders, trainer_steps
 from ckpt.text import HUB_ID
 
-TRAINING_ARGS = "training_args.bin"
-
-_MAX_ARGUMENTS = 16 << 20  # bytes of training arguments, which take a few kB
 _MAX_CARD = 4 << 20
 #: `hub_model_id` in the config that Axolotl puts into the model card (axolotl, train.py).
 _IN_CARD = re.compile(rb"^hub_model_id:[ \t]*[\"']?([\w./-]+)", re.MULTILINE)
@@ -62,15 +57,5 @@ def _in_card(path: Path) -> str | None:
 
 
 def _in_arguments(path: Path) -> str | None:
-    """`hub_model_id` of a file that HF Trainer wrote (transformers, trainer.py, `_save`).
-
-    The arguments may be of a class of anybody's, so names outside the table are read as inert records.
-    """
-    if path.stat().st_size > _MAX_ARGUMENTS:
-        return None
-    try:
-        found = torchfile.read(path, table=AnyName()).root
-    except (CorruptError, NotFoundError, UnsafeError):  # no file of torch.save, or one that is damaged
-        return None
-    value = found.get("hub_model_id") if isinstance(found, Record | dict) else None
+    value = (read_training_args(path) or {}).get("hub_model_id")
     return value if isinstance(value, str) and value else None

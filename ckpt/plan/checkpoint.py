@@ -166,6 +166,8 @@ class Checkpoint:
     `is_adapter`: it is what PEFT saves, under the names of its files, without the model that it adapts.
     `is_state_dict`: it is a run's own state dict stored leaf by leaf (DCP); what loads it asks for these very leaves.
     `own_module_order`: the modules are in another order than the framework's own, and its optimizers go by order.
+    `computes_in`: the 16-bit dtype that the run computes in though its weights are kept in float32 alone, and what
+    records it.
     `ties` maps an alias to the fqn that owns the tensor, as the checkpoint records it.
     `folders` are the places in which the run's other files (config, tokenizer) may stand, nearest first.
     `origins` are the places that the user named, a run folder or adapters to be merged among them: nothing is written
@@ -183,6 +185,7 @@ class Checkpoint:
     is_adapter: bool = False
     is_state_dict: bool = False
     own_module_order: bool = False
+    computes_in: tuple[DType, str] | None = None
     world_size: int | None = None
     namespace: str = OWN
     ties: Mapping[str, str] = field(default_factory=dict)

@@ -90,8 +90,16 @@ def model_dtypes(checkpoint: Checkpoint, dtype: DType | None) -> dict[DType, int
     return {} if dtype is None and is_run and not has_master and main == FLOAT32 else counts
 
 
-def describe(chosen: Mapping[str, Choice], checkpoint: Checkpoint, asked: DType | None) -> list[str]:
-    """What a user should know about the precision that was chosen, and which option gives the other."""
+def describe(
+    chosen: Mapping[str, Choice],
+    checkpoint: Checkpoint,
+    asked: DType | None,
+    computes_in: tuple[DType, str] | None = None,
+) -> list[str]:
+    """What a user should know about the precision that was chosen, and which option gives the other.
+
+    `computes_in` is the dtype that was taken as the run's own, and what records it (`Checkpoint.computes_in`).
+    """
     parameters = [c for c in chosen.values() if c.tensor.role in (WEIGHT, MASTER)]
     has_master = {fqn for fqn, role in checkpoint.tensors if role == MASTER}
     rounded = [c for c in parameters if c.tensor.role == MASTER and c.is_cast]
@@ -120,7 +128,12 @@ def describe(chosen: Mapping[str, Choice], checkpoint: Checkpoint, asked: DType 
             )
         else:
             notes.append(f"{_count(beside)} written as the model's {_stored(beside)} weights are")
-    if cast:
+    if cast and computes_in is not None:
+        notes.append(
+            f"{_count(cast)} written in {_dtypes(cast)}, which the run computes in ({computes_in[1]}), rounded from "
+            f"its {_stored(cast)} weights; --dtype fp32 writes these as they are"
+        )
+    elif cast:
         notes.append(f"{_count(cast)} cast from {_stored(cast)} to {_dtypes(cast)}, as --dtype asks")
     kept = [c for c in parameters if asked is not None and c.dtype != asked]
     if kept:

@@ -450,9 +450,10 @@ def _compare_tensors(a: Tensor, b: Tensor, reader: Reader, other_ranks: Reader, 
 def _is_rounded_master(master: Tensor, weight: Tensor) -> bool:
     """Whether one side holds only the master of a weight that the other holds in the model's recorded dtype.
 
-    The engine's own weight is the master rounded to that dtype, so that is what the other side must equal.
+    The engine's own weight is the master rounded to that dtype, so that is what the other side must equal.  The float32
+    weights of a run that computes in 16 bits are masters, too.
     """
-    return master.role == MASTER and weight.role == WEIGHT and master.native == weight.dtype
+    return master.native == weight.dtype != master.dtype and weight.role == WEIGHT
 
 
 def _error_text(error: CkptError) -> str:

@@ -96,15 +96,20 @@ class HuggingFace:
         if layout.world_size is not None:
             raise UsageError("a Hugging Face folder has no ranks", found=f"--world-size {layout.world_size}")
         names = kept_names(checkpoint)
-        chosen = {names.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, layout.dtype).items()}
+        computes_in = checkpoint.computes_in if layout.dtype is None else None
+        dtype = computes_in[0] if computes_in else layout.dtype
+        chosen = {names.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, dtype).items()}
         files = _weight_targets(chosen, layout.max_shard_size)
         quantized = parts(chosen)
         plain = [choice for name, choice in chosen.items() if name not in quantized]
-        beside, notes = model_files(checkpoint, layout.dtype, num_elements(plain), plain=_is_plain(chosen))
+        beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen))
         if all(file.name != CONFIG for file in beside):
             notes = ["no config.json was found, so none is written; --config names the folder that has it"]
         notes = (
-            describe(chosen, checkpoint, layout.dtype) + _tie_notes(checkpoint, names) + _adapter_notes(chosen) + notes
+            describe(chosen, checkpoint, layout.dtype, computes_in)
+            + _tie_notes(checkpoint, names)
+            + _adapter_notes(chosen)
+            + notes
         )
         return Target(
             files=(*files, *beside),

@@ -1,0 +1,60 @@
+"""What a run records of the precision that its model computes in, where its weights are kept in float32.
+
+FSDP keeps its parameters in float32 and casts them as they are gathered (torch/distributed/fsdp, `MixedPrecision`; HF
+Trainer's and Accelerate's `bf16` and `fp16`): no tensor of the checkpoint tells of it, as DeepSpeed's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.table import AnyName
+from ckpt.containers.torchfile.values import Record
+from ckpt.errors import CorruptError, NotFoundError, UnsafeError
+from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint
+from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from ckpt.plan.precision import CAST_SOURCES, Choice, num_elements
+from ckpt.run_folder.companions import CONFIG
+
+TRAINING_ARGS = "training_args.bin"
+_MAX_ARGUMENTS = 16 << 20  # bytes of training arguments, which take a few kB
+_HALF = {"bfloat16": BFLOAT16, "float16": FLOAT16}
+
+
+def computing_dtype(checkpoint: Checkpoint) -> tuple[DType, str] | None:
+    """The 16-bit dtype that a run computes in whose weights are kept in float32 alone, and what records it.
+
+    None where weights of 16 bits or masters are there, which tell by themselves, and where nothing is recorded.  A
+    Hugging Face folder is no run, nor is an adapter's: the weights are what somebody chose to write.
+    """
+    if checkpoint.namespace == HUB or checkpoint.is_adapter:
+        return None
+    weights = list(checkpoint.with_role(WEIGHT))
+    counts = num_elements(Choice(weight, weight.dtype) for weight in weights if weight.dtype in CAST_SOURCES)
+    if set(counts) != {FLOAT32} or any(True for _ in checkpoint.with_role(MASTER)):
+        return None
+    for folder in map(Path, checkpoint.folders):
+        arguments = read_training_args(folder / TRAINING_ARGS) or {}
+        for name, dtype in (("bf16", BFLOAT16), ("fp16", FLOAT16)):
+            if arguments.get(name) is True:
+                return dtype, f"{name} in {TRAINING_ARGS}"
+    config = checkpoint.config or {}
+    recorded = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return (_HALF[recorded], f"the dtype in {CONFIG}") if recorded in _HALF else None
+
+
+def read_training_args(path: Path) -> Record | Mapping[Any, Any] | None:
+    """The training arguments that HF Trainer saved (transformers, trainer.py, `_save`); None where there are none.
+
+    They may be of a class of anybody's, so names outside the table are read as inert records.
+    """
+    if not path.is_file() or path.stat().st_size > _MAX_ARGUMENTS:
+        return None
+    try:
+        found = torchfile.read(path, table=AnyName()).root
+    except (CorruptError, NotFoundError, UnsafeError):  # no file of torch.save, or one that is damaged
+        return None
+    return found if isinstance(found, Record | Mapping) else None
