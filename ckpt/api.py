@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt import registry
-from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
+from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UsageError
 from ckpt.move.files import check_destination, is_filled, translate_os_errors
 from ckpt.move.lazy import OpenCheckpoint
 from ckpt.plan.checkpoint import (
@@ -28,7 +29,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.precision import computing_dtype
-from ckpt.run_folder.steps import enclosing_folders, trainer_steps
+from ckpt.run_folder.steps import RECORDS, enclosing_folders, step_folders, trainer_steps
 from ckpt.text import HUB_ID
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def open(
 def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Checkpoint | None:
     """The checkpoint that `path` is or records; otherwise, in a run folder, the newest complete `checkpoint-N`.
 
-    A tag names a step in `path`, a `checkpoint-N`, or a step inside one.
+    A newer one that was not written to its end is passed over, which is said; one that is damaged is an error.  A tag
+    names a step in `path`, a `checkpoint-N`, or a step inside one.
     """
     failure: CkptError | None = None
     found = None
@@ -93,25 +95,33 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Chec
     if found is not None:
         checkpoint, taken = found
         step = checkpoint.state.step
-        later = [folder.name for folder in trainer_steps(path, after=step)] if request.tag is None and step else []
+        has_told = request.tag is not None or checkpoint.passed_over
+        later = [folder.name for folder in trainer_steps(path, after=step)] if step and not has_told else []
         told = [f"later than what is taken: {', '.join(later[:8])} (--tag takes it)"] if later else []
         return replace(checkpoint, notes=(*taken, *checkpoint.notes, *told))
     skipped: list[str] = []
-    for folder in trainer_steps(path):
+    steps = trainer_steps(path)
+    for folder, older in zip_longest(steps, steps[1:]):
         inner = None if folder.name == request.tag else request.tag
         try:
             found = _open_here(folder, path, formats, replace(request, tag=inner))
-        except CorruptError as error:
+        except IncompleteError as error:
             failure = failure if isinstance(failure, CorruptError) else error
             skipped.append(f"{folder.name} is skipped, it is not complete: {error.what}")
             continue
+        except CorruptError as error:
+            if older is not None and request.tag is None:
+                hints = [error.hint] if error.hint else []
+                error.hint = "; ".join([*hints, f"--tag {older.name} takes the checkpoint before {folder.name}"])
+            raise
         except NotFoundError:
             if inner is None:
                 raise
             continue
         if found is not None:
             checkpoint, taken = found
-            return replace(checkpoint, notes=(*taken, *skipped, *checkpoint.notes))
+            passed_over = (*skipped, *checkpoint.passed_over)
+            return replace(checkpoint, notes=(*taken, *skipped, *checkpoint.notes), passed_over=passed_over)
         if request.tag is None:
             skipped.append(f"{folder.name} is skipped, it holds no checkpoint of the format wanted")
     if failure is not None:
@@ -127,8 +137,27 @@ def _open_here(
         found = one.find(path, request.tag)
         if found is not None:
             taken = found.relative_to(asked) if found.is_relative_to(asked) else found
-            return one.read(found, request), [] if found == asked else [f"taking {taken}"]
+            passed = [] if request.tag is not None else _later_steps(found, path)
+            checkpoint = one.read(found, request)
+            if passed:
+                line = f"skipped, no {one.name} checkpoint was found in what is newer: {', '.join(passed[:8])}"
+                checkpoint = replace(checkpoint, notes=(*checkpoint.notes, line), passed_over=(line,))
+            return checkpoint, [] if found == asked else [f"taking {taken}"]
     return None
+
+
+def _later_steps(found: Path, path: Path) -> list[str]:
+    """Names of the step folders beside the one in which `found` lies below `path`, newer than it, newest first.
+
+    None of them where the framework itself records which step is meant.
+    """
+    for folder in (found, *found.parents):
+        if folder == path or not folder.is_relative_to(path):
+            return []
+        beside = step_folders(folder.parent)
+        if folder in beside and not any((folder.parent / name).is_file() for name in RECORDS):
+            return [other.name for other in beside[: beside.index(folder)]]
+    return []
 
 
 def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) -> NotFoundError:

@@ -3,7 +3,8 @@
     CkptError
     |- UsageError       2  the command cannot mean what it says
     |- NotFoundError    3  nothing there, or nothing that is recognised
-    |- CorruptError     4  a checkpoint that is damaged, incomplete or contradicts itself
+    |- CorruptError     4  a checkpoint that is damaged or contradicts itself
+    |  `- IncompleteError  one that was not written to its end: files are missing, empty or cut off
     |- UnsafeError      5  content that would run code or reach outside its folder
     |- LossError        6  going on would lose information
     `- StorageError     7  the disk: no space, no permission, an I/O error
@@ -73,6 +74,10 @@ class NotFoundError(CkptError):
 
 class CorruptError(CkptError):
     exit_code = 4
+
+
+class IncompleteError(CorruptError):
+    """What a run that is still writing leaves, or one that was killed; its run may have an older checkpoint."""
 
 
 class UnsafeError(CkptError):

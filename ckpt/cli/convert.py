@@ -64,8 +64,7 @@ def convert(
     if dequantize:
         checkpoint = api.dequantized(checkpoint, layout.dtype)
     conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
-    if not quiet:
-        say_source(checkpoint)
+    say_source(checkpoint, quiet=quiet)
     report = carry_out(
         conversion,
         destination,

@@ -94,6 +94,7 @@ def merge_lora(
         to = hub.Push(repo_id, private, revision, create_pr, commit_message)
         if not dry_run:
             hub.check_room_for_model(to)
+    opened = found
     made_of = [one.path for one in found]
     model = adapters.open_base(found[0], base, accept=accept_base)
     if dequantize:
@@ -104,10 +105,9 @@ def merge_lora(
         found = [combine(found, parse_weights(weights), model, combination, density, seed)]
     layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size))
     conversion = lora.plan(found, model, layout, Resources(workers=workers))
-    if not quiet:
-        for one in found:
-            say_notes(one.notes)
-        say_source(model, "merging into ")
+    for one in opened if quiet else found:
+        say_notes(one.checkpoint.passed_over if quiet else one.notes)
+    say_source(model, "merging into ", quiet=quiet)
     facts = {"base": base or found[0].config.base or model.path, "adapters": ", ".join(made_of)}
     report = carry_out(
         conversion,
@@ -169,6 +169,7 @@ def push(
     card = None
     if path.is_dir() and not (path / CARD).exists():
         checkpoint = api.open(path)
+        say_notes(checkpoint.passed_over)
         facts = {"format": checkpoint.format}
         digests = api.digests(checkpoint).whole
         card = model_card(to.repo_id.rpartition("/")[2], facts, digests, ["ckpt", *sys.argv[1:]])

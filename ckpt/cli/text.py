@@ -119,8 +119,11 @@ def say_notes(notes: Sequence[str]) -> None:
         print(f"note: {printable(note)}", file=sys.stderr)
 
 
-def say_source(checkpoint: Checkpoint, prefix: str = "") -> None:
-    """Print on stderr what was opened, and what is to be known about it."""
+def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False) -> None:
+    """Print on stderr what was opened, and what is to be known about it; if `quiet`, only what was passed over."""
+    if quiet:
+        say_notes(checkpoint.passed_over)
+        return
     ranks = f", {checkpoint.world_size} ranks" if checkpoint.world_size else ""
     step = f", step {checkpoint.state.step}" if checkpoint.state.step is not None else ""
     framework = f" ({checkpoint.framework})" if checkpoint.framework else ""

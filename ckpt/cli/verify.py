@@ -47,9 +47,8 @@ def verify(
         return
     one = api.open(a, from_a, tag=tag_a, config=config)
     other = api.open(b, from_b, tag=tag_b, config=config)
-    if not quiet:
-        say_source(one, "A: ")
-        say_source(other, "B: ")
+    say_source(one, "A: ", quiet=quiet)
+    say_source(other, "B: ", quiet=quiet)
     total = sum(tensor.nbytes for tensor in one.tensors.values())
     with progress_bar(total, quiet) as progress:
         report = api.verify(one, other, only=only.value, cast=cast, progress=progress)
@@ -103,8 +102,7 @@ def hash_(
     from ckpt.verify.digest import ALGORITHM
 
     checkpoint = api.open(path, format, tag=tag, config=config)
-    if not quiet:
-        say_source(checkpoint)
+    say_source(checkpoint, quiet=quiet)
     with progress_bar(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), quiet) as progress:
         found = api.digests(checkpoint, dtype=CASTABLE.get(dtype.value), workers=workers, progress=progress)
     if as_json:

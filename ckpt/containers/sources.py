@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.alike import Pickles
-from ckpt.errors import CorruptError
+from ckpt.errors import CorruptError, IncompleteError
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import SourceFile
 
@@ -85,11 +85,11 @@ def structure(what: str, path: str | Path, found: Callable[[], str] = str, **whe
 def check_all_there(
     what: str, found: Collection[Any], expected: int | Sequence[Any], path: Path, example: str = ""
 ) -> None:
-    """CorruptError that names what of `expected`, ranks or their number as a file says it, is not in `found`."""
+    """IncompleteError that names what of `expected`, ranks or their number as a file says it, is not in `found`."""
     count, expected = (expected, range(expected)) if isinstance(expected, int) else (len(expected), expected)
     missing = list(islice((rank for rank in expected if rank not in found), _SHOWN + 1))
     if missing:
-        raise CorruptError(
+        raise IncompleteError(
             what,
             path=path,
             rank=", ".join(map(str, missing[:_SHOWN])) + (" and others" if len(missing) > _SHOWN else ""),

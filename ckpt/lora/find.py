@@ -111,7 +111,8 @@ def open_adapter(where: str, *, config: str | None = None, tag: str | None = Non
 
 
 def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
-    saved = [] if tag is not None and not (path / tag).is_dir() else list(_saved_adapters(path / tag if tag else path))
+    place = path / tag if tag else path
+    saved = [] if tag is not None and not place.is_dir() else list(_saved_adapters(place))
     if saved:
         newest = saved[0]
         checkpoint = api.open(newest, PEFT)
@@ -119,7 +120,10 @@ def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
         if not empty:
             others = [f"{p} is older" for p in saved[1:2]]
             taken = [f"taking the adapter {newest}"] if newest != path else []
-            return replace(checkpoint, notes=(*taken, *others, *checkpoint.notes))
+            steps = trainer_steps(place)
+            newer = [folder.name for folder in steps[: steps.index(newest)]] if newest in steps else []
+            passed = (f"skipped, as there is no adapter in it: {', '.join(newer[:8])}",) if newer else ()
+            return replace(checkpoint, notes=(*taken, *passed, *others, *checkpoint.notes), passed_over=passed)
         sharded = _open_sharded(newest, path, config, tag)
         if sharded is None:
             raise CorruptError(

@@ -160,9 +160,9 @@ class SourceFile:
 class Checkpoint:
     """A lazy description of a checkpoint: which bytes of which files hold which part of which tensor.
 
-    `format` names the format that read it, `framework` who wrote it, as far as it says so.  Both are for people,
-    as `notes` are: no writer asks for them.  What a writer has to know is a field of its own, here or in `state`:
-    `tag` is the name of the step's folder in the run's, where the engine names steps (DeepSpeed).
+    `format` names the format that read it, `framework` who wrote it, as far as it says so.  Both are for people, as
+    `notes` and `passed_over` are: no writer asks for them.  What a writer has to know is a field of its own, here or in
+    `state`: `tag` is the name of the step's folder in the run's, where the engine names steps (DeepSpeed).
     `is_adapter`: it is what PEFT saves, under the names of its files, without the model that it adapts.
     `is_state_dict`: it is a run's own state dict stored leaf by leaf (DCP); what loads it asks for these very leaves.
     `own_module_order`: the modules are in another order than the framework's own, and its optimizers go by order.
@@ -172,6 +172,8 @@ class Checkpoint:
     `folders` are the places in which the run's other files (config, tokenizer) may stand, nearest first.
     `origins` are the places that the user named, a run folder or adapters to be merged among them: nothing is written
     into any of them, nor over one.
+    `passed_over` says which newer checkpoints of the run are not the one that was taken, and why: the user is told even
+    where notes are not wanted.
     `computed` maps a made-up path to a function that returns its bytes.  An extent with that path is computed when it
     is written; a merged LoRA weight is one.
     """
@@ -194,6 +196,7 @@ class Checkpoint:
     folders: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
     computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
 
     def get(self, fqn: str, role: str) -> Tensor | None:

@@ -14,6 +14,8 @@ TRAINER_STATE = "trainer_state.json"
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 #: Megatron-LM's and verl's file with the number of that step; Megatron-LM's may say `release` instead.
 TRACKER = "latest_checkpointed_iteration.txt"
+#: Files that record which step is meant.
+RECORDS = (LATEST, LATEST_UNIVERSAL, TRACKER)
 _MAX_RECORDED = 4096
 
 #: A step's folder as HF Trainer, TRL and Axolotl name it (transformers/trainer_utils.py).

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined
 from ckpt.run_folder.steps import LATEST, recorded_step
 
@@ -94,7 +94,7 @@ def find_step_folder(path: Path, tag: str | None) -> Path | None:
     recorded = recorded_step(latest)
     if recorded is None:
         if steps := zero_steps(path):
-            raise CorruptError(
+            raise IncompleteError(
                 "there is no `latest` file that says which step is meant",
                 path=path,
                 expected="a file `latest` with the name of a step folder",
@@ -102,13 +102,14 @@ def find_step_folder(path: Path, tag: str | None) -> Path | None:
             )
         return None
     if not recorded:
-        raise CorruptError("`latest` is empty", path=latest, expected="the name of a step folder")
+        raise IncompleteError("`latest` is empty", path=latest, expected="the name of a step folder")
     folder = confined(path, recorded)
     if is_step_folder(folder):
         return folder
     if not zero_steps(path) and (folder / "mp_rank_00_model_states.pt").exists():
         return None  # a DeepSpeed checkpoint without ZeRO
-    raise CorruptError(
+    # Of a single step that is gone nothing is left to be read; beside others, `latest` is damaged or they are not its.
+    raise (CorruptError if zero_steps(path) else IncompleteError)(
         "`latest` names a step folder that is not there, or that holds no optimizer files",
         path=latest,
         expected=f"ZeRO files in {recorded}/",
@@ -159,7 +160,7 @@ def check_names(folder: Path) -> None:
     """Raise CorruptError where `folder` lacks a rank's file, as far as names and the steps beside it tell."""
     num_ranks = max(len(list_step_folder(step).optimizer) for step in zero_steps(folder.parent))
     if not list_step_folder(folder).has_files_of(num_ranks):
-        raise CorruptError("files of ranks are missing", path=folder, expected=f"files of {num_ranks} ranks")
+        raise IncompleteError("files of ranks are missing", path=folder, expected=f"files of {num_ranks} ranks")
 
 
 def _number(name: str) -> int:

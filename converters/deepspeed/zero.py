@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.plan.checkpoint import (
     BUFFER,
     MASTER,
@@ -147,16 +147,9 @@ def _understand(reading: _Reading) -> Checkpoint:
     first = inner_file(reading.load(folder.optimizer[first_rank], first_rank))
     stage = _stage(first)
     world_size = _world_size(first)
-    _check_ranks(folder.optimizer, world_size, path, "optim_states")
-    if stage == 3:
-        _check_ranks(folder.model_per_rank, world_size, path, "model_states")
-    elif folder.model is None:
-        raise CorruptError("the model file is missing", path=path, expected="mp_rank_00_model_states.pt")
-    others = [
-        inner_file(reading.load(folder.optimizer[rank], rank)) for rank in range(world_size) if rank != first_rank
-    ]
-    inners = sorted([first, *others], key=lambda inner: inner.rank)
-    for inner in inners:
+    there = sorted(rank for rank in folder.optimizer if rank < world_size)
+    inners = [first if rank == first_rank else inner_file(reading.load(folder.optimizer[rank], rank)) for rank in there]
+    for inner in inners:  # first: a number of ranks of which the others know nothing makes no file a missing one
         if _stage(inner) != stage or _world_size(inner) != world_size:
             raise CorruptError(
                 "files of different runs in one folder",
@@ -165,10 +158,12 @@ def _understand(reading: _Reading) -> Checkpoint:
                 expected=f"ZeRO-{stage} on {world_size} ranks",
                 found=f"ZeRO-{_stage(inner)} on {_world_size(inner)} ranks",
             )
+    _check_ranks(folder.optimizer, world_size, path, "optim_states")
     if stage == 3:
-        model = _read_stage3(reading, inners)
-    else:
-        model = _read_stage12(reading, inners)
+        _check_ranks(folder.model_per_rank, world_size, path, "model_states")
+    elif folder.model is None:
+        raise IncompleteError("the model file is missing", path=path, expected="mp_rank_00_model_states.pt")
+    model = (_read_stage3 if stage == 3 else _read_stage12)(reading, inners)
     return _checkpoint(reading, model, inners, stage, world_size)
 
 

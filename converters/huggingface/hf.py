@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckpt.containers.sources import Sources
 from ckpt.containers.weights import MAX_INDEX, Index, parse_index, read_weights, weight_files
-from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.errors import IncompleteError, NotFoundError, UsageError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import (
     BUFFER,
@@ -182,7 +182,7 @@ def _check_set(names: list[str], folder: Path) -> None:
     numbers = {int(m["number"]) for name in names if (m := _SHARD.fullmatch(name))}
     missing = next((n for n in range(1, count + 1) if n not in numbers), None)
     if missing is not None or len(numbers) != count:
-        raise CorruptError(
+        raise IncompleteError(
             "the set of shards is not complete",
             path=folder,
             expected=f"{count} shards, from 1 on",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK
-from ckpt.errors import CorruptError
+from ckpt.errors import IncompleteError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.run_folder.steps import TITAN_STEP, step_folders
 
@@ -57,7 +57,7 @@ def _is_dcp(names: list[str]) -> bool:
 def find_folder(path: Path, tag: str | None) -> Path | None:
     """The checkpoint that `path` is, that `tag` names in it, or the newest `step-N` in it.
 
-    CorruptError where the newest step was not written to its end: which one is meant is then the user's to say.
+    IncompleteError where the newest step was not written to its end: which one is meant is then the user's to say.
     """
     if path.name == METADATA and path.is_file():
         path = path.parent
@@ -73,7 +73,7 @@ def find_folder(path: Path, tag: str | None) -> Path | None:
         return None
     if not _is_finished(steps[0]):
         whole = next((step.name for step in steps if _is_finished(step)), None)
-        raise CorruptError(
+        raise IncompleteError(
             "the newest step was not written to its end",
             path=steps[0],
             expected=METADATA,

@@ -29,7 +29,7 @@ from typing import Any
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ParamGroup, ReadRequest, Target
@@ -179,7 +179,7 @@ def _check_ranks(folder: Path, found: Mapping[str, Mapping[int, str]], stated: d
         ranks = found[kind]
         missing = [rank for rank in range(max(world_size, max(ranks, default=-1) + 1)) if rank not in ranks]
         if ranks and (missing or len(ranks) != world_size):
-            raise CorruptError(
+            raise IncompleteError(
                 f"files of ranks are missing: each has a part of every tensor ({kind})",
                 path=folder,
                 rank=", ".join(map(str, missing[:16])),

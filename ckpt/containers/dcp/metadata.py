@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from ckpt.containers.torchfile.unpickle import load_pickle
 from ckpt.containers.torchfile.values import Record
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Shape
@@ -96,7 +96,7 @@ def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.
                 "the metadata of a rank is missing", path=folder, rank=rank, expected=f"__{rank}{METADATA}", found=name
             )
     if not names:
-        raise CorruptError("the metadata is missing: the save was not finished", path=folder, expected=METADATA)
+        raise IncompleteError("the metadata is missing: the save was not finished", path=folder, expected=METADATA)
     merged = _read(folder, names[0], classes)
     for name in names[1:]:
         _merge(merged, _read(folder, name, classes))

@@ -37,7 +37,7 @@ from ckpt.containers.torchfile.machine import Machine, Table
 from ckpt.containers.torchfile.table import allowed
 from ckpt.containers.torchfile.unpickle import loads
 from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError, Storage, StorageType, short
-from ckpt.errors import CorruptError, NotFoundError, UnsafeError
+from ckpt.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt.move.source import open_file, read_at
 
 #: Bytes of a central directory: some five million records.
@@ -141,7 +141,9 @@ class _Region:
 
 def _read(region: _Region, alike: Pickles | None) -> TorchFile:
     if region.size == 0:
-        region.corrupt("the file is empty", expected="a file written by torch.save", found="0 bytes")
+        raise IncompleteError(
+            "the file is empty", path=region.path, expected="a file written by torch.save", found="0 bytes"
+        )
     head = region.read(0, min(region.size, 512))
     tail = region.read(max(0, region.size - 22), min(region.size, 22))
     if tail.startswith(_END) and len(tail) == 22:
@@ -197,6 +199,8 @@ _local_fields = struct.Struct("<4s2xHH4xIIIHH").unpack_from
 # What follows a record with bit 3: signature, crc32, sizes; the wide one where its size or its offset takes 64 bits.
 _DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
 
+#: Bytes of the 64-bit end record, its locator and the end record, which torch always writes.
+_END_SIZE = 56 + 20 + 22
 _ENTRY_SIZE = 46
 _LOCAL_SIZE = 30
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
@@ -235,8 +239,11 @@ def _refuse_zip_without_end(region: _Region) -> NoReturn:
         region.truncated(region.size + 22 - (len(tail) - at))
     if at >= 0 and _ends_here(region, tail[at : at + 22], region.size - tail_size + at):
         region.unsafe("the zip archive has a comment, or something else behind its end")
-    region.corrupt(
-        "the file is truncated",
+    # With one of the other records of an end in its place it is whole, and its last record damaged.
+    is_cut_off = not any(signature in tail[-_END_SIZE:] for signature in (_END64, _LOCATOR, _END))
+    raise (IncompleteError if is_cut_off else CorruptError)(
+        "the file is truncated" if is_cut_off else "the end of the zip archive is damaged",
+        path=region.path,
         expected="the end record of a zip archive in its last 22 bytes",
         found=f"{region.size} bytes that end without one",
     )
