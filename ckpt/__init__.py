@@ -3,6 +3,7 @@
     checkpoint = ckpt.open("outputs")                     # a lazy description; no tensor data is read
     ckpt.plan(checkpoint, "hf").run("outputs-hf")
     ckpt.verify(checkpoint, ckpt.open("outputs-hf")).equal
+    ckpt.load_into(model, "outputs")                      # a plain torch module, from any format
 
 Importing this package imports neither torch nor any framework.
 """
@@ -15,13 +16,18 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ckpt.api import open, plan, verify
+    from ckpt.loading import load_into
 else:
     # Packages of these names, which are loaded here so that no later import binds them, and left to the functions.
     from ckpt import plan, verify
 
     del plan, verify
 
-__all__ = ["__version__", "open", "plan", "verify"]
+__all__ = ["__version__", "load_into", "open", "plan", "verify"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:
@@ -29,4 +35,8 @@ def __getattr__(name: str) -> Any:
         from ckpt import api
 
         return getattr(api, name)
+    if name == "load_into":
+        from ckpt.loading import load_into
+
+        return load_into
     raise AttributeError(f"module 'ckpt' has no attribute {name!r}")

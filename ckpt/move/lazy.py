@@ -1,9 +1,11 @@
-"""Reading a part of one tensor of a checkpoint, as a torch tensor."""
+"""Reading a part of one tensor of a checkpoint, as a torch tensor or a numpy array."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, KeysView, Mapping
+from functools import cached_property
 from types import EllipsisType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import UsageError
 from ckpt.plan.checkpoint import BUFFER, Checkpoint, Key
@@ -11,6 +13,7 @@ from ckpt.plan.tensors import Box, Shape, Tensor
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import DTypeLike, NDArray
 
     from ckpt.move.reading import Computed
 
@@ -37,34 +40,94 @@ class LazyTensor:
         return f"LazyTensor({tensor.fqn!r}, {tensor.role!r}, {tensor.dtype}, {list(tensor.shape)})"
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
-        """Integers, slices with step 1 and an ellipsis, as torch takes them."""
+        """A torch tensor of what is indexed: integers, slices with step 1 and an ellipsis, as torch takes them.
+
+        Raises UsageError for other indices, IndexError for one that is out of range; CorruptError, StorageError.
+        """
         import numpy as np
         import torch
 
+        bits = self._read(index)
+        return torch.from_numpy(bits.reshape(-1).view(np.uint8)).view(getattr(torch, self.dtype)).reshape(bits.shape)
+
+    def numpy(self, index: Index | tuple[Index, ...] = ...) -> NDArray:
+        """A numpy array of what is indexed, of all by default; it takes no torch.
+
+        bfloat16 and the 8-bit floats are those of `ml_dtypes`.  Raises what indexing raises, and UsageError where that
+        package is needed and not installed.
+        """
+        import numpy as np
+
+        name = "bool" if self.dtype == "bool" else self.dtype
+        if not hasattr(np, name):
+            try:
+                import ml_dtypes
+            except ImportError:
+                raise UsageError(
+                    f"numpy itself has no {name}", fqn=self._tensor.fqn, hint="pip install ml_dtypes"
+                ) from None
+            return self._read(index).view(getattr(ml_dtypes, name))
+        return self._read(index).view(name)
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray:
+        """So that `np.asarray(tensor)` reads it all."""
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def _read(self, index: Index | tuple[Index, ...]) -> NDArray:
+        """The bits of what is indexed, in its shape."""
         from ckpt.move.reading import read_box
 
         box, dropped = _box(index if isinstance(index, tuple) else (index,), self.shape)
-        flat = read_box(self._tensor, box, self._computed).reshape(-1)
-        result = torch.from_numpy(flat.view(np.uint8)).view(getattr(torch, self.dtype)).reshape(box.sizes)
-        return result.squeeze(dropped) if dropped else result
+        bits = read_box(self._tensor, box, self._computed)
+        return bits.squeeze(dropped) if dropped else bits
 
 
 class OpenCheckpoint(Checkpoint):
-    """A description whose tensors can be read: what `ckpt.open` returns."""
+    """A description whose tensors can be read: what `ckpt.open` returns, by name like a dict of its parameters.
+
+    Its keys are the names of parameters and buffers.  The names of tied ones, and the pairs `(fqn, role)` of `tensors`
+    with which optimizer states are had, are in it too, but are not counted.
+    """
+
+    @cached_property
+    def _named(self) -> Mapping[str, Tensor]:
+        return {tensor.fqn: tensor for tensor in self.with_role(BUFFER)} | self.parameters
 
     def __getitem__(self, key: str | Key) -> LazyTensor:
         """The tensor `fqn` (the model's weight, or its master where only that is stored), or `(fqn, role)`.
 
         It is read where it is indexed: `checkpoint["fqn"][0:8]`.  Raises KeyError where there is none.
         """
-        if isinstance(key, tuple):
-            tensor = self.tensors.get(key)
-        else:
-            fqn = self.ties.get(key, key)
-            tensor = self.parameters.get(fqn) or self.get(fqn, BUFFER)
+        tensor = self.tensors.get(key) if isinstance(key, tuple) else self._named.get(self.ties.get(key, key))
         if tensor is None:
             raise KeyError(key)
         return LazyTensor(tensor, self.computed)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.tensors if isinstance(key, tuple) else self.ties.get(str(key), key) in self._named
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def keys(self) -> KeysView[str]:
+        return self._named.keys()
+
+    def items(self) -> Iterator[tuple[str, LazyTensor]]:
+        return ((fqn, LazyTensor(tensor, self.computed)) for fqn, tensor in self._named.items())
+
+    def __repr__(self) -> str:
+        facts: list[Any] = [self.format]
+        facts += [f"{self.world_size} ranks"] if self.world_size else []
+        facts += [f"step {self.state.step}"] if self.state.step is not None else []
+        states = f", with {', '.join(self.optimizer_states)}" if self.optimizer_states else ""
+        return f"<{self.path}: {', '.join(facts)}; {len(self)} tensors{states}>"
 
 
 def _box(index: tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int, ...]]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.errors import UsageError
@@ -49,3 +54,57 @@ def test_indices_that_cannot_be_read(fixtures: Path) -> None:
         lazy[::2]
     with pytest.raises(UsageError):
         lazy[0, 0, 0]
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_numpy_arrays_take_no_torch(fixtures: Path, stage: int) -> None:
+    """Whole and in pieces, bit for bit, in a process that cannot import torch."""
+    program = f"""
+import sys
+sys.modules["torch"] = None
+import ckpt, numpy as np
+checkpoint = ckpt.open({str(fixtures / f"toy-zero{stage}")!r})
+for (fqn, role), tensor in checkpoint.tensors.items():
+    lazy = checkpoint[fqn, role]
+    whole = lazy.numpy()
+    assert whole.shape == lazy.shape and np.asarray(lazy).dtype == whole.dtype and whole.dtype.name == lazy.dtype
+    print(fqn, role, whole.tobytes().hex())
+    if whole.ndim and whole.size:
+        assert lazy.numpy(slice(1, 3)).tobytes() == whole[1:3].tobytes()
+        assert lazy.numpy((..., 0)).tobytes() == whole[..., 0].tobytes()
+"""
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    truth = load_file(fixtures / f"toy-zero{stage}" / "truth" / "global_step2.safetensors")
+    lines = [line.split(" ") for line in printed.splitlines()]
+    assert len(lines) == len(ckpt.open(fixtures / f"toy-zero{stage}").tensors)
+    assert all(bytes.fromhex(bits) == bits_of(truth[f"{role}/{fqn}"]) for fqn, role, bits in lines)
+
+
+def test_bfloat16_is_that_of_ml_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.randn(7).to(torch.float8_e4m3fn), "c": torch.tensor(True)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = ckpt.open(tmp_path)
+    for name, tensor in tensors.items():
+        array = checkpoint[name].numpy()
+        assert array.dtype.name == str(tensor.dtype).removeprefix("torch.") and array.tobytes() == bits_of(tensor)
+    assert np.asarray(checkpoint["a"], np.float32).tolist() == tensors["a"].float().tolist()
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(UsageError, match="pip install ml_dtypes"):
+        checkpoint["a"].numpy()
+    assert checkpoint["c"].numpy()
+
+
+def test_a_checkpoint_is_like_a_dict_of_its_parameters(fixtures: Path) -> None:
+    checkpoint = ckpt.open(fixtures / "toy-zero3")
+    names = list(checkpoint)
+    assert names == list(checkpoint.keys()) == [fqn for fqn, _ in checkpoint.items()] and len(checkpoint) == len(names)
+    assert set(names) == {fqn for fqn, role in checkpoint.tensors if role in ("weight", "master", "buffer")}
+    assert "embed.weight" in checkpoint and "head.weight" in checkpoint and "nothing" not in checkpoint
+    assert "head.weight" not in names  # it is tied: the same tensor, counted once
+    assert ("embed.weight", "exp_avg") in checkpoint and ("embed.weight", "nothing") not in checkpoint
+    assert len(repr(checkpoint)) < 400 and "zero3, 3 ranks, step 2" in repr(checkpoint)
+    assert set(dir(ckpt)) == {"__version__", "load_into", "open", "plan", "verify"}

@@ -1,0 +1,122 @@
+"""Filling a plain module of torch's with the weights of any checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt import api
+from ckpt.errors import LossError, NotFoundError, UsageError
+from ckpt.move.lazy import LazyTensor
+from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, TRANSFORMERS, WEIGHT, Checkpoint
+from ckpt.plan.dtypes import DType
+from ckpt.plan.precision import CAST_SOURCES, choose
+from ckpt.plan.tensors import Tensor
+
+if TYPE_CHECKING:
+    import torch
+
+_SHOWN = 5
+
+
+def load_into(
+    model: torch.nn.Module, source: str | Path | Checkpoint, format: str = api.AUTO, *, strict: bool = True
+) -> list[str]:
+    """Fill the parameters and persistent buffers of `model` from a checkpoint of any format, in place.
+
+    `source` is a path, or what `ckpt.open` returned.  The names are those of the model's state dict; where the
+    checkpoint has other ones (the Hub's, Megatron's), they are related by its config.  A parameter takes the stored
+    weight of its own dtype, or else the float32 master, rounded to nearest even where the parameter is narrower.  One
+    tensor after the other is in memory.  Returns the model's names that the checkpoint does not have, which keep what
+    they held; `strict` makes these, and names that the model lacks, an error.
+
+    Raises UsageError for a model that is sharded or has no memory (meta), LossError where names, shapes or kinds of
+    dtype do not match, and what `ckpt.open` raises.
+    """
+    import torch
+
+    checkpoint = source if isinstance(source, Checkpoint) else api.open(source, format)
+    wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    _check_plain(wanted)
+    named = _under_the_names_of(checkpoint, wanted)
+    missing = [fqn for fqn in wanted if _stored(named, fqn, None) is None]
+    known = {named.ties.get(fqn, fqn) for fqn in wanted} | wanted.keys()
+    extra = sorted({fqn for fqn, role in named.tensors if role in (WEIGHT, MASTER, BUFFER)} - known)
+    if ((missing or extra) and strict) or len(missing) == len(wanted):
+        raise LossError(
+            "the checkpoint and the model do not have the same tensors",
+            path=checkpoint.path,
+            expected=f"{len(wanted)} tensors; not in the checkpoint: {_some(missing)}",
+            found=f"not in the model: {_some(extra)}",
+            hint="strict=False fills what both have" if len(missing) < len(wanted) else "is it the same model?",
+        )
+    filled = {fqn: _checked(named, fqn, tensor) for fqn, tensor in wanted.items() if fqn not in missing}
+    with torch.no_grad():
+        for fqn, stored in filled.items():
+            wanted[fqn].copy_(LazyTensor(stored, named.computed)[...])
+    return missing
+
+
+def _check_plain(wanted: Mapping[str, torch.Tensor]) -> None:
+    for fqn, tensor in wanted.items():
+        if tensor.is_meta or hasattr(tensor, "placements"):
+            raise UsageError(
+                "the model has no memory to be filled" if tensor.is_meta else "the model is sharded already",
+                fqn=fqn,
+                found="a meta tensor" if tensor.is_meta else type(tensor).__name__,
+                hint="model.to_empty(device=...) first" if tensor.is_meta else "fill it before it is sharded",
+            )
+
+
+def _under_the_names_of(checkpoint: Checkpoint, wanted: Mapping[str, object]) -> Checkpoint:
+    """`checkpoint` under its own names, the Hub's or those in memory: under which it has most of the wanted ones."""
+
+    def matches(one: Checkpoint) -> int:
+        names = {fqn for fqn, _ in one.tensors} | one.ties.keys()
+        return len(names & wanted.keys())
+
+    best = checkpoint
+    for namespace in (TRANSFORMERS, HUB) if checkpoint.config else ():
+        if matches(best) == len(wanted):
+            break
+        try:
+            other = api.to_namespace(checkpoint, namespace)
+        except (LossError, NotFoundError, UsageError):  # names that lead nowhere: those that there are decide
+            continue
+        best = max(best, other, key=matches)
+    return replace(best, notes=())
+
+
+def _stored(checkpoint: Checkpoint, fqn: str, dtype: DType | None) -> Tensor | None:
+    """The tensor that fills `fqn`, of `dtype` where there are two."""
+    for name in (fqn, checkpoint.ties.get(fqn, fqn)):
+        weight, master = checkpoint.get(name, WEIGHT), checkpoint.get(name, MASTER)
+        if weight or master:
+            return choose(weight, master, dtype).tensor
+        if buffer := checkpoint.get(name, BUFFER):
+            return buffer
+    return None
+
+
+def _checked(checkpoint: Checkpoint, fqn: str, tensor: torch.Tensor) -> Tensor:
+    name = str(tensor.dtype).removeprefix("torch.")
+    floating = next((dtype for dtype in CAST_SOURCES if dtype.name == name), None)
+    stored = _stored(checkpoint, fqn, floating)
+    assert stored is not None
+    both_float = floating is not None and stored.dtype in CAST_SOURCES
+    if stored.shape != tuple(tensor.shape) or not (both_float or stored.dtype.name == name):
+        raise LossError(
+            "a tensor of the checkpoint does not fit the model",
+            path=checkpoint.path,
+            fqn=fqn,
+            expected=f"{name} {list(tensor.shape)}",
+            found=f"{stored.dtype} {list(stored.shape)}",
+        )
+    return stored
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (", ".join(names[:_SHOWN]) + more) or "none"

@@ -1,0 +1,84 @@
+"""`ckpt.load_into` against the live engine's truth and against `from_pretrained`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ckpt
+from ckpt.errors import LossError, UsageError
+from tests.support.engines import raw
+
+#: Masters stand in for weights that ZeRO-3 does not store; frozen parameters have no master.
+KINDS = ("weight", "master", "buffer")
+
+
+@pytest.fixture
+def moe(fixtures: Path) -> Path:
+    """Qwen3-MoE under ZeRO-3: in memory its experts are stacked, on the Hub they are not."""
+    return fixtures / "moe-zero3"
+
+
+def fresh(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(7)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_training_checkpoint(moe: Path, dtype: torch.dtype) -> None:
+    """A float32 parameter takes the master, a bf16 one what the engine computes with: the master, rounded."""
+    model = fresh(moe, dtype)
+    assert ckpt.load_into(model, moe) == []
+    truth = load_file(moe / "truth" / "global_step2.safetensors")
+    for fqn, tensor in model.state_dict().items():
+        assert raw(tensor) == raw(truth[f"master/{fqn}"].to(dtype)), fqn
+
+
+@pytest.mark.parametrize("target", ["hf", "megatron"])
+def test_other_names_are_related(moe: Path, tmp_path: Path, target: str) -> None:
+    ckpt.plan(ckpt.open(moe), target).run(tmp_path / "out")
+    model, direct = fresh(moe, torch.bfloat16), fresh(moe, torch.bfloat16)
+    assert ckpt.load_into(model, tmp_path / "out") == ckpt.load_into(direct, ckpt.open(moe)) == []
+    expected = direct.state_dict()
+    assert all(raw(tensor) == raw(expected[fqn]) for fqn, tensor in model.state_dict().items())
+
+
+def test_what_does_not_match_is_refused_before_anything_is_filled(moe: Path) -> None:
+    model = fresh(moe, torch.float32)
+    model.added = torch.nn.Linear(2, 2)
+    before = {fqn: raw(tensor) for fqn, tensor in model.state_dict().items()}
+    with pytest.raises(LossError, match=r"not in the checkpoint: added.weight, added.bias"):
+        ckpt.load_into(model, moe)
+    assert {fqn: raw(tensor) for fqn, tensor in model.state_dict().items()} == before
+    assert ckpt.load_into(model, moe, strict=False) == ["added.weight", "added.bias"]
+    model.lm_head = torch.nn.Linear(3, 3, bias=False)
+    with pytest.raises(LossError, match="does not fit the model") as error:
+        ckpt.load_into(model, moe, strict=False)
+    assert "lm_head.weight" in str(error.value)
+    with pytest.raises(LossError, match="is it the same model"):
+        ckpt.load_into(torch.nn.Linear(2, 2), moe, strict=False)
+    with torch.device("meta"), pytest.raises(UsageError, match="to_empty"):
+        ckpt.load_into(fresh(moe, torch.float32), moe)
+
+
+def test_a_module_of_ones_own(fixtures: Path) -> None:
+    """Ties and buffers of a toy that no library knows."""
+    run = fixtures / "toy-zero3"
+    truth = load_file(run / "truth" / "global_step2.safetensors")
+    named = {fqn.partition("/")[2]: tensor for fqn, tensor in truth.items() if fqn.split("/")[0] in KINDS}
+    model = torch.nn.Module()
+    for fqn, tensor in named.items():
+        *path, leaf = fqn.split(".")
+        module = model
+        for part in path:
+            module = module._modules.setdefault(part, torch.nn.Module())
+        if f"buffer/{fqn}" in truth:
+            module.register_buffer(leaf, torch.zeros_like(tensor))
+        else:
+            module.register_parameter(leaf, torch.nn.Parameter(torch.zeros_like(tensor)))
+    assert ckpt.load_into(model, run) == []
+    assert {fqn: raw(tensor) for fqn, tensor in model.state_dict().items()} == {f: raw(t) for f, t in named.items()}
