@@ -29,6 +29,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.precision import computing_dtype
+from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import RECORDS, enclosing_folders, step_folders, trainer_steps
 from ckpt.text import HUB_ID
 
@@ -126,7 +127,28 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Chec
             skipped.append(f"{folder.name} is skipped, it holds no checkpoint of the format wanted")
     if failure is not None:
         raise failure
+    if not skipped and (run := run_below(path, partial(is_run, formats=formats, tag=request.tag))) is not None:
+        inside = _open_first(run, formats, request)
+        return inside and replace(inside, notes=(f"taking the run {run.relative_to(path)}", *inside.notes))
     return None
+
+
+def is_run(folder: Path, formats: list[Format] | None = None, tag: str | None = None) -> bool:
+    """Whether `folder` is a checkpoint of any of the formats (None: of all), or the run folder of some.
+
+    Raises CorruptError for one that is damaged so that it is not told what it is.
+    """
+    formats = [one for one in registry.all_formats() if one.reads] if formats is None else formats
+    steps = trainer_steps(folder)
+    inner = None if tag in {step.name for step in steps} else tag
+    return any(_finds(one, folder, tag) or any(_finds(one, step, inner) for step in steps) for one in formats)
+
+
+def _finds(one: Format, folder: Path, tag: str | None) -> bool:
+    try:
+        return one.find(folder, tag) is not None
+    except NotFoundError:  # no step of this tag
+        return False
 
 
 def _open_here(

@@ -2,6 +2,7 @@
 
     CkptError
     |- UsageError       2  the command cannot mean what it says
+    |  `- SeveralRunsError  the folder of several runs was given
     |- NotFoundError    3  nothing there, or nothing that is recognised
     |- CorruptError     4  a checkpoint that is damaged or contradicts itself
     |  `- IncompleteError  one that was not written to its end: files are missing, empty or cut off
@@ -15,6 +16,7 @@ Exit code 1 is no error: `ckpt verify` found a difference.  130 is Ctrl-C.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 
 class CkptError(Exception):
@@ -66,6 +68,15 @@ class CkptError(Exception):
 
 class UsageError(CkptError):
     exit_code = 2
+
+
+class SeveralRunsError(UsageError):
+    """A folder holds several run folders, `runs`, the newest first, of which one is to be given."""
+
+    def __init__(self, path: os.PathLike[str], runs: Sequence[os.PathLike[str]]) -> None:
+        found = ", ".join(os.path.relpath(run, path) for run in runs[:8]) + (", ..." if len(runs) > 8 else "")
+        super().__init__("which run? there are several here", path=path, found=found, hint="give the folder of one")
+        self.runs = tuple(os.fspath(run) for run in runs)
 
 
 class NotFoundError(CkptError):

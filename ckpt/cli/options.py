@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -15,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ckpt import registry
-from ckpt.errors import CkptError, UsageError
+from ckpt.errors import CkptError, SeveralRunsError, UsageError
 from ckpt.plan.options import Option, options_of
 
 INTERRUPTED = 130
@@ -94,13 +95,23 @@ def guarded(function: Function) -> Function:
             if isinstance(error.__cause__, BrokenPipeError):  # whoever read our output has seen enough
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             else:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {error}", *_commands(error), sep="\n", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
             print(*(interrupt.args or ["interrupted; the destination is as it was"]), file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
 
     return run  # type: ignore[return-value]
+
+
+def _commands(error: CkptError) -> list[str]:
+    """Where there are several runs to choose from, the command for each, the newest first."""
+    if not isinstance(error, SeveralRunsError):
+        return []
+    asked = [word for word in sys.argv[1:] if not word.startswith("-") and os.path.normpath(word) == error.path]
+    words = sys.argv[1:] if asked else [*sys.argv[1:], str(error.path)]
+    place = max(i for i, word in enumerate(words) if word == (asked[-1] if asked else error.path))
+    return [f"  {shlex.join(['ckpt', *words[:place], run, *words[place + 1 :]])}" for run in error.runs]
 
 
 class Commands(TyperGroup):

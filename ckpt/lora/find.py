@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from ckpt.move.lazy import LazyTensor
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Shape, Tensor
+from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import trainer_steps
 from ckpt.state import adapter as names
 from ckpt.state.adapter import AdapterConfig, parse_name
@@ -135,12 +137,20 @@ def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
             )
         note = f"the adapter file in {newest} is empty, as ZeRO-3 leaves it; its partitions are taken instead"
         return replace(sharded, notes=(note, *sharded.notes))
+    with_adapter = partial(_has_saved, tag=tag)
+    if path.is_dir() and not api.is_run(path, tag=tag) and (run := run_below(path, with_adapter)) is not None:
+        inside = _open(run, config, tag)
+        return replace(inside, notes=(f"taking the run {run.relative_to(path)}", *inside.notes))
     checkpoint = api.open(path, tag=tag, config=config)
     if not names.is_adapter(fqn for fqn, _ in checkpoint.tensors):
         raise NotFoundError(
             "there is no LoRA adapter here", path=path, found=f"a checkpoint of format {checkpoint.format}"
         )
     return checkpoint
+
+
+def _has_saved(run: Path, tag: str | None) -> bool:
+    return any(True for _ in _saved_adapters(run / tag if tag else run))
 
 
 def _saved_adapters(path: Path) -> Iterator[Path]:

@@ -1,0 +1,82 @@
+"""`outputs/RUN/checkpoint-N`: the one run is taken and named, several are listed with the command for each."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from ckpt.errors import NotFoundError, SeveralRunsError
+from tests.support.commands import process
+
+
+def make_run(fixtures: Path, outputs: Path, name: str, step: int, time: int, kind: str = "lora-zero3") -> Path:
+    """A run as HF Trainer under ZeRO-3 keeps it, saved last at `time` (ns)."""
+    saved = outputs / name / f"checkpoint-{step}"
+    shutil.copytree(fixtures / kind, saved)
+    for place in (saved, saved.parent):
+        os.utime(place, ns=(time, time))
+    return saved
+
+
+def test_one_run_is_taken_and_named(fixtures: Path, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    make_run(fixtures, outputs, "llama-sft", 2, 10**9)
+    (outputs / "logs").mkdir()
+    (outputs / "notes.txt").write_text("mine")
+    report = process("convert", "zero3", "peft", "outputs", cwd=tmp_path)
+    assert report.code == 0, report.err
+    assert "taking the run llama-sft" in report.err and (tmp_path / "outputs-peft" / "adapter_config.json").is_file()
+    assert process("inspect", "outputs", cwd=tmp_path).code == 0
+    merged = process("merge-lora", "outputs", cwd=tmp_path)
+    assert merged.code == 0 and "taking the run llama-sft" in merged.err and merged.out == "outputs-merged\n"
+
+
+def test_an_adapter_is_found_in_its_run(fixtures: Path, tmp_path: Path) -> None:
+    """A PEFT folder as HF Trainer saves it, without any sharded checkpoint, two levels down."""
+    ckpt.plan(ckpt.open(fixtures / "lora-zero3"), "peft").run(tmp_path / "outputs/project/run/checkpoint-7")
+    base = tmp_path / "base"
+    ckpt.plan(ckpt.open(fixtures / "lora-zero3"), "peft").run(tmp_path / "elsewhere")
+    report = process("merge-lora", fixtures / "lora-zero3", "-o", base)
+    assert report.code == 0, report.err
+    report = process("merge-lora", tmp_path / "outputs", "--base", base, "-o", tmp_path / "merged")
+    assert report.code == 0 and "taking the run project/run" in report.err, report.err
+
+
+def test_several_are_listed_newest_first_with_the_command_for_each(fixtures: Path, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    for name, time in {"old": 10**9, "new run": 3 * 10**9, "middle": 2 * 10**9}.items():
+        make_run(fixtures, outputs, name, 2, time)
+    newest_first = ["new run", "middle", "old"]
+    for words in (["convert", "zero3", "peft", "./outputs", "--dry-run"], ["merge-lora", "./outputs"], ["merge-lora"]):
+        report = process(*words, cwd=tmp_path if len(words) > 1 else outputs)
+        assert report.code == 2 and "which run?" in report.err and "Traceback" not in report.err, report.err
+        lines = [line.strip() for line in report.err.splitlines() if line.startswith("  ckpt ")]
+        named = [Path(word).name for line in lines for word in shlex.split(line)]
+        assert [name for name in named if name in newest_first] == newest_first
+    first = process("convert", "zero3", "peft", "outputs/new run", "--dry-run", cwd=tmp_path)
+    assert first.code == 0, first.err
+    with pytest.raises(SeveralRunsError) as error:
+        ckpt.open(outputs)
+    assert [Path(run).name for run in error.value.runs] == newest_first
+
+
+def test_runs_of_other_formats_are_not_in_the_way(fixtures: Path, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    make_run(fixtures, outputs, "run", 2, 10**9)
+    ckpt.plan(ckpt.open(outputs / "run"), "peft").run(outputs / "exported")
+    assert ckpt.open(outputs, "zero3").path.endswith("checkpoint-2/global_step2")
+    assert ckpt.open(outputs, "peft").path.endswith("exported")
+    with pytest.raises(SeveralRunsError):
+        ckpt.open(outputs)
+
+
+def test_nothing_is_still_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+    (tmp_path / "a" / "model.txt").write_text("x")
+    with pytest.raises(NotFoundError, match="no checkpoint of a known format here"):
+        ckpt.open(tmp_path)
