@@ -118,6 +118,8 @@ class Commands(TyperGroup):
     """The commands.  `convert` gets the options that formats declare when it is run, so that the others stay fast."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if "" in args[1:]:  # no path: `Path("")` would be the current folder
+            raise typer.BadParameter("an argument is empty; is a variable of the shell not set?")
         resolved: Any = super().resolve_command(ctx, args)
         name, command, rest = resolved
         if name == "convert":
