@@ -368,10 +368,12 @@ class Conversion:
         overwrite: bool = False,
         progress: Progress | None = None,
         manifest: bool = True,
+        check: bool = False,
         describe: Callable[[Path], Mapping[str, bytes]] = lambda _: {},
     ) -> None:
         """Write it to `destination`, which must not overlap the source; see `ckpt.move.run.execute`.
 
+        `check` first compares masters with the weights stored beside them (`ckpt.verify.compare.check_masters`);
         `manifest` adds `ckpt-manifest.json`, the digests of what was written; `describe` makes further files of the
         filled folder: their content by name.
         """
@@ -388,7 +390,7 @@ class Conversion:
                 resources=self.resources,
                 progress=progress,
                 hashing=manifest,
-                check=self._check_replicas,
+                check=partial(self._check_source, check),
                 describe=partial(self._described, describe, manifest),
             )
         except (CorruptError, NotFoundError):
@@ -396,7 +398,11 @@ class Conversion:
                 file.check_unchanged()  # a file that was replaced meanwhile explains whatever else went wrong
             raise
 
-    def _check_replicas(self) -> None:
+    def _check_source(self, masters: bool) -> None:
+        if masters:
+            from ckpt.verify.compare import check_masters
+
+            check_masters(self.plan.checkpoint)
         if any(tensor.replicas for tensor in self.plan.checkpoint.tensors.values()):
             from ckpt.verify.compare import check_plan_replicas
 

@@ -42,6 +42,9 @@ def convert(
     ] = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Bound on all buffers together.")] = "512MB",
     workers: opt.WorkersOption = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="First compare all fp32 masters with the weights stored beside them.")
+    ] = False,
     manifest: opt.ManifestOption = True,
     dry_run: opt.DryRunOption = False,
     as_json: opt.JsonOption = False,
@@ -74,6 +77,7 @@ def convert(
         verbose=verbose,
         overwrite=overwrite,
         manifest=manifest,
+        check=check,
     )
     if report is not None:
         print(json.dumps(report, indent=2) if as_json else printable(str(destination)))

@@ -28,6 +28,7 @@ def carry_out(
     verbose: bool,
     overwrite: bool,
     manifest: bool,
+    check: bool = False,
     describe: Callable[[Path], Mapping[str, bytes]] = lambda _: {},
 ) -> dict[str, Any] | None:
     """Run a conversion and say on stderr what was written; its report for stdout.
@@ -40,7 +41,9 @@ def carry_out(
         print(json.dumps(report, indent=2) if as_json else "\n".join(plan_lines(report, verbose)))
         return None
     with progress_bar(conversion.plan.moved_bytes, quiet) as progress:
-        conversion.run(destination, overwrite=overwrite, progress=progress, manifest=manifest, describe=describe)
+        conversion.run(
+            destination, overwrite=overwrite, progress=progress, manifest=manifest, check=check, describe=describe
+        )
     if not quiet:
         for line in _outcome(conversion, destination, manifest):
             print(line, file=sys.stderr)

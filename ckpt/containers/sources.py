@@ -8,7 +8,9 @@ file that is replaced meanwhile is noticed.  What a damaged or hostile file make
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,12 +18,19 @@ from typing import Any
 
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.alike import Pickles
+from ckpt.containers.torchfile.read import TorchFile
 from ckpt.errors import CorruptError, IncompleteError
 from ckpt.move.files import translate_os_errors
+from ckpt.move.source import open_file, read_at
 from ckpt.plan.checkpoint import SourceFile
 
 #: Ranks that a message lists at most.
 _SHOWN = 16
+#: Bytes of a storage that is large enough to tell two ranks apart, and of one that are looked at.
+_TELLING, _LOOKED_AT = 64, 1 << 20
+#: The folder in a zip that was saved as a stream, which has no name.
+_STREAM = "archive"
+_DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Sources:
 
     by_path: dict[str, SourceFile] = field(default_factory=dict)
     alike: Pickles = field(default_factory=Pickles, repr=False)
+    storages: dict[str, _Storages] = field(default_factory=dict, repr=False)
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -55,19 +65,91 @@ class Sources:
         with translate_os_errors(path):
             return self.by_path.setdefault(str(path), SourceFile.stat(str(path)))
 
-    def root(self, path: str | Path) -> Any:
-        """The object in a torch file, which is remembered.  Raises what `torchfile.read` raises."""
-        self.add(path)
-        return torchfile.read(path).root
+    def root(self, path: str | Path, *, is_named: bool = False) -> Any:
+        """The object in a torch file, which is remembered.  Raises what `torchfile.read` raises.
+
+        `is_named`: by its whole name it is told from files beside it that hold other things of the same kind.
+        """
+        return self._read(path, None, None, is_named).root
 
     def of_rank(self, path: str | Path, rank: int, what: str) -> RankFile:
         """The dict that a rank wrote; CorruptError, saying that this is no `what`, where it is something else."""
-        self.add(path)
-        root = torchfile.read(path, alike=self.alike).root  # which other ranks may have written, too
+        root = self._read(path, rank, self.alike).root  # which other ranks may have written, too
         if not isinstance(root, Mapping):
             found = type(root).__name__
             raise CorruptError(f"this is no {what}", path=path, rank=rank, expected="a dict", found=found)
         return RankFile(str(path), rank, root)
+
+    def _read(self, path: str | Path, rank: int | None, alike: Pickles | None, is_named: bool = False) -> TorchFile:
+        self.add(path)
+        file = torchfile.read(path, alike=alike)
+        _check_saved_as(Path(path), rank, file.folder, is_named)
+        found = tuple((one.size, one.crc32) for name, one in file.records.items() if name != "data.pkl")
+        large = max((one for one in file.records.values() if one.name != "data.pkl"), key=_size, default=None)
+        if large is not None and large.size >= _TELLING and all(crc32 is not None for _, crc32 in found):
+            self.storages[str(path)] = _Storages(hash(found), large.offset, large.size)
+        return file
+
+    def check_distinct(self, files: Iterable[tuple[int, str]]) -> None:
+        """CorruptError where two of `files`, by rank, hold the very same, by the checksums of all that is in them.
+
+        For files of which each has a part of its own.  What is one value throughout, zeros say, may well be the same.
+        """
+        first: dict[int, tuple[int, str]] = {}
+        for rank, path in files:
+            held = self.storages.get(path)
+            if held is None:
+                continue
+            other = first.setdefault(held.sums, (rank, path))
+            if other[1] != path and not held.is_constant(path):
+                raise CorruptError(
+                    "the files of two ranks hold the very same, and each should have a part of its own",
+                    path=path,
+                    rank=rank,
+                    expected=f"other elements than those of rank {other[0]}, {other[1]}",
+                    found="the same checksums of all tensors",
+                    hint="was one copied over the other?",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Storages:
+    """What a torch file says of its storages: `sums` stands for their sizes and checksums; where the largest lies."""
+
+    sums: int
+    offset: int
+    size: int
+
+    def is_constant(self, path: str) -> bool:
+        """Whether the largest storage, as far as it is looked at, is one value throughout."""
+        descriptor = open_file(path)
+        try:
+            data = read_at(descriptor, path, self.offset, min(self.size, _LOOKED_AT) // 8 * 8)
+        finally:
+            os.close(descriptor)
+        return data == data[:8] * (len(data) // 8)
+
+
+def _size(record: torchfile.StoredRecord) -> int:
+    return record.size
+
+
+def _check_saved_as(path: Path, rank: int | None, folder: str | None, is_named: bool) -> None:
+    """CorruptError where a torch file was saved under the name of another rank, layer or shard than the one it has."""
+    name = path.name.rpartition(".")[0] or path.name
+    if folder in (None, name, _STREAM):
+        return
+    assert folder is not None
+    numbers, saved = ([int(n) for n in _DIGITS.findall(one)] for one in (name, folder))
+    if is_named or (numbers != saved and _DIGITS.sub("0", folder) == _DIGITS.sub("0", name)):
+        raise CorruptError(
+            "the file was saved under another name: it is another one of the checkpoint's",
+            path=path,
+            rank=rank,
+            expected=f"a file that was saved as {name}",
+            found=f"one that was saved as {folder}",
+            hint="were files exchanged, or one copied over another?",
+        )
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.reading import strided
 from ckpt.move.source import read_into, truncated
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, BOOL, DType
 from ckpt.plan.planner import Plan, check_source, first_index
 from ckpt.plan.tensors import Box, Extent, Fragment, Overlap, Region, Shape, Tensor, contiguous_strides, overlay
@@ -392,6 +393,30 @@ def check_replicas(tensor: Tensor, reader: Reader) -> None:
                 f"(bits {other.bits} instead of {one.bits}); {difference.num_different} differ",
                 hint="--replica RANK takes one rank's copy",
             )
+
+
+def check_masters(checkpoint: Checkpoint) -> None:
+    """Raise CorruptError where a fp32 master, rounded to the dtype of the weight stored beside it, is not that weight.
+
+    All of both is read.  Partitions of ranks that were exchanged, or are of another step, cannot pass.
+    """
+    with Reader() as reader:
+        for master in checkpoint.with_role(MASTER):
+            weight = checkpoint.get(master.fqn, WEIGHT)
+            if weight is None or weight.shape != master.shape or narrower(master.dtype, weight.dtype) is None:
+                continue
+            difference = compare(master.shape, weight.fragments(), master.fragments(), reader, cast=True)
+            if difference is not None:
+                one, other = difference.a, difference.b
+                raise CorruptError(
+                    "the optimizer's master of a parameter is not the weight that is stored beside it",
+                    path=other.path,
+                    rank=other.rank,
+                    fqn=master.fqn,
+                    expected=f"{one}, as in {one.path}",
+                    found=f"element {list(difference.index)} is {other}; {difference.num_different} differ",
+                    hint="are these the files of one save, each rank's under its own name?",
+                )
 
 
 def check_plan_replicas(plan: Plan) -> None:

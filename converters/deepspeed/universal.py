@@ -197,7 +197,7 @@ def _add_parameter(reading: _Reading, fqn: str, shape: Shape, native: StoredTens
         raise CorruptError("the master of a parameter is missing", path=folder, fqn=fqn, expected=f"a file {FP32}.pt")
     for name in (name for name in names if name.endswith(".pt")):
         role = name.removesuffix(".pt")
-        value = reading.sources.root(confined(folder, name))
+        value = reading.sources.root(confined(folder, name), is_named=True)
         if role == STEP or not isinstance(value, Mapping | StoredTensor):
             reading.scalars.setdefault(role, {})[fqn] = _number(value, folder / name)
             continue

@@ -163,6 +163,7 @@ def _understand(reading: _Reading) -> Checkpoint:
         _check_ranks(folder.model_per_rank, world_size, path, "model_states")
     elif folder.model is None:
         raise IncompleteError("the model file is missing", path=path, expected="mp_rank_00_model_states.pt")
+    reading.sources.check_distinct((inner.rank, inner.path) for inner in inners)
     model = (_read_stage3 if stage == 3 else _read_stage12)(reading, inners)
     return _checkpoint(reading, model, inners, stage, world_size)
 

@@ -164,6 +164,8 @@ def read_ranks(reading: Reading) -> list[RankFile]:
     contents = [(rank, _model_file(reading.folder, name)) for name, rank in expected.items()]
     loaded = [(rank, path, first if path.parent.name == names[0] else reading.load(path)) for rank, path in contents]
     _check_agreement(reading, loaded)
+    _check_places(reading.grid, loaded)
+    reading.sources.check_distinct((rank.number, str(path)) for rank, path, _ in loaded)
     _check_version(reading, first)
     files = []
     for rank, path, content in loaded:
@@ -275,6 +277,33 @@ def _check_agreement(reading: Reading, loaded: Sequence[tuple[Rank, Path, Mappin
                 rank=rank.number,
                 expected=_describe(reading.grid) if not other else f"{other[0]} {reading.args.get(other[0])!r}",
                 found=_describe(grid) if not other else f"{args.get(other[0])!r}",
+            )
+
+
+def _check_places(grid: Grid, loaded: Sequence[tuple[Rank, Path, Mapping[Any, Any]]]) -> None:
+    """CorruptError where a file records that another rank wrote it (`args.rank`) than its folder is of.
+
+    Ranks are in the order tp-cp-ep-dp-pp, or with `use_tp_pp_dp_mapping` tp-cp-ep-pp-dp.  What another program has
+    converted has the same arguments in every file, which say nothing.
+    """
+    said = [(rank, path, plain_args(content)) for rank, path, content in loaded]
+    if len({args.get("rank") for _, _, args in said}) == 1:
+        return
+    for rank, path, args in said:
+        number, world_size = args.get("rank"), args.get("world_size")
+        if type(number) is not int or type(world_size) is not int:
+            continue
+        num_in_stage = max(1, world_size // grid.pp)
+        in_order = number // num_in_stage == rank.pp or args.get("use_tp_pp_dp_mapping")
+        if number % grid.tp != rank.tp or not in_order:
+            raise CorruptError(
+                "the file of a rank records that another rank wrote it",
+                path=path,
+                rank=rank.number,
+                expected=f"one of TP rank {rank.tp}" + (f" and PP rank {rank.pp}" if grid.pp > 1 else ""),
+                found=f"args.rank {number} of {world_size}, which is TP rank {number % grid.tp}"
+                + (f" and PP rank {number // num_in_stage}" if grid.pp > 1 else ""),
+                hint="were files exchanged, or one copied over another?",
             )
 
 

@@ -62,7 +62,8 @@ class TorchFile:
 
     `root` is the object that was saved (see `ckpt.containers.torchfile.values` for what stands for what).  `offset`
     and `size` say which part of `path` it is; `records` are the parts of it that `root` refers to, by name (`data/0`;
-    in a legacy file, the storage's key), and `data.pkl`.  `container` is `zip` or `legacy`.
+    in a legacy file, the storage's key), and `data.pkl`.  `container` is `zip` or `legacy`.  `folder` is the one in the
+    zip: the name under which the file was saved, without its suffix, or `archive` where it was saved as a stream.
     """
 
     path: str
@@ -71,6 +72,7 @@ class TorchFile:
     container: str
     root: Any
     records: Mapping[str, StoredRecord]
+    folder: str | None = None
 
 
 def read(
@@ -533,7 +535,7 @@ def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
             parsed = Parsed(root, storages, region.table, region.start)
             alike.keep(data, parsed)
             root = parsed.in_file(region.path) or root
-    return TorchFile(region.path, region.start, region.size, "zip", root, archive.located)
+    return TorchFile(region.path, region.start, region.size, "zip", root, archive.located, archive.folder[:-1])
 
 
 def _known_root(region: _Region, archive: _Archive, parsed: Parsed | None) -> Any:

@@ -483,6 +483,7 @@ def read_partitions(reading: Reading, slices: Sequence[RankFile]) -> RankFile | 
         inners = [inner_file(reading.load(folder.partitions[rank, slice_file.rank], rank)) for rank in range(dp)]
         _read_slice(reading, slice_file, inners)
         first = first or inners[0]
+    reading.sources.check_distinct((rank, folder.partitions[rank, number]) for rank, number in expected)
     return first
 
 
