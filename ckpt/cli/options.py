@@ -119,7 +119,9 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if "" in args[1:]:  # no path: `Path("")` would be the current folder
-            raise typer.BadParameter("an argument is empty; is a variable of the shell not set?")
+            before = args[args.index("", 1) - 1]
+            where = f"'{before}'" if before.startswith("-") else None
+            raise typer.BadParameter("an argument is empty; is a variable of the shell not set?", param_hint=where)
         resolved: Any = super().resolve_command(ctx, args)
         name, command, rest = resolved
         if name == "convert":
