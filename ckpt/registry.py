@@ -37,9 +37,12 @@ FORMATS = {
 }
 
 #: Formats with options of their own: the dataclass that declares these (see `ckpt.plan.options`).
-OPTIONS = dict.fromkeys(
-    ("megatron", "megatron-dist", "megatron-deepspeed"), "converters.names.megatron.options:MegatronOptions"
-)
+OPTIONS = {
+    **dict.fromkeys(
+        ("megatron", "megatron-dist", "megatron-deepspeed"), "converters.names.megatron.options:MegatronOptions"
+    ),
+    "hf": "converters.huggingface.options:HfOptions",
+}
 
 #: Other names that users type for these.
 ALIASES = {"fsdp": "dcp"}

@@ -54,6 +54,7 @@ def merge_lora(
     dtype: Annotated[opt.DType, typer.Option(help="Precision of the base that is merged into.")] = opt.DType.keep,
     dequantize: opt.DequantizeOption = False,
     max_shard_size: opt.ShardSizeOption = "5GB",
+    names: opt.NamesOption = opt.Names.hub,
     accept_base: Annotated[
         bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
     ] = False,
@@ -103,7 +104,7 @@ def merge_lora(
         from ckpt.lora.combine import combine
 
         found = [combine(found, parse_weights(weights), model, combination, density, seed)]
-    layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size))
+    layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), names=names.value)
     conversion = lora.plan(found, model, layout, Resources(workers=workers))
     for one in opened if quiet else found:
         say_notes(one.checkpoint.passed_over if quiet else one.notes)

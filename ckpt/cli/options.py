@@ -42,6 +42,13 @@ class Only(str, Enum):
     all = "all"
 
 
+class Names(str, Enum):
+    """What `--names` takes."""
+
+    hub = "hub"
+    own = "own"
+
+
 PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or the run folder it lies in.")]
 FormatOption = Annotated[str, typer.Option(help="The format to read.")]
 TagOption = Annotated[str | None, typer.Option(help="The step folder to take, instead of the one recorded as latest.")]
@@ -71,6 +78,10 @@ RevisionOption = Annotated[
 PullRequestOption = Annotated[bool, typer.Option("--create-pr", help="Push as a pull request against main.")]
 MessageOption = Annotated[
     str | None, typer.Option("--commit-message", metavar="TEXT", help="Commit message on the Hub.")
+]
+NamesOption = Annotated[
+    Names,
+    typer.Option(help="hub: only what the config's architecture saves. own: other names are written as they are."),
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at the output.")]

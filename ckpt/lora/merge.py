@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
     Update = Callable[[torch.Tensor], torch.Tensor]
 
+#: The config's entry that says whether the output layer is the embedding.
+_TIE = "tie_word_embeddings"
 #: How the parts of a quantized weight go on behind the layer's name: GPTQ, AWQ, MXFP4.
 _PACKED = re.compile(r"\.(qweight|\w+_blocks)$")
 #: A layer of a single expert.
@@ -401,7 +403,10 @@ class _Merge:
             extent = Extent.contiguous(path, 0, choice.dtype, choice.tensor.shape)
             tensors[fqn, WEIGHT] = Tensor(fqn, WEIGHT, choice.dtype, choice.tensor.shape, Whole(extent))
         ties = {alias: owner for alias, owner in self.base.ties.items() if alias not in self.untied}
-        return replace(self.base, tensors=tensors, computed=computed, ties=ties)
+        config = self.base.config
+        if config is not None and self.untied:
+            config = {**config, _TIE: False}
+        return replace(self.base, tensors=tensors, computed=computed, ties=ties, config=config)
 
     def notes(self) -> list[str]:
         lines = [f"merged into {counted(len(self.updates), 'tensor')}"]
@@ -490,7 +495,7 @@ def _with_config(target: Target, untied: Iterable[str]) -> Target:
         if file.name != CONFIG:
             return file
         config = parse_json(file.literals[0][1], Path(file.name))
-        return TargetFile.of_bytes(CONFIG, dump_config({**config, "tie_word_embeddings": False}))
+        return TargetFile.of_bytes(CONFIG, dump_config({**config, _TIE: False}))
 
     return replace(target, files=tuple(map(changed, target.files)))
 

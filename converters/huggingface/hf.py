@@ -26,6 +26,7 @@ from ckpt.plan.checkpoint import (
     Target,
     TargetFile,
 )
+from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.companions import (
@@ -34,6 +35,9 @@ from ckpt.run_folder.companions import (
     read_json,
 )
 from ckpt.run_folder.left_out import run_files_left_out, training_left_out
+from converters.huggingface.options import OWN as OWN_NAMES
+from converters.huggingface.options import HfOptions
+from converters.names.hub.proof import names_architecture, prove
 from converters.names.transformers.ties import kept_names, tied_names
 from converters.quantized import parts
 
@@ -104,11 +108,15 @@ class HuggingFace:
         plain = [choice for name, choice in chosen.items() if name not in quantized]
         beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen))
         if all(file.name != CONFIG for file in beside):
-            notes = ["no config.json was found, so none is written; --config names the folder that has it"]
+            notes = [
+                "no config.json was found, so none is written and nothing vouches for the names, which are the "
+                "checkpoint's own; --config names the folder that has it"
+            ]
         notes = (
             describe(chosen, checkpoint, layout.dtype, computes_in)
             + _tie_notes(checkpoint, names)
             + _adapter_notes(chosen)
+            + _name_notes(checkpoint, chosen, layout)
             + notes
         )
         return Target(
@@ -228,6 +236,18 @@ def _tie_notes(checkpoint: Checkpoint, names: Mapping[str, str]) -> list[str]:
         kept = names.get(owner, owner)
         groups.setdefault(kept, []).append(owner if alias == kept else alias)
     return [f"tied: written once as {kept}, not again as {', '.join(sorted(g))}" for kept, g in groups.items()]
+
+
+def _name_notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: Layout) -> list[str]:
+    """What vouches for the names.  LossError or UsageError where a config names an architecture of other ones."""
+    config = checkpoint.config
+    if config is None or checkpoint.namespace not in OF_THE_MODEL:
+        return []
+    if not names_architecture(config):
+        return ["the config names no architecture, so nothing vouches for the names: they are the checkpoint's own"]
+    if layout.read(HfOptions).names == OWN_NAMES:
+        return ["the names are not compared with those of the config's architecture, as --names own asks"]
+    return prove(config, {name: choice.tensor.shape for name, choice in chosen.items()}, checkpoint.path)
 
 
 def _adapter_notes(chosen: Iterable[str]) -> list[str]:

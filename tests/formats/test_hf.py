@@ -639,7 +639,8 @@ def test_masters_are_rounded_to_the_models_dtype(tmp_path: Path, engine: Checkpo
     assert target.notes == (
         "1 parameter written in bfloat16, the model's dtype, rounded from the float32 masters; "
         "--dtype fp32 writes the masters as they are",
-        "no config.json was found, so none is written; --config names the folder that has it",
+        "no config.json was found, so none is written and nothing vouches for the names, which are the checkpoint's "
+        "own; --config names the folder that has it",
     )
     written = load_file(convert(engine, tmp_path / "out") / "model.safetensors")
     raw = Path(engine.files[0].path).read_bytes()
@@ -709,17 +710,19 @@ def test_a_tied_tensor_is_written_once_under_the_name_that_transformers_keeps(
         tmp_path / "in", {(owner, WEIGHT): torch.ones(2)}, ties={alias: owner}, config=config
     )
     assert kept_names(checkpoint) == {owner: kept}
-    out = convert(checkpoint, tmp_path / "out")
+    out = convert(checkpoint, tmp_path / "out", names="own")
     assert list(load_file(out / "model.safetensors")) == [kept]
     other = owner if kept == alias else alias
-    assert f"tied: written once as {kept}, not again as {other}" in HF.lay_out(checkpoint, Layout()).notes
+    assert f"tied: written once as {kept}, not again as {other}" in HF.lay_out(checkpoint, Layout(names="own")).notes
 
 
 def test_an_alias_that_is_stored_as_well_is_written_as_well(tmp_path: Path) -> None:
     tensors = {("lm_head.weight", WEIGHT): torch.ones(2), ("model.embed_tokens.weight", WEIGHT): torch.zeros(2)}
     ties = {"model.embed_tokens.weight": "lm_head.weight"}
     checkpoint = engine_checkpoint(tmp_path / "in", tensors, ties=ties, config=QWEN2)
-    assert set(load_file(convert(checkpoint, tmp_path / "out") / "model.safetensors")) == {f for f, _ in tensors}
+    assert set(load_file(convert(checkpoint, tmp_path / "out", names="own") / "model.safetensors")) == {
+        f for f, _ in tensors
+    }
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
@@ -789,7 +792,7 @@ def test_companions_are_carried_along_and_nothing_else(tmp_path: Path) -> None:
     }
     folder = put(tmp_path / "in", kept | left | {"config.json": json.dumps(config)})
     save_file({"a": torch.ones(1)}, folder / "model.safetensors", metadata=PT)
-    out = content(convert(read(folder), tmp_path / "out"))
+    out = content(convert(read(folder), tmp_path / "out", names="own"))
     assert set(out) == set(kept) | {"config.json", "model.safetensors"}
     assert all(out[name] == text.encode() for name, text in kept.items())
 
@@ -844,7 +847,7 @@ def test_the_config_tells_the_dtype_that_is_written(
 ) -> None:
     config = {"model_type": "mine", **config}
     folder = with_config(tmp_path / "in", config)
-    written = (convert(read(folder), tmp_path / "out", dtype=asked) / "config.json").read_bytes()
+    written = (convert(read(folder), tmp_path / "out", dtype=asked, names="own") / "config.json").read_bytes()
     assert json.loads(written) == config | changes
     assert list(json.loads(written)) == list(config | changes)
     if not changes:
@@ -854,7 +857,7 @@ def test_the_config_tells_the_dtype_that_is_written(
 def test_a_sub_config_keeps_a_dtype_that_is_among_those_written(tmp_path: Path) -> None:
     config = {"model_type": "m", "dtype": "bfloat16", "vision_config": {"dtype": "float32"}, "x": {"dtype": "float16"}}
     folder = with_config(tmp_path / "in", config, a=torch.ones(9).bfloat16(), b=torch.ones(2))
-    written = json.loads((convert(read(folder), tmp_path / "out") / "config.json").read_text())
+    written = json.loads((convert(read(folder), tmp_path / "out", names="own") / "config.json").read_text())
     assert written == config | {"x": {"dtype": "bfloat16"}}
 
 
@@ -869,13 +872,13 @@ def test_quantization_config_stays_only_where_something_quantized_is_written(tmp
     config = {"model_type": "gpt_oss", "dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
     plain = with_config(tmp_path / "plain", config, a=torch.ones(4).bfloat16())
     checkpoint = read(plain)
-    assert any("quantization_config" in note for note in HF.lay_out(checkpoint, Layout()).notes)
-    written = json.loads((convert(checkpoint, tmp_path / "out") / "config.json").read_text())
+    assert any("quantization_config" in note for note in HF.lay_out(checkpoint, Layout(names="own")).notes)
+    written = json.loads((convert(checkpoint, tmp_path / "out", names="own") / "config.json").read_text())
     assert written == {k: v for k, v in config.items() if k != "quantization_config"}
     packed = with_config(
         tmp_path / "packed", config, a=torch.ones(4).bfloat16(), a_blocks=torch.ones(4, dtype=torch.uint8)
     )
-    assert json.loads((convert(read(packed), tmp_path / "out2") / "config.json").read_text()) == config
+    assert json.loads((convert(read(packed), tmp_path / "out2", names="own") / "config.json").read_text()) == config
 
 
 def test_config_comes_first_from_where_the_user_says(tmp_path: Path) -> None:
@@ -884,7 +887,7 @@ def test_config_comes_first_from_where_the_user_says(tmp_path: Path) -> None:
     for config in (tmp_path / "other", tmp_path / "other" / "config.json"):
         checkpoint = read(folder, config=config)
         assert checkpoint.config is not None and checkpoint.config["model_type"] == "new"
-        out = convert(checkpoint, tmp_path / f"out-{config.name}")
+        out = convert(checkpoint, tmp_path / f"out-{config.name}", names="own")
         assert json.loads((out / "config.json").read_text())["model_type"] == "new"
         assert (out / "vocab.json").read_text() == "v"
 

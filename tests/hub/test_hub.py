@@ -53,7 +53,7 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
 def folder(tmp_path: Path) -> Path:
     """A Hugging Face folder of several files, large ones and small ones."""
     output = tmp_path / "model"
-    api.plan(api.open(FIXTURES / "lora-zero3"), "hf", Layout(max_shard_size=2500)).run(output)
+    api.plan(api.open(FIXTURES / "lora-zero3"), "hf", Layout(max_shard_size=2500, names="own")).run(output)
     assert sum(path.stat().st_size >= LARGE for path in output.iterdir()) >= 3
     return output
 

@@ -561,7 +561,10 @@ def test_a_base_of_another_architecture_is_refused_though_its_shapes_fit(fixture
         refused = ckpt("merge-lora", run, "--base", tmp_path / "base", "-o", tmp_path / "out")
         assert refused.code == UsageError.exit_code
         assert f"found: {key} {value}" in refused.err
-    accepted = ckpt("merge-lora", run, "--base", tmp_path / "base", "-o", tmp_path / "out", "--accept-base")
+    merge = ("merge-lora", run, "--base", tmp_path / "base", "-o", tmp_path / "out", "--accept-base")
+    refused = ckpt(*merge)
+    assert refused.code == LossError.exit_code and "9 missing: model.layers.2." in refused.err
+    accepted = ckpt(*merge, "--names", "own")
     assert accepted.code == 0, accepted.err
 
 

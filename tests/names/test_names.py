@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,8 +155,8 @@ def shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     return {fqn: tensor.shape for (fqn, _), tensor in checkpoint.tensors.items()}
 
 
-def convert(checkpoint: Checkpoint, out: Path) -> Path:
-    execute(make_plan(checkpoint, HF.lay_out(checkpoint, Layout()), carries_optimizer=False), out)
+def convert(checkpoint: Checkpoint, out: Path, **options: str) -> Path:
+    execute(make_plan(checkpoint, HF.lay_out(checkpoint, Layout(**options)), carries_optimizer=False), out)
     return out
 
 
@@ -191,7 +192,9 @@ def test_what_is_in_memory_becomes_the_file_that_save_pretrained_writes(tmp_path
     assert (out / "config.json").read_bytes() == (saved.hub / "config.json").read_bytes()
 
     back = to_memory(HF.read(saved.hub, ReadRequest()))
-    again = convert(replace(back, folders=()), tmp_path / "again")
+    with pytest.raises(LossError, match="save_pretrained") if differs else nullcontext():
+        convert(replace(back, folders=()), tmp_path / "refused")
+    again = convert(replace(back, folders=()), tmp_path / "again", names="own")
     assert (again / "model.safetensors").read_bytes() == (saved.plain / "model.safetensors").read_bytes()
 
 

@@ -34,7 +34,9 @@ TARGETS = ("zero1", "zero2", "zero3", "universal", "dcp", "full")
 
 
 def layout_of(target: str) -> Layout:
-    return Layout(world_size=2) if target not in ("full", "hf", "universal") else Layout()
+    if target == "hf":
+        return Layout(names="own")  # adapters, too
+    return Layout(world_size=2) if target not in ("full", "universal") else Layout()
 
 
 def convert(source: Path, target: str, output: Path) -> Path:

@@ -1,0 +1,57 @@
+"""What the installed transformers' `save_pretrained` would write of a model: its own code, run on a model without data.
+
+Written against transformers 5.23 (`modeling_utils.py`, `save_pretrained`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from converters.names.hub.rows import DERIVED, Saved
+from converters.names.transformers.installed import architectures, converted_identifiers
+
+
+def can_be_asked() -> bool:
+    """Whether transformers 5 and torch are installed."""
+    return find_spec("torch") is not None and converted_identifiers() is not None
+
+
+def saved(config: Mapping[str, Any]) -> Saved | None:
+    """What the class that the config names writes; None where transformers cannot be asked, or has no such class.
+
+    Raises CorruptError where it does not accept the config.
+    """
+    if not can_be_asked():
+        return None
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    from converters.names.transformers.relation import build_model
+    from converters.names.transformers.tracing import Traced
+
+    named = architectures(config)
+    if named and _model_type(getattr(transformers, named[0], None)) != config.get("model_type"):
+        return None
+    model = build_model(config, {})
+    if model is None or (named and type(model).__name__ != named[0]):
+        return None
+    unsaved = set(model._keys_to_ignore_on_save or ())
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in unsaved}
+
+    def files(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        traced = {name: Traced.source(name, tuple(tensor.shape)) for name, tensor in state.items()}
+        return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, traced).items()}
+
+    every = files(state)
+    required = files(remove_tied_weights_from_state_dict(dict(state), model))
+    optional = {name: shape for name, shape in every.items() if name not in required}
+    ignored = [f".*({pattern}).*" for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    return Saved(type(model).__name__, required, optional, (*DERIVED, *ignored), model.base_model_prefix)
+
+
+def _model_type(cls: Any) -> Any:
+    """The `model_type` of the configs that a class of transformers takes."""
+    return getattr(getattr(cls, "config_class", None), "model_type", None)

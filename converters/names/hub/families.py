@@ -1,0 +1,477 @@
+"""The tables of model types: what their `save_pretrained` writes, as transformers 5.23 does (`modeling_*.py`).
+
+`tests/names/test_hub_tables.py` holds each against models that transformers builds and saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from converters.names.hub.rows import DENSE, SPARSE, Family, Saved
+from converters.names.megatron.sizes import Config
+from converters.names.transformers.installed import architectures
+
+# -- rows that many share --------------------------------------------------------------------------------------
+
+QKVO = """
+    self_attn.q_proj.weight a h
+    self_attn.[k|v]_proj.weight k h
+    self_attn.o_proj.weight h a
+"""
+BIASES = """
+    self_attn.q_proj.bias a ? attention_bias
+    self_attn.[k|v]_proj.bias k ? attention_bias
+"""
+OUT_BIAS = "self_attn.o_proj.bias h ? attention_bias \n"
+HEAD_NORMS = "self_attn.[q|k]_norm.weight d \n"
+WHOLE_NORMS = "self_attn.q_norm.weight a \n self_attn.k_norm.weight k \n"
+NORMS = "[input|post_attention]_layernorm.weight h \n"
+NORM_BIASES = "[input|post_attention]_layernorm.bias h \n"
+AFTER_NORMS = "post_[attention|feedforward]_layernorm.weight h \n"
+SANDWICH = NORMS + "[pre|post]_feedforward_layernorm.weight h \n"
+MLP = """
+    mlp.[gate|up]_proj.weight f h ? !sparse
+    mlp.down_proj.weight h f ? !sparse
+    mlp.[gate|up]_proj.bias f ? !sparse mlp_bias
+    mlp.down_proj.bias h ? !sparse mlp_bias
+"""
+UP_DOWN = """
+    mlp.up_proj.weight f h
+    mlp.down_proj.weight h f
+    mlp.up_proj.bias f ? mlp_bias
+    mlp.down_proj.bias h ? mlp_bias
+"""
+FUSED_MLP = "mlp.gate_up_proj.weight 2f h \n mlp.down_proj.weight h f \n"
+EXPERTS = """
+    mlp.gate.weight e h ? sparse
+    mlp.experts.{e}.[gate|up]_proj.weight m h ? sparse
+    mlp.experts.{e}.down_proj.weight h m ? sparse
+"""
+BLOCK_EXPERTS = """
+    block_sparse_moe.gate.weight e h
+    block_sparse_moe.experts.{e}.w[1|3].weight f h
+    block_sparse_moe.experts.{e}.w2.weight h f
+"""
+SHARED_EXPERTS = """
+    mlp.shared_experts.[gate|up]_proj.weight s h ? sparse
+    mlp.shared_experts.down_proj.weight h s ? sparse
+"""
+GATED_SHARED_EXPERT = """
+    mlp.shared_expert.[gate|up]_proj.weight s h ? sparse
+    mlp.shared_expert.down_proj.weight h s ? sparse
+    mlp.shared_expert_gate.weight 1 h ? sparse
+"""
+CORRECTION = "mlp.gate.e_score_correction_bias e ? sparse \n"
+LATENT = """
+    self_attn.q_proj.weight q h ? !q_lora_rank
+    self_attn.q_a_proj.weight qr h ? q_lora_rank
+    self_attn.q_a_proj.bias qr ? q_lora_rank attention_bias
+    self_attn.q_a_layernorm.weight qr ? q_lora_rank
+    self_attn.q_b_proj.weight q qr ? q_lora_rank
+    self_attn.kv_a_proj_with_mqa.weight kd h
+    self_attn.kv_a_proj_with_mqa.bias kd ? attention_bias
+    self_attn.kv_a_layernorm.weight kr
+    self_attn.kv_b_proj.weight ku kr
+    self_attn.o_proj.weight h o
+    self_attn.o_proj.bias h ? attention_bias
+"""
+PREDICTION = """
+    embed_tokens.weight v h
+    [enorm|hnorm].weight h
+    eh_proj.weight h 2h
+    shared_head.norm.weight h
+    shared_head.head.weight v h
+"""
+EMBEDDED = "embed_tokens.weight v h \n"
+NORM_WITH_BIAS = EMBEDDED + "norm.[weight|bias] h"
+TIED = {"tie_word_embeddings": True}
+GPT = """
+    ln_[1|2].[weight|bias] h
+    attn.c_proj.weight h h
+    attn.c_proj.bias h
+    mlp.c_fc.bias f
+    mlp.c_proj.bias h
+"""
+
+
+# -- sizes and kinds of layers ---------------------------------------------------------------------------------
+
+
+def _experts(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of experts, and of those that see every token."""
+    expert = config.size("moe_intermediate_size", "intermediate_size")
+    number = config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 1
+    return {"m": expert, "s": config.size("shared_expert_intermediate_size", default=expert * number)}
+
+
+def _latent(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of DeepSeek's attention."""
+    heads = dims["heads"]
+    rope, nope, value = (config.size(f"{part}_head_dim") for part in ("qk_rope", "qk_nope", "v"))
+    rank = config.size("kv_lora_rank")
+    queries = config.size("q_lora_rank") if config.get("q_lora_rank") else 0
+    found = {"q": heads * (nope + rope), "qr": queries, "kr": rank, "kd": rank + rope, "ku": heads * (nope + value)}
+    return {**found, "o": heads * value, **_experts(config, dims)}
+
+
+def _linear(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of Qwen3-Next's linear attention."""
+    heads = {part: config.size(f"linear_num_{part}_heads") for part in ("key", "value")}
+    keys, values = (heads[part] * config.size(f"linear_{part}_head_dim") for part in ("key", "value"))
+    return {
+        **_experts(config, dims),
+        "lq": 2 * keys + 2 * values,
+        "lc": 2 * keys + values,
+        "lv": values,
+        "lh": heads["value"],
+        "ld": config.size("linear_value_head_dim"),
+        "lk": config.size("linear_conv_kernel_dim"),
+    }
+
+
+def _behind_dense(config: Config, layer: int) -> Collection[str]:
+    return (SPARSE if layer >= (config.get("first_k_dense_replace") or 0) else DENSE,)
+
+
+def _by_step(config: Config, layer: int) -> Collection[str]:
+    dense = layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % config.size(
+        "decoder_sparse_step", default=1
+    )
+    return (DENSE if dense else SPARSE,)
+
+
+def _with_linear(config: Config, layer: int) -> Collection[str]:
+    types = config.get("layer_types")
+    interval = config.size("full_attention_interval", default=4)
+    linear = types[layer] == "linear_attention" if types else (layer + 1) % interval
+    return (*_by_step(config, layer), *(("linear",) if linear else ()))
+
+
+def _ernie(config: Config, layer: int) -> Collection[str]:
+    first = config.get("moe_layer_start_index")
+    last = config.get("moe_layer_end_index")
+    last = config.num_layers - 1 if last is None or last == -1 else last
+    step = config.size("moe_layer_interval", default=1)
+    return (SPARSE if first <= layer <= last and (layer + 1) % step == 0 else DENSE,)
+
+
+def _llama4(config: Config, layer: int) -> Collection[str]:
+    chosen = config.get("moe_layers")
+    if chosen is None:
+        step = config.size("interleave_moe_layer_step", default=1)
+        chosen = range(step - 1, config.num_layers, step)
+    return (SPARSE if layer in chosen else DENSE,)
+
+
+# -- families --------------------------------------------------------------------------------------------------
+
+_ATTENTION = QKVO + BIASES + OUT_BIAS
+_LLAMA = Family("Llama", _ATTENTION + MLP + NORMS)
+_QWEN2 = Family("Qwen2", QKVO + BIASES + MLP + NORMS, defaults={"attention_bias": True})
+_QWEN3 = Family("Qwen3", _ATTENTION + HEAD_NORMS + MLP + NORMS, defaults={"head_dim": 128})
+_MISTRAL = Family("Mistral", QKVO + MLP + NORMS)
+_OLMO2 = Family("Olmo2", _ATTENTION + WHOLE_NORMS + MLP + AFTER_NORMS)
+_GEMMA2 = Family("Gemma2", _ATTENTION + MLP + SANDWICH, defaults={"head_dim": 256, **TIED})
+_DEEPSEEK = Family(
+    "DeepseekV3",
+    LATENT + MLP + EXPERTS + SHARED_EXPERTS + CORRECTION + NORMS,
+    dims=_latent,
+    experts=("n_routed_experts",),
+    kinds=_behind_dense,
+    prediction=PREDICTION,
+)
+_GLM = Family("Glm", QKVO + BIASES + FUSED_MLP + NORMS, defaults={"head_dim": 128, "attention_bias": True})
+
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "ministral": replace(_MISTRAL, stem="Ministral"),
+    "ministral3": replace(_MISTRAL, stem="Ministral3", defaults={"head_dim": 128}),
+    "mixtral": Family("Mixtral", QKVO + BLOCK_EXPERTS + NORMS, experts=("num_local_experts", "num_experts")),
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "qwen2_moe": replace(
+        _QWEN2,
+        stem="Qwen2Moe",
+        layer=(QKVO + BIASES).replace("attention_bias", "qkv_bias") + MLP + EXPERTS + GATED_SHARED_EXPERT + NORMS,
+        defaults={"qkv_bias": True},
+        dims=_experts,
+        experts=("num_experts",),
+        kinds=_by_step,
+    ),
+    "qwen3_moe": replace(
+        _QWEN3,
+        stem="Qwen3Moe",
+        layer=_QWEN3.layer + EXPERTS,
+        defaults={},
+        dims=_experts,
+        experts=("num_experts", "num_local_experts"),
+        kinds=_by_step,
+    ),
+    "qwen3_next": Family(
+        "Qwen3Next",
+        """
+        self_attn.q_proj.weight 2a h ? !linear
+        self_attn.[k|v]_proj.weight k h ? !linear
+        self_attn.o_proj.weight h a ? !linear
+        self_attn.[q|k]_norm.weight d ? !linear
+        self_attn.q_proj.bias 2a ? !linear attention_bias
+        self_attn.[k|v]_proj.bias k ? !linear attention_bias
+        self_attn.o_proj.bias h ? !linear attention_bias
+        linear_attn.[A_log|dt_bias] lh ? linear
+        linear_attn.conv1d.weight lc 1 lk ? linear
+        linear_attn.in_proj_ba.weight 2lh h ? linear
+        linear_attn.in_proj_qkvz.weight lq h ? linear
+        linear_attn.norm.weight ld ? linear
+        linear_attn.out_proj.weight h lv ? linear
+        """
+        + MLP
+        + EXPERTS
+        + GATED_SHARED_EXPERT
+        + NORMS,
+        defaults={"head_dim": 256, "linear_conv_kernel_dim": 4},
+        dims=_linear,
+        experts=("num_experts",),
+        kinds=_with_linear,
+        ignored=(r"mtp\..*",),
+    ),
+    "gemma": Family("Gemma", _ATTENTION + MLP + NORMS, defaults={"head_dim": 256, **TIED}),
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(_GEMMA2, stem="Gemma3", layer=_GEMMA2.layer + HEAD_NORMS),
+    "phi": Family(
+        "Phi",
+        """
+        self_attn.q_proj.weight a h
+        self_attn.q_proj.bias a
+        self_attn.[k|v]_proj.weight k h
+        self_attn.[k|v]_proj.bias k
+        self_attn.dense.weight h a
+        self_attn.dense.bias h
+        self_attn.[q|k]_layernorm.[weight|bias] d ? qk_layernorm
+        mlp.fc1.weight f h
+        mlp.fc1.bias f
+        mlp.fc2.weight h f
+        mlp.fc2.bias h
+        input_layernorm.[weight|bias] h
+        """,
+        top=EMBEDDED + "final_layernorm.[weight|bias] h",
+        output="lm_head.weight v h \n lm_head.bias v",
+    ),
+    "phi3": Family(
+        "Phi3",
+        "self_attn.qkv_proj.weight qkv h \n self_attn.o_proj.weight h a \n" + FUSED_MLP + NORMS,
+        dims=lambda config, dims: {"qkv": dims["a"] + 2 * dims["k"]},
+    ),
+    "phimoe": Family(
+        "Phimoe",
+        _ATTENTION + BLOCK_EXPERTS + NORMS + NORM_BIASES,
+        top=NORM_WITH_BIAS,
+        output="lm_head.weight v h \n lm_head.bias v ? lm_head_bias",
+        experts=("num_local_experts",),
+    ),
+    "gpt2": Family(
+        "GPT2",
+        GPT + "attn.c_attn.weight h 3h \n attn.c_attn.bias 3h \n mlp.c_fc.weight h f \n mlp.c_proj.weight f h",
+        top="wte.weight v h \n wpe.weight p h \n ln_f.[weight|bias] h",
+        base="transformer",
+        layers="h",
+        causal="LMHeadModel",
+        defaults=TIED,
+        dims=lambda config, dims: {"p": config.size("n_positions", "n_ctx")},
+        ignored=(r"(.*\.)?h\.\d+\.attn\.(bias|masked_bias)",),
+        unknown=("add_cross_attention",),
+    ),
+    "gpt_neox": Family(
+        "GPTNeoX",
+        """
+        [input|post_attention]_layernorm.[weight|bias] h
+        attention.query_key_value.weight 3h h
+        attention.query_key_value.bias 3h ? attention_bias
+        attention.dense.weight h h
+        attention.dense.bias h ? attention_bias
+        mlp.dense_h_to_4h.weight f h
+        mlp.dense_h_to_4h.bias f
+        mlp.dense_4h_to_h.weight h f
+        mlp.dense_4h_to_h.bias h
+        """,
+        top="embed_in.weight v h \n final_layer_norm.[weight|bias] h",
+        base="gpt_neox",
+        output="embed_out.weight v h",
+        defaults={"attention_bias": True},
+        ignored=(r"(.*\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    ),
+    "gpt_oss": Family(
+        "GptOss",
+        _ATTENTION
+        + """
+        self_attn.sinks heads
+        mlp.router.weight e h
+        mlp.router.bias e
+        mlp.experts.gate_up_proj e h 2f
+        mlp.experts.gate_up_proj_bias e 2f
+        mlp.experts.down_proj e f h
+        mlp.experts.down_proj_bias e h
+        """
+        + NORMS,
+        defaults={"head_dim": 64, "attention_bias": True},
+        experts=("num_local_experts", "num_experts"),
+    ),
+    "deepseek_v2": replace(
+        _DEEPSEEK,
+        stem="DeepseekV2",
+        layer=_DEEPSEEK.layer.replace(CORRECTION, "")
+        + "mlp.shared_experts.[gate|up]_proj.bias s ? sparse mlp_bias \n"
+        + "mlp.shared_experts.down_proj.bias h ? sparse mlp_bias",
+        prediction="",
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "olmo": Family("Olmo", _ATTENTION + MLP, top=EMBEDDED),
+    "olmo2": _OLMO2,
+    "olmo3": replace(_OLMO2, stem="Olmo3"),
+    "olmoe": Family(
+        "Olmoe",
+        _ATTENTION + "self_attn.q_norm.weight h \n self_attn.k_norm.weight hk \n" + EXPERTS + NORMS,
+        dims=lambda config, dims: {**_experts(config, dims), "hk": dims["h"] // dims["heads"] * dims["groups"]},
+        experts=("num_experts",),
+        kinds=lambda config, layer: (SPARSE,),
+    ),
+    "starcoder2": Family(
+        "Starcoder2",
+        (_ATTENTION + "mlp.c_fc.bias f ? attention_bias \n mlp.c_proj.bias h ? attention_bias \n").replace(
+            "attention_bias", "use_bias"
+        )
+        + "mlp.c_fc.weight f h \n mlp.c_proj.weight h f \n"
+        + NORMS
+        + NORM_BIASES,
+        top=NORM_WITH_BIAS,
+        defaults={"use_bias": True, **TIED},
+    ),
+    "stablelm": Family(
+        "StableLm",
+        QKVO
+        + BIASES.replace("attention_bias", "use_qkv_bias")
+        + MLP
+        + """
+        input_layernorm.[weight|bias] h
+        post_attention_layernorm.[weight|bias] h ? !use_parallel_residual
+        """,
+        top=NORM_WITH_BIAS,
+        # Whatever the config says of `head_dim`.
+        dims=lambda config, dims: {"a": dims["h"], "k": dims["h"] // dims["heads"] * dims["groups"]},
+        unknown=("qk_layernorm",),
+    ),
+    "cohere": Family(
+        "Cohere",
+        _ATTENTION
+        + MLP
+        + """
+        input_layernorm.weight h
+        self_attn.q_norm.weight heads d ? use_qk_norm
+        self_attn.k_norm.weight groups d ? use_qk_norm
+        """,
+        defaults=TIED,
+    ),
+    "cohere2": Family("Cohere2", _ATTENTION + MLP + "input_layernorm.weight h", defaults=TIED),
+    "granite": replace(_LLAMA, stem="Granite"),
+    "granitemoe": Family(
+        "GraniteMoe",
+        _ATTENTION
+        + """
+        block_sparse_moe.router.layer.weight e h
+        block_sparse_moe.input_linear.weight e 2f h
+        block_sparse_moe.output_linear.weight e h f
+        """
+        + NORMS,
+        experts=("num_local_experts",),
+    ),
+    "glm": _GLM,
+    "glm4": replace(_GLM, stem="Glm4", layer=_GLM.layer + "post_[self_attn|mlp]_layernorm.weight h"),
+    "glm4_moe": Family(
+        "Glm4Moe",
+        QKVO
+        + BIASES
+        + HEAD_NORMS.rstrip(" \n")
+        + " ? use_qk_norm \n"
+        + MLP
+        + EXPERTS
+        + SHARED_EXPERTS
+        + CORRECTION
+        + NORMS,
+        dims=_experts,
+        experts=("n_routed_experts",),
+        kinds=_behind_dense,
+        prediction=PREDICTION,
+    ),
+    "smollm3": replace(_LLAMA, stem="SmolLM3", defaults=TIED),
+    "arcee": replace(_LLAMA, stem="Arcee", layer=_ATTENTION + UP_DOWN + NORMS),
+    "nemotron": Family("Nemotron", _ATTENTION + UP_DOWN + NORMS + NORM_BIASES, top=NORM_WITH_BIAS),
+    "helium": Family("Helium", QKVO.replace("h a", "h h") + BIASES + MLP + NORMS, defaults={"head_dim": 128}),
+    "seed_oss": replace(
+        _LLAMA,
+        stem="SeedOss",
+        layer=QKVO + BIASES + OUT_BIAS.replace("attention_bias", "attention_out_bias") + MLP + NORMS,
+        defaults={"attention_bias": True, "head_dim": 128},
+    ),
+    "exaone4": Family("Exaone4", QKVO + HEAD_NORMS + MLP + AFTER_NORMS),
+    "minimax_m2": Family(
+        "MiniMaxM2",
+        QKVO + WHOLE_NORMS + BLOCK_EXPERTS + "block_sparse_moe.e_score_correction_bias e \n" + NORMS,
+        defaults={"head_dim": 128},
+        experts=("num_local_experts",),
+    ),
+    "ernie4_5": replace(
+        _LLAMA,
+        stem="Ernie4_5",
+        layer=(_ATTENTION + MLP + NORMS).replace("attention_bias", "use_bias").replace("mlp_bias", "use_bias"),
+        defaults={"head_dim": 128, **TIED},
+    ),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_Moe",
+        (
+            _ATTENTION
+            + MLP
+            + EXPERTS
+            + SHARED_EXPERTS
+            + NORMS
+            + "mlp.moe_statics.e_score_correction_bias 1 e ? sparse \n"
+        ),
+        defaults={"moe_layer_start_index": 1, **TIED},
+        dims=_experts,
+        experts=("moe_num_experts",),
+        kinds=_ernie,
+        unknown=("use_bias",),
+        ignored=(r".*mtp.*",),
+    ),
+    "llama4_text": Family(
+        "Llama4",
+        _ATTENTION
+        + """
+        feed_forward.router.weight e h ? sparse
+        feed_forward.experts.gate_up_proj e h 2f ? sparse
+        feed_forward.experts.down_proj e f h ? sparse
+        feed_forward.shared_expert.[gate|up]_proj.weight f h ? sparse
+        feed_forward.shared_expert.down_proj.weight h f ? sparse
+        feed_forward.[gate|up]_proj.weight fd h ? !sparse
+        feed_forward.down_proj.weight h fd ? !sparse
+        """
+        + NORMS,
+        defaults={"head_dim": 128},
+        dims=lambda config, dims: {"fd": config.size("intermediate_size_mlp", "intermediate_size")},
+        experts=("num_local_experts",),
+        kinds=_llama4,
+    ),
+}
+
+
+def saved(config: Mapping[str, Any]) -> Saved | None:
+    """What the class that the config names writes; None where no table has the answer.
+
+    Raises CorruptError where the config lacks a size.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return None
+    named = architectures(config)
+    return family.saved(config, named[0] if named else family.stem + family.causal)

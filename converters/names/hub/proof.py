@@ -1,0 +1,180 @@
+"""The proof that what is about to be written is what `save_pretrained` of the config's architecture would write.
+
+Names and shapes are compared, of all tensors.  The tables of `families` answer first; where they have no answer, or
+another one, the installed transformers is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckpt.errors import CkptError, LossError, UsageError
+from ckpt.plan.tensors import Shape
+from ckpt.text import counted
+from converters.names.hub import asked, families
+from converters.names.hub.rows import Saved
+from converters.names.transformers.installed import architectures
+
+OWN_NAMES = "--names own writes every tensor under the name that it has"
+#: How the parts of a quantized weight go on behind its name, or stand in place of `weight` (Marlin, GPTQ, AWQ,
+#: bitsandbytes, FP8, compressed-tensors).
+_BEHIND = re.compile(
+    r"(_blocks|_scales|_scale_inv|(_global)?_scale|_packed|_shape|_zero_point|_g_idx|"
+    r"\.(nested_)?(absmax|quant_map)|\.quant_state\.bitsandbytes__(nf4|fp4))$"
+)
+_INSTEAD = re.compile(r"\b(qweight|qzeros|scales|g_idx|SCB|weight_format|(input|output|activation|k|v)_\w*scale)$")
+_PEFT = "base_model.model."
+_SHOWN = 2
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Names that are too many, names that are missing, and what is of another shape: (name, expected, found)."""
+
+    extra: Sequence[str]
+    missing: Sequence[str]
+    shapes: Sequence[tuple[str, Shape, Shape]]
+
+    def __len__(self) -> int:
+        return len(self.extra) + len(self.missing) + len(self.shapes)
+
+    def __str__(self) -> str:
+        shapes = [f"{name} {list(found)} instead of {list(wanted)}" for name, wanted, found in self.shapes]
+        kinds = {"too many": self.extra, "missing": self.missing, "of another shape": shapes}
+        return "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names)
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def names_architecture(config: Mapping[str, Any]) -> bool:
+    """Whether a config says which architecture its model is of."""
+    return bool(config.get("model_type") or config.get("architectures"))
+
+
+def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> list[str]:
+    """Prove that tensors of `shapes`, by name, are what the files of the config's architecture hold; notes on it.
+
+    `path` is of the checkpoint, for messages.  Raises LossError where they are not, UsageError where nothing here knows
+    the architecture.
+    """
+    table = families.saved(config)
+    if table is not None and not (differences := compare(table, shapes, config)):
+        return _notes(table, shapes)
+    try:
+        other = asked.saved(config)
+    except CkptError:
+        if table is None:
+            raise
+        other = None
+    if other is not None and not (differences := compare(other, shapes, config)):
+        return _notes(other, shapes)
+    known = other or table
+    if known is None:
+        raise _unknown(config, path)
+    raise LossError(
+        f"this is not what save_pretrained of {known.cls} writes, which the config names, "
+        "and from_pretrained and others would not find their tensors",
+        path=path,
+        expected=f"{counted(len(known.required), 'tensor')} under the names that the Hub's files have",
+        found=str(differences),
+        hint=_hint(shapes),
+    )
+
+
+def compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Differences:
+    """How tensors of `shapes` differ from what is `saved`; files of the base model may lack its prefix."""
+    if _lacks_prefix(saved, shapes):
+        prefix = f"{saved.base}."
+        prefixed = {name if name in saved.required else prefix + name: shape for name, shape in shapes.items()}
+        if not (differences := _compare(saved, prefixed, config)):
+            return differences
+    return _compare(saved, shapes, config)
+
+
+def _compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Differences:
+    found = _plain(saved, shapes, config)
+    known = {**saved.optional, **saved.required}
+    ignored = [re.compile(pattern) for pattern in saved.ignored]
+    extra = [name for name in found if name not in known and not any(p.fullmatch(name) for p in ignored)]
+    wrong = [
+        (name, known[name], shape)
+        for name, shape in found.items()
+        if name in known and shape is not None and shape != known[name]
+    ]
+    return Differences(extra, [name for name in saved.required if name not in found], wrong)
+
+
+def _lacks_prefix(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
+    """Whether these are names of the base model, as in old files of GPT-2, which every loader gives the prefix."""
+    prefix = f"{saved.base}."
+    return (
+        bool(saved.base)
+        and any(name.startswith(prefix) for name in saved.required)
+        and not any(name.startswith(prefix) for name in shapes)
+    )
+
+
+def _plain(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Mapping[str, Shape | None]:
+    """`shapes` with plain weights in place of the parts of quantized ones; None for a shape that is not compared."""
+    if not config.get("quantization_config"):
+        return shapes
+    owners = {name: owner for name in shapes if (owner := _owner(name, saved.required)) is not None}
+    plain: dict[str, Shape | None] = {name: shape for name, shape in shapes.items() if name not in owners}
+    packed = {owner: owner if owner in shapes else f"{owner}_blocks" for owner in owners.values()}
+    for owner, name in packed.items():
+        shape, wanted = shapes.get(name), saved.required[owner]
+        # 8 bits an element, or 4 in as many as the dtype of one has room for: two in a byte of `_blocks`
+        per_element = (1, 2, 4, 8) if name == owner else (2,)
+        fits = shape is None or any(number * prod(shape) == prod(wanted) for number in per_element)
+        plain[owner] = None if fits else shape
+    return plain
+
+
+def _owner(name: str, known: Mapping[str, Shape]) -> str | None:
+    """The weight that a tensor is part of."""
+    if name in known:
+        return None
+    for owner in (_BEHIND.sub("", name), _INSTEAD.sub("weight", name)):
+        if owner in known:
+            return owner
+    return None
+
+
+def _notes(saved: Saved, shapes: Mapping[str, Shape]) -> list[str]:
+    notes = []
+    if _lacks_prefix(saved, shapes):
+        notes.append(f"names are those of the model without its head, which {saved.cls} has behind {saved.base!r}")
+    twice = [name for name in saved.optional if name in shapes]
+    if twice:
+        notes.append(f"written though save_pretrained leaves it out: {_some(twice)}")
+    return notes
+
+
+def _unknown(config: Mapping[str, Any], path: str) -> UsageError:
+    named = architectures(config)
+    can_be_asked = asked.can_be_asked()
+    return UsageError(
+        "nothing here knows what the files of this architecture hold, so the names cannot be proved",
+        path=path,
+        expected="an architecture that ckpt has a table of" + (", or that transformers has" if can_be_asked else ""),
+        found=f"model_type {config.get('model_type')!r}" + (f", {named[0]}" if named else ""),
+        hint=f"{OWN_NAMES}"
+        if can_be_asked
+        else f"pip install 'transformers>=5' torch, which know more of them; {OWN_NAMES}",
+    )
+
+
+def _hint(shapes: Mapping[str, Shape]) -> str:
+    if any(name.startswith(_PEFT) for name in shapes):
+        return (
+            "this is a model with PEFT adapters: `ckpt merge-lora PATH` merges them into the base, "
+            f"`ckpt convert auto peft PATH` takes them out; {OWN_NAMES}"
+        )
+    return f"does the config belong to this checkpoint? {OWN_NAMES}"
