@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,13 +62,15 @@ def convert(
     from ckpt.plan.dtypes import CASTABLE
 
     destination = output or default_output(path, target)
-    check_destination(destination, path)
+    check_destination(destination, path)  # before the source is read, which may take long
     layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), world_size, options)
     checkpoint: Checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
     if dequantize:
         checkpoint = api.dequantized(checkpoint, layout.dtype)
     conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
     say_source(checkpoint, quiet=quiet)
+    if output is None and not overwrite:
+        destination = beside_another(path, target, checkpoint.state.step, quiet=quiet)
     report = carry_out(
         conversion,
         destination,
@@ -89,6 +92,19 @@ def default_output(path: Path, target: str) -> Path:
     if not absolute.name:
         raise UsageError("there is no name to derive an output folder from", path=path, hint="give one with -o")
     return absolute.with_name(f"{absolute.name}-{target}") if path.is_absolute() else _beside(path, target)
+
+
+def beside_another(path: Path, target: str, step: int | None, *, quiet: bool) -> Path:
+    """The default output of what was taken at `step`; with the step in its name where a former output has the other."""
+    from ckpt.verify.manifest import MANIFEST
+
+    plain = default_output(path, target)
+    if step is None or not (plain / MANIFEST).is_file():
+        return plain
+    numbered = default_output(path, f"step{step}-{target}")
+    if not quiet:
+        print(printable(f"note: {plain} is there already, so this is written to {numbered}"), file=sys.stderr)
+    return numbered
 
 
 def _beside(path: Path, target: str) -> Path:

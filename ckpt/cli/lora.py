@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt.cli import options as opt
-from ckpt.cli.convert import default_output
+from ckpt.cli.convert import beside_another, default_output
 from ckpt.cli.text import carry_out, files_of, say_notes, say_source
 from ckpt.errors import UsageError, printable
 from ckpt.sizes import parse_size, show_size
@@ -83,6 +83,8 @@ def merge_lora(
     wanted = sources or ["."]
     destination = output or default_output(Path(wanted[0]), "merged")
     found = [adapters.open_adapter(where, config=config, tag=tag) for where in wanted]
+    if output is None and not overwrite:
+        destination = beside_another(Path(wanted[0]), "merged", found[0].checkpoint.state.step, quiet=quiet)
     if not push and (repo_id or private or revision or create_pr or commit_message):
         raise UsageError("--repo-id, --private, --revision, --create-pr and --commit-message go with --push")
     to = None

@@ -234,6 +234,9 @@ def test_an_existing_destination_is_kept(run: Path) -> None:
     assert os.listdir("outputs-hf") == ["mine.txt"]
     shutil.rmtree("outputs-hf")
     assert run_ckpt("convert", "zero3", "hf", run).code == 0
+    another = run_ckpt("convert", "zero3", "hf", run)  # of a later step, say
+    assert (another.code, another.out) == (0, "outputs-step2-hf\n") and "outputs-hf is there already" in another.err
+    assert run_ckpt("convert", "zero3", "hf", run).code == 2
     Path("outputs-hf/config.json").write_text("{}")
     assert run_ckpt("convert", "zero3", "hf", run, "--overwrite").code == 0
     assert sorted(os.listdir("outputs-hf")) == ["ckpt-manifest.json", "model.safetensors"]
