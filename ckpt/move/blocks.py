@@ -377,8 +377,7 @@ def _blocks(source: Extent, target: Extent, buffer_size: int) -> Iterator[tuple[
 
 
 def _slice(extent: Extent, dim: int, start: int, size: int) -> Extent:
-    return replace(
-        extent,
+    return extent._replace(
         offset=extent.offset + start * extent.strides[dim] * extent.dtype.itemsize,
         shape=(*extent.shape[:dim], size, *extent.shape[dim + 1 :]),
     )

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from ckpt.errors import CorruptError
 from ckpt.plan.dtypes import DType
@@ -260,8 +260,7 @@ class Layout:
         return declaration(**{name: value for name, value in self.options.items() if name in names})
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A range of a target file and the part of a tensor that it must hold.
 
     `extent.path` is the target file's name, relative to the target folder; a dtype other than the tensor's own

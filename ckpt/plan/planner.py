@@ -196,23 +196,24 @@ class _Found:
     def _by_runs(self, runs: Sequence[Run], starts: list[int], region: FlatRange, slot: Extent, rows: Rows) -> int:
         """Elements of a slot that runs fill."""
         begin, end, filled = region.start, region.stop, 0
-        number = max(0, bisect_right(starts, begin) - 1)
-        while begin < end and number < len(runs):
+        if begin >= end or not runs:
+            return 0
+        dtype = runs[0][2].dtype  # of all of them, as is proved
+        found, size, target_size = rows.of(dtype, slot.dtype), dtype.itemsize, slot.dtype.itemsize
+        for number in range(max(0, bisect_right(starts, begin) - 1), len(runs)):
             start, stop, extent, at, _ = runs[number]
             first, last = max(start, begin), min(stop, end)
             if first < last:
-                to = slot.offset + (first - begin) * slot.dtype.itemsize
-                source = extent.offset + (at + first - start) * extent.dtype.itemsize
-                rows.of(extent.dtype, slot.dtype).extend((to, rows.path(extent.path), source, last - first))
+                to, source = slot.offset + (first - begin) * target_size, extent.offset + (at + first - start) * size
+                found.extend((to, rows.path(extent.path), source, last - first))
                 self.num_copies += 1
                 filled += last - first
             if stop >= end:
                 break
-            number += 1
-        if runs and runs[0][2].dtype == slot.dtype:
-            self.span_bytes += filled * slot.dtype.itemsize
+        if dtype == slot.dtype:
+            self.span_bytes += filled * target_size
         else:
-            self.buffered_bytes += filled * slot.dtype.itemsize
+            self.buffered_bytes += filled * target_size
         return filled
 
     def _by_overlay(self, fragments: list[Fragment], shape: Shape, file: TargetFile, slot: Slot) -> int:

@@ -56,6 +56,11 @@ class Link:
     def rename(cls, a: str, b: str, shape: Shape) -> Link:
         return cls(a, whole(shape), b, whole(shape), tuple(range(len(shape))))
 
+    def is_renaming(self, a_shape: Shape, b_shape: Shape) -> bool:
+        """Whether it says that all of a tensor is all of another, dim by dim."""
+        is_same = a_shape == b_shape and self.dims == tuple(range(len(a_shape)))
+        return is_same and self.a_box.is_whole(a_shape) and self.b_box.is_whole(b_shape)
+
     def inverse(self) -> Link:
         back: list[int | None] = [None] * len(self.b_box.sizes)
         for dim, target in enumerate(self.dims):
@@ -155,8 +160,6 @@ def _check_side(
         if name in copies and name not in placed and copies[name] not in copies and shapes[copies[name]] == shape:
             continue
         boxes = [*placed.get(name, ()), *padding.get(name, ())]
-        if boxes == [whole(shape)]:  # nearly all of them, and there may be tens of thousands
-            continue
         fault = check_tiling(boxes, shape)
         if not boxes:  # which tiles a tensor without elements
             fault = TilingFault("hole", whole(shape))
@@ -293,8 +296,9 @@ def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Che
 
     tensors: dict[Key, Tensor] = {}
     for name, links in into.items():
+        joint = _Joint.of(name, links, relation)
         for role in dict.fromkeys(role for link in links for role in roles.get(link.a, (WEIGHT,))):
-            tensors[name, role] = _combine(checkpoint, name, role, relation, links)
+            tensors[name, role] = joint.tensor(checkpoint, role, relation.a_shapes)
     for name, owner in relation.b_copies.items():
         for role in [role for role in (WEIGHT, MASTER, BUFFER) if (owner, role) in tensors]:
             tensors[name, role] = tensors[owner, role].renamed(name)
@@ -328,52 +332,73 @@ def _with_copies_as_replicas(
     return replace(checkpoint, tensors=tensors)
 
 
-def _combine(checkpoint: Checkpoint, name: str, role: str, relation: Relation, links: list[Link]) -> Tensor:
-    shape, parts = relation.b_shapes[name], []
-    for link in links:
-        tensor = checkpoint.get(link.a, role)
-        if tensor is None:
-            raise LossError(
-                f"{name!r} is made from several tensors, and one of them has no {role!r}",
-                fqn=link.a,
-                expected=role,
+@dataclass(frozen=True, slots=True)
+class _Joint:
+    """How tensor `name` is made from parts of others, whatever their role: found once, used for each.
+
+    `flat` has the first elements of each link's boxes where both are flat; `starts` is as in `_Linked`.
+    """
+
+    name: str
+    shape: Shape
+    links: list[Link]
+    padding: tuple[Box, ...]
+    is_renaming: bool
+    flat: tuple[tuple[int, int] | None, ...] = ()
+    starts: tuple[tuple[int, int], ...] | None = None
+
+    @classmethod
+    def of(cls, name: str, links: list[Link], relation: Relation) -> _Joint:
+        shape, padding = relation.b_shapes[name], relation.b_padding.get(name, ())
+        if not padding and len(links) == 1 and links[0].is_renaming(relation.a_shapes[links[0].a], shape):
+            return cls(name, shape, links, padding, True)
+        flat = tuple(_flat_starts(link, relation.a_shapes[link.a], shape) for link in links)
+        starts = None
+        if not padding and None not in flat:
+            starts = tuple(sorted((pair[1], n) for n, pair in enumerate(flat) if pair and links[n].a_box.numel))
+        return cls(name, shape, links, padding, False, flat, starts)
+
+    def tensor(self, checkpoint: Checkpoint, role: str, a_shapes: Mapping[str, Shape]) -> Tensor:
+        """The tensor of this role.  Raises LossError or CorruptError where the parts do not fit together."""
+        name, parts = self.name, []
+        for link in self.links:
+            tensor = checkpoint.tensors.get((link.a, role))
+            if tensor is None:
+                raise LossError(
+                    f"{name!r} is made from several tensors, and one of them has no {role!r}",
+                    fqn=link.a,
+                    expected=role,
+                )
+            parts.append(tensor)
+        first = parts[0]
+        if self.is_renaming:
+            return first.renamed(name)
+        for link, tensor in zip(self.links, parts, strict=True):
+            if tensor.shape != a_shapes[link.a]:
+                raise LossError(
+                    f"{name!r} is made from parts of tensors, and the {role!r} of one has a shape of its own",
+                    fqn=link.a,
+                    expected=f"shape {list(a_shapes[link.a])}",
+                    found=f"shape {list(tensor.shape)}",
+                )
+        if len(parts) > 1 and len(dtypes := {tensor.dtype for tensor in parts}) > 1:
+            raise CorruptError(
+                f"{name!r} is made from tensors of several dtypes",
+                fqn=first.fqn,
+                found=", ".join(sorted(map(str, dtypes))),
             )
-        parts.append((link, tensor))
-    first = parts[0][1]
-    padding = relation.b_padding.get(name, ())
-    if not padding and len(links) == 1 and links[0] == Link.rename(first.fqn, name, relation.a_shapes[first.fqn]):
-        return first.renamed(name)
-    for link, tensor in parts:
-        if tensor.shape != relation.a_shapes[link.a]:
-            raise LossError(
-                f"{name!r} is made from parts of tensors, and the {role!r} of one has a shape of its own",
-                fqn=link.a,
-                expected=f"shape {list(relation.a_shapes[link.a])}",
-                found=f"shape {list(tensor.shape)}",
-            )
-    dtypes: set[DType] = {tensor.dtype for _, tensor in parts}
-    if len(dtypes) > 1:
-        raise CorruptError(
-            f"{name!r} is made from tensors of several dtypes",
-            fqn=first.fqn,
-            found=", ".join(sorted(map(str, dtypes))),
+
+        def linked(sources: Iterable[Source]) -> Source:
+            chosen = tuple(zip(self.links, shapes, sources, self.flat, strict=True))
+            return _Linked(chosen, self.padding, first.dtype, self.starts)
+
+        shapes = [tensor.shape for tensor in parts]
+        replicas = tuple(  # of parts that have fewer, the tensor itself
+            linked([(*one.replicas[number : number + 1], one.source)[0] for one in parts])
+            for number in range(max([len(tensor.replicas) for tensor in parts]))
         )
-
-    flat = [_flat_starts(link, tensor.shape, shape) for link, tensor in parts]
-    starts = None
-    if not padding and None not in flat:
-        starts = tuple(sorted((pair[1], n) for n, pair in enumerate(flat) if pair and parts[n][0].a_box.numel))
-
-    def linked(number: int | None) -> Source:
-        """The parts' sources, or their replicas of that number where they have one."""
-        chosen = []
-        for (link, tensor), pair in zip(parts, flat, strict=True):
-            replica = () if number is None else tensor.replicas[number : number + 1]
-            chosen.append((link, tensor.shape, replica[0] if replica else tensor.source, pair))
-        return _Linked(tuple(chosen), padding, first.dtype, starts)
-
-    replicas = tuple(linked(number) for number in range(max(len(tensor.replicas) for _, tensor in parts)))
-    return Tensor(name, role, first.dtype, shape, linked(None), first.native, replicas)
+        source = linked([tensor.source for tensor in parts])
+        return Tensor(name, role, first.dtype, self.shape, source, first.native, replicas)
 
 
 def _translate_ties(ties: Mapping[str, str], onto: Mapping[str, list[str]]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd, lcm, prod
-from typing import Protocol, cast, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 from ckpt.plan.dtypes import DType
 
@@ -23,8 +23,7 @@ Shape = tuple[int, ...]
 ZEROS = "/dev/zero"
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """`sizes` elements from `offsets` on, in every dim of a tensor.  A 0-d tensor has the empty box `Box((), ())`.
 
     `steps` is empty where the elements are neighbours, as nearly everywhere; otherwise it says for each dim how far
@@ -69,6 +68,10 @@ class Box:
             return Box(offsets, inner.sizes)
         return stepped(offsets, inner.sizes, tuple(s * t for s, t in zip(inner.all_steps, steps, strict=True)))
 
+    def is_whole(self, shape: Shape) -> bool:
+        """Whether it is all of a tensor of this shape."""
+        return self.sizes == shape and not self.steps and not any(self.offsets)
+
     @property
     def all_steps(self) -> Shape:
         """The steps, of every dim."""
@@ -111,8 +114,7 @@ def _intersect_steps(one: Box, other: Box) -> Box | None:
     return stepped(tuple(offsets), tuple(sizes), tuple(steps))
 
 
-@dataclass(frozen=True, slots=True)
-class FlatRange:
+class FlatRange(NamedTuple):
     """Elements `start` to `stop` of a tensor in row-major order.
 
     Flat partitions (one long buffer cut among ranks) are of this kind.  A flat range is at most 2*ndim - 1 boxes
@@ -162,8 +164,9 @@ def flat_range(box: Box, shape: Shape) -> FlatRange | None:
 
     It is one where, after leading dims of size 1, one dim is cut freely and all dims behind it are whole.
     """
-    if box.numel == 0:
-        return FlatRange(0, 0)
+    numel = prod(box.sizes)
+    if numel == 0 or box.is_whole(shape):
+        return FlatRange(0, numel)
     if box.steps:
         return None
     start, step, cut = 0, 1, False
@@ -173,7 +176,7 @@ def flat_range(box: Box, shape: Shape) -> FlatRange | None:
         cut = cut or size != full
         start += offset * step
         step *= full
-    return FlatRange(start, start + box.numel)
+    return FlatRange(start, start + numel)
 
 
 def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
@@ -223,8 +226,7 @@ def flat_regions(box: Box, shape: Shape, start: int, stop: int) -> Iterator[tupl
         start += inner.numel
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """A strided array in a file: `offset` in bytes from the file's start, `strides` in elements."""
 
     path: str
@@ -276,8 +278,7 @@ class Extent:
         return Extent(self.path, self.offset, self.dtype, shape, contiguous_strides(shape))
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(NamedTuple):
     """A region of a tensor and the extent that holds it.
 
     With a `Box` the extent has the box's sizes as its shape; with a `FlatRange` it is 1-d and contiguous.
@@ -407,7 +408,7 @@ class Tensor:
         return runs_of(self.source, self.shape, 0, self.numel)
 
     def renamed(self, fqn: str) -> Tensor:
-        return replace(self, fqn=fqn)
+        return Tensor(fqn, self.role, self.dtype, self.shape, self.source, self.native, self.replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -555,6 +556,8 @@ def check_tiling(regions: Sequence[Region], shape: Shape, *, overlaps: bool = Fa
 
     With `overlaps`, at least once will do.
     """
+    if len(regions) == 1 and isinstance(regions[0], Box) and regions[0].is_whole(shape):  # nearly all there are
+        return None
     return next(tiling_faults(regions, shape, overlaps=overlaps), None)
 
 

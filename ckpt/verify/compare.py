@@ -142,8 +142,7 @@ class Reader:
     def gather(self, side: int, extent: Extent) -> NDArray:
         """The elements of `extent`, which fit the buffer of `side`, as an array of raw bits in the extent's shape."""
         order = sorted(range(len(extent.shape)), key=lambda dim: -extent.strides[dim])
-        stored = replace(
-            extent,
+        stored = extent._replace(
             shape=tuple(extent.shape[dim] for dim in order),
             strides=tuple(extent.strides[dim] for dim in order),
         )
@@ -159,11 +158,11 @@ class Reader:
         if extent.is_contiguous:
             self._read(extent.path, extent.offset, into.reshape(-1).view(np.uint8).data)
             return
-        row = replace(extent, shape=extent.shape[1:], strides=extent.strides[1:])
+        row = extent._replace(shape=extent.shape[1:], strides=extent.strides[1:])
         pace, reach = extent.strides[0] * extent.dtype.itemsize, row.end - row.offset
         if reach > _CHUNK or pace > _num_runs(row) * _READ_COSTS:
             for number in range(extent.shape[0]):
-                self._read_strided(replace(row, offset=row.offset + number * pace), into[number])
+                self._read_strided(row._replace(offset=row.offset + number * pace), into[number])
             return
         if self._scratch is None:
             self._scratch = np.empty(_CHUNK, np.uint8)

@@ -322,9 +322,7 @@ def _files(
         yield "mp_rank_00_model_states.pt", zero_writer.model_root(model, config, num_ranks, shapes, 0, stage or 2)
     if stage not in (1, 2):
         shapes = zero_writer.slot_param_shapes(model, num_ranks)
-        for rank in range(num_ranks):
-            root = zero_writer.model_root(model, config, num_ranks, shapes, rank, 3)
-            yield f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", root
+        yield from zero_writer.slot_model_files(model, config, num_ranks, shapes)
 
 
 def _parameter_files(model: Model, fqn: str, roles: Sequence[str], *, bare: bool) -> Iterator[tuple[str, Any]]:

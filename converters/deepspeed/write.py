@@ -18,7 +18,7 @@ from typing import Any
 
 from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.values import Record, StoredDict
-from ckpt.containers.torchfile.write import FromSource, NewTensor, Part, Zeros, copy_of, number, torch_file
+from ckpt.containers.torchfile.write import FromSource, NewTensor, Part, Zeros, copy_of, number, pickled, torch_file
 from ckpt.errors import UsageError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, ParamGroup, Target, TargetFile
 from ckpt.plan.dtypes import DType
@@ -104,7 +104,7 @@ def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
 # -- file names and the parts of files that stages share ---------------------------------------------------------------
 
 #: A file: its name in the step folder, and the object that torch.load is to give.
-File = tuple[str, dict[str, Any]]
+File = tuple[str, Any]
 
 
 def optimizer_name(rank: int, config: Mapping[str, Any], mp_rank: int = 0) -> str:
@@ -486,12 +486,22 @@ def _stage3_files(model: Model, config: Mapping[str, Any], num_ranks: int) -> It
     groups = slot_groups(model, num_ranks)
     shapes = [_named_shapes(model, fqns) for fqns in groups.fqns]
     items = stage3_items(model, config, num_ranks)
-    for rank in range(num_ranks):
-        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-        yield name, model_root(model, config, num_ranks, shapes, rank, 3)
+    for rank, model_file in enumerate(slot_model_files(model, config, num_ranks, shapes)):
+        yield model_file
         inner = items | _slots(model, groups, rank)
         root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
         yield optimizer_name(rank, config), root
+
+
+def slot_model_files(
+    model: Model, config: Mapping[str, Any], num_ranks: int, shapes: list[StoredDict]
+) -> Iterator[File]:
+    """The ranks' model files of stage 3.  Where nothing is frozen, rank 0's alone differs from others."""
+    root = None
+    for rank in range(num_ranks):
+        if rank < 2 or model.frozen:
+            root = pickled(model_root(model, config, num_ranks, shapes, rank, 3))
+        yield f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", root
 
 
 def stage3_items(model: Model, config: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:

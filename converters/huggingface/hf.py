@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 from ckpt.containers.sources import Sources
@@ -206,6 +207,7 @@ def natural_key(name: str) -> list[tuple[int, str, int]]:
     return [_natural_part(part) for part in name.split(".")]
 
 
+@cache  # names of a model's tensors have few parts that differ
 def _natural_part(part: str) -> tuple[int, str, int]:
     text = part.rstrip("0123456789")
     digits = part[len(text) :]

@@ -93,7 +93,7 @@ def _fragment(weight: Weight, number: int, block: Block) -> Fragment:
         sizes = block.region.sizes
         extent = Extent.contiguous(path, 0, weight.dtype, sizes)
         if block.transposed:
-            extent = replace(extent, strides=(1, sizes[0]))
+            extent = extent._replace(strides=(1, sizes[0]))
         return Fragment(block.region, extent)
     return Fragment(block.region, Extent.contiguous(path, 0, weight.dtype, (block.region.numel,)))
 

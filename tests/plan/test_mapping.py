@@ -210,7 +210,7 @@ class TestRelations:
         back = translate(there, mapped.inverse(), "here")
         for key, tensor in back.tensors.items():
             check_source(tensor)
-            assert list(tensor.fragments()) == [replace(f, region=rows) for f in source.tensors[key].fragments()]
+            assert list(tensor.fragments()) == [f._replace(region=rows) for f in source.tensors[key].fragments()]
         with pytest.raises(LossError, match="exactly once"):
             replace(mapped, b_padding={"y": (Box((3, 0), (1, 2)),)}).check()
         with pytest.raises(LossError, match="exactly once"):

@@ -166,7 +166,7 @@ class TestTheTarget:
         file = TargetFile("out.bin", 16, (), (gaps, between))
         plan = make_plan(checkpoint(tensor((2,)), other), Target((file,)))
         assert (plan.span_bytes, plan.buffered_bytes) == (0, 16)
-        moved = replace(between, extent=replace(between.extent, offset=8))
+        moved = between._replace(extent=between.extent._replace(offset=8))
         with pytest.raises(AssertionError, match="cover"):
             make_plan(checkpoint(tensor((2,)), other), Target((replace(file, slots=(gaps, moved)),)))
 

@@ -135,7 +135,7 @@ class TestRules:
         damaged = list(extents)
         how = data.draw(st.sampled_from(["dtype", "missing"]))
         if how == "dtype":
-            damaged[number] = replace(damaged[number], dtype=BFLOAT16)
+            damaged[number] = damaged[number]._replace(dtype=BFLOAT16)
         else:
             damaged = damaged[:number]
         if isinstance(source, InSlots):

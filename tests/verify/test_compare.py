@@ -51,7 +51,7 @@ class Cut:
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in self.files.items():
             (folder / name).write_bytes(data)
-        return [replace(f, extent=replace(f.extent, path=str(folder / f.extent.path))) for f in self.fragments]
+        return [f._replace(extent=f.extent._replace(path=str(folder / f.extent.path))) for f in self.fragments]
 
 
 def cut_flat(array: np.ndarray, dtype: DType, edges: list[int]) -> Cut:
@@ -407,7 +407,7 @@ def replicated(tmp_path: Path, second: bytes) -> Tensor:
     a = stored(tmp_path / "rank0", struct.pack("<6f", *range(6)), FLOAT32, shape)
     b = stored(tmp_path / "rank1", second, FLOAT32, shape)
     (one,), (other,) = a, b
-    source, replica = Pieces((replace(one, rank=0),)), Pieces((replace(other, rank=1),))
+    source, replica = Pieces((one._replace(rank=0),)), Pieces((other._replace(rank=1),))
     return Tensor("norm.weight", "weight", FLOAT32, shape, source, replicas=(replica,))
 
 

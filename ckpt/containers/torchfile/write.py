@@ -23,10 +23,10 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.containers.torchfile.pickler import TensorRef, dumps
 from ckpt.containers.torchfile.values import StoredTensor
@@ -43,8 +43,7 @@ MAX_CARRIED = 1 << 26
 # --- what is to be written -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FromSource:
+class FromSource(NamedTuple):
     """`region` of the source's tensor `key`, in row-major order, from element `start` of the storage on."""
 
     key: Key
@@ -125,8 +124,22 @@ def number(value: float, dtype: DType = FLOAT32) -> NewTensor:
 # --- the file ------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pickled:
+    """A tree that several files have, pickled once: `data.pkl`, and the storages that it names by their numbers."""
+
+    data: bytes
+    storages: Sequence[NewStorage]
+
+
+def pickled(root: Any, *, protocol: int = 2) -> Pickled:
+    """Pickle a tree, as `torch_file` does."""
+    storages = _Storages()
+    return Pickled(dumps(root, protocol=protocol, tensors=storages.reference), storages.found)
+
+
 def torch_file(name: str, root: Any, *, protocol: int = 2) -> TargetFile:
-    """The file `name`, relative to the target's folder, that `torch.load` reads as `root`.
+    """The file `name`, relative to the target's folder, that `torch.load` reads as `root` (a tree, or one `Pickled`).
 
     A `StoredTensor` in the tree (part of a training state that was read) is carried along if it is small.
     Raises LossError for what cannot be written.
@@ -176,7 +189,6 @@ class _Layout:
         "path",
         "slots",
         "start",
-        "storages",
         "zeros",
     )
 
@@ -191,19 +203,18 @@ class _Layout:
         self.literals: list[tuple[int, bytearray]] = []
         self.slots: list[Slot] = []
         self.zeros: list[tuple[int, int]] = []
-        self.storages: dict[int, tuple[str, Any, NewStorage]] = {}
 
     def target(self) -> TargetFile:
         literals = tuple((offset, bytes(data)) for offset, data in self.literals)
         return TargetFile(self.path, self.at, literals, tuple(self.slots), tuple(self.zeros))
 
     def write(self, root: Any, protocol: int) -> None:
-        data = dumps(root, protocol=protocol, tensors=self.reference)
-        self.record("data.pkl", data)
+        form = root if isinstance(root, Pickled) else pickled(root, protocol=protocol)
+        self.record("data.pkl", form.data)
         self.record(".format_version", b"1")
         self.record(".storage_alignment", b"%d" % _ALIGNMENT)
         self.record("byteorder", b"little")
-        for key, _, storage in self.storages.values():
+        for key, storage in enumerate(form.storages):
             self.storage(key, storage)
         self.record("version", b"3\n")
         # Any text that tells files apart; torch's is made from a hash of the names and the checksums.
@@ -213,33 +224,7 @@ class _Layout:
 
     # Tensors.
 
-    def reference(self, value: Any) -> TensorRef | None:
-        """What the pickle says of a tensor; its storage is written when the pickle is done."""
-        if isinstance(value, StoredTensor):
-            value = _carried(value)
-        elif not isinstance(value, NewTensor):
-            return None
-        storage = value.storage
-        if storage is None:
-            storage = NewStorage(value.dtype, value.numel, value.fill)
-        strides = contiguous_strides(value.shape) if value.strides is None else value.strides
-        owner = value if value.storage is None else storage
-        # Both are kept, so that their ids stay theirs.
-        key, _, storage = self.storages.setdefault(id(owner), (str(len(self.storages)), owner, storage))
-        _check_view(value, storage, strides)
-        return TensorRef(
-            value.dtype,
-            key,
-            storage.numel,
-            value.offset,
-            value.shape,
-            strides,
-            value.requires_grad,
-            value.attributes,
-            value.parameter,
-        )
-
-    def storage(self, key: str, storage: NewStorage) -> None:
+    def storage(self, key: int, storage: NewStorage) -> None:
         itemsize = storage.dtype.itemsize
         crc32 = _known_crc32(storage)
         self.begin(f"data/{key}", storage.numel * itemsize, crc32)
@@ -317,6 +302,40 @@ class _Layout:
             self.literals.append((offset, bytearray(data)))
 
 
+class _Storages:
+    """The storages of the tensors in a tree, in the order in which its pickle names them."""
+
+    def __init__(self) -> None:
+        self.found: list[NewStorage] = []
+        self._known: dict[int, tuple[str, Any]] = {}  # owners are kept, so that their ids stay theirs
+
+    def reference(self, value: Any) -> TensorRef | None:
+        """What the pickle says of a tensor; None for what is none."""
+        if isinstance(value, StoredTensor):
+            value = _carried(value)
+        elif not isinstance(value, NewTensor):
+            return None
+        owner = value if value.storage is None else value.storage
+        if id(owner) not in self._known:
+            self._known[id(owner)] = str(len(self.found)), owner
+            self.found.append(value.storage or NewStorage(value.dtype, value.numel, value.fill))
+        key = self._known[id(owner)][0]
+        storage = self.found[int(key)]
+        strides = contiguous_strides(value.shape) if value.strides is None else value.strides
+        _check_view(value, storage, strides)
+        return TensorRef(
+            value.dtype,
+            key,
+            storage.numel,
+            value.offset,
+            value.shape,
+            strides,
+            value.requires_grad,
+            value.attributes,
+            value.parameter,
+        )
+
+
 def _wide(fields: bytes) -> bytes:
     """The extra field of 64-bit sizes and offsets; nothing where none is needed."""
     return struct.pack("<HH", 1, len(fields)) + fields if fields else b""
@@ -365,9 +384,11 @@ __all__ = [
     "NewStorage",
     "NewTensor",
     "Part",
+    "Pickled",
     "Zeros",
     "copy_of",
     "number",
+    "pickled",
     "torch_file",
     "torch_item",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -139,7 +139,7 @@ class Part:
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
         """Fragments that hold the rank's part of the whole tensor, which is of `shape`."""
         for found in self.source.fragments(self.shape):
-            fragment = replace(found, rank=self.ranks[found.rank or 0] if self.ranks else None)
+            fragment = found._replace(rank=self.ranks[found.rank or 0] if self.ranks else None)
             if isinstance(fragment.region, Box):  # a whole tensor of a layer's file
                 at = 0
                 for box in self.boxes:
