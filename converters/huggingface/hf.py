@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -116,7 +117,7 @@ class HuggingFace:
         notes = (
             describe(chosen, checkpoint, layout.dtype, computes_in)
             + _tie_notes(checkpoint, names)
-            + _adapter_notes(chosen)
+            + _adapter_notes(chosen, checkpoint, layout)
             + _name_notes(checkpoint, chosen, layout)
             + notes
         )
@@ -252,10 +253,21 @@ def _name_notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: La
     return prove(config, {name: choice.tensor.shape for name, choice in chosen.items()}, checkpoint.path)
 
 
-def _adapter_notes(chosen: Iterable[str]) -> list[str]:
-    """A model that PEFT wraps is not one that from_pretrained loads."""
+def _adapter_notes(chosen: Iterable[str], checkpoint: Checkpoint, layout: Layout) -> list[str]:
+    """What to know of a model that PEFT wraps; UsageError, with what was meant, unless its own names are asked for.
+
+    from_pretrained finds neither a model nor an adapter in it.
+    """
     if not any(fqn.startswith("base_model.model.") for fqn in chosen):
         return []
+    if layout.read(HfOptions).names != OWN_NAMES:
+        where = shlex.quote(checkpoint.origins[0] if checkpoint.origins else checkpoint.path)
+        raise UsageError(
+            "this is a model with PEFT adapters, and as it stands in training from_pretrained loads nothing of it",
+            path=checkpoint.path,
+            hint=f"`ckpt merge-lora {where}` merges the adapter into its base, "
+            f"`ckpt convert {checkpoint.format} peft {where}` takes it out; --names own writes all as it stands",
+        )
     return [
         "this is a model with PEFT adapters: its tensors keep the names they have in training (base_model.model. and "
         "so on), under which from_pretrained finds neither a model nor an adapter"

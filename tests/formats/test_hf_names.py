@@ -97,8 +97,15 @@ WRONG: dict[str, tuple[Change, str]] = {
     "a prefix": (prefixed, r"21 too many: policy\..* and 19 more; 21 missing: .* and 19 more"),
     "a config": (other_config, "9 missing: model.layers.2.* and 7 more"),
     "a vocabulary": (padded, r"2 of another shape: model.embed_tokens.weight \[40, 16\] instead of \[32, 16\]"),
-    "an adapter": (with_adapter, "21 too many: base_model"),
 }
+
+
+def test_a_model_with_an_adapter_is_answered_with_what_was_meant(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", with_adapter)
+    with pytest.raises(UsageError, match="a model with PEFT adapters") as caught:
+        convert(folder)
+    assert f"ckpt merge-lora {folder}" in str(caught.value) and f" peft {folder}`" in str(caught.value)
+    assert not (tmp_path / "run-hf").exists()
 
 
 @pytest.mark.parametrize("case", WRONG)
