@@ -42,7 +42,7 @@ from ckpt.run_folder.carried import run_companions, trainer_folder
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, find_folder, other_models, parts, run_folders
-from converters.pytorch.keys import Leaf, Understood, understand
+from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand
 from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
 
@@ -189,6 +189,7 @@ class _Reading:
         if not found.weights and not found.states:
             raise CorruptError("there is no tensor of a model or an optimizer", path=self.metadata or path)
         self.notes += found.notes
+        _check_states(found, self.metadata)
         tensors: dict[Key, Tensor] = {}
         for fqn, leaf in found.weights.items():
             assert isinstance(leaf, _Stored)
@@ -256,6 +257,11 @@ class _Reading:
             items["extra_state"] = found.extra
         if odd:
             items["optimizer"] = {**items.get("optimizer", {}), "state": odd}
+        lost = next((name for name in spread if name.partition(".")[0] in (*MODEL_NAMES, *OPTIMIZER_NAMES)), None)
+        if lost is not None:
+            raise CorruptError(
+                "nothing is known of a tensor of the model or the optimizer", path=self.metadata, fqn=lost
+            )
         if spread:
             self.notes.append(
                 f"{len(spread)} tensors that belong neither to the model nor to its optimizer are spread over ranks "
@@ -333,6 +339,41 @@ def _step(rest: Mapping[str, Any]) -> int | None:
         if type(value) is int:
             return value
     return None
+
+
+def _check_states(found: Understood, path: str) -> None:
+    """CorruptError for states of no parameter, and for a parameter that lacks one which others of its group have.
+
+    Others whose states are of other dtypes are none of its kind: 8-bit optimizers keep small parameters in 32 bits.  A
+    parameter without any state has never been updated.
+    """
+    states: dict[str, dict[str, Any]] = {}
+    for (fqn, name), value in found.states.items():
+        states.setdefault(fqn, {})[name] = value
+    strange = [fqn for fqn in states if fqn not in found.weights]
+    if strange and len(strange) < len(states):  # where all are, the optimizer spells names in a way of its own
+        raise CorruptError(
+            "the optimizer has states of a parameter that the model does not have", path=path, fqn=strange[0]
+        )
+    for group in found.groups:
+        kinds: dict[frozenset[str], str] = {}
+        for fqn in group.fqns:
+            if fqn in states:
+                kinds.setdefault(frozenset(states[fqn]), fqn)
+        for few, fqn in kinds.items():
+            for more, other in kinds.items():
+                if few < more and all(_dtype(states[fqn][name]) == _dtype(states[other][name]) for name in few):
+                    raise CorruptError(
+                        "a parameter lacks an optimizer state that others of its group have",
+                        path=path,
+                        fqn=fqn,
+                        expected=", ".join(sorted(more - few)) + f", as {other} has",
+                        found=", ".join(sorted(few)),
+                    )
+
+
+def _dtype(value: Any) -> object:
+    return value.dtype if isinstance(value, _Stored) else None
 
 
 def _check_steps(said: Mapping[str, set[tuple[str, Any]]]) -> None:

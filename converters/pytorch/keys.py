@@ -3,7 +3,7 @@
 DCP itself saves a nested state dict and knows nothing of its content (`containers.dcp.nested`).  `understand`
 finds in it
 
-* the model: what stands under `model` (torch's recipes, Accelerate, Lightning) or another name in `_MODEL_NAMES`, or
+* the model: what stands under `model` (torch's recipes, Accelerate, Lightning) or another name in `MODEL_NAMES`, or
   else the tensors at the top (torchtitan, `dcp.save(model.state_dict())`);
 * optimizers, told by their structure (torch 2.13, `distributed/checkpoint/state_dict.py`, `_get_optim_state_dict`):
 
@@ -27,8 +27,8 @@ from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import ParamGroup
 from converters.pytorch.state_dicts import names_of, stripper, take_apart
 
-_MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
-_OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
+MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
+OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
 _STATE, _GROUPS = "state", "param_groups"
 
 _MAX_DEPTH = 32
@@ -88,15 +88,15 @@ def _sort(
     for name, child in node.items():
         if isinstance(child, Mapping) and _is_optimizer(name, child):
             optimizers.append(child)
-        elif name in _OPTIMIZER_NAMES and isinstance(child, list) and all(_is_optimizer(name, c) for c in child):
+        elif name in OPTIMIZER_NAMES and isinstance(child, list) and all(_is_optimizer(name, c) for c in child):
             optimizers += child
-        elif name in _MODEL_NAMES and isinstance(child, Mapping) and _has_tensors(child):
+        elif name in MODEL_NAMES and isinstance(child, Mapping) and _has_tensors(child):
             models.setdefault(name, child)
         elif (
             depth == 0
             and isinstance(child, Mapping)
             and any(
-                inner in _MODEL_NAMES and isinstance(value, Mapping) and _has_tensors(value)
+                inner in MODEL_NAMES and isinstance(value, Mapping) and _has_tensors(value)
                 for inner, value in child.items()
             )
         ):
@@ -115,7 +115,7 @@ def _is_optimizer(name: str, node: Any) -> bool:
     flat = [key for key in node if isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}."))]
     if any(key.startswith(f"{_GROUPS}.") for key in flat):
         return True
-    return name in _OPTIMIZER_NAMES and (bool(flat) or _STATE in node)
+    return name in OPTIMIZER_NAMES and (bool(flat) or _STATE in node)
 
 
 def _has_tensors(value: Any, depth: int = 0) -> bool:

@@ -264,13 +264,20 @@ class _Parser:
     # -- paths ---------------------------------------------------------------------------------------------------
 
     def _paths(self, planner_data: Any, keys: Iterable[str]) -> tuple[dict[str, Path_], bool]:
-        """Every key's path: as recorded, in the recorded order; a key without one stands at the top."""
+        """Every key's path: as recorded, in the recorded order; where none is recorded, all keys stand at the top.
+
+        A key is its path's steps with dots between them (torch 2.13, `distributed/checkpoint/_nested_dict.py`).
+        """
         known: dict[str, Path_] = {}
         if isinstance(planner_data, Mapping):
             wanted = set(keys)
             for key, steps in planner_data.items():
                 if key in wanted:
                     known[key] = self._steps(key, steps)
+                    if (joined := ".".join(map(str, known[key]))) != key:
+                        self.fault("the path of a value in the state dict is not that of its key", key, key, joined)
+            if known and (without := next((key for key in keys if key not in known), None)) is not None:
+                self.fault("a value has no path in the state dict, and others have one", without)
         is_nested = bool(known)
         for key in keys:
             known.setdefault(key, (key,))
