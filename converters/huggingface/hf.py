@@ -262,12 +262,15 @@ def _adapter_notes(chosen: Iterable[str], checkpoint: Checkpoint, layout: Layout
         return []
     if layout.read(HfOptions).names != OWN_NAMES:
         where = shlex.quote(checkpoint.origins[0] if checkpoint.origins else checkpoint.path)
-        raise UsageError(
-            "this is a model with PEFT adapters, and as it stands in training from_pretrained loads nothing of it",
-            path=checkpoint.path,
-            hint=f"`ckpt merge-lora {where}` merges the adapter into its base, "
-            f"`ckpt convert {checkpoint.format} peft {where}` takes it out; --names own writes all as it stands",
-        )
+        if checkpoint.is_adapter:
+            what, hint = "this is an adapter, and no model", f"`ckpt merge-lora {where} --base MODEL` makes one"
+        else:
+            what = (
+                "this is a model with PEFT adapters, and as it stands in training from_pretrained loads nothing of it"
+            )
+            hint = f"`ckpt merge-lora {where}` merges the adapter into its base, "
+            hint += f"`ckpt convert auto peft {where}` takes it out; --names own writes all as it stands"
+        raise UsageError(what, path=checkpoint.path, hint=hint)
     return [
         "this is a model with PEFT adapters: its tensors keep the names they have in training (base_model.model. and "
         "so on), under which from_pretrained finds neither a model nor an adapter"

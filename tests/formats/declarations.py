@@ -139,6 +139,12 @@ def without_an_adapter(sample: Declaration, _: Checkpoint) -> Refusal | None:
     return None if sample.format == "peft" else ((UsageError, NotFoundError), words)
 
 
+def with_an_adapter(_: Declaration, checkpoint: Checkpoint) -> Refusal | None:
+    """A folder of transformers' holds a model, not one that PEFT wraps."""
+    wrapped = any(fqn.startswith("base_model.model.") for fqn, _ in checkpoint.tensors)
+    return ((UsageError,), "ckpt merge-lora") if wrapped else None
+
+
 def empty_parameters(_: Declaration, checkpoint: Checkpoint) -> Refusal | None:
     """Stage 3 has no place for a parameter without elements."""
     empty = any(not tensor.numel for tensor in checkpoint.with_role(WEIGHT))
@@ -196,7 +202,14 @@ DECLARATIONS = [
         ("model_world_size_2_rank_*.pt", "optim_world_size_2_rank_*.pt"),
         marks=SLOW,
     ),
-    Declaration("hf", saved_by_transformers, ("model-*.safetensors",), is_unchecked_data=True, is_known_model=True),
+    Declaration(
+        "hf",
+        saved_by_transformers,
+        ("model-*.safetensors",),
+        is_unchecked_data=True,
+        is_known_model=True,
+        refuses=with_an_adapter,
+    ),
     Declaration(
         "peft",
         saved_by_peft,
