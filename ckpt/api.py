@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ckpt.show.rows import Only, Picture
     from ckpt.verify.digest import Digests
     from ckpt.verify.pairs import Report
+    from ckpt.verify.transformers_loads import Loading
 
 AUTO = "auto"
 
@@ -472,6 +473,23 @@ def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
     a, b, notes = _as_saved_adapters(a, b)
     report = verify_same_names(*map(_with_computing_dtype, _comparable(a, b)), **options)
     return replace(report, notes=(*report.notes, *notes))
+
+
+def check_loads(path: Path) -> Loading:
+    """Have transformers load a folder, and compare its names with those that its architecture saves.
+
+    transformers loads some names that are not the Hub's, which others do not.  Errors as of
+    `ckpt.verify.transformers_loads.check_loads`.
+    """
+    from ckpt.verify.transformers_loads import check_loads as check
+
+    loading = check(path)
+    if loading.good and registry.get("hf").find(path, None) is not None:
+        checkpoint = open(path, "hf")
+        shapes = {tensor.fqn: tensor.shape for tensor in checkpoint.tensors.values()}
+        if wrong := registry.service("name_differences")(checkpoint.config or {}, shapes):
+            return replace(loading, problems=(f"names: {wrong}",))
+    return loading
 
 
 def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:

@@ -49,7 +49,7 @@ ALIASES = {"fsdp": "dcp"}
 
 #: How the names of each namespace relate to the Hub's (see `ckpt.plan.namespace`).
 NAMESPACES = {
-    "transformers": "converters.names.transformers.relation:NAMESPACE",
+    "transformers": "converters.names.hub.wrapped:NAMESPACE",
     "megatron": "converters.names.megatron.relation:NAMESPACE",
 }
 
@@ -57,6 +57,8 @@ NAMESPACES = {
 SERVICES = {
     # which of its names a tied tensor has in the Hub's files, by the owner that the checkpoint records
     "kept_names": "converters.names.transformers.ties:kept_names",
+    # how a model's files differ from what its architecture saves
+    "name_differences": "converters.names.hub.proof:differences",
     # what a model's modules are
     "build_model": "converters.names.transformers.relation:build_model",
     "describe_modules": "converters.names.transformers.modules:describe",

@@ -56,9 +56,9 @@ def verify(
 
 
 def _verify_loads(path: Path, as_json: bool, quiet: bool) -> None:
-    from ckpt.verify.transformers_loads import check_loads
+    from ckpt import api
 
-    loading = check_loads(path)
+    loading = api.check_loads(path)
     _conclude(loading.to_json, loading.lines, loading.good, as_json, quiet)
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt
+from ckpt import api
 from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import Layout
 from converters.names.hub import asked as installed
@@ -69,7 +70,7 @@ def one_less(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
 
 
 def prefixed(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    every = {f"policy.{name}": tensor for name, tensor in tensors.items()}
+    every = {name if "lm_head" in name else f"policy.{name}": tensor for name, tensor in tensors.items()}
     tensors.clear()
     tensors.update(every)
 
@@ -94,7 +95,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "a shape": (reshaped, r"1 of another shape: model.layers.1.mlp.down_proj.weight \[16, 25\] instead of \[16, 24\]"),
     "a name more": (one_more, "1 too many: v_head.summary.weight$"),
     "a name less": (one_less, "1 missing: model.layers.0.self_attn.k_proj.weight$"),
-    "a prefix": (prefixed, r"21 too many: policy\..* and 19 more; 21 missing: .* and 19 more"),
+    "prefixes": (prefixed, r"20 too many: policy\..* and 18 more; 20 missing: .* and 18 more"),
     "a config": (other_config, "9 missing: model.layers.2.* and 7 more"),
     "a vocabulary": (padded, r"2 of another shape: model.embed_tokens.weight \[40, 16\] instead of \[32, 16\]"),
 }
@@ -235,3 +236,69 @@ def test_weights_in_mxfp4(tmp_path: Path, wrong: bool) -> None:
     plain = hub(tmp_path / "plain", tensors, stated)
     with pytest.raises(LossError, match=r"4 too many: .*_blocks.*2 missing"):
         notes_of(plain)
+
+
+# -- models inside other modules -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["_forward_module.", "_forward_module.model.", "model.", "module.net."])
+def test_a_prefix_that_all_names_have_is_left_out_and_it_is_said(tmp_path: Path, prefix: str) -> None:
+    """Lightning's wrapper and a LightningModule's own attribute."""
+
+    def wrapped(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        every = {prefix + name: tensor for name, tensor in tensors.items()}
+        tensors.clear()
+        tensors.update(every)
+
+    folder = run(tmp_path / "run", wrapped)
+    notes = ckpt.plan(ckpt.open(folder, "full"), "hf").plan.target.notes
+    assert any(f"all names begin with '{prefix.removeprefix('module.')}'" in note for note in notes)
+    truth = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    written = load_file(convert(folder) / "model.safetensors")
+    assert written.keys() == {name.removeprefix(prefix) for name in truth}
+    assert all(torch.equal(written[name.removeprefix(prefix)], tensor) for name, tensor in truth.items())
+    again = ckpt.plan(ckpt.open(folder, "full"), "dcp").plan  # what the run itself goes on from keeps its names
+    assert {fqn for fqn, _ in again.checkpoint.tensors} == {name.removeprefix("module.") for name in truth}
+
+
+def test_a_model_whose_own_names_have_one_beginning_is_in_no_other_module(tmp_path: Path) -> None:
+    """In memory all of gemma3 is below `model`, as no file of its is."""
+    parts = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config={**parts, "vocab_size": 64, "head_dim": 8, "num_key_value_heads": 1},
+        vision_config={**parts, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    folder = tmp_path / "run"
+    model.save_pretrained(tmp_path / "hub")
+    folder.mkdir()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "config.json").write_bytes((tmp_path / "hub" / "config.json").read_bytes())
+    assert (
+        load_file(convert(folder) / "model.safetensors").keys()
+        == load_file(tmp_path / "hub" / "model.safetensors").keys()
+    )
+
+
+# -- what loads and is not the Hub's ---------------------------------------------------------------------------
+
+
+def test_names_that_only_transformers_loads_are_a_problem_of_the_folder(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=3,
+        vocab_size=16,
+    )
+    model = transformers.MixtralForCausalLM(config)
+    stated = {**config.to_dict(), "architectures": ["MixtralForCausalLM"]}
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    loading = api.check_loads(hub(tmp_path / "memory", tensors, stated))
+    assert len(loading.problems) == 1 and "too many: model.layers.0.mlp.experts." in loading.problems[0]
+    model.save_pretrained(tmp_path / "hub")
+    assert api.check_loads(tmp_path / "hub").good

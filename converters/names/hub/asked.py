@@ -5,7 +5,7 @@ Written against transformers 5.23 (`modeling_utils.py`, `save_pretrained`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,26 +18,28 @@ def can_be_asked() -> bool:
     return find_spec("torch") is not None and converted_identifiers() is not None
 
 
+def names_in_memory(config: Mapping[str, Any]) -> Collection[str]:
+    """The names that transformers' model of the config has in memory; none where it cannot be asked, or has no class.
+
+    Raises CorruptError where it does not accept the config.
+    """
+    model = _model(config)
+    return () if model is None else model.state_dict().keys()
+
+
 def saved(config: Mapping[str, Any]) -> Saved | None:
     """What the class that the config names writes; None where transformers cannot be asked, or has no such class.
 
     Raises CorruptError where it does not accept the config.
     """
-    if not can_be_asked():
+    model = _model(config)
+    if model is None:
         return None
-    import transformers
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    from converters.names.transformers.relation import build_model
     from converters.names.transformers.tracing import Traced
 
-    named = architectures(config)
-    if named and _model_type(getattr(transformers, named[0], None)) != config.get("model_type"):
-        return None
-    model = build_model(config, {})
-    if model is None or (named and type(model).__name__ != named[0]):
-        return None
     unsaved = set(model._keys_to_ignore_on_save or ())
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in unsaved}
 
@@ -50,6 +52,21 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
     optional = {name: shape for name, shape in every.items() if name not in required}
     ignored = [f".*({pattern}).*" for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     return Saved(type(model).__name__, required, optional, (*DERIVED, *ignored), model.base_model_prefix)
+
+
+def _model(config: Mapping[str, Any]) -> Any:
+    """The model of the class that the config names, without data."""
+    if not can_be_asked():
+        return None
+    import transformers
+
+    from converters.names.transformers.relation import build_model
+
+    named = architectures(config)
+    if named and _model_type(getattr(transformers, named[0], None)) != config.get("model_type"):
+        return None
+    model = build_model(config, {})
+    return None if model is None or (named and type(model).__name__ != named[0]) else model
 
 
 def _model_type(cls: Any) -> Any:

@@ -65,7 +65,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
     the architecture.
     """
     table = families.saved(config)
-    if table is not None and not (differences := compare(table, shapes, config)):
+    if table is not None and not (found := compare(table, shapes, config)):
         return _notes(table, shapes)
     try:
         other = asked.saved(config)
@@ -73,7 +73,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
         if table is None:
             raise
         other = None
-    if other is not None and not (differences := compare(other, shapes, config)):
+    if other is not None and not (found := compare(other, shapes, config)):
         return _notes(other, shapes)
     known = other or table
     if known is None:
@@ -83,9 +83,22 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
         "and from_pretrained and others would not find their tensors",
         path=path,
         expected=f"{counted(len(known.required), 'tensor')} under the names that the Hub's files have",
-        found=str(differences),
+        found=str(found),
         hint=_hint(shapes),
     )
+
+
+def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str | None:
+    """What is wrong with the names and shapes of a model's files; None where nothing is, or nothing tells."""
+    if not names_architecture(config):
+        return None
+    try:
+        prove(config, shapes, "")
+    except LossError as error:
+        return f"{error.what}: {error.found}"
+    except CkptError:
+        return None
+    return None
 
 
 def compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Differences:

@@ -1,0 +1,65 @@
+"""Names of a model of transformers' inside another module: Lightning's `_forward_module.model.`, or any prefix.
+
+Lightning (2.5, `strategies/deepspeed.py`, `fabric/wrappers.py`) saves a model under the names that its own modules
+give: `_forward_module.` of its wrapper, and the attribute of the LightningModule that the model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt.errors import CkptError
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.plan.relation import Link, Relation, translate
+from converters.names.hub import asked, families
+from converters.names.transformers import relation as transformers
+
+
+def to_hub(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint`, which has the names of transformers' modules or these behind a prefix, under those of the Hub."""
+    return transformers.to_hub(unwrapped(checkpoint))
+
+
+def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` without a prefix that all names have and those of the config's architecture have not."""
+    names = {fqn for fqn, role in checkpoint.tensors if role in (WEIGHT, MASTER, BUFFER)}
+    prefix = _prefix(names, checkpoint.config or {})
+    if not prefix:
+        return checkpoint
+    states_first = sorted(checkpoint.tensors.values(), key=lambda tensor: tensor.role in (WEIGHT, MASTER, BUFFER))
+    shapes = {tensor.fqn: tensor.shape for tensor in states_first}
+    links = tuple(Link.rename(name, name.removeprefix(prefix), shape) for name, shape in shapes.items())
+    relation = Relation(links, shapes, {link.b: shapes[link.a] for link in links})
+    note = f"all names begin with {prefix!r}, which is left out: the config's architecture has no such module"
+    named = translate(checkpoint, relation, checkpoint.namespace)
+    return replace(named, notes=(*checkpoint.notes, note))
+
+
+def _prefix(names: Collection[str], config: Mapping[str, Any]) -> str:
+    """What all `names` begin with, in whole modules, and none of the architecture's names does."""
+    paths = [name.split(".") for name in names]
+    first, last = min(paths, default=[]), max(paths, default=[])
+    count = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), 0)
+    prefixes = [".".join((*first[:end], "")) for end in range(1, count + 1)]
+    if not prefixes or any(name.startswith("base_model.model.") for name in names):
+        return ""
+    known = _known(config)
+    if any(name in known for name in names):
+        return ""
+    fitting = {prefix: sum(name.removeprefix(prefix) in known for name in names) for prefix in prefixes}
+    best = max(prefixes, key=fitting.__getitem__)
+    return best if fitting[best] else ""
+
+
+def _known(config: Mapping[str, Any]) -> Collection[str]:
+    """Names of the architecture: by its table, in which those of memory differ in experts alone, or in memory."""
+    try:
+        table = families.saved(config)
+        return asked.names_in_memory(config) if table is None else table.required
+    except CkptError:
+        return ()  # whoever needs the config says what is wrong with it
+
+
+NAMESPACE = replace(transformers.NAMESPACE, to_hub=to_hub)
