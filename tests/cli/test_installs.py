@@ -1,0 +1,85 @@
+"""The README's commands where only the base package is installed, and where torch is but transformers is not.
+
+Each either works or says in one line what it needs, before it has done anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import ckpt
+from tests.support.engines import REPOSITORY
+from tests.support.environments import environment
+
+pytestmark = pytest.mark.slow
+
+COMMANDS = [
+    line.split("#")[0].strip().removeprefix("$ ")
+    for line in (REPOSITORY / "README.md").read_text().splitlines()
+    if re.match(r" {4}(\$ )?ckpt (?!.*\d\.\d\d +\d)", line)  # without the rows of the tables of times
+]
+#: What an environment has beside the base package, and the commands that need more.
+INSTALLED = {"base": (), "torch": ("torch",)}
+NEEDS_TORCH, NEEDS_TRANSFORMERS = r"ckpt merge-lora", r"ckpt verify --loads"
+LACKING = {"base": (NEEDS_TORCH, NEEDS_TRANSFORMERS), "torch": (NEEDS_TRANSFORMERS,)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the commands name: runs, a model, and a Megatron run of it."""
+    place = tmp_path_factory.mktemp("readme")
+    for name in ("outputs", "demo-outputs"):
+        shutil.copytree(REPOSITORY / "fixtures" / "moe-zero3", place / name)
+    shutil.copytree(REPOSITORY / "fixtures" / "lora-zero3", place / "lora" / "outputs")
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 4, "head_dim": 8}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    config = Qwen3MoeConfig(**sizes, **heads, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(place / "Qwen3-30B-A3B")
+    ckpt.plan(ckpt.open(place / "Qwen3-30B-A3B"), "megatron").run(place / "run")
+    Qwen3Config().save_pretrained(place / "Qwen3-8B")
+    return place
+
+
+@pytest.mark.parametrize("kind", INSTALLED)
+def test_every_command_of_the_readme(folder: Path, tmp_path: Path, kind: str) -> None:
+    python = environment(tmp_path / "venv", *INSTALLED[kind])
+    place = Path(shutil.copytree(folder, tmp_path / "here"))
+    assert len(COMMANDS) > 12
+    for command in COMMANDS:
+        words = shlex.split(command)
+        home = place / "lora" if re.match("ckpt merge-lora|ckpt verify --loads", command) else place
+        before = sorted(os.listdir(home))
+        done = subprocess.run(
+            [python, "-m", *words],
+            cwd=home,
+            env={"PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert "Traceback" not in done.stderr, command + done.stderr
+        if any(re.match(needs, command) for needs in LACKING[kind]):
+            assert (done.returncode, done.stdout) == (2, ""), command + done.stderr
+            first, *_, hint = done.stderr.strip().splitlines()
+            assert re.match("error: .*(torch|transformers)", first) and re.match("hint: pip install ", hint)
+            assert sorted(os.listdir(home)) == before
+        else:
+            assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("kind", INSTALLED)
+def test_the_environment_is_what_it_says(tmp_path: Path, kind: str) -> None:
+    python = environment(tmp_path / "venv", *INSTALLED[kind])
+    found = "import importlib.util as u; print(*[n for n in ('torch', 'transformers', 'peft') if u.find_spec(n)])"
+    printed = subprocess.run([python, "-c", found], capture_output=True, text=True, check=True, env={}, cwd=tmp_path)
+    assert tuple(printed.stdout.split()) == INSTALLED[kind]
