@@ -26,31 +26,9 @@ from converters.names.transformers import installed
 from converters.names.transformers import relation as relations
 from converters.names.transformers.relation import relation
 from converters.names.transformers.ties import kept_names
+from tests.support.architectures import tiny_config, tiny_model
 
 transformers = pytest.importorskip("transformers", minversion="5")
-
-#: Applied as far as a config class has the attribute.
-TINY: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), 4),
-    **dict.fromkeys(("intermediate_size", "n_inner"), 48),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 12),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
-    "num_experts_per_tok": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "n_group": 2,
-    "topk_group": 1,
-    "max_position_embeddings": 64,
-    "first_k_dense_replace": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-TINY_PART = {**TINY, "depth": 2, "embed_dim": 32, "image_size": 28, "patch_size": 14}
 
 #: What the Hub's files are to have, as a pattern, and whether memory differs from it.
 MODELS: dict[str, tuple[bool, str]] = {
@@ -92,32 +70,6 @@ MODELS: dict[str, tuple[bool, str]] = {
     "vit": (True, r".*attention\.attention\.query\.weight"),
     "cohere_asr": (True, r".*"),
 }
-
-
-def tiny_config(model_type: str) -> Any:
-    cls = transformers.CONFIG_MAPPING[model_type]
-    default = cls()
-    values = {key: value for key, value in TINY.items() if hasattr(default, key)}
-    for part in getattr(cls, "sub_configs", {}):
-        inner = getattr(default, part, None)
-        if inner is not None:
-            known = {key: value for key, value in TINY_PART.items() if hasattr(inner, key)}
-            values[part] = {"model_type": inner.model_type, **known}
-    return cls(**values)
-
-
-def tiny_model(model_type: str) -> Any:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    config = tiny_config(model_type)
-    mappings = (
-        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        transformers.MODEL_MAPPING,
-    )
-    torch.manual_seed(0)
-    cls = next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
-    return cls(config)
 
 
 def without_aliases(model: Any) -> dict[str, torch.Tensor]:
@@ -399,13 +351,17 @@ def test_experts_of_a_model_in_the_tables_need_no_transformers() -> None:
     assert back is not None and back.b_shapes == stacked and set(back.inverse().links) == set(found.links)
 
 
-def test_transformers_is_imported_only_for_models_that_its_tables_mention() -> None:
+def test_transformers_is_imported_only_for_models_that_no_table_has() -> None:
     code = (
         "import sys; from converters.names.transformers.relation import relation\n"
         "for config in {configs!r}:\n"
         "    shapes = {{'model.norm.weight': (4,), 'transformer.ln_f.weight': (4,)}}\n"
         "    assert relation(config, shapes, 'to_hub') is None\n"
         "    assert relation(config, shapes, 'to_memory') is None\n"
+        "experts = {{'model.layers.0.mlp.experts.gate_up_proj': (4, 8, 8)}}\n"
+        "for model_type in ('qwen3_moe', 'mixtral'):\n"
+        "    found = relation({{'model_type': model_type, 'architectures': ['X']}}, experts, 'to_hub')\n"
+        "    assert dict(relation({{'model_type': model_type}}, found.b_shapes, 'to_memory').b_shapes) == experts\n"
         "print(sorted({{'torch', 'transformers'}} & set(sys.modules)))\n"
     )
     names = {

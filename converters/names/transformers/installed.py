@@ -18,6 +18,8 @@ _MODEL_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
 _TIED = re.compile(r"^    _tied_weights_keys(?::[^=\n]*)? = ", re.MULTILINE)
 _PREFIX = re.compile(r"^    base_model_prefix(?:: str)? = [\"'](\w+)[\"']", re.MULTILINE)
+#: Classes that are a base model, without a head: `LlamaModel`, but not `GPT2LMHeadModel`.
+_BASE_MODEL = re.compile(r"(?<!Head)(?<!Heads)Model$")
 _TIE_DEFAULT = re.compile(r"\btie_word_embeddings(?:: [^=\n]+)? ?= ?(True|False)\b")
 
 
@@ -46,7 +48,7 @@ def converted_identifiers() -> frozenset[str] | None:
 def model_types(config: Mapping[str, Any]) -> Iterator[str]:
     """The `model_type` of a config and of every config inside it."""
     own = config.get("model_type")
-    if isinstance(own, str):
+    if isinstance(own, str) and own:  # empty in a config that is of no model, as that of MPT's attention
         yield own
     for value in config.values():
         if isinstance(value, Mapping):
@@ -59,6 +61,12 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
     if not isinstance(named, list):
         return []
     return [re.sub(r"^FSDP(?=[A-Z])", "", name) for name in named if isinstance(name, str)]
+
+
+def is_base_model(config: Mapping[str, Any]) -> bool:
+    """Whether the config's class is a model without a head, whose names lack the prefix that a head gives them."""
+    named = architectures(config)
+    return bool(named) and bool(_BASE_MODEL.search(named[0]))
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from converters.names.transformers.installed import (
     base_prefixes,
     class_names,
     converted_identifiers,
+    is_base_model,
     model_types,
     package,
 )
@@ -41,8 +42,6 @@ _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
 _STACKED_ON_THE_HUB = frozenset({"gpt_oss", "llama4", "llama4_text"})
 #: Names that only old files have (the table `legacy` of `conversion_mapping.py`).
 _LEGACY = re.compile(r"LayerNorm\.(gamma|beta)|\.weight_[gv]$|language_model\.model\.")
-#: Classes that are a base model, without a head: `LlamaModel`, but not `GPT2LMHeadModel`.
-_BASE_MODEL = re.compile(r"(?<!Head)(?<!Heads)Model$")
 #: A config with more layers than this is no model's, and would take minutes and gigabytes to lay out.
 _MAX_COUNT = 100_000
 _MAX_LAYERS = 4096
@@ -95,11 +94,10 @@ def _loads_as_it_is(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> b
     if any(_LEGACY.search(name) for name in shapes):
         return False
     prefixes = base_prefixes(config)
-    names = architectures(config)
-    if not prefixes or not names:
+    if not prefixes or not architectures(config):
         return True
     prefixed = any(name.startswith(prefix + ".") for name in shapes for prefix in prefixes)
-    return prefixed != bool(_BASE_MODEL.search(names[0]))
+    return prefixed != is_base_model(config)
 
 
 def _refuse_stacked(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:

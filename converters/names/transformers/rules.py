@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckpt.errors import CorruptError, LossError
@@ -29,13 +29,22 @@ class Rule:
 
     `#` is any number, the same on both sides.  Several `hub` are joined along `dim` of the tensor in memory; `*` in
     them is the number of an expert, each of which is an index of dim 0.  A rule that is only `read` is of names that
-    files may have and `save_pretrained` does not write.
+    files may have and `save_pretrained` does not write.  Only names that have the word `inside` are meant, if it is
+    given.  Where `exchanges`, files may also have the last two of three dims exchanged: `dim` is the hidden size.
     """
 
     memory: str
     hub: tuple[str, ...]
     dim: int = 0
     read: bool = False
+    inside: str = ""
+    exchanges: bool = False
+
+    def within(self, word: str) -> Rule:
+        return replace(self, inside=word)
+
+    def is_about(self, name: str) -> bool:
+        return not self.inside or self.inside in name.split(".")
 
     @property
     def is_stacked(self) -> bool:
@@ -43,7 +52,7 @@ class Rule:
 
     @property
     def is_rename(self) -> bool:
-        return len(self.hub) == 1 and not self.is_stacked
+        return len(self.hub) == 1 and not self.is_stacked and not self.exchanges
 
 
 def rename(memory: str, hub: str) -> Rule:
@@ -64,6 +73,10 @@ def joined(memory: str, *hub: str) -> Rule:
     return Rule(memory, hub)
 
 
+def exchanged(memory: str, hidden: int) -> Rule:
+    return Rule(memory, (memory,), dim=hidden, exchanges=True)
+
+
 @functools.cache
 def _pattern(words: str) -> re.Pattern[str]:
     start, words = ("^", words[1:]) if words.startswith("^") else (r"(?:^|(?<=\.))", words)
@@ -71,7 +84,7 @@ def _pattern(words: str) -> re.Pattern[str]:
 
 
 def _replaced(name: str, old: str, new: str) -> str:
-    return _pattern(old).sub(new.removeprefix("^"), name, count=1)
+    return _pattern(old).sub(new.removeprefix("^"), name, count=1).removeprefix(".")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +106,13 @@ class Rules:
     """The rules of one config, those of the whole model before those of the models in it.
 
     Only in the first `num_layers` layers are experts the model's own; `num_experts` is how many the config says there
-    are.  Either is None where it does not say.
+    are, `hidden_size` what it says of the language model.  Any is None where it does not say.
     """
 
     rules: tuple[Rule, ...]
     num_layers: int | None = None
     num_experts: int | None = None
+    hidden_size: int | None = None
     _known: dict[tuple[str, Direction], _Renamed] = field(default_factory=dict, compare=False)
 
     def relation(self, shapes: Mapping[str, Shape], direction: Direction) -> Relation | None:
@@ -122,6 +136,9 @@ class Rules:
                 other = name if new.rule else _filled(new.names[0], numbers)
                 make(other, shape)
                 links.append(Link.rename(name, other, shape))
+            elif new.rule.exchanges:
+                links.append(self._as_in_memory(new.rule, name, shape))
+                make(name, links[-1].b_box.sizes)
             elif direction == "to_hub":
                 for link in _taken_apart(new.rule, name, shape, [_filled(part, numbers) for part in new.names]):
                     make(link.b, link.b_box.sizes)
@@ -138,7 +155,7 @@ class Rules:
         for name, stack in stacks.items():
             made[name] = stack.shape(name, shapes, self.num_experts)
             links += stack.links(name, made[name])
-        if made == dict(shapes) and all(link.a == link.b for link in links):
+        if made == dict(shapes) and all(link.a == link.b and link.keeps_order for link in links):
             return None
         found = Relation(tuple(links), dict(shapes), made)
         found.check()
@@ -147,6 +164,12 @@ class Rules:
     def _is_beyond(self, name: str) -> bool:
         layer = _LAYER.search(name)
         return self.num_layers is not None and layer is not None and int(layer[1]) >= self.num_layers
+
+    def _as_in_memory(self, rule: Rule, name: str, shape: Shape) -> Link:
+        hidden = self.hidden_size
+        if len(shape) != 3 or hidden is None or shape[rule.dim] == hidden or shape[3 - rule.dim] != hidden:
+            return Link.rename(name, name, shape)
+        return Link(name, whole(shape), name, whole((shape[0], shape[2], shape[1])), (0, 2, 1))
 
     def _renamed(self, name: str, direction: Direction) -> _Renamed:
         found = self._known.get((name, direction))
@@ -158,11 +181,11 @@ class Rules:
     def _to_hub(self, name: str) -> _Renamed:
         names, taken = [name], None
         for rule in self.rules:
-            if not rule.is_rename and _pattern(rule.memory).search(name):
+            if not (rule.is_rename or rule.exchanges) and rule.is_about(name) and _pattern(rule.memory).search(name):
                 names, taken = [_replaced(name, rule.memory, hub) for hub in rule.hub], rule
                 break
         for rule in reversed(self.rules):
-            if rule.is_rename and not rule.read:
+            if rule.is_rename and not rule.read and rule.is_about(names[0]):
                 names = [_replaced(part, rule.memory, rule.hub[0]) for part in names]
         return _Renamed(tuple(names), taken)
 
@@ -170,11 +193,11 @@ class Rules:
         if self._to_hub(name).names != (name,):
             return _Renamed((name,))  # which is a name in memory
         for rule in self.rules:
-            if rule.is_rename:
+            if rule.is_rename and rule.is_about(name):
                 name = _replaced(name, rule.hub[0], rule.memory)
         for rule in self.rules:
             for part, hub in enumerate(() if rule.is_rename else rule.hub):
-                if found := _pattern(hub).search(name):
+                if rule.is_about(name) and (found := _pattern(hub).search(name)):
                     expert = name.count("#", 0, found.start()) + hub.partition("*")[0].count("#")
                     new = _replaced(name, hub, rule.memory)
                     return _Renamed((new,), rule, part, expert if rule.is_stacked else None)

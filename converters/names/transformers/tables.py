@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from converters.names.transformers.installed import model_types
-from converters.names.transformers.rules import Rule, Rules, rename, stacked
+from converters.names.transformers.installed import is_base_model, model_types
+from converters.names.transformers.rules import Rule, Rules, exchanged, joined, read_as, rename, stacked
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
 
 
 def _experts(inside: str, gate: str, up: str, down: str, hub: str | None = None) -> tuple[Rule, ...]:
@@ -23,39 +27,281 @@ def _experts(inside: str, gate: str, up: str, down: str, hub: str | None = None)
 
 _QWEN = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = (rename("mlp", "block_sparse_moe"), *_experts("mlp", "w1", "w3", "w2"))
+_JAMBA = _experts("feed_forward", "gate_proj", "up_proj", "down_proj")
+_LFM2 = _experts("feed_forward", "w1", "w3", "w2")
+_GRANITE = (
+    rename("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+    rename("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+    rename("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
+)
+_FORGET_GATE = tuple(
+    rename(f"self_attn.forget_gate.{name}", f"self_attn.{name}")
+    for name in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")
+)
 
+
+def _convolution(inside: str) -> Rule:
+    return joined(f"{inside}.conv1d.weight", *(f"{inside}.{which}_conv1d.weight" for which in "qkv"))
+
+
+def _around(*others: str) -> tuple[Rule, ...]:
+    """A language model inside, and other modules: the Hub has all of these at the top."""
+    return (
+        rename("^lm_head", "^language_model.lm_head"),
+        rename("^model.language_model", "^language_model.model"),
+        *(rename(f"^model.{other}", f"^{other}") for other in others),
+    )
+
+
+def _beside(**others: str) -> tuple[Rule, ...]:
+    """The language model is `model` on the Hub, and other modules stand beside it."""
+    return (
+        rename("^model.language_model", "^model"),
+        *(rename(f"^model.{other}", f"^{hub}") for other, hub in others.items()),
+    )
+
+
+_LLAVA = _around("vision_tower", "multi_modal_projector")
+_LLAVA_NEXT = (*_LLAVA, rename("^model.image_newline", "^image_newline"))
+_OMNI = _beside(visual="visual", audio_tower="audio_tower")
+#: The text of a model with images, whose files name it as a part.
+_WITHOUT_IMAGES = (read_as("^model", "^model.language_model"),)
+_COSMOS3 = tuple(
+    rename(f"self_attn.{memory}", f"self_attn.{hub}")
+    for memory, hub in (("q_proj", "to_q"), ("k_proj", "to_k"), ("v_proj", "to_v"), ("o_proj", "to_out"))
+)
+_COSMOS3_TEXT = tuple(
+    rename(f"^model.language_model.{name}", f"^{name}") for name in ("embed_tokens", "norm", "layers")
+)
+
+#: Models whose names differ.
 RULES: Mapping[str, tuple[Rule, ...]] = {
     **dict.fromkeys(
-        (
-            "deepseek_v2",
-            "deepseek_v3",
-            "glm4_moe",
-            "olmoe",
-            "qwen2_moe",
-            "qwen3_moe",
-            "qwen3_next",
+        _words(
+            """
+        afmoe beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 flex_olmo glm4_moe glm4_moe_lite glm4v_moe
+        glm_moe_dsa hunyuan_v1_moe longcat_flash mellum olmoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next solar_open
+"""
         ),
         _QWEN,
     ),
-    **dict.fromkeys(("minimax", "mixtral"), _MIXTRAL),
+    "qwen3_5_text": _WITHOUT_IMAGES,
+    "qwen3_5_moe_text": (*_WITHOUT_IMAGES, *_QWEN),
+    "qwen3_vl_moe": (
+        exchanged("mlp.experts.gate_up_proj", hidden=2),
+        exchanged("mlp.experts.down_proj", hidden=1),
+    ),
+    "aria_text": (
+        rename("mlp.experts.gate_up_proj", "mlp.experts.fc1.weight"),
+        rename("mlp.experts.down_proj", "mlp.experts.fc2.weight"),
+    ),
+    "axk1": (*_QWEN, rename("mlp.post_mlp_layernorm", "post_mlp_layernorm")),
+    "axk2": (
+        *_QWEN,
+        rename("mlp.fc1", "W_down"),
+        rename("mlp.fc2", "W_up"),
+        rename("self_attn.q_gate_proj", "self_attn.q_b_proj"),
+    ),
+    "bailing_hybrid": (
+        *_QWEN,
+        rename("^model.embed_tokens", "^model.word_embeddings"),
+        rename("self_attn", "attention"),
+        *(rename(f"self_attn.forget_gate.{name}", f"self_attn.{name}") for name in ("f_proj", "dt_bias", "A_log")),
+        _convolution("self_attn"),
+        rename("self_attn.o_proj", "self_attn.dense"),
+        rename("mlp.gate.e_score_correction_bias", "mlp.gate.expert_bias"),
+    ),
+    "ernie4_5_moe": (
+        *_QWEN,
+        rename("mlp.gate.moe_statics.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias"),
+    ),
+    "exaone_moe": (*_QWEN, rename("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias")),
+    "flint": (*_QWEN, rename("self_attn.sinks", "self_attn.softmax_offset")),
+    "gpt_neox": (rename("^lm_head", "^embed_out"),),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
+    "hy_v3": (
+        *_QWEN,
+        rename("mlp.gate.weight", "mlp.router.gate.weight"),
+        rename("mlp.e_score_correction_bias", "mlp.expert_bias"),
+        rename("mlp.shared_experts", "mlp.shared_mlp"),
+    ),
+    "jamba": _JAMBA,
+    "kimi_linear": (*_FORGET_GATE, _convolution("self_attn"), *_MIXTRAL),
+    "kolibri1": (
+        *_QWEN,
+        rename("mlp.gate.e_score_correction_bias", "moe.router.expert_bias"),
+        rename("post_self_attn_layernorm", "post_attn_norm"),
+        rename("post_mlp_layernorm", "post_ffn_norm"),
+    ),
+    "laguna": (
+        *_QWEN,
+        rename("mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias"),
+        rename("mlp.shared_experts", "mlp.shared_expert"),
+    ),
+    "lfm2_moe": _LFM2,
+    "lfm3": (rename("self_attn.g_proj", "self_attn.gate_proj"),),
+    "mimo_v2_flash": (*_QWEN, rename("self_attn.sinks", "self_attn.attention_sink_bias")),
+    **dict.fromkeys(("minimax", "minimax_m2", "mixtral"), _MIXTRAL),
+    "nemotron_h": (
+        rename("^model", "^backbone"),
+        stacked("mixer.experts.up_proj", "mixer.experts.*.up_proj.weight"),
+        stacked("mixer.experts.down_proj", "mixer.experts.*.down_proj.weight"),
+    ),
+    "olmo_hybrid": (
+        rename("input_layernorm", "attention_layer_norm"),
+        rename("post_attention_layernorm", "feedforward_layer_norm"),
+        _convolution("linear_attn"),
+    ),
+    "phimoe": (
+        rename("mlp", "block_sparse_moe"),
+        rename("router.weight", "gate.weight"),
+        *_experts("mlp", "w1", "w3", "w2"),
+    ),
+    # with images
+    **dict.fromkeys(
+        _words("aria aya_vision gemma3 got_ocr2 internvl llava mistral3 paligemma pp_chart2table vipllava"), _LLAVA
+    ),
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _LLAVA_NEXT),
+    "cosmos3_edge": (*_COSMOS3_TEXT, *_COSMOS3, rename("mlp.fc1", "mlp.up_proj"), rename("mlp.fc2", "mlp.down_proj")),
+    "cosmos3_omni": (
+        *_COSMOS3_TEXT,
+        *(
+            rename(f"^model.visual.{name}", f"^{name}")
+            for name in ("blocks", "merger", "patch_embed", "pos_embed", "deepstack_merger_list")
+        ),
+        *_COSMOS3,
+        rename("self_attn.q_norm", "self_attn.norm_q"),
+        rename("self_attn.k_norm", "self_attn.norm_k"),
+    ),
+    "fuyu": _around("vision_embed_tokens"),
+    "gemma4_unified": (
+        *(
+            rename(f"embed_vision.{name}", f"vision_embedder.{name}")
+            for name in ("patch_ln1", "patch_dense", "patch_ln2", "pos_embedding", "pos_norm")
+        ),
+        rename("embed_vision.multimodal_embedder.embedding_projection", "embed_vision.embedding_projection"),
+    ),
+    "hyperclovax_vision_v2": (
+        rename("^lm_head", "^model.language_model.lm_head"),
+        rename("^model.projector", "^model.vision_projector"),
+        read_as("^model.language_model", "^model.language_model.model"),
+    ),
+    "lfm3_vl": (
+        rename("vision_tower.patch_embed", "vision_tower.patchifier"),
+        rename("q_norm", "q_layernorm").within("vision_tower"),
+        rename("k_norm", "k_layernorm").within("vision_tower"),
+    ),
+    "minimax_m3_vl": (
+        *_around("multi_modal_projector.linear_1", "multi_modal_projector.linear_2"),
+        rename("^model.multi_modal_projector.merge_linear_1", "^patch_merge_mlp.linear_1"),
+        rename("^model.multi_modal_projector.merge_linear_2", "^patch_merge_mlp.linear_2"),
+        rename("^model.vision_tower.embeddings.proj", "^vision_tower.vision_model.embeddings.patch_embedding"),
+        rename("^model.vision_tower.layers", "^vision_tower.vision_model.encoder.layers"),
+        rename("^model.vision_tower.pre_layrnorm", "^vision_tower.vision_model.pre_layrnorm"),
+        *(rename(f"mlp.{name}", f"block_sparse_moe.{name}") for name in ("experts", "gate", "shared_experts")),
+        rename("mlp.gate.e_score_correction_bias", "block_sparse_moe.e_score_correction_bias"),
+        *(
+            rename(f"self_attn.indexer.{name}", f"self_attn.index_{name}")
+            for name in ("q_proj", "k_proj", "q_norm", "k_norm")
+        ),
+        *_experts("mlp", "w1", "w3", "w2"),
+        joined("gate_up_proj.weight", "gate_proj.weight", "up_proj.weight"),
+    ),
+    "mllama": _around("vision_model", "multi_modal_projector"),
+    "paddleocr_vl": _beside(visual="visual", projector="mlp_AR"),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), _beside(visual="visual")),
+    "qwen2_5_omni_thinker": (read_as("", "^thinker"), *_OMNI),
+    "qwen3_omni_moe_thinker": (read_as("", "^thinker"), *_OMNI, *_QWEN),
+    "video_llava": _around("image_tower", "video_tower", "multi_modal_projector"),
 }
 
-#: Model types whose names are the same on both sides.
-UNCHANGED: frozenset[str] = frozenset()
+#: Names that only old files have, of any model.
+LEGACY = (read_as("LayerNorm.weight", "LayerNorm.gamma"), read_as("LayerNorm.bias", "LayerNorm.beta"))
+
+#: Models whose names are the same on both sides.
+UNCHANGED = frozenset(
+    _words(
+        """
+    apertus arcee bamba bart bert bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small
+    blip blip-2 bloom camembert codegen cohere cohere2 cpmant ctrl cwm data2vec-text diffllama doge electra ernie
+    ernie4_5 exaone4 exaone4_5 falcon falcon_h1 falcon_mamba gemma gemma2 gemma3_text gemma4_unified_text git glm
+    glm4 glm46v glm4v glm_ocr glmga gpt2 gpt_bigcode gpt_neo gpt_neox_japanese gpt_oss gptj granite granite_swa
+    granitemoe_swa helium hunyuan_v1_dense hyperclovax idefics idefics2 idefics3 inkling_text instructblip
+    instructblipvideo internlm3 iquestcoder jais2 jetmoe kosmos-2 kosmos-2.5 lfm2 lighton_ocr llama llama4
+    llama4_text mamba mamba2 marian mbart megatron-bert minicpm3 minimax_m3_vl_text ministral ministral3 mistral
+    mistral4 modernbert-decoder moshi moss_transcribe_diarize mpt mvp nanochat nemotron olmo olmo2 olmo3 openai-gpt
+    opt ovis2 pegasus persimmon phi phi3 phi4_multimodal pix2struct plbart pp_formulanet prophetnet qwen2 qwen3
+    qwen3_vl recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer rwkv seed_oss smollm3 smolvlm
+    stablelm starcoder2 trocr udop vaultgemma video_llama_3 whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm
+    xmod youtu zamba zamba2 zaya
+    cohere2_vision deepseek_vl deepseek_vl_hybrid lfm2_vl minicpm_ocr minicpmv4_6 minicpmv4_7 qwen3_5
+"""
+    )
+)
+
+#: Models that are only parts of others, whose names are those that the whole gives them.
+PARTS: Mapping[str, tuple[Rule, ...]] = {
+    **dict.fromkeys(
+        _words(
+            """
+        blip_2_qformer blip_2_vision_model blip_text_model blip_vision_model cosmos3_edge_text cosmos3_edge_vision
+        exaone4_5_vision gemma4_vision git_vision_model glm4v_moe_text glm4v_moe_vision glm4v_text glm4v_vision
+        glm_ocr_text glm_ocr_vision got_ocr2_vision idefics2_perceiver idefics2_vision idefics3_vision idefics_perciever
+        idefics_vision instructblip_qformer instructblip_vision_model instructblipvideo_qformer
+        instructblipvideo_vision_model internvl_vision kosmos_2_5_text_model kosmos_2_5_vision_model kosmos_2_text_model
+        kosmos_2_vision_model lfm3_vl_vision llama4_vision_model mimi minicpm_ocr_vision minicpmv4_6_vision
+        minicpmv4_7_vision mllama_text_model mllama_vision_model moshi_depth moss_transcribe_diarize_audio ovis2_vision
+        paddleocr_vl_text paddleocr_vl_vision phi4_multimodal_audio phi4_multimodal_vision pix2struct_text_model
+        pix2struct_vision_model pixtral pp_chart2table_vision pp_formulanet_text pp_formulanet_vision qwen2_5_vl_text
+        qwen2_5_vl_vision qwen2_vl_text qwen2_vl_vision qwen3_5_moe_vision qwen3_5_vision qwen3_vl_moe_text
+        qwen3_vl_moe_vision qwen3_vl_text qwen3_vl_vision sam_vision_model smolvlm_vision video_llama_3_vision
+        qwen3_5_moe_text qwen3_5_text minimax_m3_vl_vision qwen2_5_omni_audio_encoder qwen2_5_omni_text
+        qwen2_5_omni_vision_encoder qwen3_omni_moe_audio_encoder qwen3_omni_moe_text qwen3_omni_moe_vision_encoder
+"""
+        ),
+        (),
+    ),
+    "lfm3": (rename("self_attn.g_proj", "self_attn.gate_proj").within("language_model"),),
+    "clip_vision_model": tuple(
+        read_as(tower, f"{tower}.vision_model") for tower in ("vision_tower", "image_tower", "video_tower")
+    ),
+    **dict.fromkeys(
+        ("siglip2_vision_model", "siglip_vision_model"),
+        tuple(read_as(tower, f"{tower}.vision_model") for tower in ("vision_tower", "vision_model")),
+    ),
+}
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def declared(config: Mapping[str, Any]) -> Rules | None:
-    """The rules of the model of this config; None unless every model in it is in these tables."""
-    found: dict[str, tuple[Rule, ...]] = {}
-    for model_type in model_types(config):
-        if model_type not in RULES and model_type not in UNCHANGED:
+    """The rules of the model of this config; None unless it and every model in it is in these tables."""
+    types = list(dict.fromkeys(model_types(config)))
+    whole = config.get("model_type")
+    if not isinstance(whole, str) or (whole not in RULES and whole not in UNCHANGED):
+        return None
+    rules = list(RULES.get(whole, ()))
+    if is_base_model(config) and any(rule.memory.startswith("^") for rule in rules):
+        return None  # whose names begin otherwise
+    has_text = any(rule.memory == "^model.language_model" for rule in rules)
+    for part in types[1:]:
+        inner = PARTS.get(part, () if part in UNCHANGED else None)
+        if inner is None and has_text and part in RULES:
+            inner = tuple(rule.within("language_model") for rule in RULES[part])
+        if inner is None:
             return None
-        found[model_type] = RULES.get(model_type, ())
+        rules += inner
+    text = config.get("text_config")
+    hidden = (text if isinstance(text, Mapping) else config).get("hidden_size")
     layers, experts = _stated(config, ("num_hidden_layers",)), _stated(config, _NUM_EXPERTS)
-    rules = tuple(rule for of_one in found.values() for rule in of_one)
-    return Rules(rules, max(layers, default=None), experts.pop() if len(experts) == 1 else None)
+    if _stated(config, ("zero_expert_num",)):
+        experts = set()  # LongCat's, of which some matrices have more than others
+    return Rules(
+        (*rules, *LEGACY),
+        num_layers=max(layers, default=None),
+        num_experts=experts.pop() if len(experts) == 1 else None,
+        hidden_size=hidden if isinstance(hidden, int) else None,
+    )
 
 
 def _stated(config: Mapping[str, Any], keys: Collection[str]) -> set[int]:

@@ -16,7 +16,7 @@ from ckpt.plan.checkpoint import Checkpoint
 from converters.names.transformers.installed import model_types, tied_weights, ties_by_default
 
 #: Output heads, by which the alias is told where transformers is not installed or does not know the class.
-_HEADS = re.compile(r"(.*\.)?(lm_head|embed_out)\.weight")
+_HEADS = re.compile(r"(.*\.)?(lm_head|lm_head\.decoder|embed_out)\.weight")
 
 
 def ties_embeddings(config: Mapping[str, Any]) -> bool:

@@ -1,0 +1,215 @@
+"""Every architecture of transformers that can be built tiny: `ckpt convert full hf` against `save_pretrained`.
+
+Once with the tables that travel with ckpt alone, once with the installed transformers beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt
+from ckpt.errors import UsageError
+from ckpt.plan.checkpoint import Layout
+from converters.names.transformers import installed
+from converters.names.transformers import relation as relations
+from converters.names.transformers.known import known_from
+from converters.names.transformers.relation import relation
+from tests.support.architectures import model_class, model_types, numbered, tiny_config, tiny_model
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+MAX_PARAMETERS = 30_000_000
+#: Types whose shrunk config transformers does not accept, that want packages that are not here, or that stay large.
+NOT_BUILT = set(
+    """
+    blt chameleon cohere_compass cohere_compass_text dbrx deepseek_ocr2 dots3_note dots3_note_text emu3 ernie4_5_vl_moe
+    evolla fast_vlm florence2 gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified_assistant
+    glm5_next granite4_vision granite_docling inkling2 inkling_mm_model janus muse_glimmer muse_spark musicgen
+    musicgen_melody nemotron_h_omni perception_lm pi0 reformer t5gemma2 unlimited_ocr
+    """.split()  # noqa: SIM905
+)
+#: Types that no table of ckpt's has.  With transformers installed, it is asked.
+NOT_IN_TABLES = set(
+    """
+    deepseek_v4 diffusion_gemma hrm_text hunyuan_vl hy_v4 inkling2_text kimi_k25 mistral_large4 molmo2 qianfan_ocr
+    qwen4_exp qwen4_exp_text shieldgemma2 step3p7 vision-encoder-decoder
+    """.split()  # noqa: SIM905
+)
+#: The inner model ties tensors, which ckpt writes under the other name; the class of the causal map is not the model's.
+NOT_EQUAL = {"diffusion_gemma", "shieldgemma2"}
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Sample:
+    """A tiny model whose elements all differ: its state dict, as a training script stores it, and what it saves."""
+
+    def __init__(self, model_type: str, folder: Path) -> None:
+        model = numbered(tiny_model(model_type))
+        self.folder, self.stored, self.saved = folder, folder / "stored", folder / "saved"
+        model.save_pretrained(self.saved)
+        self.stored.mkdir()
+        torch.save(model.state_dict(), self.stored / "pytorch_model.bin")
+        shutil.copy(self.saved / "config.json", self.stored)
+        self.config: dict[str, Any] = json.loads((self.saved / "config.json").read_text())
+        self.memory = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+    def faults(self, **options: str) -> list[str]:
+        """What `ckpt convert full hf` makes otherwise than `save_pretrained`, and memory otherwise than the model."""
+        out = self.folder / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        ckpt.plan(ckpt.open(self.stored, "full"), "hf", Layout(options=options)).run(out, manifest=False)
+        written, saved = tensors(out), tensors(self.saved)
+        found = [f"{name}: written, not saved" for name in written.keys() - saved.keys()]
+        found += [f"{name}: saved, not written" for name in saved.keys() - written.keys()]
+        found += [name for name in written.keys() & saved.keys() if not same(written[name], saved[name])]
+        shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        back = relation(self.config, shapes, "to_memory")
+        read = shapes if back is None else back.b_shapes
+        return found + [f"{name}: not in memory" for name, shape in read.items() if self.memory.get(name) != shape]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.numpy(force=True).tobytes() == b.numpy(force=True).tobytes()
+
+
+def forget() -> None:
+    """What was read of transformers' source text."""
+    for cached in (installed.converted_identifiers, installed.model_folder, installed._source, installed._classes):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def hide_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    package = installed.package
+
+    def hide(hidden: bool) -> None:
+        for module in (installed, relations):
+            monkeypatch.setattr(module, "package", (lambda: None) if hidden else package)
+        forget()
+
+    yield hide
+    forget()
+
+
+@pytest.mark.slow
+def test_every_architecture_is_written_as_save_pretrained_writes_it(
+    tmp_path: Path,
+    hide_transformers: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(transformers.logging.get_logger("transformers"), "disabled", True)
+    types = model_types()
+    not_built: set[str] = set()
+    unknown: set[str] = set()
+    unproved: set[str] = set()
+    wrong: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
+    for model_type in types:
+        folder = tmp_path / model_type
+        try:
+            config = tiny_config(model_type)
+            with torch.device("meta"):
+                model = model_class(config)(config)
+            if sum(parameter.numel() for parameter in model.parameters()) > MAX_PARAMETERS:
+                raise ValueError("large")
+            sample = Sample(model_type, folder)
+        except Exception:
+            not_built.add(model_type)
+            continue
+        for hidden in (True, False):
+            hide_transformers(hidden)
+            if known_from(sample.config) is None:
+                assert hidden
+                unknown.add(model_type)
+                continue
+            try:
+                faults = sample.faults()
+            except UsageError:
+                assert hidden
+                unproved.add(model_type)
+                faults = sample.faults(names="own")
+            if faults:
+                wrong[hidden][model_type] = faults
+        shutil.rmtree(folder)
+    built = len(types) - len(not_built)
+    with capsys.disabled():
+        print(f"\n{len(types)} architectures, {built} built")
+        known = built - len(unknown)
+        print(f"tables alone: {known} known, {known - len(wrong[True])} equal, {known - len(unproved)} of them proved")
+        print(f"with transformers: {built - len(wrong[False])} equal")
+    assert not_built == NOT_BUILT
+    assert unknown == NOT_IN_TABLES
+    assert wrong[True] == {}
+    assert wrong[False].keys() == NOT_EQUAL, wrong[False]
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_moe", "mixtral", "granitemoe", "qwen3_vl_moe", "gemma3", "qwen2_5_vl", "gpt_neox"]
+)
+def test_an_architecture_is_written_as_save_pretrained_writes_it(
+    tmp_path: Path, hide_transformers: Callable[[bool], None], model_type: str
+) -> None:
+    sample = Sample(model_type, tmp_path)
+    hide_transformers(True)
+    assert known_from(sample.config) == "tables"
+    assert sample.faults(names="own") == []
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_moe", "mixtral", "phimoe", "ernie4_5_moe", "granitemoe", "llava", "qwen2_vl", "nemotron_h"]
+)
+def test_the_tables_link_as_transformers_converts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    """The same links in both directions from our tables and from the code that transformers runs."""
+    sample = Sample(model_type, tmp_path)
+    saved = {name: tuple(tensor.shape) for name, tensor in tensors(sample.saved).items()}
+    memory = sample.memory
+    ours = relation(sample.config, memory, "to_hub"), relation(sample.config, saved, "to_memory")
+    monkeypatch.setattr(relations, "declared", lambda config: None)
+    theirs = relation(sample.config, memory, "to_hub"), relation(sample.config, saved, "to_memory")
+    for our, their in zip(ours, theirs, strict=True):
+        assert our is not None and their is not None
+        assert set(our.links) == set(their.links)
+        assert our.b_shapes == their.b_shapes
+
+
+def test_experts_of_files_that_have_them_transposed_are_turned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen's own files of Qwen3-VL-MoE are [experts, in, out]; `save_pretrained` writes what is in memory."""
+    sample = Sample("qwen3_vl_moe", tmp_path)
+    stored = {
+        name: (shape[0], shape[2], shape[1]) if ".experts." in name else shape for name, shape in sample.memory.items()
+    }
+    ours = relation(sample.config, stored, "to_memory")
+    assert ours is not None and ours.b_shapes == sample.memory
+    monkeypatch.setattr(relations, "declared", lambda config: None)
+    theirs = relation(sample.config, stored, "to_memory")
+    assert theirs is not None and set(ours.links) == set(theirs.links)
+
+
+def test_who_knows_the_names(hide_transformers: Callable[[bool], None]) -> None:
+    llava = {"model_type": "llava", "text_config": {"model_type": "qwen3_moe"}}
+    strange = {"model_type": "llava", "text_config": {"model_type": "no_such_model"}}
+    hide_transformers(False)
+    assert (
+        known_from({"model_type": "qwen3_moe"}) == known_from({"model_type": "llama"}) == known_from(llava) == "tables"
+    )
+    assert known_from({"model_type": "deepseek_v4"}) == known_from({"model_type": "t5"}) == "transformers"
+    assert known_from({"model_type": "llava", "architectures": ["LlavaModel"]}) == "transformers"
+    hide_transformers(True)
+    assert known_from({"model_type": "qwen3_moe"}) == known_from(llava) == "tables"
+    for config in (strange, {"model_type": "deepseek_v4"}, {"model_type": "no_such_model"}, {"model_type": 7}, {}):
+        assert known_from(config) is None
