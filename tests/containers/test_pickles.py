@@ -27,7 +27,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.containers.torchfile import table, unpickle
+from ckpt.containers.torchfile import machine, table, unpickle
 from ckpt.containers.torchfile.machine import OPCODES
 from ckpt.containers.torchfile.values import MAX_DEPTH, Array, Global, Record, StoredDict
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UnsafeError, UsageError
@@ -410,7 +410,8 @@ def test_any_bytes(data: bytes) -> None:
     survives(data + b".")
 
 
-OPCODE = st.sampled_from([*OPCODES, b"."])
+ALL_OPCODES = [*OPCODES, b"\x94", b"j", b"h", b"K", b"."]  # some are done without a handler
+OPCODE = st.sampled_from(ALL_OPCODES)
 ENTRY = st.sampled_from(sorted(table.GLOBALS)).map(lambda pair: f"c{pair[0]}\n{pair[1]}\n".encode())
 VALUE = st.sampled_from(
     [b"N", b"K\x01", b"K\x02", b"]", b"}", b")", b"(", b"\x8a\x09" + b"\x7f" * 9, b"G" + b"\x7f" * 8, b"C\x03abc"]
@@ -453,7 +454,7 @@ def test_damaged_pickles() -> None:
             if kind == 0:
                 data[at] ^= 1 << rng.randrange(8)
             elif kind == 1:
-                data[at] = ord(rng.choice([*OPCODES, b"."]))
+                data[at] = ord(rng.choice(ALL_OPCODES))
             elif kind == 2:
                 del data[at : at + rng.randrange(1, 20)]
             elif kind == 3:
@@ -463,6 +464,41 @@ def test_damaged_pickles() -> None:
             if not data:
                 break
         survives(bytes(data))
+
+
+def seen(value: Any, depth: int = 8) -> Any:
+    """A value with what its records hold, which are compared by identity and may be circles."""
+    if depth and isinstance(value, Record):
+        return value.typename, *(seen(one, depth - 1) for one in (value.args, value.kwargs, value.state))
+    if depth and isinstance(value, dict):
+        return [(seen(key, depth - 1), seen(one, depth - 1)) for key, one in value.items()]
+    if depth and isinstance(value, tuple | list):
+        return type(value), *(seen(one, depth - 1) for one in value)
+    return repr(value)
+
+
+def read(data: bytes) -> Any:
+    try:
+        return seen(loads(data))
+    except CkptError as error:
+        return type(error)
+
+
+def test_opcodes_that_are_done_at_once_do_what_they_do_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects and sizes as DCP's metadata has them, whole and with every byte of them replaced by others."""
+    index = pickle.dumps(argparse.Namespace(fqn="w", index=3, offset=pathlib.PurePosixPath("/x")), 4)
+    size = b"\x8c\x05torch\x8c\x04Size\x93"
+    sizes = [size + b"K\x02K\x03\x86\x94\x85\x94R\x94", size + b"K\x02K\x03K\x04\x87\x94\x85\x94R\x94"]
+    whole = [index, *(b"\x80\x04" + one + b"." for one in sizes)]
+    whole += [b"\x80\x04(" + sizes[0] + index[11:-1] + b"h\x00h\x01" + sizes[1] + b"t."]
+    assert all(machine._OBJECT_WITH_STATE in one or machine._REDUCE_OF_TUPLE in one for one in whole)
+    programs = {one[:at] + new + one[at + 1 :] for one in whole for at in range(len(one)) for new in ALL_OPCODES}
+    programs |= {one[:at] + one[at + gone :] for one in whole for at in range(len(one)) for gone in (0, 1, 2)}
+    found = {program: read(program) for program in programs}
+    assert any(isinstance(one, tuple) for one in found.values())
+    monkeypatch.setattr(machine, "_OBJECT_WITH_STATE", b"never there")
+    monkeypatch.setattr(machine, "_REDUCE_OF_TUPLE", b"never there")
+    assert {program: read(program) for program in programs} == found
 
 
 def test_every_truncation_is_corrupt() -> None:

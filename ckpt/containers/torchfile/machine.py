@@ -88,10 +88,27 @@ class Machine:
         Raises UnsafeError for a global outside the table or a call of what is not callable there, CorruptError
         for a pickle that makes no sense, and CutShortError where the bytes end before the pickle does.
         """
-        data, handlers, stop, at = self.data, _HANDLERS, _STOP, start
+        data, handlers, stack, memo, at = self.data, _HANDLERS, self.stack, self.memo, start
         try:
-            while (code := data[at]) != stop:
-                at = handlers[code](self, at + 1) or at + 1
+            while True:  # CPython 3.11 specialises loops that end in a plain jump, and no others
+                code = data[at]
+                # What most of a large pickle consists of is done here, without a call.
+                if code == _MEMOIZE:
+                    memo[len(memo)] = stack[-1]
+                    at += 1
+                elif code == _LONG_GET:
+                    stack.append(memo[_u32(data, at + 1)[0]])
+                    at += 5
+                elif code == _GET:
+                    stack.append(memo[data[at + 1]])
+                    at += 2
+                elif code == _BYTE:
+                    stack.append(data[at + 1])
+                    at += 2
+                elif code == _STOP:
+                    break
+                else:
+                    at = handlers[code](self, at + 1) or at + 1
             if len(self.stack) != 1 or self.marks:
                 raise MalformedError(f"{len(self.stack)} objects are left on the stack")
             value = self.stack.pop()
@@ -216,7 +233,7 @@ def _reason(error: Exception) -> str:
 # --- opcodes ---------------------------------------------------------------------------------------------------
 #
 # A handler takes the machine and the position behind the opcode.  It returns the position behind the opcode's
-# argument, or None for an opcode that has none.
+# argument, or None for an opcode that has none.  The four that `Machine.run` does itself have no handler.
 
 _Handler = Callable[[Machine, int], int | None]
 
@@ -261,17 +278,6 @@ def _line(made_from: Callable[[bytes], Any], limit: int = MAX_LINE) -> _Handler:
         line, pos = machine.line_at(pos, limit)
         machine.stack.append(made_from(line))
         return pos
-
-    return handler
-
-
-def _get(layout: str) -> _Handler:
-    """Push what the memo has at the index that follows."""
-    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
-
-    def handler(machine: Machine, pos: int) -> int:
-        machine.stack.append(machine.memo[unpack(machine.data, pos)[0]])
-        return pos + size
 
     return handler
 
@@ -368,16 +374,6 @@ def _short_text(machine: Machine, pos: int) -> int:
     return end
 
 
-def _byte(machine: Machine, pos: int) -> int:
-    machine.stack.append(machine.data[pos])
-    return pos + 1
-
-
-def _byte_get(machine: Machine, pos: int) -> int:
-    machine.stack.append(machine.memo[machine.data[pos]])
-    return pos + 1
-
-
 def _byte_put(machine: Machine, pos: int) -> int:
     machine.memo[machine.data[pos]] = machine.stack[-1]
     return pos + 1
@@ -392,15 +388,44 @@ def _tuple1(machine: Machine, pos: int) -> None:
     machine.stack[-1] = (machine.stack[-1],)
 
 
-def _tuple2(machine: Machine, pos: int) -> None:
+def _tuple2(machine: Machine, pos: int) -> int | None:
     last = machine.stack.pop()
     machine.stack[-1] = (machine.stack[-1], last)
+    return _reduce_of_tuple(machine, pos)
 
 
-def _tuple3(machine: Machine, pos: int) -> None:
+def _tuple3(machine: Machine, pos: int) -> int | None:
     stack = machine.stack
     last, middle = stack.pop(), stack.pop()
     stack[-1] = (stack[-1], middle, last)
+    return _reduce_of_tuple(machine, pos)
+
+
+def _reduce_of_tuple(machine: Machine, pos: int) -> int | None:
+    """Memoize a tuple, call a function with it alone, and memoize the result, where the pickle goes on so: a Size."""
+    if not machine.data.startswith(_REDUCE_OF_TUPLE, pos):
+        return None
+    stack, memo = machine.stack, machine.memo
+    memo[len(memo)] = stack[-1]
+    memo[len(memo)] = stack[-1] = (stack[-1],)
+    _reduce(machine, pos)
+    memo[len(memo)] = stack[-1]
+    return pos + len(_REDUCE_OF_TUPLE)
+
+
+def _no_arguments(machine: Machine, pos: int) -> int | None:
+    """Push (), and where the pickle goes on so, make an object without arguments and begin the dict of its state."""
+    stack, memo = machine.stack, machine.memo
+    stack.append(())
+    if not machine.data.startswith(_OBJECT_WITH_STATE, pos):
+        return None
+    _reduce(machine, pos)
+    memo[len(memo)] = stack[-1]
+    state: dict[Any, Any] = {}
+    stack.append(state)
+    memo[len(memo)] = state
+    machine.marks.append(len(stack))
+    return pos + len(_OBJECT_WITH_STATE)
 
 
 def _setitem(machine: Machine, pos: int) -> None:
@@ -430,10 +455,6 @@ def _text_put(machine: Machine, pos: int) -> int:
     top = machine.stack[-1]
     machine.memo[_decimal(line)] = top
     return pos
-
-
-def _memoize(machine: Machine, pos: int) -> None:
-    machine.memo[len(machine.memo)] = machine.stack[-1]
 
 
 def _global(machine: Machine, pos: int) -> int:
@@ -519,7 +540,11 @@ def _binpersid(machine: Machine, pos: int) -> None:
     machine.stack[-1] = machine.persistent(machine.stack[-1])
 
 
-_STOP = b"."[0]
+_STOP, _MEMOIZE, _LONG_GET, _GET, _BYTE = b".\x94jhK"
+_u32 = struct.Struct("<I").unpack_from
+#: What protocol 4 has in a row for every torch.Size, and for every object of a class; each is done at once.
+_REDUCE_OF_TUPLE = b"\x94\x85\x94R\x94"
+_OBJECT_WITH_STATE = b"\x81\x94}\x94("
 #: Opcodes whose argument, one byte, is read where it is used: they are most of a large pickle.
 _ONE_BYTE = b"K\x8chq"
 
@@ -527,7 +552,6 @@ OPCODES: Mapping[bytes, _Handler] = {
     # numbers
     b"I": _line(_decimal_or_bool),
     b"J": _number("<i"),
-    b"K": _byte,
     b"M": _number("<H"),
     b"L": _line(lambda line: _decimal(line.removesuffix(b"L"))),
     b"\x8a": _counted("B", _two_complement),
@@ -556,7 +580,7 @@ OPCODES: Mapping[bytes, _Handler] = {
     b"a": _append,
     b"e": _into_top(Machine.extend),
     b"l": _from_mark(lambda machine, items: items),
-    b")": _constant(()),
+    b")": _no_arguments,
     b"t": _from_mark(lambda machine, items: tuple(items)),
     b"\x85": _tuple1,
     b"\x86": _tuple2,
@@ -574,12 +598,9 @@ OPCODES: Mapping[bytes, _Handler] = {
     b"(": lambda machine, pos: machine.marks.append(len(machine.stack)),
     b"1": _pop_mark,
     b"g": _text_get,
-    b"h": _byte_get,
-    b"j": _get("<I"),
     b"p": _text_put,
     b"q": _byte_put,
     b"r": _put("<I"),
-    b"\x94": _memoize,
     # globals and calls
     b"\x82": _unsupported("an extension code (EXT1)"),
     b"\x83": _unsupported("an extension code (EXT2)"),
