@@ -18,7 +18,8 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
-from ckpt.errors import NotFoundError, StorageError, UnsafeError, UsageError
+from ckpt.errors import CorruptError, NotFoundError, StorageError, UnsafeError, UsageError
+from ckpt.move.source import NO_NAME, open_file
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
@@ -36,6 +37,8 @@ def translate_os_errors(path: str | os.PathLike[str] | None = None) -> Iterator[
     except FileNotFoundError as error:
         raise NotFoundError("no such file or folder", path=error.filename or path) from error
     except OSError as error:
+        if error.errno in NO_NAME:
+            raise CorruptError(error.strerror or str(error), path=error.filename or path) from error
         raise _storage_error(error, error.filename or path) from error
 
 
@@ -82,8 +85,7 @@ class OpenFiles:
         if found is None:
             if len(self._open) >= _OPEN_FILES:
                 os.close(self._open.popitem(last=False)[1])
-            with translate_os_errors(path):
-                found = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            found = self._open[path] = open_file(path)
         else:
             self._open.move_to_end(path)
         return found

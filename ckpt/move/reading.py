@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ckpt.move.casts import storage_dtype
 from ckpt.move.files import translate_os_errors
-from ckpt.move.source import read_into, truncated
+from ckpt.move.source import open_file, read_into, truncated
 from ckpt.plan.tensors import Box, Extent, Fragment, Shape, Tensor, overlay
 
 Computed = Mapping[str, Callable[[], memoryview]]
@@ -38,8 +38,7 @@ def _read(extent: Extent, computed: Computed) -> NDArray:
     if extent.path in computed:
         content = computed[extent.path]()
         return in_shape(np.frombuffer(content, np.uint8)[extent.offset : extent.end], extent)
-    with translate_os_errors(extent.path):
-        descriptor = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_file(extent.path)
     try:
         return read_bits(descriptor, extent)
     finally:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
 from ckpt.errors import CorruptError, NotFoundError, StorageError
 
+#: errno values of names that no file has: longer than the filesystem takes, or a link to itself.
+NO_NAME = {errno.ENAMETOOLONG, errno.ELOOP}
+
 
 def open_file(path: str) -> int:
-    """A descriptor of a regular file.  Raises NotFoundError or StorageError."""
+    """A descriptor of a regular file.
+
+    Raises NotFoundError, StorageError, and CorruptError for a folder, a pipe, a device, or a name that cannot be one.
+    """
     try:
         # Without O_NONBLOCK a named pipe would be waited for.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -18,11 +25,23 @@ def open_file(path: str) -> int:
     except ValueError:
         raise NotFoundError("there can be no such file: its name holds a NUL", path=path) from None
     except OSError as error:
-        raise StorageError(f"the file cannot be opened: {error.strerror}", path=path) from None
+        kind = CorruptError if error.errno in NO_NAME else StorageError
+        raise kind(f"the file cannot be opened: {error.strerror}", path=path) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise StorageError("this is no regular file", path=path)
+        raise CorruptError("this is no regular file", path=path)
     return fd
+
+
+def read_file(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
+    """All of a small file, or at most its first `limit` bytes.  Raises as `open_file` and `read_at` do."""
+    name = os.fspath(path)
+    descriptor = open_file(name)
+    try:
+        size = os.fstat(descriptor).st_size
+        return read_at(descriptor, name, 0, size if limit is None else min(size, limit))
+    finally:
+        os.close(descriptor)
 
 
 def read_into(fd: int, offset: int, *buffers: memoryview) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ckpt.errors import LossError
 from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import model_dtypes
@@ -202,4 +203,4 @@ def _content(folder: Path, name: str) -> bytes:
     with translate_os_errors(path):
         if path.stat().st_size > _MAX_FILE:
             raise LossError("a file of the run is too large to be carried along", path=path, expected="<= 64 MiB")
-        return path.read_bytes()
+        return read_file(path)

@@ -16,6 +16,7 @@ from typing import Any
 
 from ckpt.errors import CorruptError
 from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.source import read_file
 from ckpt.plan.dtypes import DType
 
 CONFIG = "config.json"
@@ -79,9 +80,7 @@ def read_json(path: Path, *, unique: bool = False, max_bytes: int = MAX_JSON) ->
 
     `unique` refuses a name that stands twice in an object.
     """
-    with translate_os_errors(path), open(path, "rb") as file:
-        content = file.read(max_bytes + 1)
-    return parse_json(content, path, unique=unique, max_bytes=max_bytes)
+    return parse_json(read_file(path, max_bytes + 1), path, unique=unique, max_bytes=max_bytes)
 
 
 def parse_json(content: bytes, path: Path, *, unique: bool = False, max_bytes: int = MAX_JSON) -> Any:
@@ -124,7 +123,7 @@ def find_config(folders: Iterable[Path]) -> Path | None:
     for folder in folders:
         if folder.is_file() and folder.suffix == ".json":
             return folder
-        if (folder / CONFIG).is_file():
+        if (folder / CONFIG).exists():  # what is no file is refused where it is read
             return confined(folder, CONFIG)
     return None
 
@@ -154,7 +153,7 @@ def _content(folder: Path, name: str) -> bytes:
     with translate_os_errors(path):
         if path.stat().st_size > _MAX_FILE:
             raise CorruptError("the file is too large to be carried along", path=path, expected=f"<= {_MAX_FILE} bytes")
-        return path.read_bytes()
+        return read_file(path)
 
 
 def _plain_files(folder: Path) -> Iterator[str]:

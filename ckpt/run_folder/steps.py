@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.source import read_file
 from ckpt.run_folder.companions import read_json
 
 #: HF Trainer's record of a step (transformers/trainer_callback.py, `TrainerState`).
@@ -28,10 +29,9 @@ ANY_STEP = re.compile(r"(?:checkpoint|step|global_step|iter|epoch)[-_]?(\d+)")
 
 def recorded_step(path: Path) -> str | None:
     """What the file `latest` or a tracker says, "" included; None where there is no such file."""
-    if not path.is_file():
+    if path.is_dir() or not path.exists():
         return None
-    with translate_os_errors(path), open(path, "rb") as file:
-        return file.read(_MAX_RECORDED).decode("utf-8", "replace").strip()
+    return read_file(path, _MAX_RECORDED).decode("utf-8", "replace").strip()
 
 
 def step_folders(path: Path, named: re.Pattern[str] = ANY_STEP) -> list[Path]:

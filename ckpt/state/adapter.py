@@ -194,7 +194,7 @@ class AdapterConfig:
 def find_config(folders: Iterable[str | Path]) -> Path | None:
     """`adapter_config.json` of the nearest folder that has one."""
     for folder in map(Path, folders):
-        if (folder / CONFIG).is_file():
+        if (folder / CONFIG).exists():
             return confined(folder, CONFIG)
     return None
 

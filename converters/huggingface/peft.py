@@ -20,7 +20,8 @@ from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import StoredTensor, is_state_dict
 from ckpt.containers.weights import weight_files
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.files import confined
+from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import (
     BUFFER,
     MASTER,
@@ -164,9 +165,7 @@ def _config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def _config_bytes(checkpoint: Checkpoint) -> bytes:
-    path = _config_path(checkpoint)
-    with translate_os_errors(path):
-        return path.read_bytes()
+    return read_file(_config_path(checkpoint))
 
 
 def _base_model(checkpoint: Checkpoint, left: list[Key]) -> str:

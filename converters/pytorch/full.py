@@ -40,6 +40,7 @@ from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, n
 from ckpt.containers.weights import MAX_INDEX, missing_file, parse_index, shards
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import (
     BUFFER,
     MASTER,
@@ -207,8 +208,7 @@ def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
         return True
     if path.stat().st_size > _LARGE:
         return or_large or not path.name.endswith(".bin") or "pytorch_model" in path.name
-    with translate_os_errors(path), open(path, "rb") as file:
-        head = file.read(16)
+    head = read_file(path, 16)
     # What is empty or zeroed by a crash is ours to complain about.
     return head.startswith(b"PK\3\4") or b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19" in head or not head.strip(b"\0")
 

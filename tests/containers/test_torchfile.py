@@ -21,7 +21,7 @@ import torch
 
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import Array, Record, Storage, StoredDict, StoredTensor
-from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UnsafeError
+from ckpt.errors import CkptError, CorruptError, NotFoundError, UnsafeError
 from tests.support.hostile import make
 
 ROOT = Path(__file__).parents[2]
@@ -349,7 +349,7 @@ def test_other_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "x").unlink()
     refused(None, "no such file")
     (tmp_path / "x").mkdir()
-    refused(None, "no regular file", StorageError)
+    refused(None, "no regular file", CorruptError)
 
 
 @pytest.mark.filterwarnings("ignore")

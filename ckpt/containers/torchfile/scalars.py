@@ -7,7 +7,7 @@ import struct
 
 from ckpt.errors import CorruptError
 from ckpt.move.files import translate_os_errors
-from ckpt.move.source import read_up_to
+from ckpt.move.source import open_file, read_up_to
 from ckpt.plan.dtypes import BFLOAT16, DType
 from ckpt.plan.tensors import Extent
 
@@ -31,12 +31,12 @@ def read_scalar(extent: Extent) -> int | float | bool:
     """The one element of `extent`.  CorruptError where it is not there, or of a dtype that is no number."""
     if extent.numel != 1:
         raise CorruptError("a single number was expected", path=extent.path, found=f"shape {list(extent.shape)}")
-    with translate_os_errors(extent.path):
-        descriptor = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+    descriptor = open_file(extent.path)
+    try:
+        with translate_os_errors(extent.path):
             data = read_up_to(descriptor, extent.offset, extent.dtype.itemsize)
-        finally:
-            os.close(descriptor)
+    finally:
+        os.close(descriptor)
     if len(data) != extent.dtype.itemsize:
         raise CorruptError("the file ends inside a tensor", path=extent.path, found=f"end before byte {extent.end}")
     return scalar_from_bytes(data, extent.dtype)

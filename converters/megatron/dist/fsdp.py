@@ -36,7 +36,7 @@ from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.tensors import FoundTensor
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
-from ckpt.move.files import translate_os_errors
+from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.tensors import Box, Extent, Shape, whole
@@ -70,8 +70,7 @@ def is_iteration(folder: Path) -> bool:
     path = folder / METADATA
     if not path.is_file() or (folder / BACKENDS).is_file() or (folder / COMMON).is_file():
         return False
-    with translate_os_errors(path), open(path, "rb") as file:
-        return _MARK.search(file.read(_MARKED)) is not None
+    return _MARK.search(read_file(path, _MARKED)) is not None
 
 
 def read_folder(folder: Path) -> tuple[Reading, Optimizers]:

@@ -22,6 +22,7 @@ Format facts: megatron-core 0.16.1, optimizer/distrib_optimizer.py (`sharded_par
 
 from __future__ import annotations
 
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from ckpt.containers.dcp.tensors import Placed
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import translate_os_errors
-from ckpt.move.source import read_up_to
+from ckpt.move.source import open_file, read_up_to
 from ckpt.plan.assemble import whole_copies
 from ckpt.plan.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
@@ -384,5 +385,9 @@ def _first(placed: Placed) -> Extent | None:
 
 
 def _read(extent: Extent, count: int) -> bytes:
-    with translate_os_errors(extent.path), open(extent.path, "rb") as file:
-        return read_up_to(file.fileno(), extent.offset, extent.dtype.itemsize * count)
+    descriptor = open_file(extent.path)
+    try:
+        with translate_os_errors(extent.path):
+            return read_up_to(descriptor, extent.offset, extent.dtype.itemsize * count)
+    finally:
+        os.close(descriptor)

@@ -17,7 +17,8 @@ from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.errors import CorruptError, NotFoundError
-from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.files import confined
+from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Key
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
@@ -233,10 +234,8 @@ def _check_backends(folder: Path) -> None:
     path = folder / BACKENDS
     if not path.is_file():
         return
-    with translate_os_errors(path), open(path, "rb") as file:
-        text = file.read(1 << 16)
     try:
-        said = json.loads(text)
+        said = json.loads(read_file(path, 1 << 16))
     except ValueError:
         said = None
     if not isinstance(said, dict) or not isinstance(said.get("sharded_backend"), str):

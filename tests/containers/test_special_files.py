@@ -1,0 +1,114 @@
+"""Pipes, devices, folders and impossible names where a file should be: refused at once, never waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import Result, ckpt
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    """What waits for a pipe's other end fails, and does not hang the suite."""
+
+    def over(*_: object) -> None:
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, 30)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "a pipe": lambda path: os.mkfifo(path),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": lambda path: path.mkdir(),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the Hub's kind with an index, and what may stand beside weights."""
+    from tests.support.engines import REPOSITORY
+
+    folder = tmp_path_factory.mktemp("model") / "model"
+    options = ("--max-shard-size", "2KB", "--no-manifest")
+    assert ckpt("convert", "zero2", "hf", REPOSITORY / "fixtures" / "toy-zero2", "-o", folder, *options).code == 0
+    (folder / "config.json").write_text('{"hidden_size": 4}')
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def commands(path: Path, out: Path) -> Iterator[Result]:
+    yield ckpt("inspect", path)
+    yield ckpt("convert", "auto", "hf", path, "-o", out / "hf")
+    yield ckpt("convert", "auto", "full", path, "-o", out / "full")
+    yield ckpt("hash", path)
+    yield ckpt("verify", path)
+    yield ckpt("verify", path, path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors.index.json",
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "ckpt-manifest.json",
+    ],
+)
+def test_beside_weights(model: Path, tmp_path: Path, name: str, kind: str) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    path = folder / name
+    path.unlink(missing_ok=True)
+    KINDS[kind](path)
+    codes = [result.code for result in commands(folder, tmp_path / "out")]
+    assert set(codes) <= {0, 3, 4, 5}, codes
+    if name.endswith("index.json") and kind in ("a pipe", "a device"):
+        assert codes == [4 if kind == "a pipe" else 5] * 4 + [3] + [4 if kind == "a pipe" else 5]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["latest", "global_step2/mp_rank_00_model_states.pt", "config.json", "adapter_config.json", "model.pt"]
+)
+def test_in_a_run(fixtures: Path, tmp_path: Path, name: str, kind: str) -> None:
+    run = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / "run"))
+    path = run / name
+    path.unlink(missing_ok=True)
+    KINDS[kind](path)
+    codes = [result.code for result in commands(run, tmp_path / "out")]
+    assert set(codes) <= {0, 3, 4, 5}, codes
+    assert ckpt("merge-lora", run).code in (3, 4, 5)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "model.safetensors", ".metadata", "common.pt"])
+def test_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / name)
+    codes = [result.code for result in commands(tmp_path / "run", tmp_path / "out")]
+    assert set(codes) <= {3, 4}, codes
+
+
+def test_a_name_that_is_too_long_is_damage(model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    name = "x" * 4000 + ".safetensors"
+    index["weight_map"] = dict.fromkeys(index["weight_map"], name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    result = ckpt("inspect", folder)
+    assert result.code == 4, result.err
+    assert "File name too long" in result.err and len(result.err) < 2000
