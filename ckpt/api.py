@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt import registry
-from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UsageError
+from ckpt.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError, UsageError
 from ckpt.move.files import check_destination, is_filled, translate_os_errors
 from ckpt.move.lazy import OpenCheckpoint
 from ckpt.plan.checkpoint import (
@@ -438,12 +439,39 @@ def plan(
     layout = layout or Layout()
     registry.check_options(target.name, layout.options)
     # What the reader has said is known; a writer sees no notes, and what is said on the way from names to names is new.
+    if target.carries_optimizer:
+        _check_states_are_plain(checkpoint, to)
     named = to_namespace(replace(checkpoint, notes=()), target.namespace, layout)
     laid_out = target.lay_out(replace(named, notes=()), layout)
     check_casts(named, laid_out, layout)
-    laid_out = replace(laid_out, notes=(*named.notes, *laid_out.notes))
+    unread = checkpoint.unread if target.carries_optimizer else ()
+    laid_out = replace(laid_out, notes=(*named.notes, *laid_out.notes), dropped=(*laid_out.dropped, *unread))
     made = make_plan(named, laid_out, carries_optimizer=target.carries_optimizer)
     return Conversion(made, resources or Resources(), to)
+
+
+def _check_states_are_plain(checkpoint: Checkpoint, to: str) -> None:
+    """Raise LossError where optimizer states are stored quantized: another format's blocks are not theirs."""
+    if not checkpoint.quantized:
+        return
+    (fqn, state), method = next(iter(checkpoint.quantized.items()))
+    raise LossError(
+        f"the optimizer's states are stored quantized, in blocks that {to} has no place for",
+        path=checkpoint.path,
+        fqn=fqn,
+        found=f"{state} of {method}, and {len(checkpoint.quantized) - 1} others",
+        hint="--optimizer-dtype fp32 writes the values that the optimizer itself computes of them",
+    )
+
+
+def plain_states(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` with fp32 values in place of optimizer states that are stored quantized (torchao, bitsandbytes).
+
+    They have the bits that the library computes.
+    """
+    counts = Counter(checkpoint.quantized.values())
+    notes = [f"{count} optimizer states dequantized from {method} to float32" for method, count in counts.items()]
+    return replace(checkpoint, quantized={}, notes=(*checkpoint.notes, *notes))
 
 
 def picture(checkpoint: Checkpoint, only: Only = "all") -> Picture:

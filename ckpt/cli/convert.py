@@ -34,6 +34,10 @@ def convert(
         typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
     ] = opt.DType.keep,
     dequantize: opt.DequantizeOption = False,
+    optimizer_dtype: Annotated[
+        opt.OptimizerDType,
+        typer.Option(help="fp32 takes the plain values of optimizer states of 8 or 4 bits (torchao, bitsandbytes)."),
+    ] = opt.OptimizerDType.keep,
     max_shard_size: opt.ShardSizeOption = "5GB",
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Ranks of a sharded target. [default: as many as the source has]")
@@ -67,6 +71,8 @@ def convert(
     checkpoint: Checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
     if dequantize:
         checkpoint = api.dequantized(checkpoint, layout.dtype)
+    if optimizer_dtype is opt.OptimizerDType.fp32:
+        checkpoint = api.plain_states(checkpoint)
     conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
     say_source(checkpoint, quiet=quiet)
     if output is None and not overwrite:

@@ -49,6 +49,13 @@ class Names(str, Enum):
     own = "own"
 
 
+class OptimizerDType(str, Enum):
+    """What `--optimizer-dtype` takes."""
+
+    keep = "keep"
+    fp32 = "fp32"
+
+
 PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or the run folder it lies in.")]
 FormatOption = Annotated[str, typer.Option(help="The format to read.")]
 TagOption = Annotated[str | None, typer.Option(help="The step folder to take, instead of the one recorded as latest.")]

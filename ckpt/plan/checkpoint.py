@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from ckpt.errors import CorruptError
 from ckpt.plan.dtypes import DType
-from ckpt.plan.tensors import Extent, Region, Tensor
+from ckpt.plan.tensors import Extent, Region, Shape, Tensor
 
 #: Roles with a meaning of their own; every other role is the name of an optimizer state.
 WEIGHT, MASTER, BUFFER = "weight", "master", "buffer"
@@ -37,6 +37,18 @@ class ParamGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class OneElement:
+    """An optimizer state that is one number and stored as a tensor, of shape () or [1].
+
+    The optimizer that wrote it changes it in place, so it stays one; of Adam's `step` each engine has its own form.
+    """
+
+    value: int | float | bool
+    dtype: DType
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingState:
     """Everything of a run that is not a tensor of a parameter.  A field is None where nothing of the kind is recorded.
 
@@ -47,7 +59,8 @@ class TrainingState:
     #: Optimizer steps taken, with those that an overflow made void.
     step: int | None = None
     param_groups: tuple[ParamGroup, ...] = ()
-    #: Optimizer states that are one number per parameter, by state and fqn: Adam's `step`.
+    #: Optimizer states that are one number per parameter, by state and fqn: Adam's `step`.  Other than `step`, a
+    #: `OneElement` where that is a tensor.
     scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     #: Who recorded it: `deepspeed`, `megatron`, `torch` (its state dicts, whoever saved them).
     engine: str | None = None
@@ -176,6 +189,9 @@ class Checkpoint:
     where notes are not wanted.
     `computed` maps a made-up path to a function that returns its bytes.  An extent with that path is computed when it
     is written; a merged LoRA weight is one.
+    `quantized` are the optimizer states that are stored quantized, and by which method; their tensors are of the
+    plain values, which are computed.  `unread` is what no tensor is made of, a sentence for each that says why: a plan
+    says that it is not in the target.
     """
 
     path: str
@@ -198,6 +214,8 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
     computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
+    quantized: Mapping[Key, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
     def get(self, fqn: str, role: str) -> Tensor | None:
         return self.tensors.get((fqn, role))

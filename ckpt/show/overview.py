@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, ParamGroup
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement, ParamGroup
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor
 from ckpt.sizes import show_size
@@ -111,6 +111,7 @@ def _training(checkpoint: Checkpoint) -> dict[str, JSON]:
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, JSON]:
     """How many parameters have the scalar, and its values if they are few."""
+    values = {fqn: value.value if isinstance(value, OneElement) else value for fqn, value in values.items()}
     distinct = {type(value).__name__ + str(value): value for value in values.values() if _is_number(value)}
     others = any(not _is_number(value) for value in values.values())
     shown = [summarise(value) for value in islice(distinct.values(), MAX_MEMBERS)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from ckpt.errors import CorruptError
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
-from ckpt.move.reading import strided
+from ckpt.move.reading import Computed, strided
 from ckpt.move.source import read_into, truncated
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, BOOL, DType
@@ -96,11 +97,14 @@ def narrower(a: DType, b: DType) -> DType | None:
 class Reader:
     """The buffers and open files of one comparing thread.  Use as a context manager.
 
-    `advance` is called with the number of bytes that were read from side `a`, after each piece of them.
+    `advance` is called with the number of bytes that were read from side `a`, after each piece of them.  `computed` is
+    `Checkpoint.computed` of both sides; the last contents are kept, as they are read piece by piece.
     """
 
-    def __init__(self, advance: Callable[[int], None] | None = None) -> None:
+    def __init__(self, advance: Callable[[int], None] | None = None, computed: Computed | None = None) -> None:
         self.advance = advance or (lambda _: None)
+        self._content = lru_cache(maxsize=2)(lambda path: (computed or {})[path]())
+        self._computed = computed or {}
         self._files = OpenFiles()
         self._buffers = tuple(np.empty(_CHUNK, np.uint8) for _ in range(2))
         self._words = tuple(buffer.view(np.uint64) for buffer in self._buffers)
@@ -119,6 +123,9 @@ class Reader:
         self._read(path, offset, self._views[side][:size])
 
     def _read(self, path: str, offset: int, into: memoryview) -> None:
+        if path in self._computed:
+            into[:] = self._content(path)[offset : offset + len(into)]
+            return
         descriptor = self._files.descriptor(path)
         with translate_os_errors(path):
             done = read_into(descriptor, offset, into)
@@ -420,6 +427,6 @@ def check_masters(checkpoint: Checkpoint) -> None:
 
 def check_plan_replicas(plan: Plan) -> None:
     """Raise CorruptError where a tensor that `plan` takes is not the same on all of the ranks that hold it."""
-    with Reader() as reader:
+    with Reader(computed=plan.checkpoint.computed) as reader:
         for key in dict.fromkeys(slot.key for file in plan.target.files for slot in file.slots):
             check_replicas(plan.checkpoint.tensors[key], reader)

@@ -27,7 +27,7 @@ from xxhash import xxh3_128
 
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.reading import strided
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import check_source
 from ckpt.plan.precision import CAST_SOURCES, choices
@@ -161,6 +161,7 @@ def _numbers(checkpoint: Checkpoint) -> Iterator[tuple[str, str, bytes]]:
     stored = {fqn for fqn, _ in checkpoint.tensors}
     for role, values in checkpoint.state.scalars.items():
         for fqn, value in values.items():
+            value = value.value if isinstance(value, OneElement) else value
             if isinstance(value, int | float) and (fqn in stored or fqn not in checkpoint.ties):
                 yield fqn, role, xxh3_128(float(value).hex().encode()).digest()
 
@@ -180,7 +181,8 @@ def _hash_contents(
     lock = threading.Lock()
 
     def hash_all(keys: Iterator[Key]) -> None:
-        with Reader() as reader, Reader() as other_ranks:
+        computed = checkpoint.computed
+        with Reader(computed=computed) as reader, Reader(computed=computed) as other_ranks:
             for key in keys:
                 tensor = checkpoint.tensors[key]
                 check_source(tensor)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
 from ckpt.move.files import translate_os_errors
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Fragment, Tensor
@@ -225,7 +225,8 @@ class _Side:
             names.setdefault(fqn, {})[role] = tensor
         for role, values in checkpoint.state.scalars.items():
             for fqn, value in values.items():
-                names.setdefault(fqn, {}).setdefault(role, _Scalar(fqn, role, value))
+                number = value.value if isinstance(value, OneElement) else value
+                names.setdefault(fqn, {}).setdefault(role, _Scalar(fqn, role, number))
         roles = frozenset(role for things in names.values() for role in things)
         optimizes = bool(roles - {WEIGHT, BUFFER}) or bool(checkpoint.state.param_groups)
         return cls(label, names, roles, optimizes)
@@ -250,6 +251,7 @@ class _Work:
     pairs: list[tuple[_Thing, _Thing] | Result] = field(default_factory=list)
     skipped: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
+    computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
 
     def skip(self, side: _Side, thing: _Thing, why: str) -> None:
         self.skipped[side.label, thing.role, why] += 1
@@ -324,7 +326,7 @@ def _owner(fqn: str, ties: Mapping[str, str], names: Mapping[str, Any]) -> str |
 
 
 def _pair_up(a: Checkpoint, b: Checkpoint, only: Only) -> _Work:
-    work = _Work(_Side.of("A", a), _Side.of("B", b))
+    work = _Work(_Side.of("A", a), _Side.of("B", b), computed={**a.computed, **b.computed})
     num_common = num_tied = 0
     for match in _match(work.a, work.b, a.ties, b.ties):
         a_roles = work.a.names[match.a] if match.a is not None else {}
@@ -412,7 +414,7 @@ def _carry_out(work: _Work, cast: bool, progress: Progress | None) -> tuple[list
             results.append(_compare_scalars(work, *item))
     jobs.sort(key=lambda job: _location(job[1]))
     advance = progress or (lambda _: None)
-    with Reader(advance) as reader, Reader() as other_ranks:
+    with Reader(advance, work.computed) as reader, Reader(computed=work.computed) as other_ranks:
         for slot, x, y in jobs:
             result = results[slot] = _compare_tensors(x, y, reader, other_ranks, cast)
             if result.kind in ("shape", "dtype"):  # decided without reading

@@ -5,18 +5,15 @@ Shared by the readers of formats that have such files.  Facts: see `converters.d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ckpt.containers.sources import RankFile, structure
-from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError
-from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.tensors import Extent, Shape
 
 #: Files that a message lists at most.
@@ -31,10 +28,6 @@ def known_structure(path: Path, framework: Callable[[], str] = lambda: "deepspee
         expected="the structure that versions up to 0.19.8 write",
         found=lambda: f"{framework()}; ",
     )
-
-
-#: The optimizer's states of a group on one rank.
-_States = Callable[[RankFile], Mapping[str, Any]]
 
 
 def inner_file(file: RankFile) -> RankFile:
@@ -66,8 +59,8 @@ def base_state(inner: RankFile, group: int) -> Mapping[str, Any]:
         return state.get(ids[0] if ids else group) or {}
     if isinstance(base, Sequence) and group < len(base):  # elastic_checkpoint
         state = dict(base[group])
-        if "base_optimizer_state_step" in inner.content:
-            state["step"] = inner.content["base_optimizer_state_step"]
+        if "base_optimizer_state_step" in inner.content:  # of the group, where the optimizer does not count for itself
+            state.setdefault("step", inner.content["base_optimizer_state_step"])
         return state
     return {}
 
@@ -121,48 +114,12 @@ def parameter_starts(shapes: Mapping[str, Shape], inner: RankFile, group: int, s
     return starts
 
 
-def flat_buffers(inners: list[RankFile], group: int) -> dict[str, list[Extent]]:
-    """Per role, every rank's 1-d extent of a group."""
-    buffers = {MASTER: [flat_extent(inner.need("single_partition_of_fp32_groups")[group], inner) for inner in inners]}
-    for name in state_names(inners, partial(base_state, group=group)):
-        buffers[name] = [state_extent(base_state(inner, group), name, inner) for inner in inners]
-    return buffers
-
-
 def flat_extent(stored: Any, inner: RankFile) -> Extent:
     if not isinstance(stored, StoredTensor) or len(stored.extent.shape) != 1 or not stored.extent.is_contiguous:
         raise CorruptError(
             "a rank's partition is no flat tensor", path=inner.path, rank=inner.rank, found=type(stored).__name__
         )
     return stored.extent
-
-
-def state_extent(states: Mapping[str, Any], name: str, inner: RankFile) -> Extent:
-    if name not in states:
-        raise CorruptError("a rank lacks an optimizer state", path=inner.path, rank=inner.rank, expected=name)
-    return flat_extent(states[name], inner)
-
-
-def state_names(inners: list[RankFile], states: _States) -> list[str]:
-    """Names of the states that are tensors like the parameters, as any rank has them."""
-    names = {
-        name: None
-        for inner in inners
-        for name, value in states(inner).items()
-        if isinstance(value, StoredTensor) and len(value.extent.shape) == 1
-    }
-    return list(names)
-
-
-def number_states(inners: list[RankFile], states: _States) -> dict[str, Any]:
-    """States that are one number, such as Adam's step.  All ranks must agree: they took the same steps."""
-    by_name: dict[str, list[tuple[RankFile, Any]]] = {}
-    for inner in inners:
-        for name, value in _numbers(states(inner)):
-            by_name.setdefault(name, []).append((inner, value))
-    for name, said in by_name.items():
-        check_same(name, said)
-    return {name: said[0][1] for name, said in by_name.items()}
 
 
 def check_same(name: str, said: list[tuple[RankFile, Any]]) -> None:
@@ -187,15 +144,6 @@ def check_same(name: str, said: list[tuple[RankFile, Any]]) -> None:
         expected=f"{name} {common}, as in {len(by_value[common])} of {len(said)} files",
         found="; ".join(listed(value) for value in by_value),
     )
-
-
-def _numbers(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in states.items():
-        if isinstance(value, StoredTensor):
-            if not value.extent.shape:
-                yield name, read_scalar(value.extent)
-        elif isinstance(value, int | float | bool):
-            yield name, value
 
 
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:

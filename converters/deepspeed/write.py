@@ -18,9 +18,29 @@ from typing import Any
 
 from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.values import Record, StoredDict
-from ckpt.containers.torchfile.write import FromSource, NewTensor, Part, Zeros, copy_of, number, pickled, torch_file
+from ckpt.containers.torchfile.write import (
+    FromSource,
+    NewTensor,
+    Part,
+    Zeros,
+    copy_of,
+    number,
+    one_element,
+    pickled,
+    torch_file,
+)
 from ckpt.errors import UsageError
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, ParamGroup, Target, TargetFile
+from ckpt.plan.checkpoint import (
+    BUFFER,
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Layout,
+    OneElement,
+    ParamGroup,
+    Target,
+    TargetFile,
+)
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, FlatRange, Shape, Tensor, flat_regions
 from ckpt.run_folder.carried import run_companions
@@ -298,6 +318,8 @@ def _state(
 
 def scalar(value: Any) -> Any:
     """A state that is one number: torch's optimizers have a 0-d tensor of float32, DeepSpeed's a Python int."""
+    if isinstance(value, OneElement):
+        return one_element(value)
     return number(value) if isinstance(value, float) else value
 
 

@@ -41,21 +41,18 @@ from converters.deepspeed.folder import (
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from converters.deepspeed.rank_files import (
-    base_state,
     check_lengths,
     check_same,
     expect_groups,
-    flat_buffers,
     flat_extent,
     hyperparameters,
     inner_file,
     known_structure,
-    number_states,
     numeric_options,
     parameter_starts,
     partition_size,
-    state_names,
 )
+from converters.deepspeed.states import Others, flat_group_states, group_states
 
 #: Ranks and files that a message lists at most.
 _SHOWN = 16
@@ -109,6 +106,7 @@ class _Reading:
     sources: Sources = field(default_factory=Sources)
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     version: object = None
+    others: Others = field(default_factory=Others)
 
     def load(self, path: str, rank: int) -> RankFile:
         file = self.sources.of_rank(path, rank, "DeepSpeed file")
@@ -229,14 +227,16 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
         partition = partition_size(inners, number)
         starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
         nexts = dict(zip(shapes, [*starts.values(), partition * len(inners)][1:], strict=True))
-        buffers_of = flat_buffers(inners, number)
-        for role, extents in buffers_of.items():
+        masters = [flat_extent(inner.need("single_partition_of_fp32_groups")[number], inner) for inner in inners]
+        states = flat_group_states(inners, number, partition)
+        reading.others.add(states, shapes)
+        for role, extents in {MASTER: masters, **states.buffers}.items():
             group = FlatGroup(extents, partition)
             for fqn, shape in shapes.items():
                 native = module[fqn].extent.dtype if fqn in module else None
                 source = InFlatGroup(group, starts[fqn], nexts[fqn] - starts[fqn] - prod(shape))
-                reading.add(Tensor(fqn, role, extents[0].dtype, shape, source, native))
-        for name, value in number_states(inners, partial(base_state, group=number)).items():
+                reading.add(Tensor(fqn, role, extents[0].dtype, shape, states.in_blocks(source, role), native))
+        for name, value in states.numbers.items():
             scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
     options = hyperparameters(inners[0].content.get("base_optimizer_state"))
     param_groups = [ParamGroup(order, options[i] if i < len(options) else {}) for i, order in enumerate(orders)]
@@ -267,25 +267,19 @@ def _read_stage3(reading: _Reading, inners: list[RankFile]) -> _Model:
     scalars: dict[str, dict[str, Any]] = {}
     for number, shapes in enumerate(sub_groups):
         length = sum(slot_size(prod(shape), world_size) for shape in shapes.values())
-        states = [_sub_group_state(inner, number) for inner in inners]
-        by_role = {
-            MASTER: [
-                _offloaded(reading, inner, inner.need("fp32_flat_groups")[number], None, length) for inner in inners
-            ]
-        }
-        for name in state_names(inners, partial(_sub_group_state, number=number)):
-            by_role[name] = [
-                _offloaded(reading, inner, state.get(name), name, length)
-                for inner, state in zip(inners, states, strict=True)
-            ]
-        for role, extents in by_role.items():
+        masters = [_offloaded(reading, inner, inner.need("fp32_flat_groups")[number], None, length) for inner in inners]
+        sizes = [(length, master.numel) for master in masters]
+        states = group_states(inners, partial(_sub_group_state, reading, number=number, length=length), sizes)
+        reading.others.add(states, shapes)
+        for role, extents in {MASTER: masters, **states.buffers}.items():
             check_lengths(inners, extents, length, role)
             offset = 0
             for fqn, shape in shapes.items():
                 native = module[fqn].extent.dtype if fqn in module else None
-                reading.add(Tensor(fqn, role, extents[0].dtype, shape, InSlots(extents, offset), native))
+                source = states.in_blocks(InSlots(extents, offset), role)
+                reading.add(Tensor(fqn, role, extents[0].dtype, shape, source, native))
                 offset += slot_size(prod(shape), world_size)
-        for name, value in number_states(inners, partial(_sub_group_state, number=number)).items():
+        for name, value in states.numbers.items():
             scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
     _check_placeholders(reading, file, ties)
     groups = _stage3_groups(inners[0], sub_groups)
@@ -338,9 +332,15 @@ def _check_placeholders(reading: _Reading, file: RankFile, ties: Mapping[str, st
             )
 
 
-def _sub_group_state(inner: RankFile, number: int) -> Mapping[str, Any]:
+def _sub_group_state(reading: _Reading, inner: RankFile, number: int, length: int) -> Mapping[str, Any]:
     optimizer = inner.content.get("optimizer_state_dict") or {}
-    return (optimizer.get("state") or {}).get(number) or {}
+    state = (optimizer.get("state") or {}).get(number) or {}
+    return {
+        name: StoredTensor(_offloaded(reading, inner, value, name, length))
+        if isinstance(value, StoredTensor) and value.shape == (0,)
+        else value
+        for name, value in state.items()
+    }
 
 
 def _offloaded(reading: _Reading, inner: RankFile, stored: Any, state: str | None, length: int) -> Extent:
@@ -460,4 +460,7 @@ def _checkpoint(reading: _Reading, model: _Model, inners: list[RankFile], stage:
         state=state,
         folders=(str(folder.parent),),
         notes=_step_note(model),
+        computed=reading.others.computed,
+        quantized=reading.others.quantized,
+        unread=reading.others.unread.sentences,
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ckpt.containers.torchfile.write import FromSource, NewTensor, Part, Zeros, number
-from ckpt.plan.checkpoint import Key
+from ckpt.containers.torchfile.write import FromSource, NewTensor, Part, Zeros, number, one_element
+from ckpt.plan.checkpoint import Key, OneElement
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from converters.megatron.buffers import bucket_sizes, stored_buffer
 from converters.megatron.chunks import Chunk, ChunkTensor
@@ -82,7 +82,11 @@ class RankOptimizers(Optimizer):
         for name, by_fqn in self.model.checkpoint.state.scalars.items():
             if one.fqn in by_fqn and not (name == "step" and step_in_group):
                 value = by_fqn[one.fqn]
-                values[name] = number(value) if isinstance(value, int | float) and name == "step" else value
+                if isinstance(value, OneElement):
+                    value = one_element(value)
+                elif name == "step" and isinstance(value, int | float):
+                    value = number(value)
+                values[name] = value
         for role, tensor in self.states[one.fqn].items():
             values[role] = new_tensor(one, (one.fqn, role), tensor.dtype)
         return values

@@ -15,15 +15,15 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ckpt.containers.dcp.metadata import Metadata, Path_, Place, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
-from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, writer_of
+from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed, writer_of
 from ckpt.containers.dcp.write import Writing
-from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError
+from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import (
     OWN,
     TRANSFORMERS,
@@ -31,20 +31,23 @@ from ckpt.plan.checkpoint import (
     Checkpoint,
     Key,
     Layout,
+    OneElement,
     ParamGroup,
     ReadRequest,
     Target,
     TrainingState,
 )
-from ckpt.plan.dtypes import DType
-from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole
+from ckpt.plan.dtypes import FLOAT32, DType
+from ckpt.plan.tensors import Box, Extent, Fragment, Shape, Source, Tensor, Whole
 from ckpt.run_folder.carried import run_companions, trainer_folder
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, find_folder, other_models, parts, run_folders
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand
+from converters.pytorch.optimizer_states import OptimizerStates
 from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
+from converters.quantized.states import torchao
 
 #: Where trainers record the number of steps taken: torch's recipes and Lightning, torchtitan.
 _STEPS = (("step",), ("global_step",), ("iteration",), ("train_state", "step"))
@@ -113,6 +116,7 @@ class _Stored(Leaf):
     """A tensor that is stored.
 
     `number` is its value where it is one number; `same_as` the key of a tensor that is stored in the very same items.
+    `wrapped` are the chunks of a subclass's, `placed` all others.
     """
 
     key: str
@@ -123,6 +127,8 @@ class _Stored(Leaf):
     replicas: tuple[Source, ...] = ()
     number: int | float | bool | None = None
     same_as: str | None = None
+    wrapped: Mapping[Box, Record] = field(default_factory=dict)
+    placed: Placed = field(default_factory=list)
 
     def tensor(self, fqn: str, role: str) -> Tensor:
         return Tensor(fqn, role, self.dtype, self.shape, self.source, None, self.replicas)
@@ -144,6 +150,8 @@ class _Reading:
     leaves: list[tuple[Path_, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     metadata: str = ""
+    states: OptimizerStates = field(default_factory=OptimizerStates)
+    spread: list[str] = field(default_factory=list)
 
     # -- DCP's own files -----------------------------------------------------------------------------------------
 
@@ -164,7 +172,10 @@ class _Reading:
         entry = tensor.entry
         path = tensor.placed[0][1].path if tensor.placed else self.metadata
         source = self.data.source(entry.dtype, entry.shape, tensor.placed)
-        return _Stored(entry.key, entry.dtype, entry.shape, source, path, self.data.replicas(tensor), tensor.number)
+        replicas = self.data.replicas(tensor) if not tensor.wrapped else ()
+        stored = _Stored(entry.key, entry.dtype, entry.shape, source, path, replicas, tensor.number)
+        stored.wrapped, stored.placed = tensor.wrapped, tensor.placed
+        return stored
 
     # -- DCP's safetensors files ---------------------------------------------------------------------------------
 
@@ -193,10 +204,12 @@ class _Reading:
         tensors: dict[Key, Tensor] = {}
         for fqn, leaf in found.weights.items():
             assert isinstance(leaf, _Stored)
+            if leaf.wrapped:
+                _refuse_wrapped(leaf, fqn)
             if leaf.same_as is None:
                 tensors[fqn, WEIGHT] = leaf.tensor(fqn, WEIGHT)
         ties = _stored_ties(found.weights)
-        scalars, odd = self._states(found, tensors)
+        odd = self._states(found, tensors)
         folders = run_folders(path)
         tie_as_declared(tensors, ties, _config(request, folders))
         entries = self._entries(found, odd)
@@ -204,7 +217,7 @@ class _Reading:
         if step is None:  # Accelerate's folders hold the model and the optimizer alone
             step = next((n for folder in folders if (n := trainer_step(Path(folder))) is not None), None)
         groups = tuple(map(_plain_group, found.groups))
-        state = TrainingState.of_entries("torch", entries, step=step, param_groups=groups, scalars=scalars)
+        state = TrainingState.of_entries("torch", entries, step=step, param_groups=groups, scalars=self.states.scalars)
         return Checkpoint(
             path=str(path),
             format=DCP.name,
@@ -218,40 +231,61 @@ class _Reading:
             state=state,
             folders=folders,
             notes=(*self.notes, *self.data.notes),
+            computed=self.states.computed,
+            quantized=self.states.quantized,
+            unread=self.states.unread.sentences,
         )
 
-    def _states(
-        self, found: Understood, tensors: dict[Key, Tensor]
-    ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-        """Add the optimizer's tensors.  Returns states of one number, and those that are neither.
+    def _states(self, found: Understood, tensors: dict[Key, Tensor]) -> dict[str, Any]:
+        """Add the optimizer's states.  Returns those that are no tensors and no numbers.
 
         A state whose tensors all have no dims is one of numbers (`step`), also for a parameter without dims.
         """
         shaped = {name for (_, name), value in found.states.items() if isinstance(value, _Stored) and value.shape}
-        scalars: dict[str, dict[str, Any]] = {}
+        states = self.states
         odd: dict[str, Any] = {}
         said: dict[str, set[Any]] = {}
         for (fqn, name), value in found.states.items():
-            if isinstance(value, _Stored) and (value.shape or name in shaped):
-                if (fqn, name) in tensors:
-                    raise CorruptError(
-                        "an optimizer state has the name of a role", path=self.metadata, fqn=fqn, found=name
-                    )
-                tensors[fqn, name] = value.tensor(fqn, name)
+            if isinstance(value, _Stored) and value.wrapped:
+                self._add_wrapped(fqn, name, value)
+            elif isinstance(value, _Stored) and (value.shape or name in shaped):
+                states.tensors[fqn, name] = value.tensor(fqn, name)
             elif isinstance(value, _Stored):
-                scalars.setdefault(name, {})[fqn] = value.number
+                number = value.number if name == "step" else OneElement(value.number or 0, value.dtype, ())
+                states.scalars.setdefault(name, {})[fqn] = number
                 if name == "step":
                     said.setdefault(value.path, set()).add((fqn, value.number))
             elif isinstance(value, int | float):
-                scalars.setdefault(name, {})[fqn] = value
+                states.scalars.setdefault(name, {})[fqn] = value
+            elif isinstance(value, Mapping | Record):
+                weight = tensors.get((fqn, WEIGHT))
+                values = _values({name: value}, name, self.spread)
+                states.add(fqn, weight.shape if weight else (), values, self.metadata)
             else:
                 odd.setdefault(fqn, {})[name] = value
+        for key, tensor in states.tensors.items():
+            if key in tensors:
+                raise CorruptError(
+                    "an optimizer state has the name of a role", path=self.metadata, fqn=key[0], found=key[1]
+                )
+            tensors[key] = tensor
         _check_steps(said)
-        return scalars, odd
+        return odd
+
+    def _add_wrapped(self, fqn: str, name: str, stored: _Stored) -> None:
+        """A state of which some ranks' parts, or all of them, are objects of a tensor subclass."""
+        parts = {box: torchao(record) for box, record in stored.wrapped.items()}
+        known = {box: one for box, one in parts.items() if one is not None and one.shape == box.sizes}
+        if len(known) < len(parts) or any(extent.dtype != FLOAT32 for _, extent in stored.placed):
+            kind = next(iter(stored.wrapped.values())).typename
+            self.states.unread.add(name, f"parts of it are {kind}, in a form of which nothing is known", [fqn])
+            return
+        plain = tuple(Fragment(box, extent) for box, extent in stored.placed)
+        self.states.add_quantized(fqn, name, stored.shape, known, plain)
 
     def _entries(self, found: Understood, odd: dict[str, Any]) -> dict[str, Any]:
         """Training state by name, with tensors as values of it; those spread over ranks are said to be left."""
-        spread: list[str] = []
+        spread = self.spread
         items = {name: _values(value, name, spread) for name, value in found.rest.items()}
         if found.extra:
             items["extra_state"] = found.extra
@@ -312,6 +346,15 @@ def _same_items(metadata: Metadata) -> dict[str, str]:
         if owner != key:
             found[key] = owner
     return found
+
+
+def _refuse_wrapped(stored: _Stored, fqn: str) -> NoReturn:
+    raise NotFoundError(
+        "a weight is of a tensor subclass, which is not supported",
+        path=stored.path,
+        fqn=fqn,
+        found=next(iter(stored.wrapped.values())).typename,
+    )
 
 
 def _stored_ties(weights: Mapping[str, Leaf]) -> dict[str, str]:

@@ -30,13 +30,12 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
-from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, number, torch_file
+from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, number, one_element, torch_file
 from ckpt.containers.weights import MAX_INDEX, missing_file, parse_index, shards
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
@@ -48,6 +47,7 @@ from ckpt.plan.checkpoint import (
     WEIGHT,
     Checkpoint,
     Layout,
+    OneElement,
     ReadRequest,
     Target,
     TargetFile,
@@ -62,6 +62,7 @@ from ckpt.run_folder.companions import (
 )
 from ckpt.run_folder.steps import enclosing_folders, step_folders, trainer_step
 from ckpt.state.plain import is_plain
+from converters.pytorch.optimizer_states import OptimizerStates
 from converters.pytorch.state_dicts import (
     Reading,
     clean_names,
@@ -164,6 +165,9 @@ class Full:
             config=config,
             folders=tuple(str(p) for p in folders),
             notes=tuple(reading.notes),
+            computed=reading.states.computed,
+            quantized=reading.states.quantized,
+            unread=reading.states.unread.sentences,
         )
 
     # -- lay out ---------------------------------------------------------------------------------------------
@@ -237,6 +241,7 @@ def _weights_in(folder: Path) -> str | None:
 class _Reading(Reading):
     step: int | None = None
     has_optimizer: bool = False
+    states: OptimizerStates = field(default_factory=OptimizerStates)
 
     def load(self, name: str) -> tuple[str, Any]:
         path = str(confined(self.folder, name))
@@ -351,17 +356,12 @@ def _add_optimizer(reading: _Reading, content: Any, path: str) -> None:
             raise CorruptError("the optimizer has a parameter that the model does not have", path=path, fqn=fqn)
     for fqn, values in optimizer.states.items():
         owner = reading.ties.get(fqn, fqn)
-        for name, value in values.items():
-            if is_part(value):
-                raise NotFoundError("this file holds one rank's parts of the optimizer's states", path=path, fqn=fqn)
-            if not isinstance(value, StoredTensor):
-                reading.scalars.setdefault(name, {})[owner] = value
-            elif not value.shape and (name == "step" or shapes[owner]):
-                reading.scalars.setdefault(name, {})[owner] = read_scalar(value.extent)
-            else:
-                extent = value.extent
-                reading.add(Tensor(owner, name, extent.dtype, extent.shape, Whole(extent)), path)
-    reading.groups = optimizer.groups
+        if any(map(is_part, values.values())):
+            raise NotFoundError("this file holds one rank's parts of the optimizer's states", path=path, fqn=fqn)
+        reading.states.add(owner, shapes[owner], values, path)
+    for tensor in reading.states.tensors.values():
+        reading.add(tensor, path)
+    reading.scalars, reading.groups = reading.states.scalars, optimizer.groups
 
 
 def _read_beside(reading: _Reading, name: str) -> None:
@@ -451,8 +451,11 @@ def _optimizer(checkpoint: Checkpoint) -> TargetFile:
     for name, values in checkpoint.state.scalars.items():
         for fqn, value in values.items():
             # Adam keeps its count as a tensor; what other optimizers keep is taken as it was read.
-            plain = name != "step" or not isinstance(value, int | float)
-            states.setdefault(fqn, {})[name] = value if plain else number(value)
+            if isinstance(value, OneElement):
+                value = one_element(value)
+            elif name == "step" and isinstance(value, int | float):
+                value = number(value)
+            states.setdefault(fqn, {})[name] = value
     for (fqn, role), tensor in checkpoint.tensors.items():
         if role not in (WEIGHT, MASTER, BUFFER):
             fill = (FromSource((fqn, role), whole(tensor.shape)),)

@@ -18,9 +18,9 @@ from typing import Any
 
 from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.write import AliasOf, Sharded, flatten
-from ckpt.containers.torchfile.write import number
+from ckpt.containers.torchfile.write import number, one_element
 from ckpt.errors import LossError
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import FLOAT32, FLOAT64, INT64, DType
 from ckpt.plan.precision import Choice, choices, describe
 from ckpt.state import adam
@@ -116,6 +116,8 @@ def _missing(checkpoint: Checkpoint, options: Mapping[str, Any]) -> dict[str, An
 
 def _number(value: Any) -> Any:
     """A state of one number as torch's optimizers keep it: fp32 without dims, or what holds it exactly."""
+    if isinstance(value, OneElement):
+        return one_element(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if isinstance(value, int) and int(float(value)) != value:

@@ -18,11 +18,6 @@ from ckpt.plan.dtypes import BFLOAT16, CASTABLE, FLOAT32, DType
 from ckpt.plan.tensors import Box, Region, Shape, Tensor, whole
 from converters.names.transformers.modules import describe, has_conv1d
 
-#: Elements that are computed at a time: with what it takes to compute them they stay within the default of
-#: `--max-memory` on every thread.
-BLOCK = 1 << 23
-
-
 #: Models whose linear layers are transformers' Conv1D, should transformers not be there to be asked.
 _CONV1D_MODELS = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt")
 
@@ -129,8 +124,3 @@ def rounded(values: NDArray, *dtypes: DType) -> memoryview:
         if dtype != now:
             bits, now = cast_bits(bits, now, dtype), dtype
     return bits.view(np.uint8).data
-
-
-def spans(size: int, step: int) -> list[tuple[int, int]]:
-    """`size` cut into ranges of `step` and a rest."""
-    return [(start, min(start + step, size)) for start in range(0, size, max(1, step))]

@@ -32,7 +32,8 @@ from ckpt.errors import UsageError
 from ckpt.plan.dtypes import BY_NAME, CASTABLE, FLOAT32, DType
 from ckpt.plan.tensors import Box, FlatRange, Shape, whole
 from converters.quantized import BITSANDBYTES_STATE
-from converters.quantized._weight import BLOCK, Block, Stored, Weight, rounded, spans
+from converters.quantized._weight import Block, Stored, Weight, rounded
+from converters.quantized.blocks import BLOCK, spans
 
 METHOD = "bitsandbytes"
 ABSMAX, MAP, NESTED_ABSMAX, NESTED_MAP = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"

@@ -21,7 +21,8 @@ from ckpt.move.casts import cast_bits
 from ckpt.plan.dtypes import BY_NAME, FLOAT32
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Box, whole
-from converters.quantized._weight import BLOCK, Block, Stored, Weight, rounded, spans
+from converters.quantized._weight import Block, Stored, Weight, rounded
+from converters.quantized.blocks import BLOCK, spans
 
 METHOD = "fp8"
 SCALE = "_scale_inv"
@@ -98,7 +99,7 @@ class _Rows:
     def __call__(self) -> memoryview:
         num_rows, num_columns = self.box.sizes[-2:]
         rows, columns = self.size
-        values = _values()[self.stored.read(self.owner, self.box).reshape(num_rows, num_columns)]
+        values = e4m3_values()[self.stored.read(self.owner, self.box).reshape(num_rows, num_columns)]
         scales = self._scales()
         for number, (start, stop) in enumerate(spans(num_rows, rows)):
             values[start:stop] *= np.repeat(scales[number], columns)[:num_columns]
@@ -118,7 +119,7 @@ class _Rows:
 
 
 @cache
-def _values() -> NDArray:
+def e4m3_values() -> NDArray:
     """The 256 values of e4m3fn: four bits of exponent with a bias of 7, no infinities, NaN where all bits are set."""
     byte = np.arange(256)
     exponent, fraction = (byte >> 3) & 15, (byte & 7).astype(np.float64)

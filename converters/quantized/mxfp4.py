@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.plan.dtypes import BY_NAME, FLOAT32, DType
 from ckpt.plan.tensors import Box
-from converters.quantized._weight import BLOCK, Block, Stored, Weight, spans
+from converters.quantized._weight import Block, Stored, Weight
+from converters.quantized.blocks import BLOCK, spans
 
 METHOD = "mxfp4"
 BLOCKS, SCALES = "_blocks", "_scales"

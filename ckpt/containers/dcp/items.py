@@ -21,7 +21,7 @@ from typing import Any
 from ckpt.containers.dcp.metadata import Entry, Place
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.scalars import scalar_from_bytes
-from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move.source import open_file, read_up_to
 from ckpt.plan.checkpoint import SourceFile
@@ -88,8 +88,11 @@ class Items:
                 hint="the file is truncated, or of another save than .metadata",
             )
 
-    def elements(self, place: Place, key: str, box: Box, dtype: DType) -> Extent:
-        """Where the elements of a tensor's chunk are.  CorruptError where the item is no such tensor."""
+    def elements(self, place: Place, key: str, box: Box, dtype: DType) -> Extent | Record:
+        """Where the elements of a tensor's chunk are; a record of a tensor subclass that wraps others.
+
+        CorruptError where the item is neither.
+        """
         self._open(place, key, box)
         known = self._kinds.setdefault((place.length, dtype, box.sizes), [])
         for kind in known:
@@ -98,6 +101,8 @@ class Items:
         with _about(key, box, place):
             found = torchfile.read(place.path, place.offset, place.length)
         stored = found.root
+        if isinstance(stored, Record):
+            return stored
         if not isinstance(stored, StoredTensor):
             raise _other(place, key, box, dtype, type(stored).__name__)
         if stored.dtype != dtype or stored.shape != box.sizes:

@@ -240,7 +240,8 @@ class _Parser:
             if 0 in sizes:  # a rank without a part of its own: FSDP2 records one, at the end
                 continue
             place = self._place(places, key, offsets)
-            if prod(sizes) * dtype.itemsize > place.length:
+            # An optimizer's states of 8 or 4 bits pose as fp32.
+            if prod(sizes) * (0.5 if dtype.floating else dtype.itemsize) > place.length:
                 self.fault(
                     "a chunk is larger than the item that holds it",
                     key,

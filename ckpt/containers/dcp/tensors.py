@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt.containers.dcp.items import Items, in_reading_order
 from ckpt.containers.dcp.metadata import DATA_FILE, Entry, Metadata
+from ckpt.containers.torchfile.values import Record
 from ckpt.plan.assemble import whole_copies
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.dtypes import DType
@@ -49,12 +50,16 @@ class Chunks:
 
 @dataclass(slots=True)
 class FoundTensor:
-    """A key's tensor: where its chunks and their further copies are; `number` is its value if it has no dims."""
+    """A key's tensor: where its chunks and their further copies are; `number` is its value if it has no dims.
+
+    `wrapped` are the chunks that are objects of a subclass, which wraps tensors of its own.
+    """
 
     entry: Entry
     placed: Placed = field(default_factory=list)
     replicas: Placed = field(default_factory=list)
     number: int | float | bool | None = None
+    wrapped: dict[Box, Record] = field(default_factory=dict)
 
 
 @dataclass
@@ -82,6 +87,9 @@ class DataFiles:
                     continue
                 tensor = tensors[key]
                 extent = items.elements(place, key, box, tensor.entry.dtype)
+                if isinstance(extent, Record):
+                    tensor.wrapped.setdefault(box, extent)
+                    continue
                 (tensor.replicas if is_replica else tensor.placed).append((box, extent))
                 if not box.sizes and not is_replica:
                     tensor.number = items.number(extent)

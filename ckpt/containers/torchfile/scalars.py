@@ -8,6 +8,7 @@ import struct
 from ckpt.errors import CorruptError
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import open_file, read_up_to
+from ckpt.plan.checkpoint import OneElement
 from ckpt.plan.dtypes import BFLOAT16, DType
 from ckpt.plan.tensors import Extent
 
@@ -42,6 +43,12 @@ def read_scalar(extent: Extent) -> int | float | bool:
     return scalar_from_bytes(data, extent.dtype)
 
 
+def number_state(name: str, extent: Extent) -> int | float | bool | OneElement:
+    """The optimizer state `name`, which is a tensor of one element: Adam's `step` as a number, others as they are."""
+    value = read_scalar(extent)
+    return value if name == "step" and not extent.shape else OneElement(value, extent.dtype, extent.shape)
+
+
 def scalar_from_bytes(data: bytes, dtype: DType) -> int | float | bool:
     """The number that `data`, little-endian bits of one element of `dtype`, stands for."""
     if dtype == BFLOAT16:
@@ -52,3 +59,10 @@ def scalar_from_bytes(data: bytes, dtype: DType) -> int | float | bool:
         raise CorruptError(f"an element of {dtype} is no plain number")
     value: int | float | bool = struct.unpack(code, data)[0]
     return value
+
+
+def scalar_to_bytes(value: float, dtype: DType) -> bytes:
+    """The inverse of `scalar_from_bytes`, for a value that `dtype` has."""
+    if dtype == BFLOAT16:
+        return struct.pack("<f", value)[2:]
+    return struct.pack(_FORMATS[dtype.name], value)

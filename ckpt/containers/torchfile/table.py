@@ -126,6 +126,12 @@ _NAMES: tuple[Name, ...] = (
     ("torch.distributed.tensor._api", "DTensor"),
     ("torch.distributed._tensor.api", "DTensor"),
     ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
+    # what FSDP2 gathers into a tensor that is made of others
+    ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
+    # states of torchao's optimizers, by the module's name up to 0.8 and since
+    ("torchao.prototype.low_bit_optim.subclass_8bit torchao.optim.subclass_8bit", "OptimState8bit"),
+    ("torchao.prototype.low_bit_optim.subclass_4bit torchao.optim.subclass_4bit", "OptimState4bit"),
+    ("torchao.prototype.low_bit_optim.subclass_fp8 torchao.optim.subclass_fp8", "OptimStateFp8"),
 )
 
 #: Constants that are pickled by name.
@@ -182,8 +188,9 @@ def _table() -> dict[Name, Any]:
     for module, name, members in _ENUMS:
         values = {key: int(value) for key, value in (pair.split("=") for pair in members.split())}
         table[module, name] = Global(module, name, record, members=values)
-    for module, names in _NAMES:
-        table.update({(module, name): Global(module, name) for name in names.split()})
+    for modules, names in _NAMES:
+        for module in modules.split():
+            table.update({(module, name): Global(module, name) for name in names.split()})
     for modules, names, build in FUNCTIONS:
         for module in modules.split():
             table.update({(module, name): Global(module, name, build) for name in names.split()})

@@ -24,15 +24,16 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
 from ckpt.containers.torchfile.pickler import TensorRef, dumps
+from ckpt.containers.torchfile.scalars import scalar_to_bytes
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import LossError
 from ckpt.move.source import open_file, read_at
-from ckpt.plan.checkpoint import Key, Slot, TargetFile
+from ckpt.plan.checkpoint import Key, OneElement, Slot, TargetFile
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Extent, FlatRange, Region, Tensor, contiguous_strides, whole
 
@@ -116,9 +117,13 @@ def copy_of(tensor: Tensor, dtype: DType | None = None, **options: Any) -> NewTe
 
 def number(value: float, dtype: DType = FLOAT32) -> NewTensor:
     """A tensor of no dims, such as Adam's `step` (float32 in torch)."""
-    formats = {"float64": "<d", "float32": "<f", "int64": "<q", "int32": "<i", "bool": "<?"}
     plain = value if dtype.floating or dtype.name == "bool" else int(value)
-    return NewTensor(dtype, (), (Bytes(struct.pack(formats[dtype.name], plain)),))
+    return NewTensor(dtype, (), (Bytes(scalar_to_bytes(plain, dtype)),))
+
+
+def one_element(element: OneElement) -> NewTensor:
+    """A state of one number as the tensor that it was."""
+    return replace(number(element.value, element.dtype), shape=element.shape)
 
 
 # --- the file ------------------------------------------------------------------------------------------------

@@ -115,6 +115,9 @@ class MegatronDeepSpeed:
             config=read_config(folders),
             folders=tuple(str(p) for p in folders if p.is_dir()),
             notes=tuple(reading.notes),
+            computed=reading.others.computed,
+            quantized=reading.others.quantized,
+            unread=reading.others.unread.sentences,
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:

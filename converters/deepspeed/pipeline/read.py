@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import translate_os_errors
-from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
 from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, Tensor, Whole, flat_regions
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model_file import is_dealt, param_shapes
@@ -26,17 +25,16 @@ from converters.deepspeed.partitions import FlatGroup, InFlatGroup
 from converters.deepspeed.pipeline.args import attributes
 from converters.deepspeed.pipeline.names import Layers, is_neox, is_recomputed, is_tied
 from converters.deepspeed.rank_files import (
-    base_state,
     check_same,
     expect_groups,
-    flat_buffers,
+    flat_extent,
     hyperparameters,
     inner_file,
-    number_states,
     numeric_options,
     parameter_starts,
     partition_size,
 )
+from converters.deepspeed.states import Others, flat_group_states
 from converters.names.megatron.model.spelling import registered
 from converters.names.megatron.model.splits import Split, full_shape, is_gated, rank_boxes, second_linear, split_of
 
@@ -216,6 +214,7 @@ class Reading:
     recomputed: dict[int, dict[str, StoredTensor]] = field(default_factory=dict)
     dp: int = 1
     stages: dict[int, int] = field(default_factory=dict)  # of layers
+    others: Others = field(default_factory=Others)
 
     def load(self, path: str, rank: int) -> RankFile:
         return self.sources.of_rank(path, rank, "file of DeepSpeed")
@@ -507,8 +506,8 @@ def _read_slice(reading: Reading, file: RankFile, inners: list[RankFile]) -> Non
     for number, shapes in enumerate(groups):
         partition = partition_size(inners, number)
         starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
-        buffers = flat_buffers(inners, number)
-        numbers = number_states(inners, partial(base_state, group=number))
+        states = flat_group_states(inners, number, partition)
+        masters = [flat_extent(inner.need("single_partition_of_fp32_groups")[number], inner) for inner in inners]
         fqns: dict[str, None] = {}
         for name, shape in shapes.items():
             fqn = reading.layers.of_parameter(name)
@@ -521,12 +520,13 @@ def _read_slice(reading: Reading, file: RankFile, inners: list[RankFile]) -> Non
             _check_shape(reading, file, fqn, shape)
             split = reading.split(fqn, file.path)
             tp = file.rank % reading.folder.tp
-            for role, extents in buffers.items():
-                source = InFlatGroup(FlatGroup(extents, partition), starts[name])
+            for role, extents in {MASTER: masters, **states.buffers}.items():
+                source = states.in_blocks(InFlatGroup(FlatGroup(extents, partition), starts[name]), role)
                 held = _Held(file.rank, tp, split, extents[0].dtype, shape, source)
                 reading.held.setdefault((fqn, role), []).append(held)
-            for state, value in numbers.items():
+            for state, value in states.numbers.items():
                 _note_number(reading, file, fqn, state, value)
+        reading.others.add(states, fqns)
         _check_parameter_order(
             reading, before_dealing(list(shapes), len(inners)) if is_dealt(file, inners[0]) else shapes
         )

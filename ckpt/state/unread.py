@@ -1,0 +1,24 @@
+"""Optimizer states that a reader makes no tensor of: for `Checkpoint.unread`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Unread:
+    """The states that are left out, by name and reason, and the parameters whose they are."""
+
+    fqns: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+
+    def add(self, state: str, why: str, fqns: Iterable[str]) -> None:
+        self.fqns.setdefault((state, why), []).extend(fqns)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        return tuple(f"optimizer state {state} of {_named(fqns)}: {why}" for (state, why), fqns in self.fqns.items())
+
+
+def _named(fqns: list[str]) -> str:
+    return fqns[0] if len(fqns) == 1 else f"{len(fqns)} parameters ({fqns[0]}, ...)"

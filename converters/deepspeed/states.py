@@ -1,0 +1,135 @@
+"""The optimizer's states of one flat buffer of ZeRO's, as all ranks have them.
+
+Whatever an optimizer keeps beside the buffer: tensors with an element for each of its elements, plain or quantized;
+numbers; and what belongs to the whole of a rank's part of the buffer, and so to no parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.containers.sources import RankFile
+from ckpt.containers.torchfile.scalars import number_state
+from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.errors import CorruptError
+from ckpt.plan.checkpoint import Key
+from ckpt.plan.tensors import Extent, Rule
+from ckpt.state.unread import Unread
+from converters.deepspeed.rank_files import base_state, check_same, flat_extent
+from converters.quantized.states import InBlocks, Quantized, understood
+
+#: Elements that a rank's part of a state may have: as many as are in use, or with the padding.
+Sizes = Collection[int]
+
+
+@dataclass
+class GroupStates:
+    """The optimizer's states of one flat buffer, on all ranks.
+
+    `buffers` are the ranks' extents of those that have an element for each of the buffer's, by name; `numbers` are
+    those that are one number.  Of a buffer in `quantized` the extents are of plain values, which are computed:
+    `in_blocks` says where.  `left` says of each other state what it is.
+    """
+
+    buffers: dict[str, list[Extent]] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    quantized: dict[str, list[Quantized]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def in_blocks(self, rule: Rule, name: str) -> Rule:
+        """The rule for the parts of a buffer: of a quantized one it leads to what is computed."""
+        paths = frozenset(one.path for one in self.quantized.get(name, ()))
+        return InBlocks(rule, paths) if paths else rule
+
+
+@dataclass
+class Others:
+    """What flat buffers have beside plain elements and numbers, for `Checkpoint`: see there."""
+
+    computed: dict[str, Callable[[], memoryview]] = field(default_factory=dict)
+    quantized: dict[Key, str] = field(default_factory=dict)
+    unread: Unread = field(default_factory=Unread)
+
+    def add(self, states: GroupStates, fqns: Iterable[str]) -> None:
+        """Add those of a buffer of these parameters."""
+        fqns = list(fqns)
+        for name, parts in states.quantized.items():
+            for one in parts:
+                self.computed |= one.blocks()
+            self.quantized |= dict.fromkeys(((fqn, name) for fqn in fqns), parts[0].method)
+        for name, what in states.left.items():
+            self.unread.add(name, f"it is {what}, which is no part of any one parameter", fqns)
+
+
+def group_states(
+    inners: Sequence[RankFile], states: Callable[[RankFile], Mapping[str, Any]], sizes: Sequence[Sizes]
+) -> GroupStates:
+    """Sort the states of a flat buffer, whose parts may have these `sizes` on each rank.
+
+    CorruptError where a rank lacks a state that others have, or is of another step.
+    """
+    found = GroupStates()
+    ranks = [understood(states(inner)) for inner in inners]
+    for name in dict.fromkeys(name for values in ranks for name in values):
+        values = [values.get(name) for values in ranks]
+        there = [(inner, value) for inner, value in zip(inners, values, strict=True) if value is not None]
+        if any(_is_part(value, size) for value, size in zip(values, sizes, strict=True)):
+            for inner, value in zip(inners, values, strict=True):
+                if value is None:
+                    raise CorruptError(
+                        "a rank lacks an optimizer state", path=inner.path, rank=inner.rank, expected=name
+                    )
+            found.buffers[name] = [_extent(value, inner) for inner, value in there]
+            if quantized := [value for value in values if isinstance(value, Quantized)]:
+                found.quantized[name] = quantized
+        elif there and all(_is_number(value) for _, value in there):
+            _add_number(found, name, there)
+        elif there:
+            found.left[name] = f"{_kind(there[0][1])} on each rank"
+    return found
+
+
+def flat_group_states(inners: Sequence[RankFile], group: int, partition: int) -> GroupStates:
+    """Those of a group of stages 1 and 2: padded as its partitions are, or not with `elastic_checkpoint`."""
+    sizes: list[Sizes] = []
+    for inner in inners:
+        kept = flat_extent(inner.need("single_partition_of_fp32_groups")[group], inner).numel
+        is_elastic = not isinstance(inner.content.get("base_optimizer_state"), Mapping)
+        sizes.append((kept,) if is_elastic else (kept, partition))
+    return group_states(inners, lambda inner: base_state(inner, group), sizes)
+
+
+def _is_part(value: Any, sizes: Sizes) -> bool:
+    """Whether a state can be a rank's part.  One element is a number, where the part is longer."""
+    if not isinstance(value, StoredTensor | Quantized) or len(value.shape) != 1:
+        return False
+    return value.shape[0] in sizes and (value.shape[0] > 1 or max(sizes) == 1)
+
+
+def _extent(value: Any, inner: RankFile) -> Extent:
+    return value.extent if isinstance(value, Quantized) else flat_extent(value, inner)
+
+
+def _is_number(value: Any) -> bool:
+    return value.shape in ((), (1,)) if isinstance(value, StoredTensor) else isinstance(value, int | float | bool)
+
+
+def _add_number(found: GroupStates, name: str, said: list[tuple[RankFile, Any]]) -> None:
+    """All ranks took the same steps; of other kinds each may have a number of its own."""
+    numbers = [
+        (inner, number_state(name, value.extent) if isinstance(value, StoredTensor) else value) for inner, value in said
+    ]
+    if name.endswith("step"):
+        check_same(name, numbers)
+    if all(value == numbers[0][1] for _, value in numbers):
+        found.numbers[name] = numbers[0][1]
+    else:
+        found.left[name] = "a number of its own on each rank"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, StoredTensor | Quantized):
+        return f"a tensor of shape {list(value.shape)}"
+    return value.typename if isinstance(value, Record) else f"a {type(value).__name__}"

@@ -1,0 +1,84 @@
+"""The optimizer's states of single parameters, as state dicts have them: tensors of any shape, numbers, quantized ones.
+
+Shared by the readers of full state dicts and of DCP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.containers.torchfile.scalars import number_state
+from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.errors import CorruptError
+from ckpt.plan.checkpoint import Key
+from ckpt.plan.dtypes import FLOAT32
+from ckpt.plan.tensors import Box, Fragment, Pieces, Shape, Tensor, Whole, whole
+from ckpt.state.unread import Unread
+from converters.quantized.states import NESTED, Quantized, is_unfinished, pieces, understood
+
+_UNFINISHED = (
+    "the file was written before FSDP had gathered it, and may hold anything there (torch waits for plain tensors "
+    "only); a sharded state dict has it"
+)
+
+
+@dataclass
+class OptimizerStates:
+    """The states that have been read: for the fields of `Checkpoint` and of `TrainingState` with these names."""
+
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    computed: dict[str, Callable[[], memoryview]] = field(default_factory=dict)
+    quantized: dict[Key, str] = field(default_factory=dict)
+    unread: Unread = field(default_factory=Unread)
+
+    def add(self, fqn: str, shape: Shape, states: Mapping[str, Any], path: str) -> None:
+        """Add all states of a parameter of `shape`; `path` is their file, for messages."""
+        nested = states.get(NESTED)
+        hidden = set(nested) if isinstance(nested, Mapping) else set()
+        for name, value in understood(states).items():
+            if isinstance(value, Quantized | StoredTensor) and name in hidden and value.shape[-len(shape) :] != shape:
+                # What FSDP cannot gather is that of the rank which wrote the file.
+                why = f"it has the shape {list(value.shape)}, not the parameter's: it may be the part of one rank"
+                self.unread.add(name, why, [fqn])
+            elif isinstance(value, Quantized):
+                self.add_quantized(fqn, name, value.shape, {whole(value.shape): value})
+            elif isinstance(value, StoredTensor):
+                self.add_stored(fqn, name, shape, value, path)
+            elif is_unfinished(value):
+                self.unread.add(name, _UNFINISHED, [fqn])
+            elif isinstance(value, Mapping | Record):
+                kind = value.typename if isinstance(value, Record) else "a dict"
+                self.unread.add(name, f"it is {kind}, of which nothing is known", [fqn])
+            else:
+                self.scalars.setdefault(name, {})[fqn] = value
+
+    def add_stored(self, fqn: str, name: str, shape: Shape, value: StoredTensor, path: str) -> None:
+        """Add a tensor; one of a single element is a number, but where the parameter itself has no more."""
+        extent = value.extent
+        if extent.numel == 1 and len(extent.shape) <= 1 and (name == "step" or extent.shape != shape):
+            self.scalars.setdefault(name, {})[fqn] = number_state(name, extent)
+        else:
+            self._add(Tensor(fqn, name, extent.dtype, extent.shape, Whole(extent)), path)
+
+    def add_quantized(
+        self,
+        fqn: str,
+        name: str,
+        shape: Shape,
+        parts: Mapping[Box, Quantized],
+        plain: tuple[Fragment, ...] = (),
+    ) -> None:
+        """Add a tensor of which these boxes are quantized; `plain` are the others, in fp32."""
+        source = pieces(parts, shape)
+        for one in parts.values():
+            self.computed |= one.blocks()
+        self._add(Tensor(fqn, name, FLOAT32, shape, Pieces((*source.pieces, *plain))), "")
+        self.quantized[fqn, name] = next(iter(parts.values())).method
+
+    def _add(self, tensor: Tensor, path: str) -> None:
+        if (tensor.fqn, tensor.role) in self.tensors:
+            raise CorruptError("a parameter has the same state twice", path=path, fqn=tensor.fqn, found=tensor.role)
+        self.tensors[tensor.fqn, tensor.role] = tensor

@@ -1,0 +1,228 @@
+"""Optimizer states that are stored quantized: codes, and a factor for every block of them.
+
+Sources: torchao 0.18 `optim/subclass_8bit.py`, `subclass_4bit.py`, `subclass_fp8.py` and `quant_utils.py`
+(`dequant_with_qmap`); bitsandbytes 0.50.2 `optim/optimizer.py` (`state_dict`, `Optimizer2State.init_state`) and
+`backends/default/ops.py` (`dequantize_blockwise`).
+
+torchao has a tensor subclass: `codes`, `scale` (one of every block) and, but for fp8, `qmap`, the values of the codes;
+4 bits are two codes in a byte, the first in its upper half, and flat.  The number of blocks divides that of elements.
+
+bitsandbytes has plain tensors side by side: `state1`, uint8, with `qmap1` and `absmax1`, and `state2` likewise; the
+last block may be cut short.  Since 0.49 its `state_dict()` puts them, and all else that is no number, into a dict
+of their own, `__bnb_optimizer_quant_state__`, which its `load_state_dict()` takes apart again if it is there.
+
+Blocks are those of the tensor that an optimizer has on its rank: a parameter, the rank's part of one (FSDP), or a flat
+buffer of many (ZeRO).  A value is that of its code times its block's factor, in fp32, whoever computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.plan.dtypes import BY_NAME, FLOAT32
+from ckpt.plan.tensors import (
+    Box,
+    Extent,
+    Fragment,
+    Pieces,
+    Rule,
+    Run,
+    Shape,
+    flat_regions,
+    run_fragments,
+)
+from converters.quantized.blocks import BLOCK, spans
+
+#: Where bitsandbytes keeps what is no number.
+NESTED = "__bnb_optimizer_quant_state__"
+
+_UINT8, _E4M3 = BY_NAME["uint8"], BY_NAME["float8_e4m3fn"]
+_TORCHAO = ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
+#: Elements of a block: bitsandbytes' since 0.39, and before.
+_BLOCK_SIZES = (256, 2048)
+_NUM_CODES = 256
+_GATHERED = "AsyncCollectiveTensor"
+
+#: What is computed, by a made-up path: `Checkpoint.computed`.
+Computed = dict[str, Callable[[], memoryview]]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A state of `shape` in blocks of `block_size` elements, of which the last may be cut short.
+
+    `codes` are one for each element, or with `num_bits` 4 one byte for two; `factors` one for each block, `values` one
+    for each code (None: the codes are numbers themselves).
+    """
+
+    method: str
+    shape: Shape
+    num_bits: int
+    block_size: int
+    codes: Extent
+    factors: Extent
+    values: Extent | None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def path(self) -> str:
+        """A made-up path for its plain values."""
+        return f"dequantized:{self.codes.path}:{self.codes.offset}"
+
+    @property
+    def extent(self) -> Extent:
+        """All plain values, to be cut into `blocks` before anything is read."""
+        return Extent.contiguous(self.path, 0, FLOAT32, self.shape)
+
+    def blocks(self) -> Computed:
+        """What computes the plain values, at most `BLOCK` elements at a time."""
+        return {
+            f"{self.path}:{number}": partial(self.compute, start, stop)
+            for number, (start, stop) in enumerate(spans(self.numel, BLOCK))
+        }
+
+    def compute(self, start: int, stop: int) -> memoryview:
+        """Elements `start` to `stop`, in fp32, as bytes; `start` begins a block."""
+        from converters.quantized.plain_states import compute  # it takes numpy, which describing a checkpoint does not
+
+        return compute(self.codes, self.factors, self.values, self.num_bits, self.block_size, start, stop)
+
+
+# -- where the plain values are -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InBlocks:
+    """A rule of extents of which some are those of a `Quantized`: it names the blocks that are computed."""
+
+    rule: Rule
+    quantized: frozenset[str]
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        return run_fragments(self.runs(shape, 0, prod(shape)))
+
+    def runs(self, shape: Shape, start: int, stop: int) -> list[Run]:
+        found: list[Run] = []
+        for first, last, extent, at, rank in self.rule.runs(shape, start, stop) or ():
+            if extent.path not in self.quantized:
+                found.append((first, last, extent, at, rank))
+                continue
+            while first < last:
+                number, inner = divmod(at, BLOCK)
+                size = min(BLOCK - inner, last - first)
+                block = _block(extent, number)
+                found.append((first, first + size, block, inner, rank))
+                first, at = first + size, at + size
+        return found
+
+
+def _block(extent: Extent, number: int) -> Extent:
+    numel = min(BLOCK, extent.numel - number * BLOCK)
+    return Extent.contiguous(f"{extent.path}:{number}", 0, FLOAT32, (numel,))
+
+
+def pieces(parts: Mapping[Box, Quantized], shape: Shape) -> Pieces:
+    """The plain values of a tensor of `shape` of which each box is quantized by itself."""
+    found = []
+    for box, one in parts.items():
+        flat = one.extent.reshape((one.numel,))
+        for number, (start, stop) in enumerate(spans(one.numel, BLOCK)):
+            block = _block(flat, number)
+            for region, at in flat_regions(box, shape, start, stop):
+                extent = block.flat(at - start, at - start + region.numel)
+                found.append(Fragment(region, extent.reshape(region.sizes) if isinstance(region, Box) else extent))
+    return Pieces(tuple(found))
+
+
+# -- what is quantized --------------------------------------------------------------------------------------------
+
+
+def understood(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of a parameter (or of what an optimizer takes for one), with a `Quantized` for each that is one.
+
+    What is in none of the known forms stays as it is, under its own name.
+    """
+    nested = states.get(NESTED)
+    flat = {name: value for name, value in states.items() if name != NESTED or not isinstance(nested, Mapping)}
+    if isinstance(nested, Mapping):
+        flat |= {str(name): value for name, value in nested.items()}
+    for name in [name for name in flat if name.startswith("absmax")]:
+        number = name.removeprefix("absmax")
+        one = _bitsandbytes(flat.get(f"state{number}"), flat.get(f"qmap{number}"), flat[name])
+        if one is not None:
+            flat[f"state{number}"] = one
+            del flat[name], flat[f"qmap{number}"]
+    return {name: torchao(value) or value for name, value in flat.items()}
+
+
+def torchao(value: Any) -> Quantized | None:
+    """torchao's state that a record is, or None."""
+    if not isinstance(value, Record) or not value.module.startswith("torchao.") or value.name not in _TORCHAO:
+        return None
+    codes, factors, values = (_extent(value.get(name)) for name in ("codes", "scale", "qmap"))
+    num_bits = 4 if value.name == "OptimState4bit" else 8
+    dtype, num_codes = (_E4M3, None) if value.name == "OptimStateFp8" else (_UINT8, 1 << num_bits)
+    if codes is None or factors is None or codes.dtype != dtype:
+        return None
+    shape = value.get("_shape") if num_bits == 4 else codes.shape
+    if type(shape) is not tuple or not all(type(n) is int and n >= 0 for n in shape):
+        return None
+    size = prod(shape)
+    if not factors.numel or size % factors.numel or codes.numel * (8 // num_bits) != size:
+        return None
+    return _checked(f"torchao {value.name}", shape, num_bits, size // factors.numel, codes, factors, values, num_codes)
+
+
+def _bitsandbytes(codes: Any, values: Any, factors: Any) -> Quantized | None:
+    stored, table, absmax = _extent(codes), _extent(values), _extent(factors)
+    if stored is None or table is None or absmax is None or stored.dtype != _UINT8:
+        return None
+    for size in _BLOCK_SIZES:
+        if -(-stored.numel // size) == absmax.numel:
+            return _checked("bitsandbytes", stored.shape, 8, size, stored, absmax, table, _NUM_CODES)
+    return None
+
+
+def is_unfinished(value: Any) -> bool:
+    """Whether a state was written before FSDP2 had gathered its parts, of which the file may hold anything then.
+
+    torch 2.13, `distributed/_state_dict_utils.py`: it waits for a tensor, but not for those that a subclass wraps.
+    """
+    if not isinstance(value, Record):
+        return False
+    parts = [part for part in value.attributes.values() if isinstance(part, Record) and part.name == _GATHERED]
+    return any(part.get("completed") is not True for part in parts)
+
+
+def _extent(value: Any) -> Extent | None:
+    if isinstance(value, Record) and value.name == _GATHERED and value.get("completed") is True:
+        value = value.get("elem")
+    return value.extent if isinstance(value, StoredTensor) and value.extent.is_contiguous else None
+
+
+def _checked(
+    method: str,
+    shape: Shape,
+    num_bits: int,
+    block_size: int,
+    codes: Extent,
+    factors: Extent,
+    values: Extent | None,
+    num_codes: int | None,
+) -> Quantized | None:
+    """The state, or None where a part is not of the dtype and size that it must be."""
+    if factors.dtype != FLOAT32 or len(factors.shape) != 1 or BLOCK % block_size:
+        return None
+    if num_codes is None:
+        return Quantized(method, shape, num_bits, block_size, codes, factors, None)
+    if values is None or values.dtype != FLOAT32 or values.shape != (num_codes,):
+        return None
+    return Quantized(method, shape, num_bits, block_size, codes, factors, values)

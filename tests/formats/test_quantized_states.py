@@ -1,0 +1,245 @@
+"""Optimizer states of 8 and 4 bits (torchao, bitsandbytes), as torch, FSDP2 and DeepSpeed saved them, and what is odd.
+
+The checkpoints, and what the libraries compute of them, are made by `fixtures/make_quantized.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import converters.quantized.states as states_module
+from ckpt import api
+from ckpt.errors import LossError
+from ckpt.move.lazy import LazyTensor
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
+from tests.support.commands import ckpt
+from tests.support.engines import REPOSITORY, raw
+
+FIXTURES = REPOSITORY / "fixtures"
+METHODS = {
+    "ao8": "torchao OptimState8bit",
+    "ao4": "torchao OptimState4bit",
+    "aofp8": "torchao OptimStateFp8",
+    "bnb8": "bitsandbytes",
+}
+SOURCES = [
+    *(f"quantized-full/{kind}.pt" for kind in METHODS),
+    *(f"quantized-dcp/{kind}" for kind in ("ao8", "ao4")),
+    *(f"quantized-zero{stage}/{kind}" for stage in (2, 3) for kind in ("ao8", "bnb8")),
+]
+NESTED = "__bnb_optimizer_quant_state__"
+
+
+def truth(source: str) -> dict[tuple[str, str], torch.Tensor]:
+    folder, _, name = source.partition("/")
+    tensors = load_file(FIXTURES / folder / "truth" / f"{Path(name).stem}.safetensors")
+    return {(name.partition("/")[2], name.partition("/")[0]): tensor for name, tensor in tensors.items()}
+
+
+def assert_states_equal(checkpoint: Checkpoint, expected: Mapping[tuple[str, str], torch.Tensor]) -> None:
+    found = {key: t for key, t in checkpoint.tensors.items() if key[1] not in (WEIGHT, MASTER, BUFFER)}
+    assert found.keys() == expected.keys()
+    for (fqn, state), tensor in expected.items():
+        one = lazy(checkpoint, fqn, state)
+        assert (one.dtype, one.shape) == (tensor.dtype, tensor.shape), (fqn, state)
+        assert raw(one) == raw(tensor), (fqn, state)
+
+
+def lazy(checkpoint: Checkpoint, fqn: str, role: str) -> torch.Tensor:
+    found: torch.Tensor = LazyTensor(checkpoint.tensors[fqn, role], checkpoint.computed)[...]
+    return found
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_values_are_those_that_the_library_computes(source: str) -> None:
+    checkpoint = api.open(FIXTURES / source)
+    assert_states_equal(checkpoint, truth(source))
+    assert set(checkpoint.quantized.values()) == {METHODS[Path(source).stem]}
+    assert not checkpoint.unread
+
+
+@pytest.mark.parametrize("source", ["quantized-dcp/ao8", "quantized-zero2/bnb8", "quantized-zero3/bnb8"])
+def test_values_that_are_computed_in_many_pieces(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states_module, "BLOCK", 512)
+    checkpoint = api.open(FIXTURES / source)
+    assert len(checkpoint.computed) > 8
+    assert_states_equal(checkpoint, truth(source))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_weights_are_converted_whatever_the_optimizer_has(source: str, tmp_path: Path) -> None:
+    done = ckpt("convert", "auto", "hf", FIXTURES / source, "-o", tmp_path / "hf")
+    assert done.code == 0, done.err
+    checkpoint = api.open(FIXTURES / source)
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert written.keys() == {"up.weight", "gain", "shift"}
+    for fqn, tensor in written.items():
+        role = MASTER if (fqn, MASTER) in checkpoint.tensors else WEIGHT
+        assert raw(tensor) == raw(lazy(checkpoint, fqn, role)), fqn
+
+
+@pytest.mark.parametrize("to", ["full", "dcp", "zero3", "universal"])
+@pytest.mark.parametrize("source", ["quantized-zero2/bnb8", "quantized-dcp/ao8"])
+def test_states_become_plain_only_where_that_is_asked_for(source: str, to: str, tmp_path: Path) -> None:
+    args = ["convert", "auto", to, FIXTURES / source, "-o", tmp_path / "out"]
+    if source.endswith("bnb8") or to != "dcp":
+        done = ckpt(*args)
+        assert done.code == LossError.exit_code and "--optimizer-dtype fp32" in done.err
+        assert not (tmp_path / "out").exists()
+    done = ckpt(*args, "--optimizer-dtype", "fp32")
+    assert done.code == 0, done.err
+    assert "dequantized from" in done.err and "not in the target: optimizer" not in done.err
+    assert_states_equal(api.open(tmp_path / "out"), truth(source))
+
+
+def test_zero_for_another_number_of_ranks_holds_plain_values(tmp_path: Path) -> None:
+    source = "quantized-zero3/bnb8"
+    args = ["--optimizer-dtype", "fp32", "--world-size", "3"]
+    done = ckpt("convert", "zero3", "zero2", FIXTURES / source, "-o", tmp_path / "out", *args)
+    assert done.code == 0, done.err
+    again = api.open(tmp_path / "out")
+    assert again.world_size == 3 and not again.quantized
+    assert_states_equal(again, truth(source))
+
+
+def test_verify_compares_plain_values(tmp_path: Path) -> None:
+    source = FIXTURES / "quantized-zero2/bnb8"
+    assert ckpt("convert", "auto", "full", source, "-o", tmp_path / "a", "--optimizer-dtype", "fp32").code == 0
+    done = ckpt("verify", source, tmp_path / "a", "--only", "optimizer")
+    assert done.code == 0, done.out + done.err
+
+
+def test_what_fsdp_had_not_gathered_yet_is_no_state(tmp_path: Path) -> None:
+    """FSDP2's full state dict of torchao's states: torch saves memory that a collective is still to fill."""
+    source = FIXTURES / "quantized-gathered/ao8.pt"
+    done = ckpt("convert", "full", "full", source, "-o", tmp_path / "out")
+    assert done.code == 0, done.err
+    for state in ("exp_avg", "exp_avg_sq"):
+        line = (
+            f"not in the target: optimizer state {state} of up.weight: the file was written before FSDP had gathered it"
+        )
+        assert line in done.err
+    written = api.open(tmp_path / "out")
+    assert written.parameters.keys() == {"up.weight", "gain", "shift"}
+    truths = {key: value for key, value in truth("quantized-gathered/ao8.pt").items() if key[0] != "up.weight"}
+    assert_states_equal(written, truths)
+
+
+# -- what is in no known form --------------------------------------------------------------------------------
+
+
+def bundle(path: Path, change: Any) -> Path:
+    """bitsandbytes' own file with other states of one parameter."""
+    content = torch.load(FIXTURES / "quantized-full/bnb8.pt", weights_only=False)
+    change(content["optimizer"]["state"][2])  # up.weight
+    torch.save(content, path)
+    return path
+
+
+def test_the_flat_form_of_bitsandbytes(tmp_path: Path) -> None:
+    def flatten(states: dict[str, Any]) -> None:
+        states.update(states.pop(NESTED))
+
+    checkpoint = api.open(bundle(tmp_path / "model.pt", flatten))
+    assert_states_equal(checkpoint, truth("quantized-full/bnb8.pt"))
+
+
+def test_an_unknown_nested_state_is_listed(tmp_path: Path) -> None:
+    path = bundle(tmp_path / "model.pt", lambda states: states.update(other={"a": torch.ones(2)}))
+    done = ckpt(
+        "convert", "full", "zero2", path, "-o", tmp_path / "o", "--world-size", "2", "--optimizer-dtype", "fp32"
+    )
+    assert done.code == 0, done.err
+    assert "not in the target: optimizer state other of up.weight: it is a dict" in done.err
+
+
+def test_what_is_quantized_in_an_unknown_way_is_listed(tmp_path: Path) -> None:
+    def another_table(states: dict[str, Any]) -> None:
+        states[NESTED]["qmap1"] = torch.ones(16)
+
+    checkpoint = api.open(bundle(tmp_path / "model.pt", another_table))
+    assert ("up.weight", "state1") not in checkpoint.quantized and ("up.weight", "state2") in checkpoint.quantized
+    assert any("qmap1 of up.weight" in line for line in checkpoint.unread)
+
+
+def test_one_ranks_part_is_not_taken_for_the_parameters_state(tmp_path: Path) -> None:
+    """FSDP gathers no nested states: a full state dict has those of the rank that wrote it."""
+
+    def halve(states: dict[str, Any]) -> None:
+        nested = states[NESTED]
+        for number in "12":
+            nested[f"state{number}"] = nested[f"state{number}"].flatten()[:4096].clone()
+            nested[f"absmax{number}"] = nested[f"absmax{number}"][:16].clone()
+
+    checkpoint = api.open(bundle(tmp_path / "model.pt", halve))
+    assert ("up.weight", "state1") not in checkpoint.tensors
+    assert any("state1 of up.weight" in line and "one rank" in line for line in checkpoint.unread)
+
+
+# -- states of other forms under ZeRO ------------------------------------------------------------------------
+
+
+def zero_with(folder: Path, change: Any) -> Path:
+    """bitsandbytes' ZeRO-2 run with other states on each rank."""
+    shutil.copytree(FIXTURES / "quantized-zero2/bnb8", folder)
+    for rank, path in enumerate(sorted(folder.rglob("*optim_states.pt"))):
+        content = torch.load(path, weights_only=False)
+        change(content["optimizer_state_dict"]["base_optimizer_state"]["state"][0], rank)
+        torch.save(content, path)
+    return folder
+
+
+def test_a_state_of_one_element_is_a_number(tmp_path: Path) -> None:
+    """deepspeed 0.19.8, tests/unit/simple_model.py: `HybridStateOptimizer` keeps a step as an int and as a tensor."""
+    three = torch.full((1,), 3, dtype=torch.int64)
+    run = zero_with(tmp_path / "run", lambda states, rank: states.update(tensor_step=three))
+    checkpoint = api.open(run)
+    number = checkpoint.state.scalars["tensor_step"]["up.weight"]
+    assert isinstance(number, OneElement) and (number.value, number.shape) == (3, (1,))
+    args = ["--world-size", "3", "--optimizer-dtype", "fp32"]
+    done = ckpt("convert", "zero2", "zero1", run, "-o", tmp_path / "out", *args)
+    assert done.code == 0, done.err
+    for path in (tmp_path / "out").rglob("*optim_states.pt"):
+        state = torch.load(path, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+        assert raw(state["tensor_step"]) == raw(three)
+        assert state["tensor_step"].shape == (1,)
+
+
+def test_what_each_rank_has_for_itself_is_listed(tmp_path: Path) -> None:
+    """transformers' Adafactor keeps the RMS of what it updates, which under ZeRO is a rank's flat buffer."""
+    run = zero_with(
+        tmp_path / "run", lambda states, rank: states.update(RMS=torch.tensor(0.5 + rank), rows=torch.ones(7))
+    )
+    done = ckpt("convert", "auto", "full", run, "-o", tmp_path / "out", "--optimizer-dtype", "fp32")
+    assert done.code == 0, done.err
+    for state, what in (("RMS", "a number of its own on each rank"), ("rows", "a tensor of shape [7] on each rank")):
+        assert f"not in the target: optimizer state {state} of 3 parameters (gain, ...): it is {what}" in done.err
+
+
+def test_ranks_of_different_steps_are_still_refused(tmp_path: Path) -> None:
+    run = zero_with(tmp_path / "run", lambda states, rank: states.update(step=3 + rank))
+    done = ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out")
+    assert done.code == 4 and "different steps" in done.err
+
+
+def test_numbers_that_are_tensors_stay_tensors(tmp_path: Path) -> None:
+    """An optimizer changes them in place (Adam-mini's `vmean`, NAdam's `mu_product`)."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.NAdam(model.named_parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "model.pt")
+    expected = optimizer.state_dict()["state"][0]["mu_product"]
+    for to in ("full", "dcp"):
+        assert ckpt("convert", "full", to, tmp_path / "model.pt", "-o", tmp_path / to).code == 0
+        number = api.open(tmp_path / to).state.scalars["mu_product"]["weight"]
+        assert isinstance(number, OneElement) and number.value == expected.item()
+    written = torch.load(tmp_path / "full" / "optimizer.bin")["state"]["weight"]["mu_product"]
+    assert raw(written) == raw(expected) and written.shape == expected.shape
