@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from enum import Enum
@@ -39,6 +40,10 @@ class _Param:
                 return value
             if annotation is str and isinstance(value, str):
                 return value
+            if annotation is int and isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
+                info = self.parameter.type_descriptor.parameter_info
+                if int(value) >= (info.min or 0) and info.max is None:
+                    return int(value)
             if annotation is Path and (os.access(value, os.R_OK) or not os.path.exists(value)):
                 return Path(value)
             if isinstance(annotation, type) and issubclass(annotation, Enum) and value in [e.value for e in annotation]:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
@@ -181,8 +181,7 @@ def _flat_starts(link: Link, a_shape: Shape, b_shape: Shape) -> tuple[int, int] 
     return (a.start, b.start) if a and b and link.keeps_order else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Linked:
+class _Linked(NamedTuple):
     """A tensor put together from boxes of others, as links say, and of zeros where its `padding` is.
 
     `starts` are where the parts begin, rising, with the numbers of the parts; None where some part or padding is not
@@ -332,8 +331,7 @@ def _with_copies_as_replicas(
     return replace(checkpoint, tensors=tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class _Joint:
+class _Joint(NamedTuple):
     """How tensor `name` is made from parts of others, whatever their role: found once, used for each.
 
     `flat` has the first elements of each link's boxes where both are flat; `starts` is as in `_Linked`.

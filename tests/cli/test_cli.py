@@ -341,6 +341,15 @@ def test_inspecting_imports_nothing_heavy(fixtures: Path, name: str) -> None:
 
 def test_converting_what_is_no_hub_model_imports_no_torch(fixtures: Path, tmp_path: Path) -> None:
     assert imported(MAIN, "convert", "zero3", "hf", fixtures / "toy-zero3", "-o", tmp_path / "out") == ["numpy"]
+    ranks = ["--world-size", "3", "-o", tmp_path / "3"]
+    assert imported(MAIN, "convert", "zero3", "zero3", fixtures / "toy-zero3", *ranks) == ["numpy"]
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "1.5", "x", "9" * 5000])
+def test_a_number_of_ranks_that_is_none_is_refused(fixtures: Path, number: str) -> None:
+    result = run_ckpt("convert", "zero3", "zero3", fixtures / "toy-zero3", "--world-size", number, "--dry-run")
+    assert (result.code, result.out) == (2, "")
+    assert "--world-size" in result.err
 
 
 def test_the_module_and_the_command_are_the_same(run: Path) -> None:
