@@ -58,17 +58,20 @@ def _model(config: Mapping[str, Any]) -> Any:
     """The model of the class that the config names, without data."""
     if not can_be_asked():
         return None
-    import transformers
-
     from converters.names.transformers.relation import build_model
 
     named = architectures(config)
-    if named and _model_type(getattr(transformers, named[0], None)) != config.get("model_type"):
+    if named and not _belongs(named[0], config.get("model_type")):
         return None
     model = build_model(config, {})
     return None if model is None or (named and type(model).__name__ != named[0]) else model
 
 
-def _model_type(cls: Any) -> Any:
-    """The `model_type` of the configs that a class of transformers takes."""
-    return getattr(getattr(cls, "config_class", None), "model_type", None)
+def _belongs(name: str, model_type: Any) -> bool:
+    """Whether the class of this name takes configs of this `model_type`: its own, or that of one which has its code."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    own = getattr(getattr(transformers, name, None), "config_class", None)
+    maps = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return getattr(own, "model_type", None) == model_type or any(of.get(model_type) == name for of in maps)
