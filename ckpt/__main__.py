@@ -1,16 +1,65 @@
 """What the command `ckpt` runs, and `python -m ckpt`."""
 
+from __future__ import annotations
+
+import signal
 import sys
+import traceback
+from types import FrameType
+
+from ckpt import streams
+
+#: Exit codes beside those of `ckpt.errors`.
+STORAGE, INTERNAL = 7, 70
 
 
 def main() -> None:
-    """The command line.  Ctrl-C ends it without a traceback, from its first import on."""
+    """The command line.  Whatever happens, it ends with a line and an exit code, from its first import on."""
+    streams.prepare()
+    code = _run()
+    if (fault := streams.flush_output()) is not None and not code:
+        print(f"error: standard output could not be written: {fault}", file=sys.stderr)
+        code = STORAGE
+    sys.exit(code)
+
+
+def _run() -> int:
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         from ckpt.cli import main as run
 
         run()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt as interrupt:
+        return streams.code_of(interrupt)
+    except Exception as error:  # ours have ended in an exit code before
+        return _say(error)
+    return 0
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise streams.TerminatedError("terminated; the destination is as it was")
+
+
+def _say(error: Exception) -> int:
+    """Print what ended the command, in a few lines, and return the exit code."""
+    from ckpt.errors import printable
+
+    if isinstance(error, MemoryError):
+        what, hint, code = "there is not enough memory", "a smaller --max-memory, or fewer --workers", STORAGE
+    elif isinstance(error, RuntimeError) and "start new thread" in str(error):
+        what, hint, code = "the system starts no more threads", "fewer --workers", STORAGE
+    elif isinstance(error, OSError):
+        what, hint, code = error.strerror or str(error), "is there space, and a place to print to?", STORAGE
+    elif isinstance(error, ImportError):
+        what, hint, code = f"a package cannot be imported: {error}", "is it installed, and whole?", STORAGE
+    else:
+        places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-3:]]
+        what = f"an error of ckpt itself: {type(error).__name__}: {error}\n  at: {', '.join(places)}"
+        hint, code = "please report it with the command and these lines", INTERNAL
+    print(f"error: {printable(what, 2000)}\n\nhint: {hint}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import typer
 from ckpt.cli import options as opt
 from ckpt.cli.text import carry_out, say_source
 from ckpt.errors import UsageError, printable
+from ckpt.plan.options import MAX_SIZE
 from ckpt.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def convert(
     ] = opt.OptimizerDType.keep,
     max_shard_size: opt.ShardSizeOption = "5GB",
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of a sharded target. [default: as many as the source has]")
+        int | None,
+        typer.Option(min=1, max=MAX_SIZE, help="Ranks of a sharded target. [default: as many as the source has]"),
     ] = None,
     replica: Annotated[
         int | None, typer.Option(metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -135,9 +136,12 @@ def merge_lora(
 def parse_weights(text: str) -> list[float]:
     """`0.7,0.3` as numbers; UsageError where they are none."""
     try:
-        return [float(part) for part in text.split(",")]
+        weights = [float(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError("--adapter-weights takes numbers with commas between them", found=text) from None
+        weights = []
+    if not weights or not all(map(isfinite, weights)):
+        raise UsageError("--adapter-weights takes numbers with commas between them", found=text)
+    return weights
 
 
 def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder: Path) -> dict[str, bytes]:

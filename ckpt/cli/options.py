@@ -18,8 +18,8 @@ from typer.core import TyperCommand, TyperGroup
 from ckpt import registry
 from ckpt.errors import CkptError, SeveralRunsError, UsageError
 from ckpt.plan.options import Option, options_of
+from ckpt.streams import code_of
 
-INTERRUPTED = 130
 DIFFERENT = 1
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -63,7 +63,7 @@ ConfigOption = Annotated[
     str | None, typer.Option(help="The model's config and tokenizer: a folder, a config.json or a Hub id.")
 ]
 ShardSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")]
-WorkersOption = Annotated[int, typer.Option(min=0, help="Threads that copy. 0: 8, which keep a disk busy.")]
+WorkersOption = Annotated[int, typer.Option(min=0, max=256, help="Threads that copy. 0: 8, which keep a disk busy.")]
 ManifestOption = Annotated[
     bool, typer.Option(help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`.")
 ]
@@ -117,7 +117,7 @@ def guarded(function: Function) -> Function:
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
             print(*(interrupt.args or ["interrupted; the destination is as it was"]), file=sys.stderr)
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(code_of(interrupt)) from None
 
     return run  # type: ignore[return-value]
 
@@ -202,7 +202,7 @@ def with_options(function: Callable[..., Any], owners: Mapping[type, Sequence[st
 def _parameter(one: Option, section: str) -> inspect.Parameter:
     kind: Any = Enum(one.name, {choice: choice for choice in one.choices}) if one.choices else one.type
     flags = [f"--{one.name.replace('_', '-')}"] if one.type is bool else []  # without a --no- of its own
-    info = typer.Option(*flags, help=one.help, min=one.min, metavar=one.metavar, rich_help_panel=section)
+    info = typer.Option(*flags, help=one.help, min=one.min, max=one.max, metavar=one.metavar, rich_help_panel=section)
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=Annotated[kind | None, info]
     )

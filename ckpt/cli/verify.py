@@ -92,7 +92,7 @@ def hash_(
         typer.Option(help="Precision in which weights count: their own, or as `convert` casts them."),
     ] = opt.DType.keep,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor too.")] = False,
-    workers: Annotated[int, typer.Option(min=0, help="Threads that read. 0: by the processors.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, max=256, help="Threads that read. 0: by the processors.")] = 0,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:

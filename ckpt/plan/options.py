@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+#: Ranks of a run, and of any axis of it: more than the largest have had, and few enough to be counted one by one.
+MAX_SIZE = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -24,6 +27,7 @@ class Option:
     default: Any
     help: str
     min: int | None = None
+    max: int | None = None
     metavar: str | None = None
     choices: tuple[str, ...] = ()
 

@@ -28,6 +28,8 @@ from ckpt.plan.precision import Choice, choices
 from ckpt.run_folder.companions import read_json
 
 CONFIG = "adapter_config.json"
+#: No rank and no alpha comes near, and it is a float.
+_TOO_LARGE = 1 << 64
 PREFIX = "base_model.model."
 
 A, B, BIAS, EMBEDDING_A, EMBEDDING_B = "lora_A", "lora_B", "lora_B.bias", "lora_embedding_A", "lora_embedding_B"
@@ -260,14 +262,14 @@ class _Fields:
 
     def number(self, name: str, default: float) -> float:
         value = self.raw.get(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < _TOO_LARGE:
             raise self._fault(name, "a number", value)
         return value
 
     def pattern(self, name: str) -> dict[str, Any]:
         value: dict[str, Any] = self.get(name, dict, {})
         for number in value.values():
-            if not isinstance(number, (int, float)) or isinstance(number, bool) or number <= 0:
+            if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < _TOO_LARGE:
                 raise self._fault(name, "numbers above zero", number)
         return dict(value)
 

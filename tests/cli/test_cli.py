@@ -263,7 +263,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
     "an argument too few": (("convert", "zero3", "outputs"), 2, "PATH"),
     "no such command": (("concert",), 2, "concert"),
     "a NUL": (("inspect", "out\0puts"), 2, "null byte"),
-    "a long path": (("inspect", "x" * 5000), 7, "error: "),
+    "a long path": (("inspect", "x" * 5000), 4, "error: "),
     "a file": (("inspect", "outputs/latest"), 3, "error: "),
 }
 

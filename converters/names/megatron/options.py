@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ckpt.plan.options import option
+from ckpt.plan.options import MAX_SIZE, option
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class MegatronOptions:
 
     about: ClassVar[str] = "Megatron's parallel axes"
 
-    tp: int | None = option("Tensor parallel size.", min=1)
-    pp: int | None = option("Pipeline parallel size.", min=1)
-    ep: int | None = option("Expert parallel size.", min=1)
-    vpp: int | None = option("Virtual pipeline size: model chunks on each pipeline rank.", min=1)
-    etp: int | None = option("Expert tensor parallel size. [default: as --tp]", min=1)
+    tp: int | None = option("Tensor parallel size.", min=1, max=MAX_SIZE)
+    pp: int | None = option("Pipeline parallel size.", min=1, max=MAX_SIZE)
+    ep: int | None = option("Expert parallel size.", min=1, max=MAX_SIZE)
+    vpp: int | None = option("Virtual pipeline size: model chunks on each pipeline rank.", min=1, max=MAX_SIZE)
+    etp: int | None = option("Expert tensor parallel size. [default: as --tp]", min=1, max=MAX_SIZE)
     decoder_first_pipeline_num_layers: int | None = option(
         "Layers of the first pipeline stage, where stages differ.", min=1
     )
@@ -42,5 +42,5 @@ class MegatronOptions:
         choices=("local", "transformer_engine"),
     )
     make_vocab_size_divisible_by: int | None = option(
-        "The padded vocabulary is a multiple of this number times --tp. [default: 128]", min=1
+        "The padded vocabulary is a multiple of this number times --tp. [default: 128]", min=1, max=1 << 20
     )

@@ -1,0 +1,72 @@
+"""Standard streams that are closed or full: the work is done all the same, and no message lands in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+
+INTERRUPTED, TERMINATED = 130, 143
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does."""
+
+
+def code_of(interrupt: KeyboardInterrupt) -> int:
+    """The exit code of a command that was ended so."""
+    return TERMINATED if isinstance(interrupt, TerminatedError) else INTERRUPTED
+
+
+class _Unfailing(io.RawIOBase):
+    """A descriptor to which writing never fails: what it does not take is lost."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: object) -> int:
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        size = len(view)
+        with contextlib.suppress(OSError):
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        return size
+
+
+def prepare() -> None:
+    """Open what is closed, so that no file is opened in its place, and let messages end nothing.  Call first of all."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free is this one
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    sys.stderr = io.TextIOWrapper(
+        _Unfailing(2),
+        encoding,
+        "backslashreplace",
+        line_buffering=True,
+        write_through=True,
+    )
+
+
+def flush_output() -> str | None:
+    """Flush stdout; what was wrong, where what was printed could not be written.  A reader that left is no fault."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return None if isinstance(error, BrokenPipeError) else error.strerror
+    return None

@@ -1,0 +1,133 @@
+"""Standard streams that are closed or full, signals, and errors of ckpt itself: a line and an exit code, never 1."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt.errors import CorruptError
+from ckpt.state.adapter import read_config
+from tests.support.commands import ckpt
+from tests.support.engines import REPOSITORY
+
+FULL = Path("/dev/full")
+
+
+def shell(command: str, *, prefix: str = "") -> subprocess.CompletedProcess[str]:
+    """A command of the shell, in which `ckpt` is the command line under test."""
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = command.replace("ckpt ", f"{shlex.quote(sys.executable)} -m ckpt ", 1)
+    done = ["bash", "-c", prefix + command]
+    return subprocess.run(done, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full"])
+def test_the_work_is_done_where_nobody_listens(fixtures: Path, tmp_path: Path, closed: str) -> None:
+    out = tmp_path / "out"
+    done = shell(f"ckpt convert auto hf {fixtures / 'toy-zero2'} -o {out} {closed}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("" if ">&-" in closed.replace("2>&-", "") else f"{out}\n")
+    assert "Traceback" not in done.stderr
+    whole = tmp_path / "whole"
+    assert ckpt("convert", "auto", "hf", fixtures / "toy-zero2", "-o", whole).code == 0
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", ["--version", "formats", "--help", "inspect {run} --tensors", "hash {run}"])
+def test_a_full_disk_behind_stdout(fixtures: Path, command: str) -> None:
+    done = shell(f"ckpt {command.format(run=fixtures / 'toy-zero2')} >/dev/full")
+    assert done.returncode == 7
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_error(fixtures: Path) -> None:
+    done = shell(f"ckpt inspect {fixtures / 'toy-zero2'} --tensors | head -n 1; exit ${{PIPESTATUS[0]}}")
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("error", ["MemoryError()", "RecursionError('deep')", "ImportError('no x')", "KeyError(1)"])
+def test_errors_of_its_own_have_a_code_and_a_hint(fixtures: Path, error: str) -> None:
+    script = f"""
+import ckpt.api
+def fail(*_, **__): raise {error}
+ckpt.api.open = fail
+from ckpt.__main__ import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, "inspect", str(fixtures / "toy-zero2")],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    own = error.startswith(("Recursion", "Key"))
+    assert done.returncode == (70 if own else 7), done.stderr
+    assert done.stderr.startswith("error: ") and "hint: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("an error of ckpt itself" in done.stderr) == own
+
+
+def test_sigterm_ends_as_ctrl_c_does(fixtures: Path, tmp_path: Path) -> None:
+    script = """
+import sys, time
+import ckpt.move.run as run
+def wait(*_, **__):
+    print("waiting", flush=True)
+    time.sleep(60)
+run.batches = wait
+from ckpt.__main__ import main
+main()
+"""
+    command = ["convert", "auto", "hf", str(fixtures / "toy-zero2"), "-o", str(tmp_path / "out")]
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, *command],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "waiting\n"
+    started = time.monotonic()
+    child.send_signal(signal.SIGTERM)
+    _, said = child.communicate(timeout=20)
+    assert child.returncode == 143
+    assert time.monotonic() - started < 10
+    assert "terminated; the destination is as it was" in said and "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("convert", "auto", "zero2", "{run}", "--world-size", "1000000000"),
+        ("convert", "auto", "megatron", "{run}", "--pp", "1000000000"),
+        ("convert", "auto", "megatron", "{run}", "--make-vocab-size-divisible-by", "1000000000000000000"),
+        ("convert", "auto", "hf", "{run}", "--workers", "1000000"),
+        ("hash", "{run}", "--workers", "1000000"),
+        ("merge-lora", "{adapter}", "--adapter-weights", "nan"),
+        ("merge-lora", "{adapter}", "--adapter-weights", "1,inf"),
+    ],
+)
+def test_numbers_without_sense_are_refused(fixtures: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    places = {"run": fixtures / "toy-zero2", "adapter": fixtures / "lora-zero3"}
+    result = ckpt(*(option.format(**places) for option in options))
+    assert result.code == 2, result.err
+
+
+@pytest.mark.parametrize("alpha", [str(2**2000), "NaN", "Infinity", "1e300"])
+def test_an_alpha_without_sense(tmp_path: Path, alpha: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(f'{{"peft_type": "LORA", "r": 4, "lora_alpha": {alpha}}}')
+    with pytest.raises(CorruptError, match="lora_alpha"):
+        read_config(tmp_path / "adapter_config.json")
