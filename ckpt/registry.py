@@ -26,6 +26,7 @@ FORMATS = {
     "zero1": "converters.deepspeed.zero:ZERO1",
     "zero2": "converters.deepspeed.zero:ZERO2",
     "zero3": "converters.deepspeed.zero:ZERO3",
+    "zero0": "converters.deepspeed.stage0:ZERO0",
     "universal": "converters.deepspeed.universal:UNIVERSAL",
     "megatron": "converters.megatron.format:MEGATRON",
     "megatron-dist": "converters.megatron.dist.format:MEGATRON_DIST",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.errors import CkptError, SeveralRunsError
-from ckpt.run_folder.steps import step_folders
+from ckpt.run_folder.steps import RECORDS, step_folders
 
 _LEVELS = 2
 _MAX_FOLDERS = 2000  # looked into on each level
@@ -15,9 +15,12 @@ _MAX_FOLDERS = 2000  # looked into on each level
 def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
     """The one run folder below `path` that `holds` what is looked for; None where there is none.
 
-    It is on the first level that has any, of two.  Raises SeveralRunsError, the newest first, where there are several.
+    It is on the first level that has any, of two.  What has steps, or a record of them, is a run itself: nothing inside
+    is taken in its place.  Raises SeveralRunsError, the newest first, where there are several.
     """
-    level = [path] if path.is_dir() else []
+    if not path.is_dir() or step_folders(path) or any((path / name).is_file() for name in RECORDS):
+        return None
+    level = [path]
     for _ in range(_LEVELS):
         level = [inner for folder in level for inner in _folders(folder)][:_MAX_FOLDERS]
         runs = [folder for folder in level if _holds(folder, holds)]

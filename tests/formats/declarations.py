@@ -166,6 +166,7 @@ DECLARATIONS = [
         )
         for stage in (1, 2, 3)
     ),
+    Declaration("zero0", from_fixture("toy-zero0"), ("*/*_model_states.pt",)),
     Declaration("universal", converted_by_deepspeed, ("*/*_model_states.pt", "*/zero/*/exp_avg.pt"), adds_states=True),
     Declaration(
         "megatron",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt.errors import NotFoundError, SeveralRunsError
+from ckpt.errors import CorruptError, NotFoundError, SeveralRunsError
 from tests.support.commands import process
 
 
@@ -73,6 +73,20 @@ def test_runs_of_other_formats_are_not_in_the_way(fixtures: Path, tmp_path: Path
     assert ckpt.open(outputs, "peft").path.endswith("exported")
     with pytest.raises(SeveralRunsError):
         ckpt.open(outputs)
+
+
+def test_nothing_inside_a_run_is_taken_in_its_place(fixtures: Path, tmp_path: Path) -> None:
+    """A run whose own steps are of no known kind, with an export in it."""
+    run = tmp_path / "run"
+    ckpt.plan(ckpt.open(fixtures / "toy-zero1"), "hf").run(run / "exported")
+    assert ckpt.open(run).path == str(run / "exported")
+    (run / "latest").write_text("global_step9")
+    with pytest.raises(CorruptError, match="names a step folder that is not there"):
+        ckpt.open(run)
+    (run / "latest").unlink()
+    (run / "checkpoint-3").mkdir()
+    with pytest.raises(NotFoundError):
+        ckpt.open(run)
 
 
 def test_nothing_is_still_nothing(tmp_path: Path) -> None:
