@@ -27,7 +27,7 @@ from ckpt.plan.checkpoint import (
     Target,
 )
 from ckpt.plan.dtypes import DType
-from ckpt.plan.namespace import OF_THE_MODEL
+from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.precision import computing_dtype
 from ckpt.run_folder.runs import run_below
@@ -247,6 +247,8 @@ def _with_config(checkpoint: Checkpoint, request: ReadRequest) -> Checkpoint:
     if namespace == OWN and config and config.get("model_type"):
         namespace = TRANSFORMERS
     found = replace(checkpoint, folders=tuple(map(str, distinct)), config=config, namespace=namespace)
+    if namespace == TRANSFORMERS and (own := registry.service("namespace_of")(found)):
+        found = replace(found, namespace=own)
     return replace(found, computes_in=computing_dtype(found))
 
 
@@ -289,6 +291,8 @@ def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout |
     layout = layout or Layout()
     if namespace == checkpoint.namespace:
         return checkpoint if namespace in OF_THE_MODEL else registry.namespace(namespace).adapted(checkpoint, layout)
+    if checkpoint.namespace == TORCHTITAN and namespace == TRANSFORMERS:
+        return checkpoint  # a run's own names, whichever framework's, are what it goes on under
     if not {checkpoint.namespace, namespace} <= OF_THE_MODEL:
         checkpoint = _with_known_names(checkpoint, namespace)
     if checkpoint.namespace in (OWN, namespace):
@@ -441,7 +445,7 @@ def plan(
     # What the reader has said is known; a writer sees no notes, and what is said on the way from names to names is new.
     if target.carries_optimizer:
         _check_states_are_plain(checkpoint, to)
-    named = to_namespace(replace(checkpoint, notes=()), target.namespace, layout)
+    named = to_namespace(replace(checkpoint, notes=()), _namespace(target, layout), layout)
     laid_out = target.lay_out(replace(named, notes=()), layout)
     check_casts(named, laid_out, layout)
     unread = checkpoint.unread if target.carries_optimizer else ()
@@ -472,6 +476,16 @@ def plain_states(checkpoint: Checkpoint) -> Checkpoint:
     counts = Counter(checkpoint.quantized.values())
     notes = [f"{count} optimizer states dequantized from {method} to float32" for method, count in counts.items()]
     return replace(checkpoint, quantized={}, notes=(*checkpoint.notes, *notes))
+
+
+def _namespace(target: Format, layout: Layout) -> str | None:
+    """The names that are written.  UsageError where others are asked for than the format has."""
+    names = layout.options.get("names")
+    if target.namespace == TRANSFORMERS and names == TORCHTITAN:
+        return TORCHTITAN
+    if names is not None and (target.namespace != HUB or names == TORCHTITAN):
+        raise UsageError(f"the format {target.name!r} is not written under such names", found=f"--names {names}")
+    return target.namespace
 
 
 def picture(checkpoint: Checkpoint, only: Only = "all") -> Picture:

@@ -42,7 +42,7 @@ OPTIONS = {
     **dict.fromkeys(
         ("megatron", "megatron-dist", "megatron-deepspeed"), "converters.names.megatron.options:MegatronOptions"
     ),
-    "hf": "converters.huggingface.options:HfOptions",
+    **dict.fromkeys(("hf", "dcp"), "converters.names.options:NameOptions"),
 }
 
 #: Other names that users type for these.
@@ -52,12 +52,15 @@ ALIASES = {"fsdp": "dcp"}
 NAMESPACES = {
     "transformers": "converters.names.hub.wrapped:NAMESPACE",
     "megatron": "converters.names.megatron.relation:NAMESPACE",
+    "torchtitan": "converters.names.torchtitan:NAMESPACE",
 }
 
 #: What else the core asks of converters: functions that know models by their config.
 SERVICES = {
     # which of its names a tied tensor has in the Hub's files, by the owner that the checkpoint records
     "kept_names": "converters.names.transformers.ties:kept_names",
+    # the namespace of a run's own names, where these tell it
+    "namespace_of": "converters.names.torchtitan:namespace_of",
     # how a model's files differ from what its architecture saves
     "name_differences": "converters.names.hub.proof:differences",
     # what a model's modules are

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint, Layout
 from ckpt.plan.tensors import Box
 
+#: torchtitan's names, under which its runs go on.
+TORCHTITAN = "torchtitan"
 #: Names between which a tensor is never cut or padded otherwise; a model of the user's own has no others.
 OF_THE_MODEL = frozenset({OWN, HUB, TRANSFORMERS})
 

@@ -37,9 +37,9 @@ from ckpt.run_folder.companions import (
     read_json,
 )
 from ckpt.run_folder.left_out import run_files_left_out, training_left_out
-from converters.huggingface.options import OWN as OWN_NAMES
-from converters.huggingface.options import HfOptions
 from converters.names.hub.proof import names_architecture, prove
+from converters.names.options import OWN as OWN_NAMES
+from converters.names.options import NameOptions
 from converters.names.transformers.ties import kept_names, tied_names
 from converters.quantized import parts
 
@@ -248,7 +248,7 @@ def _name_notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: La
         return []
     if not names_architecture(config):
         return ["the config names no architecture, so nothing vouches for the names: they are the checkpoint's own"]
-    if layout.read(HfOptions).names == OWN_NAMES:
+    if layout.read(NameOptions).names == OWN_NAMES:
         return ["the names are not compared with those of the config's architecture, as --names own asks"]
     return prove(config, {name: choice.tensor.shape for name, choice in chosen.items()}, checkpoint.path)
 
@@ -260,7 +260,7 @@ def _adapter_notes(chosen: Iterable[str], checkpoint: Checkpoint, layout: Layout
     """
     if not any(fqn.startswith("base_model.model.") for fqn in chosen):
         return []
-    if layout.read(HfOptions).names != OWN_NAMES:
+    if layout.read(NameOptions).names != OWN_NAMES:
         where = shlex.quote(checkpoint.origins[0] if checkpoint.origins else checkpoint.path)
         if checkpoint.is_adapter:
             what, hint = "this is an adapter, and no model", f"`ckpt merge-lora {where} --base MODEL` makes one"

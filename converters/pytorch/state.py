@@ -6,7 +6,8 @@
     lr_scheduler, train_state, ...  training state
 
 as torch's `get_model_state_dict` and `get_optimizer_state_dict` spell it (2.13,
-`distributed/checkpoint/state_dict.py`).
+`distributed/checkpoint/state_dict.py`).  torchtitan has the model at the top and the optimizer flattened (0.2.2,
+`components/checkpoint.py`, `_flattened_model_states_sd`; `components/optimizer.py`): `optimizer.param_groups.<fqn>.*`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ckpt.containers.torchfile.write import number, one_element
 from ckpt.errors import LossError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import FLOAT32, FLOAT64, INT64, DType
+from ckpt.plan.namespace import TORCHTITAN
 from ckpt.plan.precision import Choice, choices, describe
 from ckpt.state import adam
 from ckpt.state.plain import is_plain
@@ -83,14 +85,15 @@ def _notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtype: DType | 
 
 
 def _model(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Iterator[tuple[Path_, Any]]:
+    root: Path_ = () if checkpoint.namespace == TORCHTITAN else ("model",)
     for fqn, choice in chosen.items():
         cut = choice.tensor.role != BUFFER
-        yield ("model", fqn), Sharded(choice.key, choice.dtype, choice.tensor.shape, cut)
+        yield (*root, fqn), Sharded(choice.key, choice.dtype, choice.tensor.shape, cut)
     for alias, owner in checkpoint.ties.items():  # a model's state dict has both names
         if owner in chosen and alias not in chosen:
-            yield ("model", alias), AliasOf(("model", owner))
+            yield (*root, alias), AliasOf((*root, owner))
     for fqn, value in (checkpoint.state.extra_state or {}).items():
-        yield ("model", str(fqn)), value
+        yield (*root, str(fqn)), value
 
 
 def _optimizer(checkpoint: Checkpoint) -> Iterator[tuple[Path_, Any]]:
@@ -103,6 +106,13 @@ def _optimizer(checkpoint: Checkpoint) -> Iterator[tuple[Path_, Any]]:
     for index, group in enumerate(checkpoint.state.param_groups):
         options = {name: value for name, value in group.options.items() if name != "params"}
         options |= _missing(checkpoint, options)
+        if checkpoint.namespace == TORCHTITAN:
+            yield from (
+                (("optimizer", f"param_groups.{fqn}.{name}"), value)
+                for fqn in group.fqns
+                for name, value in options.items()
+            )
+            continue
         yield from flatten(options, ("optimizer", "param_groups", index))
         yield ("optimizer", "param_groups", index, "params"), list(group.fqns)
 

@@ -68,7 +68,7 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     padded = padded_vocab_size(sizes.dims["v"], multiple, options.tp or 1)
     copies = {copy: owner for copy, owner in table.copies(sizes).items() if copy in shapes}
     relation = table.relation(sizes, padded, copies)
-    _check_complete(relation, shapes)
+    check_complete(relation, shapes)
     named = translate(checkpoint, relation, MEGATRON)
     args |= {"make_vocab_size_divisible_by": multiple, "padded_vocab_size": padded}
     args |= {"mtp_num_layers": sizes.num_mtp or None}
@@ -115,7 +115,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     if sizes.tied:
         copies.pop(table.output)  # a file of the Hub has a tied tensor once
     relation = table.relation(sizes, padded, copies).inverse()
-    _check_complete(relation, shapes)
+    check_complete(relation, shapes)
     named = translate(checkpoint, relation, HUB)
     if padded > sizes.dims["v"]:
         notes.append(
@@ -337,7 +337,7 @@ def _with_stored_mtp(sizes: Sizes, shapes: Mapping[str, Shape]) -> tuple[Sizes, 
     return replace(sizes, num_mtp=0), [note]
 
 
-def _check_complete(relation: Relation, shapes: Mapping[str, Shape]) -> None:
+def check_complete(relation: Relation, shapes: Mapping[str, Shape]) -> None:
     """Every tensor of the relation is there, in its shape, and nothing else."""
     for name, shape in shapes.items():
         expected = relation.a_shapes.get(name)

@@ -1,0 +1,21 @@
+"""Which names are written, as several formats ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt.plan.options import option
+
+HUB, OWN, TORCHTITAN = "hub", "own", "torchtitan"
+
+
+@dataclass(frozen=True, slots=True)
+class NameOptions:
+    """`names`: None is what the format itself asks for."""
+
+    names: str | None = option(
+        "hf: hub, the default, writes only what save_pretrained of the config's architecture would write, names and "
+        "shapes; own writes names that the architecture does not have as they are (value heads, added modules, code of "
+        "the model's own). dcp: torchtitan writes the names and the layout that torchtitan loads.",
+        choices=(HUB, OWN, TORCHTITAN),
+    )
