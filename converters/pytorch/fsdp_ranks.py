@@ -27,17 +27,19 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.sources import RankFile, structure
-from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
 from ckpt.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ParamGroup, ReadRequest, Target
-from ckpt.plan.dtypes import DType
+from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.steps import TRACKER, recorded_step, step_folders
+from converters.pytorch.optimizer_states import OptimizerStates
 from converters.pytorch.state_dicts import Reading, clean_names, read_optimizer, tie_as_declared
+from converters.quantized.states import Quantized, torchao
 
 #: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks.
 _FILES = (
@@ -115,6 +117,9 @@ class FsdpRanks:
             config=config,
             folders=tuple(map(str, folders)),
             notes=tuple(reading.notes),
+            computed=reading.states.computed,
+            quantized=reading.states.quantized,
+            unread=reading.states.unread.sentences,
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
@@ -244,6 +249,12 @@ def _sharded(value: Record, file: RankFile) -> Iterator[_Part]:
 
 def _distributed(value: Record, file: RankFile) -> _Part:
     """FSDP2's: the local tensor, and a spec of mesh and placements."""
+    shape, box, local = _placed(value)
+    return _part(shape, box, _extent(local, box), file)
+
+
+def _placed(value: Record) -> tuple[Shape, Box, Any]:
+    """The shape of the whole of a DTensor, the box of it that the rank has, and what it has there."""
     content = value.attributes
     spec = content["_spec"].attributes
     shape = tuple(spec["tensor_meta"].attributes["shape"])
@@ -252,7 +263,7 @@ def _distributed(value: Record, file: RankFile) -> _Part:
         if list(entry.attributes["mesh_dims"]) != sorted(entry.attributes["mesh_dims"]):
             raise NotFoundError("a tensor whose axes are cut in another order than the mesh's")
     box = _local_box(shape, sizes, coordinate, spec["placements"])
-    return _part(shape, box, _extent(content["_local_tensor"], box), file)
+    return shape, box, content["_local_tensor"]
 
 
 def _extent(local: Any, box: Box) -> Extent:
@@ -407,22 +418,33 @@ def _read_optimizers(reading: Reading, files: list[RankFile]) -> None:
         states.append(optimizer.states)
     found = list(dict.fromkeys(fqn for one in states for fqn in one))
     tensors, scalars = {}, dict[str, dict[str, Any]]()
+    others = OptimizerStates()
     for fqn in found:
         shape = _weight_shape(reading, fqn, files[0])
         for name in dict.fromkeys(name for one in states for name in one.get(fqn, ())):
             values = [
                 (file, one[fqn][name]) for file, one in zip(files, states, strict=True) if name in one.get(fqn, ())
             ]
+            if any(_is_wrapped(value) for _, value in values):
+                _read_wrapped(others, fqn, name, values)
+                continue
+            if odd := [v for _, v in values if isinstance(v, Mapping | Record) and not is_part(v)]:
+                others.unread.add(name, f"each rank has {_class_of(odd[0])} of its own", [fqn])
+                continue
             if _is_scalar(name, values[0][1], shape):
-                scalars.setdefault(name, {})[fqn] = _agreed(fqn, name, values)
+                numbers = _numbers(fqn, name, values)
+                if all(number == numbers[0] for number in numbers):
+                    scalars.setdefault(name, {})[fqn] = numbers[0]
+                else:
+                    others.unread.add(name, "each rank has a number of its own", [fqn])
                 continue
             tensor = _state_tensor(fqn, name, shape, values)
             if tensor is None:
                 reading.notes.append(_left_out(files[0].path))
                 return
             tensors[fqn, name] = tensor
-    reading.tensors |= tensors
-    reading.scalars, reading.groups = scalars, groups
+    reading.tensors |= tensors | others.tensors
+    reading.scalars, reading.groups, reading.states = scalars, groups, others
 
 
 def _left_out(path: str) -> str:
@@ -486,12 +508,42 @@ def _is_scalar(name: str, value: Any, shape: Shape) -> bool:
     return not is_part(value)
 
 
-def _agreed(fqn: str, name: str, values: list[tuple[RankFile, Any]]) -> Any:
-    """The number that all ranks have."""
-    said = [(f, read_scalar(v.extent) if isinstance(v, StoredTensor) else v) for f, v in values]
+def _class_of(value: Mapping[str, Any] | Record) -> str:
+    return f"an object {value.typename}" if isinstance(value, Record) else "a dict"
+
+
+def _is_wrapped(value: Any) -> bool:
+    """Whether a rank's part is an object of a tensor subclass."""
+    return isinstance(value, Record) and value.name == "DTensor" and isinstance(value.get("_local_tensor"), Record)
+
+
+def _read_wrapped(found: OptimizerStates, fqn: str, name: str, values: list[tuple[RankFile, Any]]) -> None:
+    """A state of which some ranks' parts, or all of them, are torchao's."""
+    parts: dict[Box, Quantized] = {}
+    plain: dict[Box, Fragment] = {}
+    shape: Shape = ()
+    for file, value in values:
+        what = "this state is not built as those of any known version of torch and torchao"
+        with structure(what, file.path, rank=file.rank, fqn=fqn):
+            shape, box, local = _placed(value)
+            quantized = torchao(local)
+            if quantized is not None and quantized.shape == box.sizes:
+                parts[box] = quantized
+            elif isinstance(local, StoredTensor) and local.dtype == FLOAT32:
+                plain[box] = Fragment(box, _extent(local, box), file.rank)
+            else:
+                kind = local.typename if isinstance(local, Record) else local.dtype
+                found.unread.add(name, f"parts of it are {kind}, in a form of which nothing is known", [fqn])
+                return
+    found.add_quantized(fqn, name, shape, parts, tuple(one for one in plain.values() if one.extent.numel))
+
+
+def _numbers(fqn: str, name: str, values: list[tuple[RankFile, Any]]) -> list[Any]:
+    """The numbers that ranks have; all took the same steps."""
+    said = [(f, number_state(name, v.extent) if isinstance(v, StoredTensor) else v) for f, v in values]
     first = said[0][1]
     for file, value in said:
-        if value != first:
+        if value != first and name.endswith("step"):
             raise CorruptError(
                 "ranks of different steps in one folder",
                 path=file.path,
@@ -500,7 +552,7 @@ def _agreed(fqn: str, name: str, values: list[tuple[RankFile, Any]]) -> Any:
                 expected=f"{name} {first}, as on rank {said[0][0].rank}",
                 found=f"{name} {value}",
             )
-    return first
+    return [value for _, value in said]
 
 
 def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile, Any]]) -> Tensor | None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,6 @@ from ckpt.run_folder.companions import (
 )
 from ckpt.run_folder.steps import enclosing_folders, step_folders, trainer_step
 from ckpt.state.plain import is_plain
-from converters.pytorch.optimizer_states import OptimizerStates
 from converters.pytorch.state_dicts import (
     Reading,
     clean_names,
@@ -241,7 +240,6 @@ def _weights_in(folder: Path) -> str | None:
 class _Reading(Reading):
     step: int | None = None
     has_optimizer: bool = False
-    states: OptimizerStates = field(default_factory=OptimizerStates)
 
     def load(self, name: str) -> tuple[str, Any]:
         path = str(confined(self.folder, name))

@@ -22,6 +22,7 @@ from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, TrainingState
 from ckpt.plan.tensors import Tensor
 from converters.names.transformers.installed import tied_weights
 from converters.names.transformers.ties import ties_embeddings
+from converters.pytorch.optimizer_states import OptimizerStates
 
 #: Names that wrappers put into the middle of a name: torch.compile, FSDP1, activation checkpointing.
 _INNER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -42,6 +43,7 @@ class Reading:
     items: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    states: OptimizerStates = field(default_factory=OptimizerStates)
 
     def state(self, step: int | None) -> TrainingState:
         """The training state that has been read, after `step` steps."""

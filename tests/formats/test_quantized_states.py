@@ -32,6 +32,7 @@ METHODS = {
 SOURCES = [
     *(f"quantized-full/{kind}.pt" for kind in METHODS),
     *(f"quantized-dcp/{kind}" for kind in ("ao8", "ao4")),
+    "quantized-ranks/ao8",
     *(f"quantized-zero{stage}/{kind}" for stage in (2, 3) for kind in ("ao8", "bnb8")),
 ]
 NESTED = "__bnb_optimizer_quant_state__"
@@ -221,6 +222,22 @@ def test_what_each_rank_has_for_itself_is_listed(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     for state, what in (("RMS", "a number of its own on each rank"), ("rows", "a tensor of shape [7] on each rank")):
         assert f"not in the target: optimizer state {state} of 3 parameters (gain, ...): it is {what}" in done.err
+
+
+def test_what_each_rank_of_fsdp_has_for_itself_is_listed(tmp_path: Path) -> None:
+    """bitsandbytes under FSDP1, and Adafactor's RMS: to the optimizer a rank's part is the whole."""
+    weights = torch.arange(6.0)
+    for rank in range(2):
+        suffix = f"world_size_2_rank_{rank}.pt"
+        states = {NESTED: {"state1": torch.ones(3)}, "RMS": torch.tensor(0.5 + rank), "step": 3}
+        group = {"lr": 0.1, "params": [0], "param_names": ["w"]}
+        torch.save({"w": weights}, tmp_path / f"model_{suffix}")
+        torch.save({"state": {0: states}, "param_groups": [group]}, tmp_path / f"optim_{suffix}")
+    done = ckpt("convert", "fsdp-ranks", "full", tmp_path, "-o", tmp_path.with_name("out"))
+    assert done.code == 0, done.err
+    assert f"not in the target: optimizer state {NESTED} of w: each rank has a dict of its own" in done.err
+    assert "not in the target: optimizer state RMS of w: each rank has a number of its own" in done.err
+    assert api.open(tmp_path.with_name("out")).state.scalars == {"step": {"w": 3}}
 
 
 def test_ranks_of_different_steps_are_still_refused(tmp_path: Path) -> None:

@@ -246,7 +246,13 @@ def elastic_step_in_groups(inner: dict[str, Any], rank: int) -> None:
     inner["base_optimizer_state_step"] = steps[0].item()
 
 
-@pytest.mark.parametrize("change", [elastic, elastic_step_in_groups])
+def elastic_with_two_steps(inner: dict[str, Any], rank: int) -> None:
+    """DeepSpeed's own Adam: it counts in its states, and beside them stands the step that its groups began with."""
+    elastic(inner, rank)
+    inner["base_optimizer_state_step"] = 0
+
+
+@pytest.mark.parametrize("change", [elastic, elastic_step_in_groups, elastic_with_two_steps])
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_elastic_checkpoints(tmp_path: Path, num_ranks: int, change: Callable[..., None]) -> None:
     checkpoint = api.open(write_stage2(tmp_path / "run", GROUPS, num_ranks, change=change))
