@@ -30,8 +30,8 @@ def computing_dtype(checkpoint: Checkpoint) -> tuple[DType, str] | None:
     None where weights of 16 bits or masters are there, which tell by themselves, and where nothing is recorded.  A
     Hugging Face folder is no run, nor is an adapter's: the weights are what somebody chose to write.
     """
-    if checkpoint.namespace == HUB or checkpoint.is_adapter:
-        return None
+    if checkpoint.namespace == HUB or checkpoint.is_adapter or checkpoint.state.ds_config is not None:
+        return None  # DeepSpeed casts the model itself: float32 weights are what it computes in
     weights = list(checkpoint.with_role(WEIGHT))
     counts = num_elements(Choice(weight, weight.dtype) for weight in weights if weight.dtype in CAST_SOURCES)
     if set(counts) != {FLOAT32} or any(True for _ in checkpoint.with_role(MASTER)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,15 @@ def test_a_hugging_face_folder_keeps_its_dtype(model: LlamaForCausalLM, tmp_path
     (tmp_path / "hf/config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     assert api.open(tmp_path / "hf").computes_in is None
     check(tmp_path / "hf", tmp_path / "out", model, FLOAT32, [])
+
+
+def test_deepspeeds_own_weights_are_what_it_computes_in(fixtures: Path, tmp_path: Path) -> None:
+    """Whatever the config was copied from."""
+    for name, role in (("toy-zero0-fp32", "weight"), ("toy-zero0", "master")):
+        run = Path(shutil.copytree(fixtures / name, tmp_path / name))
+        (run / "config.json").write_text('{"dtype": "bfloat16"}')
+        checkpoint = api.open(run)
+        assert checkpoint.computes_in is None and checkpoint["a.weight", role].dtype == "float32"
 
 
 def test_damaged_training_arguments_tell_nothing(model: LlamaForCausalLM, tmp_path: Path) -> None:
