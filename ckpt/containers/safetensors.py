@@ -320,6 +320,15 @@ class Planned:
         return prod(self.shape) * self.dtype.itemsize
 
 
+def _is_text(name: str) -> bool:
+    """False for lone surrogates, which a pickle can hold and UTF-8 cannot."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def build_header(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> tuple[bytes, list[tuple[Planned, int]]]:
     """The first bytes of a file that holds `tensors`, and each of them with its offset in the file.
 
@@ -332,6 +341,8 @@ def build_header(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> tup
         members["__metadata__"] = dict(sorted(metadata.items()))
     offsets, at = [], 0
     for tensor in ordered:
+        if tensor.name == "__metadata__" or not _is_text(tensor.name):
+            raise LossError("a safetensors file has no place for a tensor of this name", fqn=tensor.name)
         shape = list(tensor.shape)
         if tensor.dtype.tag == _PACKED:
             shape[-1] *= 2

@@ -191,7 +191,16 @@ class Staging:
                 self._swap()
             else:
                 os.rename(self.path, self.destination)
-                sync_folder(self.destination.parent)
+                self._sync_parent(self.destination)
+
+    def _sync_parent(self, at: Path) -> None:
+        """Make what was renamed durable; StorageError, which is about `at`, where the disk does not say that it is."""
+        try:
+            sync_folder(self.destination.parent)
+        except OSError as error:
+            what = f"the output is complete, but may not outlast a crash of the system now: {error.strerror}"
+            hint = None if at == self.destination else f"what it replaced is still there, in {at.name}"
+            raise StorageError(what, path=self.destination, hint=hint) from error
 
     def _check_destination_free(self) -> None:
         if self.destination.is_symlink() or (self.destination.exists() and not self.destination.is_dir()):
@@ -266,7 +275,7 @@ class Staging:
                     if not self.destination.exists() and self._old.exists():
                         os.rename(self._old, self.destination)
                     raise
-            sync_folder(self.destination.parent)
+            self._sync_parent(replaced)
             try:
                 shutil.rmtree(replaced)
             except OSError as error:

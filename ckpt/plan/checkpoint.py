@@ -148,11 +148,16 @@ class SourceFile:
     size: int
     mtime_ns: int
     inode: int
+    #: Of the last change of anything; who rewrites a file can put its mtime back, and not this.
+    ctime_ns: int = 0
 
     @classmethod
     def stat(cls, path: str) -> SourceFile:
         info = os.stat(path)
-        return cls(path, info.st_size, info.st_mtime_ns, info.st_ino)
+        return cls(path, info.st_size, info.st_mtime_ns, info.st_ino, info.st_ctime_ns)
+
+    def _facts(self) -> str:
+        return f"{self.size} bytes, mtime {self.mtime_ns} ns, ctime {self.ctime_ns} ns, inode {self.inode}"
 
     def check_unchanged(self) -> None:
         try:
@@ -163,8 +168,8 @@ class SourceFile:
             raise CorruptError(
                 "the file was replaced while it was being read",
                 path=self.path,
-                expected=f"{self.size} bytes, mtime {self.mtime_ns} ns, inode {self.inode}",
-                found="no file" if now is None else f"{now.size} bytes, mtime {now.mtime_ns} ns, inode {now.inode}",
+                expected=self._facts(),
+                found="no file" if now is None else now._facts(),
                 hint="is a run still writing into this folder? wait for it, then convert again",
             )
 

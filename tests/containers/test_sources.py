@@ -27,6 +27,18 @@ def test_a_file_is_remembered_as_it_was_before_it_was_parsed(tmp_path: Path) -> 
         sources.files[0].check_unchanged()
 
 
+def test_a_file_that_is_rewritten_with_its_time_put_back(tmp_path: Path) -> None:
+    path = tmp_path / "rank.pt"
+    path.write_bytes(b"before")
+    sources = Sources()
+    before = sources.add(path)
+    path.write_bytes(b"behind")
+    os.utime(path, ns=(before.mtime_ns, before.mtime_ns))
+    assert path.stat().st_mtime_ns == before.mtime_ns
+    with pytest.raises(CorruptError, match="replaced"):
+        before.check_unchanged()
+
+
 def test_what_is_no_dict_and_what_is_not_there(tmp_path: Path) -> None:
     torch.save([1], tmp_path / "list.pt")
     sources = Sources()

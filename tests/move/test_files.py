@@ -287,6 +287,29 @@ class TestLesserFilesystems:
         with pytest.raises(OSError, match="Input/output error"):
             sync_folder(tmp_path)
 
+    @pytest.mark.parametrize("existing", [False, True])
+    def test_a_parent_that_cannot_be_synced_when_the_output_is_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool
+    ) -> None:
+        """The old one is not removed then, and the message says so."""
+        sync = os.fsync
+
+        def fail(descriptor: int) -> None:
+            if os.path.samestat(os.fstat(descriptor), os.stat(tmp_path)):
+                raise OSError(errno.EIO, "Input/output error")
+            sync(descriptor)
+
+        if existing:
+            make(tmp_path / "out", OLD)
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(StorageError, match="the output is complete, but may not outlast") as caught:
+            write(tmp_path / "out", overwrite=True)
+        assert contents(tmp_path / "out") == NEW
+        assert ("is still there, in .out.ckpt-" in str(caught.value)) == existing
+        monkeypatch.undo()
+        write(tmp_path / "out", overwrite=True)
+        assert os.listdir(tmp_path) == ["out"]
+
     @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF])
     def test_without_locks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
         def refuse(descriptor: int, operation: int) -> None:
