@@ -39,8 +39,8 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
 
 def _prefix(names: Collection[str], config: Mapping[str, Any]) -> str:
     """What all `names` begin with, in whole modules, and none of the architecture's names does."""
-    paths = [name.split(".") for name in names]
-    first, last = min(paths, default=[]), max(paths, default=[])
+    # what the first and the last in order have in common, all between them have
+    first, last = min(names, default="").split("."), max(names, default="").split(".")
     count = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), 0)
     prefixes = [".".join((*first[:end], "")) for end in range(1, count + 1)]
     if not prefixes or any(name.startswith("base_model.model.") for name in names):
