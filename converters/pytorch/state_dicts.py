@@ -20,7 +20,7 @@ from ckpt.containers.sources import Sources
 from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, TrainingState
 from ckpt.plan.tensors import Tensor
-from converters.names.transformers.installed import tied_weights
+from converters.names.transformers.installed import all_tied_weights
 from converters.names.transformers.ties import ties_embeddings
 from converters.pytorch.optimizer_states import OptimizerStates
 
@@ -86,7 +86,7 @@ def tie_as_declared(
     """
     if not config or not ties_embeddings(config):
         return
-    for alias, owner in (tied_weights(config) or {}).items():
+    for alias, owner in (all_tied_weights(config) or {}).items():
         kept, again = tensors.get((str(owner), WEIGHT)), tensors.get((alias, WEIGHT))
         if kept is None or again is None or (kept.shape, kept.dtype) != (again.shape, again.dtype):
             continue

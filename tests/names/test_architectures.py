@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import ckpt
@@ -22,7 +23,7 @@ from converters.names.transformers import installed
 from converters.names.transformers import relation as relations
 from converters.names.transformers.known import known_from
 from converters.names.transformers.relation import relation
-from tests.support.architectures import model_class, model_types, numbered, tiny_config, tiny_model
+from tests.support.architectures import auto, model_class, model_types, numbered, tiny_config, tiny_model
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -171,6 +172,25 @@ def test_an_architecture_is_written_as_save_pretrained_writes_it(
     hide_transformers(True)
     assert known_from(sample.config) == "tables"
     assert sample.faults(names="own") == []
+
+
+@pytest.mark.parametrize("model_type", ["bart", "m2m_100", "prophetnet"])
+def test_a_tensor_that_an_inner_model_ties_is_written_once(tmp_path: Path, model_type: str) -> None:
+    """DCP stores it under each of its names, here three."""
+    config = tiny_config(model_type)
+    model = numbered(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)](config))
+    model.save_pretrained(tmp_path / "saved")
+    dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / "stored"), no_dist=True)
+    shutil.copy(tmp_path / "saved" / "config.json", tmp_path / "stored")
+    ckpt.plan(ckpt.open(tmp_path / "stored", "dcp"), "hf").run(tmp_path / "out")
+    written, saved = tensors(tmp_path / "out"), tensors(tmp_path / "saved")
+    assert written.keys() == saved.keys()
+    assert all(same(written[name], saved[name]) for name in saved)
+
+
+def test_a_class_that_serves_two_model_types_is_proved(tmp_path: Path) -> None:
+    """InternLM3's configs name Llama's class, which transformers' maps give them."""
+    assert Sample("internlm3", tmp_path).faults() == []
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
-import transformers
-from transformers.models.auto import modeling_auto as auto
+
+transformers = pytest.importorskip("transformers", minversion="5")
+auto = pytest.importorskip("transformers.models.auto.modeling_auto")
 
 #: Applied as far as a config class has the attribute.
 TINY: dict[str, Any] = {

@@ -17,6 +17,8 @@ from typing import Any
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
 _TIED = re.compile(r"^    _tied_weights_keys(?::[^=\n]*)? = ", re.MULTILINE)
+#: A module that a class makes for itself.
+_MADE = re.compile(r"^        self\.(\w+) = (\w+)\(", re.MULTILINE)
 _PREFIX = re.compile(r"^    base_model_prefix(?:: str)? = [\"'](\w+)[\"']", re.MULTILINE)
 #: Classes that are a base model, without a head: `LlamaModel`, but not `GPT2LMHeadModel`.
 _BASE_MODEL = re.compile(r"(?<!Head)(?<!Heads)Model$")
@@ -142,6 +144,27 @@ def tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:
         if seen:
             return {}
     return None
+
+
+def all_tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:
+    """`tied_weights`, and those that the models declare which the class has inside, under its names."""
+    found = tied_weights(config)
+    if found is None:
+        return None
+    classes = _classes(str(config["model_type"]), "modeling")
+    whole = next((name for name in architectures(config) if name in classes), None)
+    return found if whole is None else {**_tied_inside(classes, whole, ()), **found}
+
+
+def _tied_inside(
+    classes: Mapping[str, tuple[tuple[str, ...], str]], name: str, around: tuple[str, ...]
+) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for attribute, inner in _MADE.findall(classes[name][1]):
+        if inner in classes and inner not in around:
+            own = {**_tied_inside(classes, inner, (*around, name)), **(_tied_literal(classes[inner][1]) or {})}
+            found |= {f"{attribute}.{alias}": owner and f"{attribute}.{owner}" for alias, owner in own.items()}
+    return found
 
 
 def _tied_literal(body: str) -> dict[str, str | None] | None:

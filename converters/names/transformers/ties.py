@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt.plan.checkpoint import Checkpoint
-from converters.names.transformers.installed import model_types, tied_weights, ties_by_default
+from converters.names.transformers.installed import all_tied_weights, model_types, ties_by_default
 
 #: Output heads, by which the alias is told where transformers is not installed or does not know the class.
 _HEADS = re.compile(r"(.*\.)?(lm_head|lm_head\.decoder|embed_out)\.weight")
@@ -37,7 +37,7 @@ def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
     config, ties = checkpoint.config, checkpoint.ties
     if not ties:
         return {}
-    known = tied_weights(config) if config else None
+    known = all_tied_weights(config) if config else None
     # an output head keeps its part whatever its name: gpt_neox's is `lm_head` in memory, `embed_out` on the Hub
     heads = known is None or any(_HEADS.fullmatch(alias) for alias in known)
     aliases = [re.compile(pattern) for pattern in known or ()]
@@ -64,6 +64,6 @@ def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, 
         return {}
     return {
         alias: owner
-        for alias, owner in (tied_weights(config) or {}).items()
+        for alias, owner in (all_tied_weights(config) or {}).items()
         if owner is not None and owner in stored and alias not in stored and re.fullmatch(r"[\w.]+", alias)
     }
