@@ -6,6 +6,7 @@ that a reader made of a pickle is asked for its own text.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -38,7 +39,7 @@ def describe(checkpoint: Checkpoint, tensors: bool = False) -> dict[str, Any]:
         "files": {"count": len(checkpoint.files), "bytes": sum(file.size for file in checkpoint.files)},
         "ties": [{"alias": one_line(alias), "owner": one_line(owner)} for alias, owner in checkpoint.ties.items()],
         "training": _training(checkpoint),
-        "notes": [one_line(note) for note in checkpoint.notes],
+        "notes": [one_line(note) for note in (*checkpoint.notes, *_quantized(checkpoint), *checkpoint.unread)],
     }
     if tensors:
         found["tensors"] = [_tensor(tensor) for tensor in checkpoint.tensors.values()]
@@ -107,6 +108,12 @@ def _training(checkpoint: Checkpoint) -> dict[str, JSON]:
         "param_groups": [_group(group) for group in state.param_groups],
         "items": {one_line(name): summarise(value) for name, value in state.entries().items()},
     }
+
+
+def _quantized(checkpoint: Checkpoint) -> Iterator[str]:
+    """That states are smaller in the files than the plain values which everything else here is of."""
+    for method, count in Counter(checkpoint.quantized.values()).items():
+        yield f"{count} optimizer states are stored quantized by {method}; here they are the values computed of them"
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, JSON]:

@@ -325,11 +325,12 @@ def _values(value: Any, name: str, spread: list[str]) -> Any:
 
 
 def _plain_group(group: ParamGroup) -> ParamGroup:
-    """A group with tensors (a tensor `lr`) as the numbers that they are."""
+    """A group whose tensors are values of training state: an optimizer with a tensor for `lr` takes no number."""
     options = {}
     for name, value in group.options.items():
         if isinstance(value, _Stored):
-            value = value.number if value.number is not None else value.alone()
+            alone = value.alone()
+            value = value.number if alone is None else alone
         options[name] = value
     return ParamGroup(group.fqns, options)
 

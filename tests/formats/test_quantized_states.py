@@ -110,6 +110,22 @@ def test_zero_for_another_number_of_ranks_holds_plain_values(tmp_path: Path) -> 
     assert_states_equal(again, truth(source))
 
 
+def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
+    """torchao's optimizers refuse to step with a number."""
+    for source in ("quantized-dcp/ao8", "quantized-full/ao8.pt"):
+        args = ["-o", tmp_path / "out", "--optimizer-dtype", "fp32", "--overwrite"]
+        assert ckpt("convert", "auto", "full", FIXTURES / source, *args).code == 0
+        group = torch.load(tmp_path / "out" / "optimizer.bin")["param_groups"][0]
+        assert raw(group["lr"]) == raw(torch.tensor(1e-2))
+
+
+def test_inspecting_says_what_is_quantized_and_what_is_left() -> None:
+    done = ckpt("inspect", FIXTURES / "quantized-gathered/ao8.pt")
+    assert done.code == 0 and "optimizer state exp_avg of up.weight: the file was written before" in done.out + done.err
+    done = ckpt("inspect", FIXTURES / "quantized-zero2/bnb8")
+    assert done.code == 0 and "6 optimizer states are stored quantized by bitsandbytes" in done.out + done.err
+
+
 def test_verify_compares_plain_values(tmp_path: Path) -> None:
     source = FIXTURES / "quantized-zero2/bnb8"
     assert ckpt("convert", "auto", "full", source, "-o", tmp_path / "a", "--optimizer-dtype", "fp32").code == 0
