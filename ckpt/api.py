@@ -23,6 +23,7 @@ from ckpt.plan.checkpoint import (
     Checkpoint,
     Format,
     Layout,
+    ParamGroup,
     ReadRequest,
     Target,
 )
@@ -449,9 +450,20 @@ def plan(
     laid_out = target.lay_out(replace(named, notes=()), layout)
     check_casts(named, laid_out, layout)
     unread = checkpoint.unread if target.carries_optimizer else ()
+    if not target.carries_optimizer and any(map(_is_at_gradients_point, checkpoint.state.param_groups)):
+        note = (
+            "the run's schedule-free optimizer was in training mode: these are the weights that gradients are taken "
+            "at, not the averaged ones to evaluate (which are there when it is saved after optimizer.eval())"
+        )
+        laid_out = replace(laid_out, notes=(*laid_out.notes, note))
     laid_out = replace(laid_out, notes=(*named.notes, *laid_out.notes), dropped=(*laid_out.dropped, *unread))
     made = make_plan(named, laid_out, carries_optimizer=target.carries_optimizer)
     return Conversion(made, resources or Resources(), to)
+
+
+def _is_at_gradients_point(group: ParamGroup) -> bool:
+    """schedulefree 1.4, `AdamWScheduleFree.train`: the parameters are another point than that of `eval`."""
+    return group.options.get("train_mode") is True and "weight_sum" in group.options
 
 
 def _check_states_are_plain(checkpoint: Checkpoint, to: str) -> None:

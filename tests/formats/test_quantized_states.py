@@ -276,3 +276,13 @@ def test_numbers_that_are_tensors_stay_tensors(tmp_path: Path) -> None:
         assert isinstance(number, OneElement) and number.value == expected.item()
     written = torch.load(tmp_path / "full" / "optimizer.bin")["state"]["weight"]["mu_product"]
     assert raw(written) == raw(expected) and written.shape == expected.shape
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_weights_of_a_schedule_free_run_are_told_apart(mode: bool, tmp_path: Path) -> None:
+    """schedulefree 1.4's groups record which of the two points the parameters are."""
+    group = {"lr": 0.1, "train_mode": mode, "weight_sum": 0.3, "params": [0], "param_names": ["w"]}
+    optimizer = {"state": {0: {"z": torch.ones(3), "exp_avg_sq": torch.ones(3)}}, "param_groups": [group]}
+    torch.save({"model": {"w": torch.ones(3)}, "optimizer": optimizer}, tmp_path / "model.pt")
+    done = ckpt("convert", "full", "hf", tmp_path / "model.pt", "-o", tmp_path / "hf")
+    assert done.code == 0 and ("schedule-free optimizer was in training mode" in done.err) is mode
