@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import gcd, lcm, prod
+from operator import add
 from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 from ckpt.plan.dtypes import DType
@@ -80,7 +82,9 @@ class Box(NamedTuple):
     @property
     def ends(self) -> Shape:
         """Behind the last element, in every dim."""
-        return tuple(a + (n - 1) * s + 1 for a, n, s in zip(self.offsets, self.sizes, self.all_steps, strict=True))
+        if not self.steps:
+            return tuple(map(add, self.offsets, self.sizes))
+        return tuple(a + (n - 1) * s + 1 for a, n, s in zip(self.offsets, self.sizes, self.steps, strict=True))
 
     def __str__(self) -> str:
         parts = zip(self.offsets, self.ends, self.all_steps, strict=True)
@@ -140,6 +144,7 @@ def whole(shape: Shape) -> Box:
     return Box((0,) * len(shape), shape)
 
 
+@lru_cache(4096)  # of the many tensors of a model few have a shape of their own
 def contiguous_strides(shape: Shape) -> Shape:
     """Row-major strides, in elements."""
     strides, step = [], 1
@@ -149,6 +154,7 @@ def contiguous_strides(shape: Shape) -> Shape:
     return tuple(reversed(strides))
 
 
+@lru_cache(4096)
 def is_contiguous(shape: Shape, strides: Shape) -> bool:
     """Whether the elements lie one after the other in row-major order (dims of size 1 are ignored)."""
     step = 1
@@ -599,8 +605,10 @@ def is_inside(region: Region, shape: Shape) -> bool:
         return 0 <= region.start <= region.stop <= prod(shape)
     if not len(region.offsets) == len(region.sizes) == len(shape):
         return False
-    dims = zip(region.offsets, region.sizes, region.ends, shape, strict=True)
-    return all(start >= 0 and size >= 0 and end <= full for start, size, end, full in dims)
+    for start, size, end, full in zip(region.offsets, region.sizes, region.ends, shape, strict=True):
+        if start < 0 or size < 0 or end > full:
+            return False
+    return True
 
 
 def _box_faults(regions: Sequence[Region], shape: Shape, overlaps: bool) -> Iterator[TilingFault]:
