@@ -42,7 +42,7 @@ class _Param:
                 return value
             if annotation is int and isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
                 info = self.parameter.type_descriptor.parameter_info
-                if int(value) >= (info.min or 0) and info.max is None:
+                if (info.min or 0) <= int(value) <= (10**9 if info.max is None else info.max):
                     return int(value)
             if annotation is Path and (os.access(value, os.R_OK) or not os.path.exists(value)):
                 return Path(value)
