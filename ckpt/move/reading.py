@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ckpt.move.casts import storage_dtype
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import open_file, read_into, truncated
-from ckpt.plan.tensors import ZEROS, Box, Extent, Fragment, Shape, Tensor, overlay
+from ckpt.plan.tensors import Box, Extent, Fragment, Shape, Tensor, overlay
 
 Computed = Mapping[str, Callable[[], memoryview]]
 
@@ -38,8 +38,6 @@ def _read(extent: Extent, computed: Computed) -> NDArray:
     if extent.path in computed:
         content = computed[extent.path]()
         return in_shape(np.frombuffer(content, np.uint8)[extent.offset : extent.end], extent)
-    if extent.path == ZEROS:  # a device, which no checkpoint may name
-        return np.zeros(extent.shape, storage_dtype(extent.dtype))
     descriptor = open_file(extent.path)
     try:
         return read_bits(descriptor, extent)
