@@ -317,7 +317,7 @@ def test_fault_11_what_maps_nowhere_stops_before_a_byte_is_written(
     name = "model.layers.1.mlp.experts.gate_up_proj"
     source = write_stage3(tmp_path / "source" / "run", groups_of({name: shape}), 2)
     shutil.copy(fixtures / "moe-zero3" / "config.json", source)
-    words = ("transformers cannot convert this model's tensors", f"tensor: {name}\n", f"shape {list(shape)}")
+    words = ("tensors that belong together have shapes that do not fit", f"tensor: {name}\n", f"found: {list(shape)}")
     refused(source, 6, *words, "hint: does the config belong")
 
 
