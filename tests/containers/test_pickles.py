@@ -474,6 +474,8 @@ def seen(value: Any, depth: int = 8) -> Any:
         return [(seen(key, depth - 1), seen(one, depth - 1)) for key, one in value.items()]
     if depth and isinstance(value, tuple | list):
         return type(value), *(seen(one, depth - 1) for one in value)
+    if depth and isinstance(value, set | frozenset):  # in an order that changes with the addresses of objects
+        return type(value), *sorted(repr(seen(one, depth - 1)) for one in value)
     return repr(value)
 
 
