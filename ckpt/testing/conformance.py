@@ -171,7 +171,7 @@ class Conformance:
         _, path, _ = sample
         before = digests(path)
         checkpoint = ckpt.open(path)
-        ckpt.plan(checkpoint, "hf").run(tmp_path / "out")
+        ckpt.plan(checkpoint, "hf", Layout(names="own")).run(tmp_path / "out")
         assert ckpt.verify(checkpoint, ckpt.open(tmp_path / "out"), only="weights").equal
         assert digests(path) == before
 
