@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
+from io import BufferedReader
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from ckpt.run_folder.steps import RECORDS, enclosing_folders, step_folders, trai
 from ckpt.text import HUB_ID
 
 if TYPE_CHECKING:
+    from ckpt.move.views import Views
     from ckpt.move.workers import FileDigests, Progress, Resources
     from ckpt.plan.planner import Plan
     from ckpt.show.rows import Only, Picture
@@ -367,6 +369,27 @@ class Conversion:
     def peak_buffers(self) -> int:
         """Upper bound of the bytes of all buffers while it runs."""
         return self.resources.peak_buffers(self.plan)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the target's files, relative to its folder."""
+        return tuple(file.name for file in self.plan.target.files)
+
+    @cached_property
+    def views(self) -> Views:
+        """The target's files to be read without being written, by offset and by several threads at a time."""
+        from ckpt.move.views import Views
+
+        return Views(self.plan, self.resources.max_memory)
+
+    def open(self, name: str) -> BufferedReader:
+        """A file of the target that is not written: the bytes that `run` would write are computed as they are read.
+
+        Read-only and seekable; each thread opens its own.  Replicas are not compared (`ckpt.verify` does).  Raises
+        NotFoundError where the target has no such file, and when it is read CorruptError where the source was
+        replaced meanwhile, StorageError.
+        """
+        return self.views.open(name)
 
     def run(
         self,

@@ -37,7 +37,7 @@ _SPAN = 8 << 20  # bytes per kernel copy: one is written back to disk while the 
 _SLAB = 2 << 20  # bytes of rows that several copies fill together
 _BATCH = 8 << 20  # small copies are handed to a thread together, up to this many bytes
 _SMALL = 256 << 10  # a range of fewer bytes is gathered with its neighbours
-_MAX_ROWS = 500  # ranges that are gathered at a time: one read scatters to 1,024 buffers at most, gaps included
+MAX_ROWS = 500  # ranges that are gathered at a time: one read scatters to 1,024 buffers at most, gaps included
 _GAP = 8 << 10  # bytes that are read over in the time that one more read takes
 
 HAS_KERNEL_COPY = hasattr(os, "copy_file_range")  # a Python built for an old glibc has none
@@ -106,7 +106,7 @@ class SpanBatch:
                         _copy_span(source, path, at, output.descriptor, int(spans.target[start]), size, buffer_size)
                     yield size
                 else:
-                    bits = _gather(rows(spans, slice(start, stop)), sources)
+                    bits = gather(rows(spans, slice(start, stop)), sources)
                     with output.writing:
                         write_all(output.descriptor, bits.view(np.uint8).data, int(spans.target[start]))
                     yield bits.nbytes
@@ -159,7 +159,7 @@ def _windows(spans: Spans, buffer_size: int) -> Iterator[tuple[int, int]]:
     starts = np.flatnonzero(np.concatenate([[True], ~follows]))
     within = spans.target - np.repeat(spans.target[starts], np.diff(starts, append=len(spans)))
     piece = within // max(1, half * spans.target_dtype.itemsize // _itemsize(spans))
-    number = np.arange(len(spans)) // _MAX_ROWS
+    number = np.arange(len(spans)) // MAX_ROWS
     starts = np.flatnonzero(np.concatenate([[True], ~follows | (np.diff(piece) != 0) | (np.diff(number) != 0)]))
     yield from zip(starts.tolist(), [*starts[1:].tolist(), len(spans)], strict=True)
 
@@ -168,7 +168,7 @@ def _itemsize(spans: Spans) -> int:
     return max(spans.source_dtype.itemsize, spans.target_dtype.itemsize)
 
 
-def _gather(spans: Spans, sources: OpenFiles) -> NDArray:
+def gather(spans: Spans, sources: OpenFiles) -> NDArray:
     """The elements of all rows, which leave no gap in the target, as one array of raw bits of the target's dtype."""
     sizes = spans.numel * spans.source_dtype.itemsize
     ends = np.cumsum(sizes)
@@ -196,10 +196,10 @@ def _gather(spans: Spans, sources: OpenFiles) -> NDArray:
         buffers.append(raw.data[place : place + size])
         reached = source + size
     read()
-    return _cast(raw.view(storage_dtype(spans.source_dtype)), spans.source_dtype, spans.target_dtype)
+    return cast(raw.view(storage_dtype(spans.source_dtype)), spans.source_dtype, spans.target_dtype)
 
 
-def _cast(bits: NDArray, source: DType, target: DType) -> NDArray:
+def cast(bits: NDArray, source: DType, target: DType) -> NDArray:
     if source == target:
         return bits
     with _casting:
@@ -257,7 +257,7 @@ class CopyBatch:
         with translate_os_errors(output.name):
             for copy in self.copies:
                 source = _descriptor(sources, copy.source.path)
-                for write, bits in _read_blocks(copy, source, buffer_size if slab is None else buffer_size // 2):
+                for write, bits in read_blocks(copy, source, buffer_size if slab is None else buffer_size // 2):
                     if slab is not None:
                         slab.put(write, bits)
                     else:
@@ -281,7 +281,7 @@ class ComputedBatch(CopyBatch):
             computed = self.content()
             for copy in self.copies:
                 bits = in_shape(np.frombuffer(computed, np.uint8)[copy.source.offset : copy.source.end], copy.source)
-                bits = _cast(bits, copy.source.dtype, copy.target.dtype)
+                bits = cast(bits, copy.source.dtype, copy.target.dtype)
                 with translate_os_errors(output.name), output.writing:
                     _write_bits(output.descriptor, copy.target, bits)
                 yield copy.target.nbytes
@@ -321,7 +321,7 @@ def _row_batches(slot: Extent, copies: Sequence[Copy]) -> Generator[CopyBatch, N
             low, high = max(start, first), min(start + step, first + copy.target.shape[0])
             if low < high:
                 at, size = low - first, high - low
-                batch.append(Copy(_slice(copy.source, 0, at, size), _slice(copy.target, 0, at, size)))
+                batch.append(Copy(sliced(copy.source, 0, at, size), sliced(copy.target, 0, at, size)))
         if batch:
             yield CopyBatch(batch)
     return others
@@ -349,11 +349,11 @@ def _slab(copies: list[Copy], at_most: int) -> _Slab | None:
     return _Slab(start, np.empty(stop - start, np.uint8))
 
 
-def _read_blocks(copy: Copy, source: int, buffer_size: int) -> Iterator[tuple[Extent, NDArray]]:
+def read_blocks(copy: Copy, source: int, buffer_size: int) -> Iterator[tuple[Extent, NDArray]]:
     """Parts of the target, and for each an array of its shape with the bits that it is to hold."""
     widening = max(1, copy.target.dtype.itemsize // copy.source.dtype.itemsize)
     for read, write in _blocks(copy.source, copy.target, buffer_size // widening):
-        yield write, _cast(read_bits(source, read), read.dtype, write.dtype)
+        yield write, cast(read_bits(source, read), read.dtype, write.dtype)
 
 
 def _blocks(source: Extent, target: Extent, buffer_size: int) -> Iterator[tuple[Extent, Extent]]:
@@ -367,16 +367,16 @@ def _blocks(source: Extent, target: Extent, buffer_size: int) -> Iterator[tuple[
         return
     dim = max(range(len(source.shape)), key=lambda d: (source.shape[d] > 1, source.strides[d]))
     size = source.shape[dim]
-    one = _slice(source, dim, 0, 1)
+    one = sliced(source, dim, 0, 1)
     step_bytes = max(source.strides[dim] * source.dtype.itemsize, one.nbytes)
     left = buffer_size - max(one.end - one.offset, one.nbytes)
     step = max(1, min(size - 1, left // step_bytes + 1))
     for start in range(0, size, step):
         part = min(step, size - start)
-        yield from _blocks(_slice(source, dim, start, part), _slice(target, dim, start, part), buffer_size)
+        yield from _blocks(sliced(source, dim, start, part), sliced(target, dim, start, part), buffer_size)
 
 
-def _slice(extent: Extent, dim: int, start: int, size: int) -> Extent:
+def sliced(extent: Extent, dim: int, start: int, size: int) -> Extent:
     return extent._replace(
         offset=extent.offset + start * extent.strides[dim] * extent.dtype.itemsize,
         shape=(*extent.shape[:dim], size, *extent.shape[dim + 1 :]),

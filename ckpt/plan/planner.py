@@ -95,25 +95,31 @@ class Plan:
         """The copies of contiguous elements to `file` from files, as arrays: one `Spans` for each pair of dtypes."""
         return self._spans.get(file.name, ())
 
+    def slots(self, file: TargetFile) -> Sequence[Slot]:
+        """The slots of `file` that take copies which `spans` has not."""
+        return self._others.get(file.name, ())
+
+    def slot_copies(self, slot: Slot) -> Iterator[Copy]:
+        """The copies to one of `slots` that `spans` has not: those of what is computed, and those with gaps."""
+        tensor = self.checkpoint.tensors[slot.key]
+        for copy in _slot_copies(tensor.fragments(), tensor.shape, slot):
+            if copy.source.path in self.checkpoint.computed or not copy.is_flat:
+                yield copy
+
     def copies(self, file: TargetFile) -> Iterator[tuple[Slot, list[Copy]]]:
         """The slots of `file` that take copies from files which `spans` has not, with these copies."""
         computed = self.checkpoint.computed
-        for slot, copies in self._other_copies(file):
-            yield slot, [copy for copy in copies if copy.source.path not in computed and not copy.is_flat]
+        for slot in self.slots(file):
+            yield slot, [copy for copy in self.slot_copies(slot) if copy.source.path not in computed]
 
     def computed_copies(self, file: TargetFile) -> dict[str, list[Copy]]:
         """The copies of what is computed, by the name of what it is in `Checkpoint.computed`."""
         found: dict[str, list[Copy]] = {}
         if self.checkpoint.computed:
-            for copy in (copy for _, copies in self._other_copies(file) for copy in copies):
+            for copy in (copy for slot in self.slots(file) for copy in self.slot_copies(slot)):
                 if copy.source.path in self.checkpoint.computed:
                     found.setdefault(copy.source.path, []).append(copy)
         return found
-
-    def _other_copies(self, file: TargetFile) -> Iterator[tuple[Slot, Iterator[Copy]]]:
-        for slot in self._others.get(file.name, ()):
-            tensor = self.checkpoint.tensors[slot.key]
-            yield slot, _slot_copies(tensor.fragments(), tensor.shape, slot)
 
 
 def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool = True) -> Plan:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from random import Random
 from typing import ClassVar
 
 import pytest
@@ -78,6 +79,19 @@ def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file of a folder, by relative path."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def check_views(conversion: ckpt.api.Conversion, written: Path) -> None:
+    """Assert that the files which a conversion opens, as a whole and in ranges, are those that it wrote."""
+    random = Random(conversion.format)
+    for name in conversion.files:
+        expected = (written / name).read_bytes()
+        with conversion.open(name) as view:
+            assert view.read() == expected, name
+            for _ in range(12):
+                start, length = random.randrange(len(expected) + 2), int(2 ** random.uniform(0, 14))
+                view.seek(start)
+                assert view.read(length) == expected[start : start + length], f"{length} bytes at {start} of {name}"
 
 
 class Conformance:
@@ -236,6 +250,7 @@ class Conformance:
         assert written == planned
         checked = manifest.check(one, registry.all_formats())
         assert checked.good and not checked.unknown
+        check_views(conversion, one)
 
     def test_what_is_written_reads_back_equal(self, sample: Sample, target: str, tmp_path: Path) -> None:
         declaration, path, truth = sample

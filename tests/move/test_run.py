@@ -153,7 +153,7 @@ class TestMove:
         expected = bytes([FILLER]) * int(spans.target[-1] + 200)
         with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
             patch.setattr(blocks, "_SMALL", small)
-            patch.setattr(blocks, "_MAX_ROWS", max_rows)
+            patch.setattr(blocks, "MAX_ROWS", max_rows)
             patch.setattr(blocks, "_GAP", small)
             patch.setattr(blocks, "_BATCH", 10 * small)
             opened = {name: stack.enter_context(tempfile.TemporaryFile()) for name in (*content, "target")}
