@@ -127,9 +127,9 @@ class _File:
         self._put_literals(window)
         with OpenFiles() as sources, translate_os_errors(self.name):
             for spans in self._spans:
-                for part in _rows_in(spans, window):
-                    _put_rows(part, window, sources)
-                    used.update(part.paths[number] for number in np.unique(part.path))
+                for cut in _rows_in(spans, window):
+                    _put_rows(cut, window, sources)
+                    used.update(cut.paths[path] for path in np.unique(cut.path))
             for number in np.flatnonzero((self._starts < window.stop) & (self._ends > window.start)):
                 for copy in self._copies(int(number)):
                     for part in _copies_in(copy, window):
