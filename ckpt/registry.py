@@ -33,6 +33,7 @@ FORMATS = {
     "dcp": "converters.pytorch.dcp:DCP",
     "full": "converters.pytorch.full:FULL",
     "fsdp-ranks": "converters.pytorch.fsdp_ranks:FSDP_RANKS",
+    "trainer": "converters.pytorch.trainer:TRAINER",
     "hf": "converters.huggingface.hf:HF",
     "peft": "converters.huggingface.peft:PEFT",
 }

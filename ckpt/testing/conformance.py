@@ -273,7 +273,8 @@ class Conformance:
         assert report.equal or (adds and added and added <= stateless), "\n".join(report.lines())
         assert {result.status for result in report.results} <= {"=", "+"}
         spaces = {checkpoint.namespace, named.namespace}
-        renamed = len(spaces) > 1 and not spaces <= {HUB, TRANSFORMERS, OWN}
+        known, asked = ({fqn for fqn, _ in one.tensors} for one in (checkpoint, named))
+        renamed = len(spaces) > 1 and (known != asked or not spaces <= {HUB, TRANSFORMERS, OWN})
         weights = {fqn for fqn, role in (named.tensors if renamed else truth) if role in (WEIGHT, BUFFER)}
         assert {fqn for fqn, _ in back.tensors} == weights
 

@@ -63,9 +63,11 @@ from ckpt.run_folder.companions import (
 from ckpt.run_folder.steps import enclosing_folders, step_folders, trainer_step
 from ckpt.state.plain import is_plain
 from converters.pytorch.state_dicts import (
+    UNPROVED,
     Reading,
     clean_names,
     read_optimizer,
+    read_proved,
     step_of,
     tie_as_declared,
 )
@@ -341,25 +343,15 @@ def _add_model(reading: _Reading, state: Mapping[str, Any], path: str) -> None:
 
 def _add_optimizer(reading: _Reading, content: Any, path: str) -> None:
     reading.has_optimizer = True
-    optimizer = read_optimizer(content, path)
-    if optimizer is None:
-        reading.notes.append(
-            f"{Path(path).name}: the optimizer's states are left out: they are numbered, and nothing in the file says "
-            "which parameter has which number (torch records that for optimizers made of named_parameters())"
-        )
-        return
     shapes = {fqn: tensor.shape for (fqn, role), tensor in reading.tensors.items() if role == WEIGHT}
-    for fqn in {name for group in optimizer.groups for name in group.fqns} | set(optimizer.states):
-        if reading.ties.get(fqn, fqn) not in shapes:
-            raise CorruptError("the optimizer has a parameter that the model does not have", path=path, fqn=fqn)
-    for fqn, values in optimizer.states.items():
-        owner = reading.ties.get(fqn, fqn)
-        if any(map(is_part, values.values())):
-            raise NotFoundError("this file holds one rank's parts of the optimizer's states", path=path, fqn=fqn)
-        reading.states.add(owner, shapes[owner], values, path)
+    # a state dict is in the order in which modules register
+    optimizer = read_optimizer(content, path) or read_proved(content, path, shapes)
+    if optimizer is None:
+        reading.notes.append(UNPROVED.format(Path(path).name))
+        return
+    reading.add_states(optimizer, shapes, reading.ties, path)
     for tensor in reading.states.tensors.values():
         reading.add(tensor, path)
-    reading.scalars, reading.groups = reading.states.scalars, optimizer.groups
 
 
 def _read_beside(reading: _Reading, name: str) -> None:

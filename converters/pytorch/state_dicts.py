@@ -13,17 +13,26 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ckpt.containers.sources import Sources
-from ckpt.errors import CorruptError
+from ckpt.containers.torchfile.values import StoredTensor, is_part
+from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, TrainingState
-from ckpt.plan.tensors import Tensor
+from ckpt.plan.tensors import Shape, Tensor
+from ckpt.state.numbered import names_by_shapes
 from converters.names.transformers.installed import all_tied_weights
 from converters.names.transformers.ties import ties_embeddings
 from converters.pytorch.optimizer_states import OptimizerStates
+from converters.quantized.states import Quantized, understood
 
+#: What to say of an optimizer that is left out; of a file's name.
+UNPROVED = (
+    "{}: the optimizer's states are left out: they are numbered, and the order of the model's parameters and their "
+    "shapes do not prove which has which number"
+)
 #: Names that wrappers put into the middle of a name: torch.compile, FSDP1, activation checkpointing.
 _INNER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 #: DistributedDataParallel and DataParallel put it before every name.
@@ -44,6 +53,18 @@ class Reading:
     per_rank: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     states: OptimizerStates = field(default_factory=OptimizerStates)
+
+    def add_states(self, optimizer: Optimizer, shapes: Mapping[str, Shape], ties: Mapping[str, str], path: str) -> None:
+        """Take the states of `optimizer`, whose file is `path`, for parameters of these `shapes`."""
+        for fqn in {name for group in optimizer.groups for name in group.fqns} | set(optimizer.states):
+            if ties.get(fqn, fqn) not in shapes:
+                raise CorruptError("the optimizer has a parameter that the model does not have", path=path, fqn=fqn)
+        for fqn, values in optimizer.states.items():
+            owner = ties.get(fqn, fqn)
+            if any(map(is_part, values.values())):
+                raise NotFoundError("this file holds one rank's parts of the optimizer's states", path=path, fqn=fqn)
+            self.states.add(owner, shapes[owner], values, path)
+        self.scalars, self.groups = self.states.scalars, optimizer.groups
 
     def state(self, step: int | None) -> TrainingState:
         """The training state that has been read, after `step` steps."""
@@ -221,6 +242,29 @@ def read_optimizer(content: Any, path: str, order: Sequence[str] | None = None) 
         for group in spelled.groups
     )
     return Optimizer({clean[names[key]]: values for key, values in spelled.states.items()}, groups)
+
+
+def read_proved(content: Mapping[str, Any], path: str, parameters: Mapping[str, Shape]) -> Optimizer | None:
+    """The state of an optimizer that `read_optimizer` finds no names in, by those that its shapes prove; None if none.
+
+    `parameters` are the model's in the order in which it registers them.
+    """
+    spelled = take_apart(content)
+    shapes = [[_shape(spelled.states.get(key, {})) for key in group["params"]] for group in spelled.groups]
+    names = names_by_shapes(parameters, shapes)
+    if names is None:
+        return None
+    named = [{**group, "param_names": list(fqns)} for group, fqns in zip(spelled.groups, names, strict=True)]
+    return read_optimizer({**content, "param_groups": named}, path)
+
+
+def _shape(states: Mapping[str, Any]) -> Shape | None:
+    """The shape of a parameter by its states; None where they do not tell it."""
+    stored = {name: value for name, value in understood(states).items() if isinstance(value, Quantized | StoredTensor)}
+    if stored.keys() >= {"exp_avg_sq_row", "exp_avg_sq_col"}:  # Adafactor's, of sums
+        return (*stored["exp_avg_sq_row"].shape, *stored["exp_avg_sq_col"].shape[-1:])
+    shapes = [value.shape for name, value in stored.items() if name != "step"]
+    return max(shapes, key=prod, default=None)
 
 
 # -- the rest of a training state ----------------------------------------------------------------------------

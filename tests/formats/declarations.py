@@ -36,6 +36,12 @@ def from_fixture(name: str) -> Callable[[Path], tuple[Path, Tensors]]:
     return make
 
 
+def saved_by_trainer(folder: Path) -> tuple[Path, Tensors]:
+    """HF Trainer's step of a model whose experts are stacked in memory, and are so in its optimizer."""
+    run, truth = from_fixture("trainer-plain")(folder)
+    return run / "checkpoint-2", truth
+
+
 def saved_by_transformers(folder: Path) -> tuple[Path, Tensors]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -133,6 +139,13 @@ def unknown_to_megatron(sample: Declaration, checkpoint: Checkpoint) -> Refusal 
     return None if known else ((UsageError, NotFoundError, LossError), None)
 
 
+def unknown_to_pipelines(sample: Declaration, checkpoint: Checkpoint) -> Refusal | None:
+    """Nor is there a place for norms of queries and keys in those of Megatron-DeepSpeed."""
+    if any(fqn.endswith("q_norm.weight") for fqn, _ in checkpoint.tensors) and sample.is_known_model:
+        return (LossError,), "no place"
+    return unknown_to_megatron(sample, checkpoint)
+
+
 def without_an_adapter(sample: Declaration, _: Checkpoint) -> Refusal | None:
     """Only what PEFT has wrapped holds an adapter, whose config is needed."""
     words = "no LoRA adapter|no adapter_config.json"
@@ -187,7 +200,7 @@ DECLARATIONS = [
         saved_by_pipeline,
         ("*/layer_*-model_states.pt", "*/mp_rank_*_model_states.pt", "*/*_optim_states.pt"),
         marks=SLOW,
-        refuses=unknown_to_megatron,
+        refuses=unknown_to_pipelines,
     ),
     Declaration(
         "dcp",
@@ -202,6 +215,13 @@ DECLARATIONS = [
         saved_by_ranks,
         ("model_world_size_2_rank_*.pt", "optim_world_size_2_rank_*.pt"),
         marks=SLOW,
+    ),
+    Declaration(
+        "trainer",
+        saved_by_trainer,
+        ("model.safetensors", "optimizer.pt"),
+        is_unchecked_data=True,
+        is_known_model=True,
     ),
     Declaration(
         "hf",

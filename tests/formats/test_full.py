@@ -111,6 +111,25 @@ def test_every_spelling(tmp_path: Path, layout: str, spelling: str) -> None:
     assert any("numbered" in note for note in checkpoint.notes) == (spelling == "numbered")
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_numbers_are_names_where_the_shapes_prove_them(tmp_path: Path, groups: int) -> None:
+    """As a script saves them, with one group or with biases apart; square layers of one shape, whose order decides."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.LayerNorm(5))
+    parts = [[p for p in model.parameters() if (p.ndim < 2) == without] for without in (False, True)]
+    parts = parts if groups == 2 else [list(model.parameters())]
+    optimizer = torch.optim.AdamW([{"params": part} for part in parts])
+    model(torch.arange(6)).square().mean().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "model.pt")
+    checkpoint = api.open(tmp_path)
+    for fqn, parameter in model.named_parameters():
+        for role in ("exp_avg", "exp_avg_sq"):
+            assert content(checkpoint.tensors[fqn, role]) == raw(optimizer.state[parameter][role])
+    names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+    assert [list(g.fqns) for g in checkpoint.state.param_groups] == [[names[id(p)] for p in part] for part in parts]
+
+
 @pytest.mark.parametrize("form", ["module.{}", "_orig_mod.{}", "_fsdp_wrapped_module.{}", "module._orig_mod.{}"])
 def test_wrappers(tmp_path: Path, form: str) -> None:
     model, optimizer = trained()

@@ -1,0 +1,40 @@
+"""The order in which a model of transformers' registers its parameters: that in which an optimizer numbers them.
+
+Files of weights do not tell it: safetensors sorts names.  For the architectures of `converters.names.megatron` it
+follows from their tables; for others the installed transformers' own model, without data, is asked.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ckpt.errors import CkptError
+from ckpt.plan.checkpoint import WEIGHT, Checkpoint
+from converters.names.hub.proof import prove
+from converters.names.megatron.relation import architectures, module_order
+from converters.names.transformers.installed import package
+from converters.names.transformers.order import as_registered
+from converters.names.transformers.relation import build_model
+
+
+def in_order(hub: Checkpoint, memory: Checkpoint) -> list[str] | None:
+    """Names of the parameters of a model whose files are `hub`, as `memory` has them; None where nothing tells it.
+
+    That is so without a config, and for one whose architecture has other tensors, or is not known.
+    """
+    config = hub.config or {}
+    names = [fqn for fqn, role in memory.tensors if role == WEIGHT]
+    model_type = str(config.get("model_type"))
+    try:
+        if model_type in architectures():
+            prove(config, {tensor.fqn: tensor.shape for tensor in hub.with_role(WEIGHT)}, hub.path)
+            return as_registered(names, *module_order(model_type))
+        if package() is None or find_spec("torch") is None:
+            return None
+        model = build_model(config, dict.fromkeys(names, ()))
+    except CkptError:
+        return None
+    if model is None or not model.state_dict().keys() >= set(names):
+        return None
+    first_names = (memory.ties.get(name, name) for name, _ in model.named_parameters(remove_duplicate=False))
+    return [name for name in dict.fromkeys(first_names) if (name, WEIGHT) in memory.tensors]
