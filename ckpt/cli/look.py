@@ -29,14 +29,34 @@ class TrainDType(str, Enum):
     fp32 = "fp32"
 
 
+class StateDType(str, Enum):
+    """What an optimizer may keep its masters and states in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp8 = "fp8"
+
+
 class Optimizer(str, Enum):
     """What `estimate --optimizer` takes."""
 
     adam = "adam"
     adamw = "adamw"
+    adamw_8bit = "adamw_8bit"
     lion = "lion"
+    lion_8bit = "lion_8bit"
     momentum = "momentum"
+    momentum_8bit = "momentum_8bit"
     sgd = "sgd"
+
+
+class Device(str, Enum):
+    """Where states are offloaded to."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
 
 
 def inspect(
@@ -110,72 +130,147 @@ def _is_drawing(path: Path) -> bool:
 
 def estimate_(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A config.json or its folder, a Hub id, or a checkpoint.")
+        str,
+        typer.Argument(metavar="MODEL", help="A config.json or its folder, a Hub id, a checkpoint, or Axolotl's YAML."),
     ],
     strategy: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Show only this strategy; repeatable. [default: all]"),
     ] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
-    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU.")] = "80GB",
-    dtype: Annotated[TrainDType, typer.Option(help="Precision that the model computes in.")] = TrainDType.bf16,
+    run_config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Take what is not given from Axolotl's, Accelerate's or FSDP's config."),
+    ] = None,
+    ds_config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Take stage, offload, sizes and precision from a DeepSpeed config."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs. [default: 1]")] = None,
+    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU; a number alone is GB.")] = "80GB",
+    dtype: Annotated[
+        TrainDType | None, typer.Option(help="Precision that the model computes in. [default: bf16]")
+    ] = None,
     pure: Annotated[
         bool,
         typer.Option("--pure", help="ddp, fsdp: keep all in --dtype, instead of float32 parameters and autocast."),
     ] = False,
-    optimizer: Annotated[
-        Optimizer, typer.Option(help="Optimizer: two states for each parameter, one, or none.")
-    ] = Optimizer.adam,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a micro batch of one GPU.")] = 1,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 4096,
+    optimizer: Annotated[Optimizer | None, typer.Option(help="Optimizer, by what it keeps. [default: adam]")] = None,
+    master_dtype: Annotated[
+        StateDType | None, typer.Option(help="zero, megatron: precision of the masters. [default: fp32]")
+    ] = None,
+    state_dtype: Annotated[
+        StateDType | None, typer.Option(help="zero, megatron: precision of optimizer states. [default: fp32]")
+    ] = None,
+    offload_optimizer: Annotated[
+        Device | None, typer.Option(help="zero: where masters, states and gradients are kept. [default: none]")
+    ] = None,
+    offload_param: Annotated[
+        Device | None,
+        typer.Option(help="zero3: where parameters are kept; fsdp: cpu, with all states. [default: none]"),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences in a micro batch of one GPU. [default: 1]")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a sequence. [default: 4096]")] = None,
+    cp: Annotated[
+        int | None, typer.Option(min=1, help="GPUs that share a sequence (context parallel, Ulysses). [default: 1]")
+    ] = None,
+    fused_cross_entropy: Annotated[
+        bool, typer.Option("--fused-cross-entropy", help="The logits are never all made (Cut cross-entropy, Liger).")
+    ] = False,
+    eager_attention: Annotated[
+        bool, typer.Option("--eager-attention", help="Attention keeps its scores, without a fused kernel.")
+    ] = False,
+    activation_offload: Annotated[
+        bool, typer.Option("--activation-offload", help="Keep inputs of checkpointed layers in the host's memory.")
+    ] = False,
     tp: Annotated[int | None, typer.Option(min=1, help="megatron: tensor parallel size.")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="megatron: pipeline parallel size.")] = None,
     ep: Annotated[int | None, typer.Option(min=1, help="megatron: expert parallel size.")] = None,
+    no_sequence_parallel: Annotated[
+        bool, typer.Option("--no-sequence-parallel", help="megatron: norms are whole on each tensor parallel rank.")
+    ] = False,
+    recompute_modules: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="megatron: what selective recomputation does not keep.")
+    ] = None,
     lora_r: Annotated[
-        int, typer.Option("--lora-r", min=0, help="Rank of LoRA adapters to train. 0: train the model.")
-    ] = 0,
+        int | None,
+        typer.Option("--lora-r", min=0, help="Rank of LoRA adapters to train. 0: train the model. [default: 0]"),
+    ] = None,
     lora_target_modules: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Modules that get adapters. [default: all linear layers]")
     ] = None,
     qlora: Annotated[bool, typer.Option("--qlora", help="Keep the frozen model's linear layers in 4 bits.")] = False,
-    ds_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="zero: take the sizes of buffers from this DeepSpeed config.")
-    ] = None,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:
     """Estimate what each GPU will hold in training, by strategy, and suggest one that fits."""
+    from ckpt.estimate import run_config as configs
     from ckpt.estimate import table as sizing
-    from ckpt.estimate.memory import STRATEGIES, Setup, Zero
+    from ckpt.estimate import text
+    from ckpt.estimate.setup import RECOMPUTED, STRATEGIES, Setup
 
     for name in strategy or ():
         if name not in STRATEGIES:
             raise UsageError(f"there is no strategy called {name!r}", expected="one of " + ", ".join(STRATEGIES))
-    if (lora_target_modules or qlora) and not lora_r:
-        raise UsageError("--lora-target-modules and --qlora go with --lora-r")
-    if (tp or pp or ep) and strategy and "megatron" not in strategy:
-        raise UsageError("--tp, --pp and --ep are of the strategy megatron", found=", ".join(strategy))
-    setup = Setup(
-        gpus,
-        dtype.value,
-        not pure,
-        optimizer.value,
-        batch_size,
-        seq_len,
-        lora_r,
-        tuple(lora_target_modules.split(",")) if lora_target_modules else None,
-        qlora,
-        sizing.read_zero(ds_config) if ds_config else Zero(),
-    )
+    for name in recompute_modules.split(",") if recompute_modules else ():
+        if name not in RECOMPUTED:
+            raise UsageError(f"no module called {name!r} is recomputed", expected=", ".join(RECOMPUTED))
+    if model.endswith((".yaml", ".yml")):
+        if run_config is not None:
+            raise UsageError("a run has one config", found=f"{model} and --run-config {run_config}")
+        run_config = Path(model)
+        model = configs.model_of(configs.load(run_config), run_config)
     subject = sizing.find(model)
+    stated = configs.RunConfig()
+    for path in (run_config, ds_config):
+        if path is not None:
+            stated = stated.under(configs.understand(configs.load(path), path, subject.model.hidden))
+    given = {
+        "gpus": gpus,
+        "dtype": dtype and dtype.value,
+        "mixed": False if pure else None,
+        "optimizer": optimizer and optimizer.value,
+        "master_dtype": master_dtype and master_dtype.value,
+        "state_dtype": state_dtype and state_dtype.value,
+        "offload_optimizer": offload_optimizer and offload_optimizer.value.replace("none", ""),
+        "offload_params": offload_param and offload_param.value.replace("none", ""),
+        "batch": batch_size,
+        "length": seq_len,
+        "context_parallel": cp,
+        "fused_loss": fused_cross_entropy or None,
+        "eager_attention": eager_attention or None,
+        "activation_offload": activation_offload or None,
+        "sequence_parallel": False if no_sequence_parallel else None,
+        "recompute": tuple(recompute_modules.split(",")) if recompute_modules else None,
+        "lora_rank": lora_r,
+        "lora_targets": tuple(lora_target_modules.split(",")) if lora_target_modules else None,
+        "quantized": qlora or None,
+    }
+    setup = Setup(**{**stated.setup, **{name: value for name, value in given.items() if value is not None}})
+    chosen = strategy or ([stated.strategy] if stated.strategy else [])
+    if (setup.lora_targets or setup.quantized) and not setup.lora_rank:
+        raise UsageError("--lora-target-modules and --qlora go with --lora-r")
+    if (tp or pp or ep) and chosen and "megatron" not in chosen:
+        raise UsageError("--tp, --pp and --ep are of the strategy megatron", found=", ".join(chosen))
+    axes = {**stated.axes, **{name: size for name, size in (("tp", tp), ("pp", pp), ("ep", ep)) if size}}
     if not quiet:
         say_notes(subject.notes)
-    found = sizing.size(subject, setup, parse_size(gpu_memory), strategy or (), tp=tp, pp=pp, ep=ep)
+    found = sizing.size(subject, setup, _gpu_memory(gpu_memory), chosen, **axes)
     if as_json:
-        print(json.dumps(sizing.to_json(found), indent=2))
+        print(json.dumps(text.to_json(found), indent=2))
         return
-    for line in sizing.lines(found):
+    for line in text.lines(found):
         print(printable(line))
+
+
+def _gpu_memory(size: str) -> int:
+    """Bytes; GPUs are sold by the GB, so a number alone is of these."""
+    if not size.strip().replace(".", "", 1).isdecimal():
+        return parse_size(size)
+    if float(size) >= 1 << 16:
+        raise UsageError("a GPU has no such memory", expected="GB, or a size as 24GB or 24564MiB", found=size)
+    return parse_size(f"{size.strip()}GB")
 
 
 def formats(as_json: opt.JsonOption = False) -> None:

@@ -11,7 +11,9 @@ allocate, with their padding, of the rank that holds most:
 * zero3: runtime/zero/stage3.py and partition_parameters.py.  Every parameter in as many parts as there are ranks, each
   padded alone; whole copies of those in use (`stage3_max_live_parameters`) and of the smallest
   (`stage3_param_persistence_threshold`).
-* Offload: DeepSpeed's `offload_optimizer` and `offload_param` with device cpu, FSDP2's CPUOffloadPolicy.
+* Offload: DeepSpeed's `offload_optimizer` and `offload_param`, each alone or both, with device cpu or (stage 3) nvme:
+  ZeRO-Infinity's buffers in the host, runtime/swap_tensor/partitioned_{optimizer,param}_swapper.py.  FSDP's
+  CPUOffload and CPUOffloadPolicy move parameters, gradients and states together.
 * fsdp1, fsdp2: torch.distributed.fsdp, one unit for each layer and one for the rest, which stays gathered between
   forward and backward.  FSDP2 cuts dim 0 of each parameter in equal chunks; FSDP1 cuts a unit's flat parameter, in
   which each parameter begins at 16 bytes.
@@ -24,7 +26,7 @@ Sizes are bytes.  Not counted: the CUDA context, NCCL's own buffers, and what an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, lcm, prod
 
@@ -32,29 +34,18 @@ from ckpt.errors import UsageError
 from ckpt.estimate import activations
 from ckpt.estimate.activations import Activations
 from ckpt.estimate.parameters import EXPERT, LINEAR, Block, Model, Parameter, Stage, num_elements
-
-DDP, ZERO1, ZERO2, ZERO3, FSDP1, FSDP2 = "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"
-ZERO2_OFFLOAD, ZERO3_OFFLOAD, ZERO3_OFFLOAD_ALL = "zero2-offload", "zero3-offload", "zero3-offload-params"
-FSDP2_OFFLOAD, MEGATRON = "fsdp2-offload", "megatron"
-
-#: In the order of a table: what shards more comes later.
-STRATEGIES = (
+from ckpt.estimate.setup import (
+    CPU,
     DDP,
+    FSDP1,
+    ITEMSIZES,
+    NVME,
     ZERO1,
     ZERO2,
-    ZERO2_OFFLOAD,
     ZERO3,
-    ZERO3_OFFLOAD,
-    ZERO3_OFFLOAD_ALL,
-    FSDP1,
-    FSDP2,
-    FSDP2_OFFLOAD,
-    MEGATRON,
+    Setup,
+    placed,
 )
-
-ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
-#: How many states an optimizer keeps for each parameter.
-OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "lion": 1, "momentum": 1, "sgd": 0}
 
 _FP32 = 4
 #: FSDP1's flat parameters under use_orig_params, in bytes (_flat_param.py `_get_aligned_numel`).
@@ -66,59 +57,13 @@ _NF4_TABLES = (16 + 256 + 1) * _FP32
 
 
 @dataclass(frozen=True, slots=True)
-class Zero:
-    """DeepSpeed's `zero_optimization` options that decide sizes of buffers, in elements, with its defaults."""
-
-    reduce_bucket_size: int = 500_000_000
-    overlap_comm: bool = False
-    max_live_parameters: int = 1_000_000_000
-    param_persistence_threshold: int = 100_000
-    sub_group_size: int = 1_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """A run.
-
-    `dtype` is what the model computes in.  `mixed` is for ddp and fsdp: float32 parameters under autocast or
-    MixedPrecision; otherwise everything is in `dtype`.  `batch` is the micro batch of one GPU, in sequences.  With
-    `lora_rank` the model is frozen, and `lora_targets` are the names of the modules that get adapters, None for PEFT's
-    "all-linear"; `quantized` holds the linear layers of the frozen model in 4 bits (QLoRA).
-    """
-
-    gpus: int
-    dtype: str = "bf16"
-    mixed: bool = True
-    optimizer: str = "adam"
-    batch: int = 1
-    length: int = 4096
-    lora_rank: int = 0
-    lora_targets: tuple[str, ...] | None = None
-    quantized: bool = False
-    zero: Zero = Zero()
-    distributed_optimizer: bool = True
-
-    @property
-    def itemsize(self) -> int:
-        return ITEMSIZES[self.dtype]
-
-    @property
-    def states(self) -> int:
-        return OPTIMIZER_STATES[self.optimizer]
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.length
-
-
-@dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes on the GPU that holds most.
 
     `gathered` are whole copies of what is sharded, or cast, while it is used; `buffers` are those of communication,
     `late` where they are largest at the end of the backward pass, when few activations are left.  `step` is what the
     optimizer's step needs when there are none.  `activations` is None where the layers are not known.  `host` is what
-    one rank holds in the host's memory.
+    one rank holds in the host's memory, without activations, and `nvme` what it writes to disks.
     """
 
     parameters: int
@@ -129,6 +74,7 @@ class Memory:
     buffers: int = 0
     step: int = 0
     host: int = 0
+    nvme: int = 0
     late: bool = False
     activations: Activations | None = None
 
@@ -151,22 +97,14 @@ def estimate(model: Model, strategy: str, setup: Setup) -> Memory:
     frozen, trained = _split(model, setup)
     if not setup.lora_rank and setup.quantized:
         raise UsageError("4-bit weights are not trained", expected="--lora-r with --qlora")
-    made = {
-        DDP: _ddp,
-        ZERO1: _zero12,
-        ZERO2: _zero12,
-        ZERO2_OFFLOAD: _zero12,
-        ZERO3: _zero3,
-        ZERO3_OFFLOAD: _zero3,
-        ZERO3_OFFLOAD_ALL: _zero3,
-        FSDP1: _fsdp,
-        FSDP2: _fsdp,
-        FSDP2_OFFLOAD: _fsdp,
-    }[strategy](frozen, trained, strategy, setup)
+    engine, optimizer, params = placed(strategy, setup)
+    makers: dict[str, Callable[..., Memory]] = {DDP: _ddp, ZERO1: _zero12, ZERO2: _zero12, ZERO3: _zero3}
+    made = makers.get(engine, _fsdp)(
+        frozen, trained, engine, replace(setup, offload_optimizer=optimizer, offload_params=params)
+    )
     if not model.blocks:
         return made
-    of_layers = activations.transformers(model.blocks, model.vocabulary, setup.tokens, setup.itemsize)
-    return replace(made, activations=of_layers)
+    return replace(made, activations=activations.transformers(model.blocks, model.vocabulary, setup))
 
 
 def megatron(
@@ -176,18 +114,18 @@ def megatron(
     if setup.lora_rank:
         raise UsageError("LoRA is not estimated for Megatron", found="--lora-r with the strategy megatron")
     pp = len(stages)
-    if setup.gpus % (tp * pp) or setup.gpus % (ep * pp):
+    if setup.gpus % (tp * pp * setup.context_parallel) or setup.gpus % (ep * pp):
         raise UsageError(
-            "the GPUs do not divide among the parallel axes", found=f"{setup.gpus} GPUs, tp {tp}, pp {pp}, ep {ep}"
+            "the GPUs do not divide among the parallel axes",
+            found=f"{setup.gpus} GPUs, tp {tp}, pp {pp}, cp {setup.context_parallel}, ep {ep}",
         )
     found = []
     for number, stage in enumerate(stages):
+        # The optimizer's states are divided among data and context parallel ranks.
         memory = _stage(stage, setup, setup.gpus // (tp * pp), setup.gpus // (pp * (tp if ep == 1 else ep)))
         if blocks:
             mine = [blocks[layer] for layer in stage.layers]
-            of_layers = activations.megatron(
-                mine, pp - number, vocabulary, setup.tokens, setup.itemsize, tp, has_loss=stage.is_last
-            )
+            of_layers = activations.megatron(mine, pp - number, blocks[0].hidden, vocabulary, setup, tp, stage.is_last)
             memory = replace(memory, activations=of_layers)
         found.append(memory)
     return max(found, key=lambda memory: memory.total(checkpointing=False))
@@ -230,7 +168,7 @@ def _frozen_bytes(parameter: Parameter, setup: Setup, itemsize: int) -> int:
     return ceil(parameter.numel / 2) + blocks + ceil(blocks / _NF4_NESTED) * _FP32 + _NF4_TABLES
 
 
-def _ddp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strategy: str, setup: Setup) -> Memory:
+def _ddp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], _engine: str, setup: Setup) -> Memory:
     # Adapters are held in float32 (PEFT's `autocast_adapter_dtype`), the frozen model as it was loaded.
     held = _FP32 if setup.mixed or frozen else setup.itemsize
     count = num_elements(trained)
@@ -238,32 +176,45 @@ def _ddp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strategy
     return Memory(
         parameters=held * count + sum(_frozen_bytes(p, setup, setup.itemsize) for p in frozen),
         gradients=held * count,
-        optimizer=held * setup.states * count,
+        optimizer=sum(p.count * setup.state_bytes(p.numel // p.count, held) for p in trained),
         masters=0,
         gathered=casts,
         buffers=held * count if setup.gpus > 1 else 0,
     )
 
 
-def _zero12(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strategy: str, setup: Setup) -> Memory:
+def _zero12(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], stage: str, setup: Setup) -> Memory:
     item, count = setup.itemsize, num_elements(trained)
     padded = _multiple(count, 2 * setup.gpus)
     part = padded // setup.gpus
+    master, states = _deepspeed_optimizer(part, setup)
     made = Memory(
         parameters=item * padded + sum(_frozen_bytes(p, setup, item) for p in frozen),
-        gradients=item * (count if strategy == ZERO1 else _touching(trained, part)),
-        optimizer=_FP32 * setup.states * part,
-        masters=_FP32 * part,
+        gradients=item * (count if stage == ZERO1 else _touching(trained, part)),
+        optimizer=states,
+        masters=master * part,
         buffers=item * setup.zero.reduce_bucket_size * (2 if setup.zero.overlap_comm else 1),
-        step=_FP32 * part,
+        step=master * part,
     )
-    if strategy != ZERO2_OFFLOAD:
+    if not setup.offload_optimizer:
         return made
-    # In the host: masters, states, float32 gradients, and the updated parameters on their way back.  A gradient of the
-    # largest parameter is on its way, on either side.
+    # In the host: masters, states, gradients as the masters, and the updated parameters on their way back.  A gradient
+    # of the largest parameter is on its way, on either side.
     largest = item * max(p.numel // p.count for p in trained)
-    host = made.optimizer + made.masters + _FP32 * part + item * part + largest
+    host = made.optimizer + made.masters + master * part + item * part + largest
     return replace(made, gradients=0, optimizer=0, masters=0, step=0, buffers=made.buffers + largest, host=host)
+
+
+def _deepspeed_optimizer(part: int, setup: Setup) -> tuple[int, int]:
+    """Bytes of an element of the masters, and of all states; engine.py asks for 16-bit masters where states are so."""
+    if setup.state_dtype != "fp32" and setup.master_dtype == "fp32":
+        raise UsageError(
+            "DeepSpeed keeps 16-bit states only beside 16-bit masters",
+            expected="bf16_master_weights_and_grads with bf16_optimizer_states",
+            found=f"states in {setup.state_dtype}, masters in fp32",
+            hint="--master-dtype bf16",
+        )
+    return ITEMSIZES[setup.master_dtype], setup.state_bytes(part, ITEMSIZES[setup.state_dtype])
 
 
 def _touching(parameters: Sequence[Parameter], part: int) -> int:
@@ -277,7 +228,7 @@ def _touching(parameters: Sequence[Parameter], part: int) -> int:
     return max(found.values())
 
 
-def _zero3(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strategy: str, setup: Setup) -> Memory:
+def _zero3(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], _engine: str, setup: Setup) -> Memory:
     item, ranks, zero = setup.itemsize, setup.gpus, setup.zero
     part = sum(p.count * ceil(p.numel // p.count / ranks) for p in trained)
     every = (*frozen, *trained)
@@ -285,22 +236,30 @@ def _zero3(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strate
     largest = max(p.numel // p.count for p in every)
     kept = item * sum(p.numel for p in every if p.numel // p.count <= zero.param_persistence_threshold)
     live = item * min(whole, max(zero.max_live_parameters, largest))
+    master, states = _deepspeed_optimizer(part, setup)
     made = Memory(
         parameters=item * part + sum(_frozen_part(p, setup) for p in frozen),
         gradients=item * part,
-        optimizer=_FP32 * setup.states * part,
-        masters=_FP32 * part,
+        optimizer=states,
+        masters=master * part,
         gathered=min(live + kept, item * whole) + item * max(p.numel // p.count for p in trained),
         buffers=item * zero.reduce_bucket_size,
-        step=_FP32 * min(part, zero.sub_group_size),
+        step=master * min(part, zero.sub_group_size),
     )
-    if strategy == ZERO3:
+    if setup.offload_params == CPU:
+        made = replace(made, parameters=0, host=made.parameters)
+    elif setup.offload_params == NVME:
+        in_host = min(made.parameters, item * zero.max_in_cpu)
+        host = in_host + item * zero.param_buffers * zero.param_buffer_size
+        made = replace(made, parameters=0, host=host, nvme=made.parameters - in_host)
+    if not setup.offload_optimizer:
         return made
-    host = made.gradients + made.optimizer + made.masters + _FP32 * part
-    made = replace(made, gradients=0, optimizer=0, masters=0, step=0, host=host)
-    if strategy == ZERO3_OFFLOAD:
-        return made
-    return replace(made, parameters=0, host=host + made.parameters)
+    host, nvme = made.host + made.gradients, made.optimizer + made.masters + master * part
+    if setup.offload_optimizer == CPU:
+        host, nvme = host + nvme, 0
+    else:
+        host += master * zero.optimizer_buffers * min(part, zero.sub_group_size)
+    return replace(made, gradients=0, optimizer=0, masters=0, step=0, host=host, nvme=made.nvme + nvme)
 
 
 def _frozen_part(parameter: Parameter, setup: Setup) -> int:
@@ -310,11 +269,11 @@ def _frozen_part(parameter: Parameter, setup: Setup) -> int:
     return setup.itemsize * parameter.count * ceil(parameter.numel // parameter.count / setup.gpus)
 
 
-def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strategy: str, setup: Setup) -> Memory:
+def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], engine: str, setup: Setup) -> Memory:
     held = setup.itemsize if frozen or not setup.mixed else _FP32  # one dtype in a unit: adapters have the model's
     item = setup.itemsize
-    part = _flat_parts(trained, setup) if strategy == FSDP1 else _chunks(trained, setup.gpus)
-    still = _flat_parts(frozen, setup) if strategy == FSDP1 else _chunks(frozen, setup.gpus)
+    part = _flat_parts(trained, setup) if engine == FSDP1 else _chunks(trained, setup.gpus)
+    still = _flat_parts(frozen, setup) if engine == FSDP1 else _chunks(frozen, setup.gpus)
     units: dict[int | None, int] = {}
     gradients: dict[int | None, int] = {}
     for parameter in (*frozen, *trained):
@@ -324,20 +283,20 @@ def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], strateg
     root = units.pop(None, 0)
     # The root stays gathered; of the layers two are, one of them ahead of its use.  A unit's gradients are whole in the
     # compute dtype, and again in that of the reduction.
-    layers = 2 * max(units.values(), default=0)
+    layers = 2 * max(units.values(), default=0) if setup.reshard else sum(units.values())
     parameters = held * (part + still)
     if setup.quantized:
         parameters = held * part + ceil(sum(_frozen_bytes(p, setup, item) for p in frozen) / setup.gpus)
     made = Memory(
         parameters=parameters,
         gradients=held * part,
-        optimizer=held * setup.states * part,
+        optimizer=setup.state_bytes(part, held),
         masters=0,
         gathered=item * (root + layers),
         buffers=(item + held) * max(gradients.values()),
         late=True,
     )
-    if strategy != FSDP2_OFFLOAD:
+    if not setup.offload_params:
         return made
     return replace(made, parameters=0, gradients=0, optimizer=0, host=made.states)
 
@@ -374,8 +333,8 @@ def _stage(stage: Stage, setup: Setup, dp: int, expert_dp: int) -> Memory:
     return Memory(
         parameters=item * whole,
         gradients=_FP32 * whole,
-        optimizer=_FP32 * setup.states * part,
-        masters=0 if setup.dtype == "fp32" else _FP32 * part,
+        optimizer=setup.state_bytes(part, ITEMSIZES[setup.state_dtype]),
+        masters=0 if setup.dtype == "fp32" else ITEMSIZES[setup.master_dtype] * part,
     )
 
 

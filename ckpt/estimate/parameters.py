@@ -42,7 +42,9 @@ def num_elements(parameters: Iterable[Parameter]) -> int:
 class Block:
     """One layer, as its activations depend on it; all sizes are elements per token.
 
-    `queries`, `keys`, `values` are those of all heads, `attended` what attention gives to its output layer, `latent`
+    `queries`, `keys`, `values` are those of all heads, `attended` what attention gives to its output layer, which
+    transformers' fused attention saves `again` so many times; its eager attention saves each score `scores` times in
+    the model's dtype, and in float32 where `scores_fp32`.  `latent`
     the low-rank queries, keys and values of latent attention.  `qk_norms` is the number of heads whose queries or keys
     are normalised.  `ffn` is the width of a dense MLP or of shared experts, `ffn_saved` the number of tensors of that
     width that the backward pass needs; the same of one expert, of which each token takes `top`.
@@ -64,6 +66,9 @@ class Block:
     expert_saved: int = 0
     num_experts: int = 0
     top: int = 0
+    again: int = 0
+    scores: int = 1
+    scores_fp32: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd
+from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
 from ckpt import api, registry
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.estimate.memory import (
+from ckpt.estimate.memory import Memory, estimate, megatron
+from ckpt.estimate.parameters import EMBEDDING, LINEAR, OTHER, Model, Parameter, Stage, num_elements
+from ckpt.estimate.setup import (
     DDP,
+    FSDP1,
     FSDP2,
     FSDP2_OFFLOAD,
     MEGATRON,
+    NVME,
+    OFFLOADED,
     STRATEGIES,
     ZERO1,
     ZERO2,
@@ -23,13 +28,8 @@ from ckpt.estimate.memory import (
     ZERO3,
     ZERO3_OFFLOAD,
     ZERO3_OFFLOAD_ALL,
-    Memory,
     Setup,
-    Zero,
-    estimate,
-    megatron,
 )
-from ckpt.estimate.parameters import EMBEDDING, LINEAR, OTHER, Model, Parameter, Stage, num_elements
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.run_folder.companions import read_config, read_json
@@ -42,6 +42,8 @@ USABLE = 0.9
 #: Tensor parallelism beyond the GPUs of one node is slow; experts are rarely dealt to more ranks than this.
 _MAX_TP, _MAX_EP = 8, 64
 _MAX_GPUS = 4096
+#: GPUs of a node: more of them come in such numbers.
+_NODE = 8
 
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -58,12 +60,16 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table; `options` are sizes of parallel axes and LoRA, by the names of the command's options."""
+    """A line of the table; `options` are sizes of parallel axes and LoRA, by the names of the command's options.
+
+    `stages` are the numbers of layers of Megatron's pipeline stages.
+    """
 
     strategy: str
     memory: Memory
     dp: int
-    options: Mapping[str, int | bool] = field(default_factory=dict)
+    options: Mapping[str, int | bool | str] = field(default_factory=dict)
+    stages: tuple[int, ...] = ()
 
     @property
     def title(self) -> str:
@@ -175,28 +181,6 @@ def _of_checkpoint(where: str, checkpoint: Checkpoint) -> Subject:
     return Subject(where, model, None, (*notes, note))
 
 
-def read_zero(path: Path) -> Zero:
-    """The sizes in a DeepSpeed config's `zero_optimization`; "auto" and what is not stated are as by default."""
-    with translate_os_errors(path):
-        config = read_json(path)
-    stated = config.get("zero_optimization") if isinstance(config, dict) else None
-    if not isinstance(stated, dict):
-        raise CorruptError("this is no DeepSpeed config", path=path, expected="an object with zero_optimization")
-
-    def size_of(name: str, default: int) -> int:
-        value = stated.get(name)
-        return int(value) if isinstance(value, int | float) and 0 <= value < 1 << 62 else default
-
-    default = Zero()
-    return Zero(
-        size_of("reduce_bucket_size", default.reduce_bucket_size),
-        stated.get("overlap_comm") is True,
-        size_of("stage3_max_live_parameters", default.max_live_parameters),
-        size_of("stage3_param_persistence_threshold", default.param_persistence_threshold),
-        size_of("sub_group_size", default.sub_group_size),
-    )
-
-
 # -- the table -----------------------------------------------------------------------------------------------
 
 
@@ -218,7 +202,7 @@ def size(
             rows += tried or [megatron_row(subject, setup, tp or 1, pp or 1, ep or 1)]
         else:
             rows.append(_row(subject, strategy, setup))
-    if not strategies and not setup.lora_rank:
+    if not (strategies or setup.lora_rank or setup.offload_optimizer or setup.offload_params):
         lora = replace(setup, lora_rank=16)
         rows += [_row(subject, strategy, lora) for strategy in (DDP, ZERO3)]
         rows.append(_row(subject, DDP, replace(lora, quantized=True)))
@@ -227,6 +211,10 @@ def size(
 
 
 def _default(subject: Subject, setup: Setup) -> list[str]:
+    if setup.offload_optimizer or setup.offload_params:  # as it is asked for, where it can be
+        fsdp = [] if setup.offload_optimizer or setup.offload_params == NVME else [FSDP1, FSDP2]
+        zero = [] if setup.offload_params or setup.offload_optimizer == NVME else [ZERO1, ZERO2]
+        return [*zero, ZERO3, *fsdp]
     has_megatron = _has_megatron(subject) and not setup.lora_rank
     return [strategy for strategy in STRATEGIES if strategy != MEGATRON or has_megatron]
 
@@ -236,8 +224,18 @@ def _has_megatron(subject: Subject) -> bool:
 
 
 def _row(subject: Subject, strategy: str, setup: Setup) -> Row:
-    options = {"lora": setup.lora_rank, "qlora": setup.quantized}
-    return Row(strategy, estimate(subject.model, strategy, setup), setup.gpus, options)
+    cp = setup.context_parallel
+    if setup.gpus % cp:
+        raise UsageError("the GPUs do not divide", expected=f"a multiple of cp {cp}", found=setup.gpus)
+    is_named = strategy in OFFLOADED
+    options: dict[str, int | bool | str] = {
+        "lora": setup.lora_rank,
+        "qlora": setup.quantized,
+        "cp": cp if cp > 1 else 0,
+        "offload-optimizer": "" if is_named else setup.offload_optimizer,
+        "offload-param": "" if is_named else setup.offload_params,
+    }
+    return Row(strategy, estimate(subject.model, strategy, setup), setup.gpus // cp, options)
 
 
 def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) -> Row:
@@ -245,11 +243,14 @@ def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) 
     if not _has_megatron(subject):
         raise UsageError("Megatron's layout of this model is not known", found=subject.model.name)
     assert subject.config is not None
-    if setup.gpus % (tp * pp):
-        raise UsageError("the GPUs do not divide", expected=f"a multiple of tp {tp} x pp {pp}", found=setup.gpus)
+    cp = setup.context_parallel
+    if setup.gpus % (tp * pp * cp):
+        axes = f"tp {tp} x pp {pp}" + (f" x cp {cp}" if cp > 1 else "")
+        raise UsageError("the GPUs do not divide", expected=f"a multiple of {axes}", found=setup.gpus)
     stages: tuple[Stage, ...] = registry.service("megatron_stages")(subject.config, tp=tp, pp=pp, ep=ep)
     memory = megatron(stages, subject.model.blocks, subject.model.vocabulary, setup, tp, ep)
-    return Row(MEGATRON, memory, setup.gpus // (tp * pp), {"tp": tp, "pp": pp, "ep": ep if ep > 1 else 0})
+    options = {"tp": tp, "pp": pp, "cp": cp if cp > 1 else 0, "ep": ep if ep > 1 else 0}
+    return Row(MEGATRON, memory, setup.gpus // (tp * pp * cp), options, tuple(len(stage.layers) for stage in stages))
 
 
 def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[Row]:
@@ -258,9 +259,8 @@ def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[Row]:
     Experts are dealt to as many ranks as can be, which takes nothing from data parallelism.
     """
     num_experts = max((block.num_experts for block in subject.model.blocks), default=0)
-    for ranks in (2**n for n in range(setup.gpus.bit_length())):
-        if setup.gpus % ranks:
-            continue
+    most = _MAX_TP * (len(subject.model.blocks) + 2)
+    for ranks in (n for n in range(1, min(setup.gpus, most) + 1) if setup.gpus % n == 0):
         for tp in (t for t in range(min(ranks, _MAX_TP), 0, -1) if ranks % t == 0):
             ep = gcd(setup.gpus * tp // ranks, num_experts, _MAX_EP) if num_experts else 1
             try:
@@ -317,119 +317,31 @@ def _words(row: Row, gpu_memory: int, checkpointing: bool) -> str:
 
 
 def _more_gpus(subject: Subject, setup: Setup, gpu_memory: int, strategies: Sequence[str]) -> str | None:
-    """The fewest GPUs, by doubling, on which what shards most fits."""
-    gpus = setup.gpus
-    while gpus <= _MAX_GPUS // 2:
-        gpus *= 2
+    """The fewest GPUs on which what shards most fits, in whole nodes where that is more than one."""
+
+    def fitting(gpus: int) -> str | None:
         more = replace(setup, gpus=gpus)
         rows = [_row(subject, strategy, more) for strategy in (FSDP2, ZERO3) if strategy in strategies]
         if MEGATRON in strategies:
             rows += _megatron_rows(subject, more)
-        if found := _first(rows, gpu_memory):
-            return f"on {gpus} GPUs: {found}"
-    return None
+        return _first(rows, gpu_memory)
+
+    unit = lcm(setup.context_parallel, _NODE if setup.gpus >= _NODE else 1)
+    least, most = setup.gpus, _multiple(setup.gpus + 1, unit)
+    while not (found := fitting(most)):
+        least, most = most, _multiple(2 * most, unit)
+        if most > _MAX_GPUS:
+            return None
+    while most - least > unit:  # `least` is too few, `most` is enough
+        middle = _multiple((least + most) // 2, unit)
+        if middle in (least, most):
+            break
+        if better := fitting(middle):
+            most, found = middle, better
+        else:
+            least = middle
+    return f"on {most} GPUs: {found}"
 
 
-# -- as text and JSON ----------------------------------------------------------------------------------------
-
-_HEADS = ("params", "grads", "optim", "master", "gathered", "buffers", "acts", "total", "acts*", "total*", "host")
-
-
-def lines(sizing: Sizing) -> Iterator[str]:
-    """The table as text."""
-    model, setup = sizing.subject.model, sizing.setup
-    yield f"{sizing.subject.path}: {model.name}, {num_elements(model.parameters):,} parameters"
-    precision = "mixed precision" if setup.mixed and setup.dtype != "fp32" else "pure"
-    gpus = "1 GPU" if setup.gpus == 1 else f"{setup.gpus} GPUs"
-    yield (
-        f"{gpus} of {show_size(sizing.gpu_memory)}, {setup.dtype} ({precision}), {setup.optimizer}, "
-        f"micro batch {setup.batch} x {setup.length} tokens"
-    )
-    yield ""
-    width = max(len(row.title) for row in sizing.rows)
-    cells = [_cells(row.memory) for row in sizing.rows]
-    widths = [max(len(head), *(len(row[n]) for row in cells)) for n, head in enumerate(_HEADS)]
-    yield (
-        f"{'each GPU holds':{max(width, 14)}}  "
-        + "  ".join(h.rjust(w) for h, w in zip(_HEADS, widths, strict=True))
-        + "  fits"
-    )
-    for row, texts in zip(sizing.rows, cells, strict=True):
-        kept, again = (fits(row, sizing.gpu_memory, checkpointing=c) for c in (False, True))
-        mark = "yes" if kept else "with *" if again and row.memory.activations else "no"
-        shown = "  ".join(text.rjust(w) for text, w in zip(texts, widths, strict=True))
-        yield f"{row.title:{max(width, 14)}}  {shown}  {mark}"
-    yield ""
-    yield "* with activation checkpointing. A total is the peak, in the backward pass or in the optimizer's step."
-    yield f"fits: at most {USABLE:.0%} of the GPU's memory. host: CPU memory of each GPU's process."
-    yield ""
-    if any(row.options.get("qlora") for row in sizing.rows):
-        rest = sum(parameter.numel for parameter in model.parameters if parameter.kind != LINEAR)
-        yield (
-            f"qlora: {rest:,} parameters are not quantized and stay in {setup.dtype}; "
-            "PEFT's prepare_model_for_kbit_training makes them float32"
-        )
-        yield ""
-    for suggestion in sizing.suggestions:
-        yield f"suggestion: {suggestion}"
-
-
-def _cells(memory: Memory) -> list[str]:
-    kept, again = memory.activations, memory.activations
-    counts: list[int | None] = [
-        memory.parameters,
-        memory.gradients,
-        memory.optimizer,
-        memory.masters,
-        memory.gathered,
-        memory.buffers,
-        kept.kept if kept else None,
-        memory.total(checkpointing=False),
-        again.checkpointed if again else None,
-        memory.total(checkpointing=True),
-        memory.host,
-    ]
-    return ["?" if count is None else show_size(count) if count else "-" for count in counts]
-
-
-def to_json(sizing: Sizing) -> dict[str, Any]:
-    """The table as plain values; sizes are bytes."""
-    setup = sizing.setup
-    return {
-        "model": sizing.subject.path,
-        "model_type": sizing.subject.model.name,
-        "parameters": num_elements(sizing.subject.model.parameters),
-        "gpus": setup.gpus,
-        "gpu_memory": sizing.gpu_memory,
-        "dtype": setup.dtype,
-        "mixed": setup.mixed,
-        "optimizer": setup.optimizer,
-        "batch_size": setup.batch,
-        "seq_len": setup.length,
-        "rows": [_row_json(row, sizing.gpu_memory) for row in sizing.rows],
-        "suggestions": list(sizing.suggestions),
-        "notes": list(sizing.subject.notes),
-    }
-
-
-def _row_json(row: Row, gpu_memory: int) -> dict[str, Any]:
-    memory = row.memory
-    return {
-        "strategy": row.strategy,
-        "data_parallel": row.dp,
-        **{name: value for name, value in row.options.items() if value},
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "masters": memory.masters,
-        "gathered": memory.gathered,
-        "buffers": memory.buffers,
-        "step": memory.step,
-        "activations": memory.activations.kept if memory.activations else None,
-        "activations_checkpointed": memory.activations.checkpointed if memory.activations else None,
-        "host": memory.host,
-        "total": memory.total(checkpointing=False),
-        "total_checkpointed": memory.total(checkpointing=True),
-        "fits": fits(row, gpu_memory, checkpointing=False),
-        "fits_checkpointed": fits(row, gpu_memory, checkpointing=True),
-    }
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of

@@ -28,6 +28,9 @@ from converters.names.transformers import installed
 #: Megatron-LM's `--make-vocab-size-divisible-by`.
 VOCAB_MULTIPLE = 128
 
+#: Architectures of transformers whose eager attention has its softmax in the model's dtype.
+_SCORES_IN_DTYPE = ("gpt2", "gpt_oss")
+
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?)\.(\d+)\.")
 
 
@@ -55,8 +58,8 @@ def megatron_stages(
 ) -> tuple[Stage, ...]:
     """What a tensor-parallel rank of each pipeline stage holds; experts are divided among `ep` ranks, each whole.
 
-    The last stage has fewer layers where they do not divide (Megatron-LM's `--decoder-last-pipeline-num-layers`).
-    UsageError where heads, layers or experts do not divide, or where there is no table.
+    UsageError where heads or experts do not divide, where there are more stages than layers, embedding and loss, or
+    where there is no table.
     """
     table, sizes = _table(config)
     sizes = replace(sizes, num_mtp=0)
@@ -72,13 +75,37 @@ def megatron_stages(
         )
     if sizes.num_experts % ep:
         raise UsageError(f"{sizes.num_experts} experts do not divide among {ep} expert parallel ranks")
-    last = sizes.num_layers - (pp - 1) * -(-sizes.num_layers // pp)
-    if last < 1:
-        raise UsageError(f"{sizes.num_layers} layers are too few for {pp} pipeline stages of nearly the same number")
-    stages = Stages(sizes.num_layers, pp, last=last if sizes.num_layers % pp else None)
+    stages = _deal(sizes.num_layers, pp)
     padded = padded_vocab_size(sizes.dims["v"], vocab_multiple, tp)
     whole = list(_megatron_parameters(table, sizes, padded))
     return tuple(_stage(whole, stages.layers(number), number, sizes, grid) for number in range(pp))
+
+
+def _deal(num_layers: int, pp: int) -> Stages:
+    """Layers in stages of nearly the same size, where they do not divide with the embedding and the loss as layers.
+
+    Megatron-LM's `--account-for-{embedding,loss}-in-pipeline-split` (Megatron-DeepSpeed's
+    `--pp-partition-method type:transformer|embedding`); where that does not divide either, a last stage with fewer
+    (`--decoder-last-pipeline-num-layers`), and then `--pipeline-model-parallel-layout`.
+    """
+    last = num_layers - (pp - 1) * -(-num_layers // pp)
+    if not num_layers % pp:
+        return Stages(num_layers, pp)
+    if not (num_layers + 2) % pp:
+        return Stages(num_layers, pp, embedding=True, loss=True)
+    if last > 0:
+        return Stages(num_layers, pp, last=last)
+    size, rest = divmod(num_layers + 2, pp)
+    if not size:
+        raise UsageError(
+            f"{num_layers} layers are too few for {pp} pipeline stages",
+            expected=f"at most {num_layers + 2}: each has a layer, the embedding or the loss",
+        )
+    counts = [size + (0 < number <= rest) for number in range(pp)]
+    items = ["embedding", *["decoder"] * num_layers, "loss"]
+    starts = [sum(counts[:number]) for number in range(pp)]
+    layout = tuple(tuple(items[start : start + count]) for start, count in zip(starts, counts, strict=True))
+    return Stages(num_layers, pp, layout=layout)
 
 
 def _stage(whole: list[Parameter], layers: range, number: int, sizes: Sizes, grid: Grid) -> Stage:
@@ -220,7 +247,7 @@ def _blocks(config: Mapping[str, Any], table: Table, sizes: Sizes) -> Iterator[B
         queries=dims["q"] if is_latent else dims["a"],
         keys=dims["q"] if is_latent else dims["k"],
         values=dims["a"] if is_latent else dims["k"],
-        attended=dims["a"] * (1 + table.saved_again),
+        attended=dims["a"],
         heads=sizes.heads,
         latent=dims["qr"] + dims["kr"] if is_latent else 0,
         qk_norms=sizes.heads + sizes.groups if "qk norm" in sizes.holds else 0,
@@ -230,6 +257,9 @@ def _blocks(config: Mapping[str, Any], table: Table, sizes: Sizes) -> Iterator[B
         # written in Python its parts
         ffn_saved=4 if gated else 2 if activation == "gelu" else 5,
         gated=gated,
+        again=table.saved_again,
+        scores=2 if config["model_type"] == "gpt_oss" else 1,  # with its sinks, and without
+        scores_fp32=config["model_type"] not in _SCORES_IN_DTYPE,
     )
     top = Config(config).size("num_experts_per_tok", "num_experts_per_token", default=1) if sizes.num_experts else 0
     is_split = any("{e}" in hub for row in table.rows for hub in row.hubs)

@@ -1,0 +1,155 @@
+"""What a run is, as its memory depends on it: strategy, sizes, precision, and where its states are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from ckpt.errors import UsageError
+
+DDP, ZERO1, ZERO2, ZERO3, FSDP1, FSDP2 = "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"
+ZERO2_OFFLOAD, ZERO3_OFFLOAD, ZERO3_OFFLOAD_ALL = "zero2-offload", "zero3-offload", "zero3-offload-params"
+FSDP2_OFFLOAD, MEGATRON = "fsdp2-offload", "megatron"
+
+#: In the order of a table: what shards more comes later.
+STRATEGIES = (
+    DDP,
+    ZERO1,
+    ZERO2,
+    ZERO2_OFFLOAD,
+    ZERO3,
+    ZERO3_OFFLOAD,
+    ZERO3_OFFLOAD_ALL,
+    FSDP1,
+    FSDP2,
+    FSDP2_OFFLOAD,
+    MEGATRON,
+)
+
+CPU, NVME = "cpu", "nvme"
+#: Names for what is kept elsewhere: the engine, and where its optimizer and its parameters are.
+OFFLOADED = {
+    ZERO2_OFFLOAD: (ZERO2, CPU, ""),
+    ZERO3_OFFLOAD: (ZERO3, CPU, ""),
+    ZERO3_OFFLOAD_ALL: (ZERO3, CPU, CPU),
+    FSDP2_OFFLOAD: (FSDP2, "", CPU),
+}
+
+ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+#: How many states an optimizer keeps for each parameter; `_8bit` are those of bitsandbytes.
+OPTIMIZER_STATES = {
+    "adam": 2,
+    "adamw": 2,
+    "adamw_8bit": 2,
+    "lion": 1,
+    "lion_8bit": 1,
+    "momentum": 1,
+    "momentum_8bit": 1,
+    "sgd": 0,
+}
+#: What Megatron's `--recompute-modules` computes again, of what is counted here.
+RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
+
+#: bitsandbytes 0.50 optim/optimizer.py: elements that share a float32 scale; smaller tensors are not quantized.
+_8BIT_BLOCK, _8BIT_LEAST = 256, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """DeepSpeed's `zero_optimization` options that decide sizes of buffers, in elements, with its defaults.
+
+    The last four are of `offload_optimizer` and `offload_param` with device nvme (runtime/zero/offload_config.py).
+    """
+
+    reduce_bucket_size: int = 500_000_000
+    overlap_comm: bool = False
+    max_live_parameters: int = 1_000_000_000
+    param_persistence_threshold: int = 100_000
+    sub_group_size: int = 1_000_000_000
+    optimizer_buffers: int = 4
+    param_buffers: int = 5
+    param_buffer_size: int = 100_000_000
+    max_in_cpu: int = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A run.
+
+    `dtype` is what the model computes in.  `mixed` is for ddp and fsdp: float32 parameters under autocast or
+    MixedPrecision; otherwise everything is in `dtype`.  `batch` is the micro batch of one GPU, in sequences, each of
+    which `context_parallel` GPUs share.  With `lora_rank` the model is frozen, and `lora_targets` are the names of the
+    modules that get adapters, None for PEFT's "all-linear"; `quantized` holds the linear layers of the frozen model in
+    4 bits (QLoRA).
+
+    `master_dtype` and `state_dtype` are those of DeepSpeed's and Megatron's optimizers.  `fused_loss`: the logits are
+    never all there (Cut cross-entropy, Liger).  `eager_attention` keeps the scores.  `activation_offload` keeps the
+    inputs of checkpointed layers in the host's memory.  `recompute` names modules of Megatron's layers.  `offload_*`
+    are empty, "cpu" or "nvme".  `reshard`: FSDP frees what it gathered after a unit's forward pass.
+    """
+
+    gpus: int = 1
+    dtype: str = "bf16"
+    mixed: bool = True
+    optimizer: str = "adam"
+    batch: int = 1
+    length: int = 4096
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] | None = None
+    quantized: bool = False
+    zero: Zero = Zero()
+    distributed_optimizer: bool = True
+    master_dtype: str = "fp32"
+    state_dtype: str = "fp32"
+    fused_loss: bool = False
+    eager_attention: bool = False
+    activation_offload: bool = False
+    recompute: tuple[str, ...] = ()
+    context_parallel: int = 1
+    sequence_parallel: bool = True
+    offload_optimizer: str = ""
+    offload_params: str = ""
+    reshard: bool = True
+
+    @property
+    def itemsize(self) -> int:
+        """Of what the model computes in, in bytes."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro batch, on one GPU."""
+        return ceil(self.batch * self.length / self.context_parallel)
+
+    def state_bytes(self, numel: int, itemsize: int) -> int:
+        """Of all optimizer states of one tensor with `numel` elements, which are kept in elements of `itemsize`."""
+        states = OPTIMIZER_STATES[self.optimizer]
+        if not self.optimizer.endswith("_8bit"):
+            return states * itemsize * numel
+        return states * (numel + 4 * ceil(numel / _8BIT_BLOCK) if numel >= _8BIT_LEAST else 4 * numel)
+
+
+def placed(strategy: str, setup: Setup) -> tuple[str, str, str]:
+    """The engine, and the devices to which its optimizer and its parameters are offloaded.
+
+    UsageError for what the engine cannot do: DeepSpeed offloads the optimizer from stage 1 on, to NVMe and the
+    parameters at stage 3; FSDP's CPUOffload moves parameters, gradients and states together.
+    """
+    if strategy in OFFLOADED:
+        return OFFLOADED[strategy]
+    optimizer, params = setup.offload_optimizer, setup.offload_params
+    is_fsdp = strategy in (FSDP1, FSDP2)
+    can = (
+        (not optimizer or strategy in (ZERO1, ZERO2, ZERO3))
+        and (not params or strategy == ZERO3 or (is_fsdp and params == CPU))
+        and (optimizer != NVME or strategy == ZERO3)
+    )
+    if not can:
+        raise UsageError(
+            f"{strategy} does not offload so",
+            expected="optimizer: zero1, zero2, zero3; parameters: zero3, and with all states fsdp1, fsdp2; nvme: zero3",
+            found=", ".join(
+                f"{what} to {device}" for what, device in (("optimizer", optimizer), ("parameters", params)) if device
+            ),
+        )
+    return strategy, optimizer, params
