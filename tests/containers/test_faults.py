@@ -680,7 +680,8 @@ import sys, threading
 import ckpt.move.blocks
 from ckpt.cli import main
 def wait(*args):
-    print("moving", file=sys.stderr, flush=True)
+    sys.stderr.write("moving\\n")  # in one piece: several threads say it
+    sys.stderr.flush()
     threading.Event().wait()
 ckpt.move.blocks.SpanBatch.carry_out = wait
 main()

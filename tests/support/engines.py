@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,10 +14,21 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+from train.config import ARCHITECTURES
+
 REPOSITORY = Path(__file__).parents[2]
 
 #: How numpy holds the raw bits of an element of so many bytes.
 RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+#: What is imported before the ranks are forked, by what jobs say.  Too little costs time, and nothing else.
+PRELOADED = {
+    r'"through": "trainer"': "train.trainer",
+    r'"zero\d': "train.engines.zero",
+    r'"(ddp|fsdp\d|hsdp|tp-fsdp)"': "train.engines.native",
+    r'"megatron"': "train.megatron.open",
+    r'"megatron-deepspeed"': "train.engines.pipeline",
+}
 
 
 @dataclass(frozen=True)
@@ -49,14 +61,16 @@ def raw(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
 def launch(jobs: list[dict[str, Any]], world_size: int, folder: Path, module: str = "train") -> None:
     """Run the trainer, or another module that takes a file of jobs, once on `world_size` processes for all jobs.
 
-    AssertionError with its output where it fails.
+    The processes are forked from one that has imported the engines.  AssertionError with its output where it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"jobs-{world_size}.jsonl"
     file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", module]
-    command += ["--jobs", str(file)] if module == "train" else [str(file)]
+    preload = [module for words, module in PRELOADED.items() if re.search(words, file.read_text())]
+    models = [name for name in ARCHITECTURES if f'"model": "{name}"' in file.read_text()]
+    preload += [f"transformers.models.{name}.modeling_{name}" for name in models]
+    command = [sys.executable, "-m", "tests.support.forked", ",".join(preload), str(world_size)]
+    command += ["train.__main__", "--jobs", str(file)] if module == "train" else [module, str(file)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"

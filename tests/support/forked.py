@@ -1,0 +1,45 @@
+"""Ranks forked from one process that has imported what they need: `python -m tests.support.forked PRELOAD RANKS MODULE ...`.
+
+Importing torch, DeepSpeed and transformers in each rank takes longer than most jobs do.  PRELOAD is a list of modules
+with commas between them; each rank then finds the environment that torchrun's agent would give it, and calls MODULE's
+`main()` with the arguments that are left.  What torchrun itself does is the business of the tests that start it.
+
+Nothing is imported here: a process that megatron-core spawns when it saves would import it again.
+"""
+
+import importlib
+import os
+import sys
+
+
+def main() -> None:
+    preload, ranks, module = sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3]
+    sys.argv[1:] = sys.argv[4:]
+    import gc
+
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+
+    for name in filter(None, [*preload, module]):
+        importlib.import_module(name)
+    # As under torchrun's agent, the store is not a rank's.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    gc.collect()
+    gc.freeze()  # what is imported is not looked through again whenever an engine is closed
+    mp.start_processes(_rank, (module,), ranks, start_method="fork")
+
+
+def _rank(rank: int, module: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    sys.exit(importlib.import_module(module).main())
+
+
+if __name__ == "__main__":
+    main()
