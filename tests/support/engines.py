@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,13 @@ def launch(jobs: list[dict[str, Any]], world_size: int, folder: Path, module: st
     preload = [module for words, module in PRELOADED.items() if re.search(words, file.read_text())]
     models = [name for name in ARCHITECTURES if f'"model": "{name}"' in file.read_text()]
     preload += [f"transformers.models.{name}.modeling_{name}" for name in models]
-    command = [sys.executable, "-m", "tests.support.forked", ",".join(preload), str(world_size)]
-    command += ["train.__main__", "--jobs", str(file)] if module == "train" else [module, str(file)]
+    arguments = ["train.__main__", "--jobs", str(file)] if module == "train" else [module, str(file)]
+    fork(arguments, world_size, preload)
+
+
+def fork(arguments: list[str], world_size: int, preload: Sequence[str] = (), timeout: float = 1200) -> None:
+    """Run a module's `main()` with its arguments on so many ranks.  AssertionError with their output where one fails."""
+    command = [sys.executable, "-m", "tests.support.forked", ",".join(preload), str(world_size), *arguments]
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"

@@ -1,8 +1,8 @@
-"""Ranks forked from one process that has imported what they need: `python -m tests.support.forked PRELOAD RANKS MODULE ...`.
+"""Ranks forked from one process that has imported what they need: `python -m tests.support.forked PRELOAD RANKS ...`.
 
 Importing torch, DeepSpeed and transformers in each rank takes longer than most jobs do.  PRELOAD is a list of modules
-with commas between them; each rank then finds the environment that torchrun's agent would give it, and calls MODULE's
-`main()` with the arguments that are left.  What torchrun itself does is the business of the tests that start it.
+with commas between them; behind RANKS come a module and its arguments.  Each rank finds the environment that torchrun's
+agent would give it, and calls the module's `main()`.  What torchrun itself does is tested by the tests that start it.
 
 Nothing is imported here: a process that megatron-core spawns when it saves would import it again.
 """

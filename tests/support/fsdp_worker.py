@@ -1,6 +1,6 @@
 """One rank that trains a small model under torch's own FSDP and saves it: the files that the tests read.
 
-    python -m tests.support.fsdp_worker KIND RANK WORLD_SIZE RENDEZVOUS FOLDER
+    python -m tests.support.forked '' WORLD_SIZE tests.support.fsdp_worker KIND FOLDER
 
 KIND is fsdp2, hsdp, tp, fsdp1, fsdp1_untied or local; with load- before it, FOLDER is loaded as Accelerate does.
 FOLDER/ranks has the files of all ranks as verl saves them, FOLDER/full what Accelerate saves with FULL_STATE_DICT (by
@@ -170,12 +170,12 @@ def load(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[An
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    kind, rank, world_size, rendezvous, folder = sys.argv[1:6]
-    dist.init_process_group("gloo", f"file://{rendezvous}", rank=int(rank), world_size=int(world_size))
+    kind, folder = sys.argv[1:]
+    dist.init_process_group("gloo")
     model, optimizer = build(kind.removeprefix("load-"))
     if kind.startswith("load-"):
         weights, states = load(model, optimizer, Path(folder))
-        if int(rank) == 0:
+        if dist.get_rank() == 0:
             torch.save({"model": weights, "optimizer": states}, Path(folder).parent / "gathered.pt")
     else:
         train(model, optimizer, 3)
@@ -183,6 +183,3 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
 
-
-if __name__ == "__main__":
-    main()
