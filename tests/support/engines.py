@@ -75,7 +75,7 @@ def launch(jobs: list[dict[str, Any]], world_size: int, folder: Path, module: st
 
 
 def fork(arguments: list[str], world_size: int, preload: Sequence[str] = (), timeout: float = 1200) -> None:
-    """Run a module's `main()` with its arguments on so many ranks.  AssertionError with their output where one fails."""
+    """Run a module's `main()` with its arguments on all ranks.  AssertionError with their output where one fails."""
     command = [sys.executable, "-m", "tests.support.forked", ",".join(preload), str(world_size), *arguments]
     # Compiling megatron-core's small fused functions takes longer than all that they do here.
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}

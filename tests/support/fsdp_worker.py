@@ -182,4 +182,3 @@ def main() -> None:
         save(kind, model, optimizer, Path(folder))
     dist.barrier()
     dist.destroy_process_group()
-
