@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from ckpt.verify.transformers_loads import Loading
 
 AUTO = "auto"
+#: What a folder holds is asked what it is, as far as this, where the folder itself is nothing.
+_MAX_ENTRIES = 200
 
 
 def open(
@@ -152,7 +154,7 @@ def is_run(folder: Path, formats: list[Format] | None = None, tag: str | None = 
 def _finds(one: Format, folder: Path, tag: str | None) -> bool:
     try:
         return one.find(folder, tag) is not None
-    except NotFoundError:  # no step of this tag
+    except NotFoundError:  # no step of this tag, or of another format
         return False
 
 
@@ -200,9 +202,19 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
                 continue
             others += [one.name] if found else []
     hint = f"what is here looks like {' or '.join(others)}" if others else "see `ckpt formats`"
+    if tag is None and not others and (inside := _checkpoints_inside(path, format)):
+        hint = "there are checkpoints here that stand by themselves, give one: " + ", ".join(inside[:8])
     if tag is not None and not others and (steps := trainer_steps(path)):
         hint = "there is " + ", ".join(folder.name for folder in steps[:8])
     return NotFoundError(f"no {wanted} here", path=path, hint=hint)
+
+
+def _checkpoints_inside(path: Path, format: str) -> list[str]:
+    """What in a folder, or in the newest step there, is a checkpoint by itself: files, and models beside each other."""
+    formats = [one for one in registry.all_formats() if one.reads and format in (AUTO, one.name)]
+    places = [path, *trainer_steps(path)[:1]] if path.is_dir() else []
+    entries = [entry for place in places for entry in sorted(place.iterdir())][:_MAX_ENTRIES]
+    return [str(entry.relative_to(path)) for entry in entries if any(_finds(one, entry, None) for one in formats)]
 
 
 def check_apart(destination: Path, checkpoint: Checkpoint) -> None:

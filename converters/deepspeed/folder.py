@@ -179,7 +179,12 @@ def list_step_folder(path: Path) -> StepFolder:
     for name in sorted(os.listdir(path)):
         full = str(path / name)
         if _EXPERT.fullmatch(name):
-            raise _unsupported(full, "experts that DeepSpeed-MoE spread over ranks")
+            raise _unsupported(
+                full,
+                "experts that DeepSpeed-MoE spread over ranks",
+                "load it with the script that trained it at ep_size 1, where every rank has all experts, and save the "
+                "module's state dict with torch.save: the format `full` is that",
+            )
         if _PIPELINE_LAYER.fullmatch(name):
             raise NotFoundError(
                 "this checkpoint holds the layers of a DeepSpeed pipeline, which is another format",
@@ -207,8 +212,25 @@ def list_step_folder(path: Path) -> StepFolder:
 
 def _refuse_model_parallel(path: str, rank: int) -> None:
     if rank != 0:
-        raise _unsupported(path, "tensor- or pipeline-parallel ranks (mp_rank other than 00)")
+        raise _unsupported(
+            path,
+            "parts of tensors on tensor-parallel ranks (mp_rank other than 00) without a pipeline's files of layers",
+            "have the script that trained it save whole tensors, as Accelerate's get_state_dict does under DeepSpeed's "
+            "AutoTP; GPT-NeoX writes files of layers with pipe_parallel_size 1",
+        )
 
 
-def _unsupported(path: str, what: str) -> NotFoundError:
-    return NotFoundError(f"this checkpoint holds {what}, which is not supported", path=path)
+def refuse_unsupported(folder: Path) -> None:
+    """NotFoundError where a step's folder without ZeRO's files is of tensor-parallel ranks, or of DeepSpeed-MoE."""
+    if not folder.is_dir() or is_universal(folder) or any(map(_PIPELINE_LAYER.fullmatch, os.listdir(folder))):
+        return
+    list_step_folder(folder)
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether it is a universal checkpoint, which has model files beside the tensors' folders."""
+    return (folder / "zero").is_dir()
+
+
+def _unsupported(path: str, what: str, hint: str) -> NotFoundError:
+    return NotFoundError(f"this checkpoint holds {what}, which is not supported", path=path, hint=hint)

@@ -34,6 +34,7 @@ from ckpt.plan.tensors import Tensor, Whole
 from ckpt.run_folder.steps import LATEST, recorded_step
 from ckpt.state.numbered import names_by_shapes
 from converters.deepspeed import model_file
+from converters.deepspeed.folder import is_universal, refuse_unsupported
 from converters.deepspeed.rank_files import hyperparameters, known_structure
 
 MODEL = "mp_rank_00_model_states.pt"
@@ -50,12 +51,18 @@ class Stage0:
     namespace: str | None = TRANSFORMERS
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """The step folder that `path` is, that `tag` names in it, or that its `latest` records."""
+        """The step folder that `path` is, that `tag` names in it, or that its `latest` records.
+
+        NotFoundError for what DeepSpeed writes and no format here is of.
+        """
         if not path.is_dir():
             return None
         recorded = tag if tag is not None else recorded_step(path / LATEST)
         folders = [path, *([confined(path, recorded)] if recorded else [])]
-        return next((folder for folder in folders[:: -1 if tag else 1] if _is_step(folder)), None)
+        found = next((folder for folder in folders[:: -1 if tag else 1] if _is_step(folder)), None)
+        for folder in folders if found is None else ():
+            refuse_unsupported(folder)
+        return found
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe a step; an optimizer's states under names that the shapes prove, or else left out, which is said."""
@@ -71,9 +78,12 @@ ZERO0 = Stage0()
 
 
 def _is_step(folder: Path) -> bool:
-    """Whether the folder has the one model file, and neither partitions, nor layers, nor files of other ranks."""
+    """Whether the folder has the one model file, and neither partitions, nor layers, nor files of other ranks.
+
+    A universal checkpoint made of stage 1 or 2 has the same one.
+    """
     names = [name for name in os.listdir(folder) if name.endswith("_states.pt")] if folder.is_dir() else []
-    return names == [MODEL]
+    return names == [MODEL] and not is_universal(folder)
 
 
 def _read(path: Path, sources: Sources, file: RankFile) -> Checkpoint:

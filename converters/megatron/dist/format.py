@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import NotFoundError
+from ckpt.move.files import confined
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Layout, ReadRequest, Target
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
@@ -45,6 +46,7 @@ class MegatronDist:
     namespace: str | None = NAMESPACE
 
     def find(self, path: Path, tag: str | None) -> Path | None:
+        _refuse_nemo(path if tag is None else confined(path, tag))
         found = find_iteration(path, tag, _is_read)
         if found is None:
             other = find_iteration(path, tag, _is_plain)
@@ -91,6 +93,18 @@ class MegatronDist:
 
 
 MEGATRON_DIST = MegatronDist()
+
+
+def _refuse_nemo(path: Path) -> None:
+    """NotFoundError for a checkpoint of NeMo 2: a torch_dist folder `weights` beside `context`, its names NeMo's."""
+    for folder in (path, path.parent, *sorted((path / "checkpoints").glob("*"))):
+        if (folder / "context").is_dir() and (folder / "weights" / ".metadata").is_file():
+            raise NotFoundError(
+                "this is a checkpoint of NeMo 2, whose names and optimizer in torch_dist files are not read",
+                path=folder,
+                found="weights/.metadata beside context/",
+                hint="NeMo's own llm.export_ckpt(path, target='hf') makes a Hugging Face folder of it",
+            )
 
 
 def _is_read(folder: Path) -> bool:
