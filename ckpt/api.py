@@ -564,6 +564,21 @@ def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
     return replace(report, notes=(*report.notes, *notes))
 
 
+def prove_names(path: Path) -> None:
+    """Prove that a model folder holds what the architecture that its config names would save, names and shapes.
+
+    Any other folder passes, and a config that names no architecture.  Raises LossError where it holds anything else,
+    UsageError where nothing here knows the architecture.
+    """
+    if not path.is_dir() or registry.get("hf").find(path, None) is None:
+        return
+    checkpoint = open(path, "hf")
+    config = checkpoint.config or {}
+    if config.get("model_type") or config.get("architectures"):
+        shapes = {tensor.fqn: tensor.shape for tensor in checkpoint.tensors.values()}
+        registry.service("prove_names")(config, shapes, str(path))
+
+
 def check_loads(path: Path) -> Loading:
     """Have transformers load a folder, and compare its names with those that its architecture saves.
 

@@ -64,6 +64,8 @@ SERVICES = {
     "namespace_of": "converters.names.torchtitan:namespace_of",
     # how a model's files differ from what its architecture saves
     "name_differences": "converters.names.hub.proof:differences",
+    # proves that they do not, or raises
+    "prove_names": "converters.names.hub.proof:prove",
     # what a model's modules are
     "build_model": "converters.names.transformers.relation:build_model",
     "describe_modules": "converters.names.transformers.modules:describe",

@@ -95,7 +95,7 @@ def merge_lora(
 
         # the run's own repository is the adapter's: HF Trainer pushes it there, at the latest at the end
         repo_id = repo_id or recorded_repo([found[0].folder, Path(wanted[0])], "-merged")
-        to = hub.Push(repo_id, private, revision, create_pr, commit_message)
+        to = hub.Push(repo_id, private, revision, create_pr, commit_message, names is opt.Names.own)
         if not dry_run:
             hub.check_room_for_model(to)
     opened = found
@@ -163,6 +163,7 @@ def push(
     revision: opt.RevisionOption = None,
     create_pr: opt.PullRequestOption = False,
     commit_message: opt.MessageOption = None,
+    names: opt.NamesOption = opt.Names.hub,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:
@@ -172,7 +173,10 @@ def push(
     from ckpt.hub.push import Push
     from ckpt.hub.recorded import recorded_repo
 
-    to = Push(repo_id or recorded_repo([path]), private, revision, create_pr, commit_message)
+    own_names = names is opt.Names.own
+    to = Push(repo_id or recorded_repo([path]), private, revision, create_pr, commit_message, own_names)
+    if not own_names:
+        api.prove_names(path)
     card = None
     if path.is_dir() and not (path / CARD).exists():
         checkpoint = api.open(path)

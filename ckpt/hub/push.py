@@ -41,13 +41,17 @@ _MAX_TITLE = 200  # characters of a pull request's title on the Hub
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Where to push: `revision` is a branch, made where it is missing; `private` holds for a repository that is new."""
+    """Where to push: `revision` is a branch, made where it is missing; `private` holds for a repository that is new.
+
+    `own_names`: that names are not those of the config's architecture is meant, and stays so where the push goes on.
+    """
 
     repo_id: str
     private: bool = False
     revision: str | None = None
     create_pr: bool = False
     message: str | None = None
+    own_names: bool = False
 
     def __post_init__(self) -> None:
         if not HUB_ID.fullmatch(self.repo_id):
@@ -65,6 +69,7 @@ class Push:
         words = ["ckpt", "push", str(folder)]
         words += [word for name, value in options.items() if value is not None for word in (name, value)]
         words += ["--private"] * self.private + ["--create-pr"] * self.create_pr
+        words += ["--names", "own"] * self.own_names
         return f"what is here stays; `{shlex.join(words)}` goes on"
 
 

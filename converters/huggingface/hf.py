@@ -37,7 +37,7 @@ from ckpt.run_folder.companions import (
     read_json,
 )
 from ckpt.run_folder.left_out import run_files_left_out, training_left_out
-from converters.names.hub.proof import names_architecture, prove
+from converters.names.hub.proof import names_architecture, prove, tables_differ
 from converters.names.options import OWN as OWN_NAMES
 from converters.names.options import NameOptions
 from converters.names.transformers.ties import kept_names, tied_names
@@ -82,6 +82,7 @@ class HuggingFace:
         if index is not None:
             notes += index.size_notes(sum(tensor.nbytes for tensor in tensors.values()))
         is_hub = config is not None and "model_type" in config
+        notes += tables_differ(config, {fqn: tensor.shape for (fqn, _), tensor in tensors.items()})
         return Checkpoint(
             path=str(path),
             format=self.name,

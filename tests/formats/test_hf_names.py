@@ -129,11 +129,28 @@ def test_it_is_written_as_it_stands_where_that_is_asked_for(tmp_path: Path, case
     assert all(torch.equal(written[name], truth[name]) for name in truth)
 
 
-def test_what_is_right_is_written_and_nothing_is_said_of_its_names(tmp_path: Path) -> None:
+def test_what_is_right_is_written_and_one_line_says_that_it_loads(tmp_path: Path) -> None:
     folder = run(tmp_path / "run")
     plan = ckpt.plan(ckpt.open(folder, "full"), "hf").plan
-    assert not any("names" in note for note in plan.target.notes)
+    loads = "from_pretrained finds every tensor: names and shapes are what LlamaForCausalLM has"
+    assert [note for note in plan.target.notes if "names" in note] == [loads]
     assert len(load_file(convert(folder) / "model.safetensors")) == 21
+
+
+def test_a_name_flipped_in_the_header_is_told_when_it_is_read(tmp_path: Path) -> None:
+    """The config's model tells; the bytes of the file do not."""
+    folder = convert(run(tmp_path / "run"))
+    assert ckpt.open(folder).notes == ()
+    file = folder / "model.safetensors"
+    name = b"layers.1.mlp.up_proj.weight"
+    data = file.read_bytes()
+    assert data.count(name) == 1
+    file.write_bytes(data.replace(name, name.replace(b"weight", b"weaght")))
+    (note,) = ckpt.open(folder).notes
+    assert note == (
+        "names or shapes are not those that save_pretrained of LlamaForCausalLM writes: "
+        "1 too many: model.layers.1.mlp.up_proj.weaght; 1 missing: model.layers.1.mlp.up_proj.weight"
+    )
 
 
 def test_the_proof_of_a_known_architecture_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from ckpt.hub import push as hub
 from ckpt.hub.card import model_card
 from ckpt.hub.recorded import recorded_repo
 from ckpt.plan.checkpoint import Layout
-from tests.support.commands import process
+from converters.names.hub import asked
+from tests.support.commands import ckpt, process
 from tests.support.engines import REPOSITORY
 from tests.support.hub_server import LARGE, TOKEN, File, HubServer, Repo
 
@@ -54,6 +55,9 @@ def folder(tmp_path: Path) -> Path:
     """A Hugging Face folder of several files, large ones and small ones."""
     output = tmp_path / "model"
     api.plan(api.open(FIXTURES / "lora-zero3"), "hf", Layout(max_shard_size=2500, names="own")).run(output)
+    config = json.loads((output / "config.json").read_text())
+    # which vouches for no names: these are of a model with adapters
+    (output / "config.json").write_text(json.dumps(config | {"model_type": None, "architectures": None}))
     assert sum(path.stat().st_size >= LARGE for path in output.iterdir()) >= 3
     return output
 
@@ -199,6 +203,23 @@ def test_a_repository_of_others_that_takes_pull_requests(server: HubServer, fold
     report = process("push", folder, "--repo-id", REPO, "--create-pr")
     assert report.code == 0, report.err
     assert set(contents(folder)) < set(server.tree(REPO, "refs/pr/1"))
+
+
+def test_names_that_the_config_does_not_vouch_for(
+    server: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asked, "can_be_asked", lambda: False)  # the table is enough
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    refused = ckpt("push", folder, "--repo-id", REPO)
+    assert refused.code == 6 and "not what save_pretrained of LlamaForCausalLM writes" in refused.err
+    assert "too many: base_model.model." in refused.err and "--names own" in refused.err
+    assert REPO not in server.repos
+    assert hub.Push(REPO, own_names=True).again(folder).endswith(f"--repo-id {REPO} --names own` goes on")
+    pushed = process("push", folder, "--repo-id", REPO, "--names", "own")
+    assert pushed.code == 0, pushed.err
+    assert {name: server.tree(REPO)[name] for name in contents(folder)} == contents(folder)
 
 
 def test_weights_that_would_be_loaded_instead(server: HubServer, folder: Path) -> None:

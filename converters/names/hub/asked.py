@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from ckpt.plan.tensors import Shape
 from converters.names.hub.rows import DERIVED, Saved
 from converters.names.transformers.installed import architectures, converted_identifiers
 
@@ -36,22 +37,29 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
     if model is None:
         return None
     from transformers.core_model_loading import revert_weight_conversion
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     from converters.names.transformers.tracing import Traced
 
-    unsaved = set(model._keys_to_ignore_on_save or ())
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in unsaved}
-
-    def files(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        traced = {name: Traced.source(name, tuple(tensor.shape)) for name, tensor in state.items()}
+    def files(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        traced = {name: Traced.source(name, shape) for name, shape in shapes.items()}
         return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, traced).items()}
 
-    every = files(state)
-    required = files(remove_tied_weights_from_state_dict(dict(state), model))
+    in_required, in_optional = in_memory(model)
+    required, every = files(in_required), files({**in_required, **in_optional})
     optional = {name: shape for name, shape in every.items() if name not in required}
     ignored = [f".*({pattern}).*" for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     return Saved(type(model).__name__, required, optional, (*DERIVED, *ignored), model.base_model_prefix)
+
+
+def in_memory(model: Any) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """Shapes of the tensors that `save_pretrained` of a model would take, and of those that are tied to them."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    unsaved = set(model._keys_to_ignore_on_save or ())
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in unsaved}
+    required = remove_tied_weights_from_state_dict(dict(state), model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    return {n: shapes[n] for n in required}, {n: shape for n, shape in shapes.items() if n not in required}
 
 
 def _model(config: Mapping[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """The proof that what is about to be written is what `save_pretrained` of the config's architecture would write.
 
-Names and shapes are compared, of all tensors.  The tables of `families` answer first; where they have no answer, or
-another one, the installed transformers is asked.
+Names and shapes are compared, of all tensors.  The tables of `families` answer first, then those of `learned`; where
+they have no answer, or another one, the installed transformers is asked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ckpt.errors import CkptError, LossError, UsageError
 from ckpt.plan.tensors import Shape
 from ckpt.text import counted
-from converters.names.hub import asked, families
+from converters.names.hub import asked, families, learned
 from converters.names.hub.rows import Saved
 from converters.names.transformers.installed import architectures
 
@@ -29,6 +29,8 @@ _BEHIND = re.compile(
 _INSTEAD = re.compile(r"\b(qweight|qzeros|scales|g_idx|SCB|weight_format|(input|output|activation|k|v)_\w*scale)$")
 _PEFT = "base_model.model."
 _SHOWN = 2
+#: What knows models without transformers, in the order in which it is asked.
+_TABLES = (families.saved, learned.saved)
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,18 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
     `path` is of the checkpoint, for messages.  Raises LossError where they are not, UsageError where nothing here knows
     the architecture.
     """
-    table = families.saved(config)
-    if table is not None and not (found := compare(table, shapes, config)):
-        return _notes(table, shapes)
-    try:
-        other = asked.saved(config)
-    except CkptError:
-        if table is None:
-            raise
-        other = None
-    if other is not None and not (found := compare(other, shapes, config)):
-        return _notes(other, shapes)
-    known = other or table
+    known: Saved | None = None
+    for ask in (*_TABLES, asked.saved):
+        try:
+            saved = ask(config)
+        except CkptError:
+            if known is None:
+                raise
+            continue
+        if saved is not None and not compare(saved, shapes, config):
+            loads = f"from_pretrained finds every tensor: names and shapes are what {saved.cls} has"
+            return [*_notes(saved, shapes), loads]
+        known = saved or known
     if known is None:
         raise _unknown(config, path)
     raise LossError(
@@ -83,9 +85,27 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
         "and from_pretrained and others would not find their tensors",
         path=path,
         expected=f"{counted(len(known.required), 'tensor')} under the names that the Hub's files have",
-        found=str(found),
+        found=str(compare(known, shapes, config)),
         hint=_hint(shapes),
     )
+
+
+def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
+    """A note where tensors of `shapes`, by name, are not those of the config's architecture, where a table has it.
+
+    transformers is not asked, which takes seconds to import.
+    """
+    found: list[str] = []
+    for ask in _TABLES if config and not any(name.startswith(_PEFT) for name in shapes) else ():
+        try:
+            saved = ask(config or {})
+        except CkptError:
+            continue  # whoever needs the config says what is wrong with it
+        if saved is not None and not (wrong := compare(saved, shapes, config or {})):
+            return []
+        if saved is not None:
+            found = [f"names or shapes are not those that save_pretrained of {saved.cls} writes: {wrong}"]
+    return found
 
 
 def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str | None:
