@@ -408,16 +408,18 @@ class Conversion:
         destination: str | Path,
         *,
         overwrite: bool = False,
+        resume: bool = False,
         progress: Progress | None = None,
         manifest: bool = True,
         check: bool = False,
         describe: Callable[[Path], Mapping[str, bytes]] = lambda _: {},
-    ) -> None:
+    ) -> int:
         """Write it to `destination`, which must not overlap the source; see `ckpt.move.run.execute`.
 
-        `check` first compares masters with the weights stored beside them (`ckpt.verify.compare.check_masters`);
-        `manifest` adds `ckpt-manifest.json`, the digests of what was written; `describe` makes further files of the
-        filled folder: their content by name.
+        `resume` goes on where a run that was killed stopped, and keeps what is done if it fails; returned is how many
+        bytes were there already.  `check` first compares masters with the weights stored beside them
+        (`ckpt.verify.compare.check_masters`); `manifest` adds `ckpt-manifest.json`, the digests of what was written;
+        `describe` makes further files of the filled folder: their content by name.
         """
         from ckpt.move.run import execute
 
@@ -425,10 +427,11 @@ class Conversion:
         if overwrite:
             _check_replaceable(Path(destination))
         try:
-            execute(
+            return execute(
                 self.plan,
                 Path(destination),
                 overwrite=overwrite,
+                resume=resume,
                 resources=self.resources,
                 progress=progress,
                 hashing=manifest,

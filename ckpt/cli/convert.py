@@ -53,6 +53,9 @@ def convert(
         bool, typer.Option("--check", help="First compare all fp32 masters with the weights stored beside them.")
     ] = False,
     manifest: opt.ManifestOption = True,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where a conversion that was killed stopped, and keep what is done.")
+    ] = False,
     dry_run: opt.DryRunOption = False,
     as_json: opt.JsonOption = False,
     overwrite: opt.OverwriteOption = False,
@@ -89,6 +92,7 @@ def convert(
         overwrite=overwrite,
         manifest=manifest,
         check=check,
+        resume=resume,
     )
     if report is not None:
         print(json.dumps(report, indent=2) if as_json else printable(str(destination)))

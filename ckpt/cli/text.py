@@ -29,22 +29,35 @@ def carry_out(
     overwrite: bool,
     manifest: bool,
     check: bool = False,
+    resume: bool = False,
     describe: Callable[[Path], Mapping[str, bytes]] = lambda _: {},
 ) -> dict[str, Any] | None:
     """Run a conversion and say on stderr what was written; its report for stdout.
 
     A dry run prints the plan instead, and has no report.
     """
+    from ckpt.move.files import is_filled, staging_folder
+
     conversion.check_destination(destination)
     report = plan_report(conversion, destination)
     if dry_run:
         print(json.dumps(report, indent=2) if as_json else "\n".join(plan_lines(report, verbose)))
         return None
+    if not resume and not quiet and is_filled(staging_folder(destination)):
+        say_notes([f"{staging_folder(destination)}, which a run left that was killed, is not used"])
     with progress_bar(conversion.plan.moved_bytes, quiet) as progress:
-        conversion.run(
-            destination, overwrite=overwrite, progress=progress, manifest=manifest, check=check, describe=describe
+        num_done = conversion.run(
+            destination,
+            overwrite=overwrite,
+            resume=resume,
+            progress=progress,
+            manifest=manifest,
+            check=check,
+            describe=describe,
         )
     if not quiet:
+        if resume:
+            print(f"{show_size(num_done)} were there already, and are as they were written", file=sys.stderr)
         for line in _outcome(conversion, destination, manifest):
             print(line, file=sys.stderr)
     return report

@@ -23,9 +23,9 @@ from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, Us
 from ckpt.hub.card import CARD, is_ours
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.source import read_into
+from ckpt.move.threads import in_threads
 from ckpt.state.adapter import CONFIG as ADAPTER_CONFIG
 from ckpt.text import HUB_ID
-from ckpt.verify.digest import in_threads
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

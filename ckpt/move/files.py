@@ -12,9 +12,9 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections import OrderedDict
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Container, Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -128,15 +128,17 @@ def check_destination(destination: Path, source: Path) -> None:
 class Staging:
     """A folder being written beside its destination.  Use as a context manager and call `commit` at the end.
 
-    Without `commit` the folder is removed on leaving, and the destination stays as it was.  A folder that a killed
-    process left behind is cleared; one that a living process is writing is refused.
+    Without `commit` the folder is removed on leaving, or kept where `resume`; the destination stays as it was.  A
+    folder that a killed process left behind is cleared, or kept where `resume`; one that a living process is writing is
+    refused.
     """
 
-    def __init__(self, destination: Path, *, overwrite: bool, total_bytes: int) -> None:
+    def __init__(self, destination: Path, *, overwrite: bool, total_bytes: int, resume: bool = False) -> None:
         self.destination = Path(os.path.abspath(destination))
         if not self.destination.name:
             raise UsageError("the root folder cannot be replaced", path=destination, hint="give a folder in it")
-        self.path = self.destination.with_name(f".{self.destination.name}.ckpt-staging")
+        self.path = staging_folder(self.destination)
+        self._resume = resume
         self._old = self.destination.with_name(f".{self.destination.name}.ckpt-old")
         self._overwrite = overwrite
         self._total_bytes = total_bytes
@@ -150,7 +152,8 @@ class Staging:
             try:
                 self._settle_interrupted_swap()
                 self._check_destination_free()
-                _clear(self.path)  # before the space is measured: what a killed run left is part of it
+                if not self._resume:
+                    _clear(self.path)  # before the space is measured: what a killed run left is part of it
                 self._check_space()
             except BaseException:
                 self._leave()
@@ -161,19 +164,28 @@ class Staging:
         self._leave()
 
     def _leave(self) -> None:
-        if _same_file(self._lock, self.path):
+        if not (self._resume and is_filled(self.path)) and _same_file(self._lock, self.path):
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
+    def keep_only(self, names: Container[str]) -> None:
+        """Remove every file of another name."""
+        with _writing(self.destination):
+            for path in [path for path in self.path.rglob("*") if path.is_symlink() or not path.is_dir()]:
+                if str(path.relative_to(self.path)) not in names:
+                    path.unlink()
+
     def create(self, name: str, size: int) -> FileIO:
-        """Create the file `name` with `size` bytes, all zero, open for reading and writing.
+        """Create the file `name` with `size` bytes, all zero, open for reading and writing, or take what is there.
+
+        Only where `resume` may it be there.
 
         An object and no bare descriptor: wherever Ctrl-C strikes, it is closed when nobody has it any more.
         """
         path = confined(self.path, name)
         with _writing(self.destination / name):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = FileIO(path, "x+", opener=partial(os.open, mode=0o666))
+            file = FileIO(path, "r+" if self._resume else "x+", opener=_open_or_create)
             try:
                 os.ftruncate(file.fileno(), size)
             except BaseException:
@@ -203,8 +215,9 @@ class Staging:
             raise StorageError(what, path=self.destination, hint=hint) from error
 
     def _check_destination_free(self) -> None:
-        if self.destination.is_symlink() or (self.destination.exists() and not self.destination.is_dir()):
-            raise UsageError("the destination exists and is no folder", path=self.destination)
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISDIR(os.lstat(self.destination).st_mode):  # one look: another process may rename it
+                raise UsageError("the destination exists and is no folder", path=self.destination)
         if os.path.ismount(self.destination):
             raise UsageError(
                 "the destination is a mount point, which cannot be replaced in one step",
@@ -220,7 +233,8 @@ class Staging:
 
     def _check_space(self) -> None:
         info = os.statvfs(self.destination.parent)
-        free = info.f_bavail * info.f_frsize
+        left_over = sum(path.stat().st_blocks * 512 for path in self.path.rglob("*"))
+        free = info.f_bavail * info.f_frsize + left_over
         if free < self._total_bytes:
             raise StorageError(
                 "not enough space for the output",
@@ -296,6 +310,16 @@ class Staging:
                 os.rename(self._old, self.destination)
         finally:
             os.close(lock)
+
+
+def _open_or_create(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT, 0o666)
+
+
+def staging_folder(destination: Path) -> Path:
+    """Where what is to become `destination` is written."""
+    destination = Path(os.path.abspath(destination))
+    return destination.with_name(f".{destination.name}.ckpt-staging")
 
 
 def write_file(path: Path, content: bytes, *, overwrite: bool) -> None:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from ckpt.errors import UsageError
 from ckpt.move import blocks
 from ckpt.move.blocks import Batch, ComputedBatch
-from ckpt.move.filehash import CHUNK, FileDigest, Hasher, Piece, pieces_of
+from ckpt.move.filehash import CHUNK, FileDigest, Hasher, Piece
 from ckpt.move.files import OpenFiles, sync, translate_os_errors
-from ckpt.plan.checkpoint import TargetFile
+from ckpt.move.parts import Part
 from ckpt.plan.planner import Copy, Plan
 
 Progress = Callable[[int], None]
@@ -82,21 +82,25 @@ class Resources:
 class Output:
     """A target file that several threads fill, and some more sync and hash, the last of which closes it."""
 
-    def __init__(self, file: FileIO, target: TargetFile, pieces: list[Piece] | None) -> None:
+    def __init__(self, file: FileIO, part: Part) -> None:
         self.descriptor = file.fileno()
-        self.name = target.name
-        self.size = target.size
+        self.name = part.file.name
+        self.size = part.file.size
         #: What is hashed on its own; None where nothing is.
-        self.pieces = pieces
+        self.pieces = pieces = part.pieces
+        #: Whether the rest is hashed here, too.
+        self.is_owner = part.is_owner
         self._starts = np.array([offset for offset, _ in pieces or ()], np.int64)
         self._left = np.zeros(len(self._starts), np.int64)  # bytes of each piece that are still to be written
         if pieces:
-            extents = [slot.extent for slot in target.slots if slot.extent.numel]
+            extents = [slot.extent for slot in part.file.slots if slot.extent.numel]
             places = self._places(np.array([extent.offset for extent in extents], np.int64))
             np.add.at(self._left, places, [extent.nbytes for extent in extents])
         self.writing = threading.Lock()
         self._file = file
-        self._uses = 1 if pieces is None else 2 + len(pieces)  # to be synced; pieces and rest to be hashed
+        self._uses = 1  # to be synced
+        if pieces is not None:
+            self._uses += len(part.todo) + part.is_owner  # pieces and rest to be hashed
         self._pending = 1  # one for the submitter, until it has submitted everything
         self._lock = threading.Lock()
 
@@ -149,7 +153,14 @@ class Workers:
     The first error of any of them reaches the caller.
     """
 
-    def __init__(self, resources: Resources, progress: Progress, max_pieces: int) -> None:
+    def __init__(
+        self,
+        resources: Resources,
+        progress: Progress,
+        *,
+        hashing: bool = False,
+        hashed: Callable[[str, Mapping[Piece, str]], None] = lambda *_: None,
+    ) -> None:
         self._queue: queue.Queue[_Item | None] = queue.Queue(4 * resources.num_workers)
         self.buffer_size = resources.buffer_size
         self._room = _Room(resources.max_memory)
@@ -168,8 +179,8 @@ class Workers:
         self.num_fillers = resources.num_workers
         self._fillers = [threading.Thread(target=self._work, daemon=True) for _ in range(self.num_fillers)]
         self._syncers = [threading.Thread(target=self._sync, daemon=True) for _ in range(_NUM_SYNCERS)]
-        self._max_pieces = max_pieces  # of a file; 0 where nothing is hashed
-        hashers = [Hasher(min(CHUNK, self.buffer_size)) for _ in range(resources.num_hashers if max_pieces else 0)]
+        self._tell_hashed = hashed
+        hashers = [Hasher(min(CHUNK, self.buffer_size)) for _ in range(resources.num_hashers if hashing else 0)]
         self._hashers = [threading.Thread(target=self._hash, args=(one,), daemon=True) for one in hashers]
         self._threads = (*self._fillers, *self._syncers, *self._hashers)
 
@@ -219,15 +230,15 @@ class Workers:
         with self._present:
             return self._present.wait_for(lambda: self._num_present <= num_present, timeout)
 
-    def open(self, file: FileIO, target: TargetFile, *, is_hashed: bool) -> Output:
-        """Take over a new target file, when there are not too many unfinished ones."""
+    def open(self, file: FileIO, part: Part) -> Output:
+        """Take over a target file, when there are not too many unfinished ones."""
         try:
             while not self._room_for_outputs.acquire(timeout=0.2):
                 self._raise_error()
         except BaseException:
             file.close()
             raise
-        output = Output(file, target, pieces_of(target, self._max_pieces) if self._hashers and is_hashed else None)
+        output = Output(file, part)
         self._outputs.add(output)
         return output
 
@@ -302,18 +313,17 @@ class Workers:
                 if wanted is None:
                     self._rests[name] = output.size, hasher.rest(descriptor, name, output.size, output.pieces or ())
                 else:
-                    self._pieces.setdefault(name, {}).update(hasher.pieces(descriptor, name, wanted))
+                    digests = hasher.pieces(descriptor, name, wanted)
+                    self._tell_hashed(name, digests)
+                    self._pieces.setdefault(name, {}).update(digests)
                 self._release(output, 1 if wanted is None else len(wanted))
             except BaseException as error:
                 self._fail(error)
         self._leave()
 
-    def digests(self) -> FileDigests:
-        """The digests of all files that are filled and hashed."""
-        return {
-            name: FileDigest(size, dict(sorted(self._pieces.get(name, {}).items())), rest)
-            for name, (size, rest) in self._rests.items()
-        }
+    def digests(self) -> tuple[dict[str, dict[Piece, str]], dict[str, tuple[int, str]]]:
+        """By file, the digests of the pieces that have been filled; the size, and the digest of the rest."""
+        return self._pieces, self._rests
 
     def _release(self, output: Output, uses: int = 1) -> None:
         if output.release(uses):
@@ -338,7 +348,7 @@ class Workers:
                 self._to_hash.put((output, whole_pieces))
         if output.done():
             self._filled.put(output)
-            if output.pieces is not None:
+            if output.pieces is not None and output.is_owner:
                 self._to_hash.put((output, None))
 
 

@@ -156,7 +156,7 @@ class SourceFile:
         info = os.stat(path)
         return cls(path, info.st_size, info.st_mtime_ns, info.st_ino, info.st_ctime_ns)
 
-    def _facts(self) -> str:
+    def facts(self) -> str:
         return f"{self.size} bytes, mtime {self.mtime_ns} ns, ctime {self.ctime_ns} ns, inode {self.inode}"
 
     def check_unchanged(self) -> None:
@@ -168,8 +168,8 @@ class SourceFile:
             raise CorruptError(
                 "the file was replaced while it was being read",
                 path=self.path,
-                expected=self._facts(),
-                found="no file" if now is None else now._facts(),
+                expected=self.facts(),
+                found="no file" if now is None else now.facts(),
                 hint="is a run still writing into this folder? wait for it, then convert again",
             )
 

@@ -6,7 +6,7 @@ Pure: no I/O, no torch.  A plan can be printed, counted and dealt out by target 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -106,17 +106,21 @@ class Plan:
             if copy.source.path in self.checkpoint.computed or not copy.is_flat:
                 yield copy
 
-    def copies(self, file: TargetFile) -> Iterator[tuple[Slot, list[Copy]]]:
-        """The slots of `file` that take copies from files which `spans` has not, with these copies."""
+    def copies(
+        self, file: TargetFile, wanted: Callable[[Slot], bool] = lambda _: True
+    ) -> Iterator[tuple[Slot, list[Copy]]]:
+        """The `wanted` slots of `file` that take copies from files which `spans` has not, with these copies."""
         computed = self.checkpoint.computed
-        for slot in self.slots(file):
+        for slot in filter(wanted, self.slots(file)):
             yield slot, [copy for copy in self.slot_copies(slot) if copy.source.path not in computed]
 
-    def computed_copies(self, file: TargetFile) -> dict[str, list[Copy]]:
-        """The copies of what is computed, by the name of what it is in `Checkpoint.computed`."""
+    def computed_copies(
+        self, file: TargetFile, wanted: Callable[[Slot], bool] = lambda _: True
+    ) -> dict[str, list[Copy]]:
+        """The copies of what is computed to `wanted` slots, by the name of what it is in `Checkpoint.computed`."""
         found: dict[str, list[Copy]] = {}
         if self.checkpoint.computed:
-            for copy in (copy for slot in self.slots(file) for copy in self.slot_copies(slot)):
+            for copy in (copy for slot in filter(wanted, self.slots(file)) for copy in self.slot_copies(slot)):
                 if copy.source.path in self.checkpoint.computed:
                     found.setdefault(copy.source.path, []).append(copy)
         return found

@@ -12,14 +12,11 @@ sorted.  It tells damage and difference, and is no protection against an attacke
 
 from __future__ import annotations
 
-import os
-import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +24,7 @@ from xxhash import xxh3_128
 
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.reading import strided
+from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import check_source
@@ -48,8 +46,6 @@ Progress = Callable[[int], None]
 _CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the processor's cache
 _SLAB = 16 << 20  # bytes of a tensor that are put in order at a time, where they do not lie so
 _NUMBER = "number"  # the dtype of an optimizer state that is one number per parameter
-
-_Job = TypeVar("_Job")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,36 +212,6 @@ def _known(entry: _Entry, known: Mapping[Span, bytes]) -> dict[DType, bytes]:
 def _location(tensor: Tensor) -> tuple[str, int]:
     first = next(iter(tensor.fragments()), None)
     return (first.extent.path, first.extent.offset) if first else ("", 0)
-
-
-def in_threads(work: Callable[[Iterator[_Job]], None], jobs: Iterable[_Job], workers: int = 0) -> None:
-    """Let several threads take `jobs` one after the other; the first error of any of them is raised."""
-    left: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-    for job in jobs:
-        left.put(job)
-    stop = threading.Event()
-
-    def take() -> Iterator[_Job]:
-        while not stop.is_set():
-            try:
-                yield left.get_nowait()
-            except queue.Empty:
-                return
-
-    def run() -> None:
-        try:
-            work(take())
-        except BaseException:
-            stop.set()
-            raise
-
-    num_threads = workers or max(1, min(8, os.cpu_count() or 1))
-    with ThreadPoolExecutor(num_threads) as pool:
-        try:
-            for done in [pool.submit(run) for _ in range(num_threads)]:
-                done.result()
-        finally:
-            stop.set()  # Ctrl-C: the others end after the piece in hand
 
 
 def row_major(tensor: Tensor, reader: Reader) -> Iterator[NDArray]:

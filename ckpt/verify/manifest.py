@@ -22,12 +22,13 @@ from xxhash import xxh3_128
 from ckpt.errors import CkptError, CorruptError, NotFoundError, printable
 from ckpt.move.filehash import FileDigest, Hasher, Piece, jobs
 from ckpt.move.files import OpenFiles, confined, translate_os_errors
+from ckpt.move.threads import in_threads
 from ckpt.move.workers import FileDigests
 from ckpt.plan.checkpoint import Checkpoint, Format, ReadRequest
 from ckpt.plan.tensors import Tensor
 from ckpt.run_folder.companions import read_json
 from ckpt.text import counted
-from ckpt.verify.digest import ALGORITHM, Progress, digests, in_threads
+from ckpt.verify.digest import ALGORITHM, Progress, digests
 
 MANIFEST = "ckpt-manifest.json"
 

@@ -21,6 +21,7 @@ from ckpt import api, registry
 from ckpt.errors import CkptError, UsageError
 from ckpt.plan.checkpoint import Layout
 from ckpt.plan.dtypes import FLOAT32
+from ckpt.sizes import show_size
 from tests.support.building import write_stage2
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import process, snapshot
@@ -240,6 +241,43 @@ def test_an_existing_destination_is_kept(run: Path) -> None:
     Path("outputs-hf/config.json").write_text("{}")
     assert run_ckpt("convert", "zero3", "hf", run, "--overwrite").code == 0
     assert sorted(os.listdir("outputs-hf")) == ["ckpt-manifest.json", "model.safetensors"]
+
+
+def test_what_a_killed_conversion_left_is_named_or_gone_on_with(run: Path) -> None:
+    source, out = ("convert", "zero3", "hf", run), Path("outputs-hf")
+    assert run_ckpt(*source, "--resume").err.count("0 B were there already") == 1  # there is nothing to go on from
+    written = out / "model.safetensors"
+    with pytest.raises(ZeroDivisionError):
+        fail_at_the_end(run, out.with_name("again"))
+    staging = Path(".again.ckpt-staging")
+    journal = (staging / ".ckpt-journal").read_bytes()
+    gone_on = run_ckpt(*source, "-o", "again", "--resume")
+    assert gone_on.code == 0 and not staging.exists()
+    assert f"{show_size(tensor_bytes(written))} were there already" in gone_on.err
+    assert snapshot_of_files("again") == snapshot_of_files("outputs-hf")
+    staging = Path(".third.ckpt-staging")
+    staging.mkdir()
+    (staging / "model.safetensors").write_bytes(written.read_bytes())
+    (staging / ".ckpt-journal").write_bytes(journal)
+    anew = run_ckpt(*source, "-o", "third")
+    assert anew.code == 0 and ".third.ckpt-staging, which a run left that was killed, is not used" in anew.err
+    assert snapshot_of_files("third") == snapshot_of_files("outputs-hf")
+
+
+def fail_at_the_end(run: Path, out: Path) -> None:
+    def describe(_: Path) -> dict[str, bytes]:
+        raise ZeroDivisionError
+
+    api.plan(api.open(run, "zero3"), "hf").run(out, resume=True, describe=describe)
+
+
+def tensor_bytes(path: Path) -> int:
+    content = path.read_bytes()
+    return len(content) - 8 - int.from_bytes(content[:8], "little")
+
+
+def snapshot_of_files(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {

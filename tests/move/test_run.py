@@ -33,6 +33,7 @@ from ckpt.move import workers as threads
 from ckpt.move.blocks import Batch, CopyBatch
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, Staging
+from ckpt.move.journal import JOURNAL
 from ckpt.move.run import execute
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Checkpoint, Slot, SourceFile, Target, TargetFile
@@ -415,7 +416,7 @@ class TestExecute:
         real = files.sync
 
         def sync(descriptor: int) -> None:
-            names = [path for _, path in open_files() if ".ckpt-staging/" in path]
+            names = [path for _, path in open_files() if ".ckpt-staging/" in path and JOURNAL not in path]
             staged.append(len(names))
             real(descriptor)
             synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)

@@ -1,0 +1,147 @@
+"""The journal of a conversion: which pieces of which files are written, with their digests, a line each.
+
+It lies in the staging folder, a file for each process.  Nothing in it is believed: what goes on from it first reads
+every piece again and compares its digest, so that it does not matter what a crash of the system took along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
+
+from ckpt.errors import CorruptError, UsageError
+from ckpt.move.filehash import CHUNK, Hasher, Piece
+from ckpt.move.files import OpenFiles, translate_os_errors
+from ckpt.move.parts import Pieces
+from ckpt.move.threads import in_threads
+from ckpt.plan.checkpoint import Key, SourceFile
+from ckpt.plan.planner import Plan
+
+JOURNAL = ".ckpt-journal"
+
+#: The digests of pieces, by the name of their target file.
+Digests = dict[str, dict[Piece, str]]
+
+
+def header(plan: Plan) -> dict[str, Any]:
+    """What must be equal for a conversion to go on where another stopped: the source's files, and the plan."""
+    return {"plan": _digest(plan), "sources": [list(astuple(file)) for file in plan.checkpoint.files]}
+
+
+def _digest(plan: Plan) -> str:
+    """A digest of all bytes that a plan writes by itself, and of all places that it takes others from."""
+    hasher = xxh3_128()
+    keys: dict[Key, None] = {}
+
+    def add(*values: object) -> None:
+        hasher.update(repr(values).encode("utf-8", "surrogatepass"))
+
+    add(plan.checkpoint.config)
+    for file in plan.target.files:
+        add(file.name, file.size, file.zeros, file.literals)
+        for spans in plan.spans(file):
+            add(spans.source_dtype, spans.target_dtype, spans.paths, len(spans))
+            for column in (spans.path, spans.source, spans.target, spans.numel):
+                hasher.update(column.data)
+        for slot in plan.slots(file):
+            add(*slot)
+            keys[slot.key] = None
+    for key in keys:
+        add(key, *plan.checkpoint.tensors[key].fragments())
+    return hasher.hexdigest()
+
+
+class Journal:
+    """What a process has written; `add` is called from several threads."""
+
+    def __init__(self, folder: Path, begin: Mapping[str, Any]) -> None:
+        self._path = folder / JOURNAL
+        self._lock = threading.Lock()
+        self._write([begin])
+
+    def add(self, name: str, digests: Mapping[Piece, str]) -> None:
+        """Pieces of the target file `name` have been written."""
+        self._write([name, *piece, digest] for piece, digest in digests.items())
+
+    def remove(self) -> None:
+        """The conversion is complete."""
+        with translate_os_errors(self._path):
+            self._path.unlink()
+
+    def _write(self, lines: Iterable[Any]) -> None:
+        # Opened each time, so that other nodes see it (NFS); and a line that was cut off before does not swallow this.
+        content = "".join(f"\n{json.dumps(line)}" for line in lines) + "\n"
+        with self._lock, translate_os_errors(self._path), open(self._path, "ab", 0) as file:
+            file.write(content.encode())
+
+
+def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
+    """What the journals in `folder` say of the conversion whose header is `expected`; empty where there are none.
+
+    Raises CorruptError where a file of the source is not as it was, UsageError where it was another conversion.
+    """
+    found: Digests = {}
+    for path in sorted(folder.glob(f"{JOURNAL}*")):
+        for line in _lines(path):
+            if isinstance(line, dict):
+                _check_same(line, expected, folder)
+            elif isinstance(line, list) and [type(value) for value in line] == [str, int, int, str]:
+                name, offset, length, digest = line
+                found.setdefault(name, {})[offset, length] = digest
+    return found
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    with translate_os_errors(path), open(path, "rb") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:  # cut off, or an empty one
+                continue
+
+
+def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], folder: Path) -> None:
+    if begun == expected:
+        return
+    hint = "without --resume it starts over"
+    known = {path: facts for path, *facts in begun.get("sources", ())}
+    for path, *facts in expected["sources"]:
+        if path in known and known[path] != facts:
+            what = "the source has changed since the conversion that is to go on"
+            then, now = (SourceFile(path, *facts).facts() for facts in (known[path], facts))
+            raise CorruptError(what, path=path, expected=then, found=now, hint=hint)
+    raise UsageError("what was begun there is another conversion, or of another source", path=folder, hint=hint)
+
+
+def still_there(folder: Path, claimed: Digests, pieces: Pieces, memory: int) -> Digests:
+    """Those pieces that are claimed to be in files of `folder`, and are as their digests say.
+
+    `memory` are the bytes of all buffers together.
+    """
+    found: Digests = {}
+    todo = [
+        (name, wanted)
+        for name, inside in pieces.items()
+        if (wanted := [piece for piece in inside if piece in claimed.get(name, ())]) and (folder / name).is_file()
+    ]
+
+    def check(jobs: Iterator[tuple[str, list[Piece]]]) -> None:
+        hasher = Hasher(min(CHUNK, memory // 8))
+        with OpenFiles() as opened:
+            for name, wanted in jobs:
+                path = str(folder / name)
+                descriptor = opened.descriptor(path)
+                size = os.fstat(descriptor).st_size
+                for piece in (piece for piece in wanted if sum(piece) <= size):
+                    if hasher.pieces(descriptor, path, [piece])[piece] == claimed[name][piece]:
+                        found.setdefault(name, {})[piece] = claimed[name][piece]
+
+    in_threads(check, todo)
+    return found

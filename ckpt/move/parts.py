@@ -1,0 +1,68 @@
+"""What of a plan is still to be done, and by which process: target files in pieces, dealt out by bytes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ckpt.move.blocks import rows
+from ckpt.move.filehash import Piece
+from ckpt.plan.checkpoint import Slot, TargetFile
+from ckpt.plan.planner import Copy, Plan
+from ckpt.plan.spans import Spans
+
+#: Pieces by the name of their target file.
+Pieces = Mapping[str, Sequence[Piece]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process fills of a target file: the pieces `todo`, and where `is_owner` all that lies in no piece.
+
+    `pieces` are all that the file is hashed in, in order; None where nothing is hashed and all of it is to be filled.
+    """
+
+    file: TargetFile
+    pieces: Sequence[Piece] | None
+    todo: Collection[Piece] = ()
+    is_owner: bool = True
+    _starts: list[int] = field(init=False, repr=False)
+    _is_todo: list[bool] = field(init=False, repr=False)
+    #: Whether all of the file is filled here.
+    is_whole: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_starts", [offset for offset, _ in self.pieces or ()])
+        is_todo = [piece in self.todo for piece in self.pieces or ()]
+        object.__setattr__(self, "_is_todo", is_todo)
+        object.__setattr__(self, "is_whole", all(is_todo))
+
+    def spans(self, plan: Plan) -> Iterator[Spans]:
+        """As `Plan.spans`, what is to be done of it."""
+        for spans in plan.spans(self.file):
+            if self.is_whole:
+                yield spans
+                continue
+            place = np.searchsorted(self._starts, spans.target, side="right") - 1
+            found = rows(spans, np.flatnonzero(np.array(self._is_todo)[place]))
+            if len(found):
+                yield found
+
+    def copies(self, plan: Plan) -> Iterator[tuple[Slot, list[Copy]]]:
+        """As `Plan.copies`, what is to be done of it."""
+        return plan.copies(self.file, self._wants)
+
+    def computed_copies(self, plan: Plan) -> dict[str, list[Copy]]:
+        """As `Plan.computed_copies`, what is to be done of it."""
+        return plan.computed_copies(self.file, self._wants)
+
+    def _wants(self, slot: Slot) -> bool:
+        return self.is_whole or self._is_todo[bisect_right(self._starts, slot.extent.offset) - 1]
+
+
+def parts(files: Sequence[TargetFile], pieces: Pieces, todo: Mapping[str, Collection[Piece]]) -> list[Part]:
+    """What is to be done of each file."""
+    return [Part(file, pieces[file.name], todo[file.name]) for file in files]

@@ -1,0 +1,42 @@
+"""Several threads that take jobs from one heap."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+_Job = TypeVar("_Job")
+
+
+def in_threads(work: Callable[[Iterator[_Job]], None], jobs: Iterable[_Job], workers: int = 0) -> None:
+    """Let several threads take `jobs` one after the other; the first error of any of them is raised."""
+    left: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+    for job in jobs:
+        left.put(job)
+    stop = threading.Event()
+
+    def take() -> Iterator[_Job]:
+        while not stop.is_set():
+            try:
+                yield left.get_nowait()
+            except queue.Empty:
+                return
+
+    def run() -> None:
+        try:
+            work(take())
+        except BaseException:
+            stop.set()
+            raise
+
+    num_threads = workers or max(1, min(8, os.cpu_count() or 1))
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            for done in [pool.submit(run) for _ in range(num_threads)]:
+                done.result()
+        finally:
+            stop.set()  # Ctrl-C: the others end after the piece in hand

@@ -1,0 +1,162 @@
+"""Conversions that are killed and go on: what is moved again, what is checked, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckpt.errors import CorruptError, UsageError
+from ckpt.move import blocks
+from ckpt.move.files import staging_folder
+from ckpt.move.journal import JOURNAL
+from ckpt.move.run import execute
+from ckpt.move.workers import FileDigests, Resources
+from ckpt.plan.checkpoint import Checkpoint, Slot, SourceFile, Target, TargetFile
+from ckpt.plan.dtypes import BY_NAME
+from ckpt.plan.planner import Plan, make_plan
+from ckpt.plan.tensors import Extent, Tensor, Whole, whole
+from tests.move.test_run import Case, listing, make_case
+from tests.support.killing import killed_before_call
+
+UINT8 = BY_NAME["uint8"]
+SOURCE = random.Random(3).randbytes(200 << 17)
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def run(plan: Plan, out: Path, *, resume: bool = True, kill_at: float = 2.0) -> tuple[int, FileDigests]:
+    """Bytes that were there already, and the digests; the process is killed when that part of the bytes is moved."""
+    digests, moved = [], [0]
+
+    def progress(count: int) -> None:
+        moved[0] += count
+        if moved[0] >= kill_at * plan.moved_bytes:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def describe(_: Path, found: FileDigests) -> dict[str, bytes]:
+        digests.append(found)
+        return {}
+
+    resources = Resources(workers=2)
+    done = execute(plan, out, resume=resume, resources=resources, progress=progress, hashing=True, describe=describe)
+    assert moved[0] == plan.moved_bytes
+    return done, digests[0]
+
+
+def killed(action: Callable[[], object]) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            action()
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+def many_tensors(folder: Path) -> Plan:
+    """200 tensors of one file go to 4 files."""
+    (folder / "source.bin").write_bytes(SOURCE)
+    size, tensors, files = len(SOURCE) // 200, {}, []
+    for number in range(4):
+        slots = []
+        for place in range(50):
+            key, at = (f"w{50 * number + place}", "weight"), (50 * number + place) * size
+            stored = Extent.contiguous(str(folder / "source.bin"), at, UINT8, (size,))
+            tensors[key] = Tensor(*key, UINT8, (size,), Whole(stored))
+            extent = Extent.contiguous(f"out{number}.bin", place * size, UINT8, (size,))
+            slots.append(Slot(key, whole((size,)), extent))
+        files.append(TargetFile(f"out{number}.bin", 50 * size, slots=tuple(slots)))
+    seen = (SourceFile.stat(str(folder / "source.bin")),)
+    return make_plan(Checkpoint(str(folder / "source.bin"), "test", tensors, seen), Target(tuple(files)))
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    """A conversion that was killed when half of its bytes were moved."""
+    case = make_case(tmp_path / "source", num_files=10, rows=20000)
+    killed(lambda: run(case.plan, tmp_path / "out", kill_at=0.5))
+    return case
+
+
+class TestGoingOn:
+    def test_killed_at_half_moves_little_more_than_the_rest(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of 200 tensors, as a model has: what is lost are those that were being written."""
+        monkeypatch.setattr(blocks, "_BATCH", len(SOURCE) // 200)  # as small, beside these tensors, as it is really
+        plan = many_tensors(tmp_path)
+        killed(lambda: run(plan, tmp_path / "out", kill_at=0.5))
+        done, _ = run(plan, tmp_path / "out")
+        assert plan.moved_bytes - done <= 0.55 * plan.moved_bytes
+        assert b"".join(path.read_bytes() for path in sorted((tmp_path / "out").iterdir())) == SOURCE
+
+    def test_it_is_as_if_it_had_not_been_killed(self, tmp_path: Path, case: Case) -> None:
+        done, digests = run(case.plan, tmp_path / "out")
+        assert 0.3 * case.plan.moved_bytes < done < 0.5 * case.plan.moved_bytes
+        case.assert_written(tmp_path / "out")
+        assert listing(tmp_path) == ["out", "source"]
+        assert digests == run(case.plan, tmp_path / "unbroken", resume=False)[1]
+
+    def test_killed_before_every_call(self, tmp_path: Path) -> None:
+        case, out, number, partly = make_case(tmp_path / "source", num_files=2, rows=8), tmp_path / "out", 1, 0
+        while killed_before_call(number, lambda: run(case.plan, out)):
+            if not out.exists():
+                done, _ = run(case.plan, out)
+                partly += 0 < done < case.plan.moved_bytes
+            case.assert_written(out)
+            assert listing(tmp_path) == ["out", "source"], f"killed before call {number}"
+            shutil.rmtree(out)
+            number += 1
+        assert number > 40 and partly > 5
+
+    def test_what_is_not_as_it_was_written_is_written_again(self, tmp_path: Path, case: Case) -> None:
+        staging = staging_folder(tmp_path / "out")
+        journal = (staging / JOURNAL).read_bytes()
+        (staging / JOURNAL).write_bytes(journal[:-20] + b"\0\0\0")  # its end was not written
+        (staging / "ckpt-manifest.json").write_bytes(b"half of a man")
+        written = staging / "out0.bin"
+        written.write_bytes(bytes(len(written.read_bytes())))
+        done, _ = run(case.plan, tmp_path / "out")
+        assert 0.3 * case.plan.moved_bytes < done < 0.45 * case.plan.moved_bytes
+        case.assert_written(tmp_path / "out")
+
+    def test_without_it_nothing_is_taken_over(self, tmp_path: Path, case: Case) -> None:
+        assert run(case.plan, tmp_path / "out", resume=False)[0] == 0
+        case.assert_written(tmp_path / "out")
+
+    def test_it_is_kept_when_it_fails_again(self, tmp_path: Path, case: Case) -> None:
+        def fail(_: int) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            execute(case.plan, tmp_path / "out", resume=True, progress=fail)
+        assert run(case.plan, tmp_path / "out")[0] > 0.3 * case.plan.moved_bytes
+
+
+class TestRefused:
+    def test_a_source_that_has_changed(self, tmp_path: Path, case: Case) -> None:
+        """Rewritten in place with its mtime put back: the ctime tells."""
+        victim = case.sources[1]
+        before = victim.stat()
+        victim.write_bytes(victim.read_bytes()[::-1])
+        os.utime(victim, ns=(before.st_atime_ns, before.st_mtime_ns))
+        seen = tuple(SourceFile.stat(str(path)) for path in case.sources)
+        changed = replace(case.plan, checkpoint=replace(case.plan.checkpoint, files=seen))
+        with pytest.raises(CorruptError, match="the source has changed") as caught:
+            run(changed, tmp_path / "out")
+        assert caught.value.path == str(victim) and "--resume" in str(caught.value.hint)
+        assert staging_folder(tmp_path / "out").exists() and not (tmp_path / "out").exists()
+
+    def test_another_conversion(self, tmp_path: Path, case: Case) -> None:
+        other = make_case(tmp_path / "source", num_files=10, rows=20000)
+        file = replace(other.plan.target.files[0], literals=((0, b"HEADER 0: "),))
+        plan = replace(other.plan, target=replace(other.plan.target, files=(file, *other.plan.target.files[1:])))
+        checkpoint = replace(plan.checkpoint, files=case.plan.checkpoint.files)
+        with pytest.raises(UsageError, match="another conversion"):
+            run(replace(plan, checkpoint=checkpoint), tmp_path / "out")
