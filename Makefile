@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-fast lint format bench table clean
+.PHONY: help env demo test test-fast lint format faults bench table clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +37,9 @@ lint: env  ## ruff, mypy, import-linter, codespell
 format: env  ## format and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+faults: env  ## damage checkpoints in ten thousand ways
+	$(BIN)/python -m tests.faults
 
 bench: env  ## speed and memory against cp and the peers
 	$(BIN)/python -m benchmarks

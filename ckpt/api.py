@@ -535,6 +535,8 @@ def _namespace(target: Format, layout: Layout) -> str | None:
         return TORCHTITAN
     if names is not None and (target.namespace != HUB or names == TORCHTITAN):
         raise UsageError(f"the format {target.name!r} is not written under such names", found=f"--names {names}")
+    if layout.options.get("flat_optimizer") and not target.carries_optimizer:
+        raise UsageError(f"the format {target.name!r} holds no optimizer", found="--flat-optimizer")
     return target.namespace
 
 

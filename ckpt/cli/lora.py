@@ -157,7 +157,7 @@ def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder
 
 
 def push(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder to push, all of it.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder to push, all of it.", readable=False)],
     repo_id: opt.RepoOption = None,
     private: opt.PrivateOption = False,
     revision: opt.RevisionOption = None,

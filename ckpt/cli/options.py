@@ -56,7 +56,10 @@ class OptimizerDType(str, Enum):
     fp32 = "fp32"
 
 
-PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or the run folder it lies in.")]
+#: What is given to be read may not be readable, which is no matter of usage: whoever opens it says so.
+PathArgument = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A checkpoint, or the run folder it lies in.", readable=False)
+]
 FormatOption = Annotated[str, typer.Option(help="The format to read.")]
 TagOption = Annotated[str | None, typer.Option(help="The step folder to take, instead of the one recorded as latest.")]
 ConfigOption = Annotated[

@@ -16,8 +16,8 @@ from ckpt.errors import UsageError, printable
 
 
 def verify(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint or run folder.")],
-    b: Annotated[Path | None, typer.Argument(metavar="B", help="Another, of any format.")] = None,
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint or run folder.", readable=False)],
+    b: Annotated[Path | None, typer.Argument(metavar="B", help="Another, of any format.", readable=False)] = None,
     from_a: Annotated[str, typer.Option(metavar="FORMAT", help="The format of A.")] = "auto",
     from_b: Annotated[str, typer.Option(metavar="FORMAT", help="The format of B.")] = "auto",
     tag_a: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of A.")] = None,

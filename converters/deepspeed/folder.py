@@ -171,7 +171,8 @@ def _number(name: str) -> int:
 def list_step_folder(path: Path) -> StepFolder:
     """Sort the files of a step folder by what they are.
 
-    Raises CorruptError for two files of one rank, NotFoundError for model-parallel and DeepSpeed-MoE layouts.
+    Raises CorruptError for two files of one rank, NotFoundError for model-parallel and DeepSpeed-MoE layouts,
+    UnsafeError for a link out of the folder.
     """
     optimizer: dict[int, str] = {}
     per_rank: dict[int, str] = {}
@@ -203,10 +204,10 @@ def list_step_folder(path: Path) -> StepFolder:
                         found=f"also {os.path.basename(files[rank])}",
                         hint="remove the one that does not belong to this run",
                     )
-                files[rank] = full
+                files[rank] = str(confined(path, name))
         if match := _MODEL.fullmatch(name):
             _refuse_model_parallel(full, int(match[1]))
-            model = full
+            model = str(confined(path, name))
     return StepFolder(path, optimizer, per_rank, model)
 
 

@@ -68,7 +68,7 @@ class Stage0:
         """Describe a step; an optimizer's states under names that the shapes prove, or else left out, which is said."""
         sources = Sources()
         with known_structure(path):
-            return _read(path, sources, sources.of_rank(path / MODEL, 0, "DeepSpeed file"))
+            return _read(path, sources, sources.of_rank(confined(path, MODEL), 0, "DeepSpeed file"))
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         raise UsageError("the format 'zero0' cannot be written", hint="`zero1` resumes with any stage's config")

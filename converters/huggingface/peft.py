@@ -10,7 +10,7 @@ config is the run's own, byte for byte; none is ever made up, since alpha and th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ class Peft:
         sources = Sources()
         sources.add(file)
         extents = _safetensors(file) if name == SAFETENSORS else _torch(file)
+        _check_pairs(extents, file)
         return Checkpoint(
             path=str(path),
             format=self.name,
@@ -140,6 +141,23 @@ def _torch(path: Path) -> dict[str, Extent]:
         if not isinstance(value, StoredTensor):
             raise CorruptError("the adapter's file holds something else than tensors", path=path, fqn=name)
     return {name: value.extent for name, value in root.items()}
+
+
+def _check_pairs(fqns: Iterable[str], path: Path) -> None:
+    """CorruptError where one factor is there without the other: no checksum is of the names in safetensors' header."""
+    kinds: dict[str, set[str]] = {}
+    for name in map(adapter.parse_name, fqns):
+        kinds.setdefault(name.module, set()).add(name.kind)
+    for module, found in kinds.items():
+        for pair in ((adapter.A, adapter.B), (adapter.EMBEDDING_A, adapter.EMBEDDING_B)):
+            if len(found.intersection(pair)) == 1:
+                raise CorruptError(
+                    "the adapter lacks one of a layer's factors",
+                    path=path,
+                    fqn=module,
+                    expected=" and ".join(pair),
+                    found=", ".join(sorted(found)),
+                )
 
 
 # -- writing -------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import MASTER
 from converters.megatron.buffers import bucket_sizes, find_buffer
 from converters.megatron.optimizer import Optimizers, belongs, plain
-from converters.megatron.read import DISTRIBUTED, Local, RankFile, Reading
+from converters.megatron.read import DISTRIBUTED, MODEL, Local, RankFile, Reading
 
 #: Under which name the masters stand in distrib_optim.pt; the others there are optimizer states.
 _PARAM = "param"
@@ -49,6 +49,11 @@ def read_optimizers(reading: Reading, files: Sequence[RankFile]) -> Optimizers:
     """
     found = Optimizers()
     if all(file.content.get("optimizer") is None for file in files):
+        if any(Path(file.path).with_name(DISTRIBUTED).exists() for file in files):
+            reading.notes.append(
+                f"{DISTRIBUTED} is not read: {MODEL} records no optimizer, without whose param groups nothing says "
+                "whose states are there"
+            )
         return found
     for file in files:
         content = file.content.get("optimizer")

@@ -42,6 +42,7 @@ from ckpt.plan.tensors import Box, Extent, Fragment, Shape, Source, Tensor, Whol
 from ckpt.run_folder.carried import run_companions, trainer_folder
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_step
+from converters.names.options import NameOptions
 from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, find_folder, other_models, parts, run_folders
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand
 from converters.pytorch.optimizer_states import OptimizerStates
@@ -81,7 +82,7 @@ class DistributedCheckpoint:
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """One folder, or Accelerate's two where the source is a step of HF Trainer or Accelerate."""
         num_ranks = layout.world_size or checkpoint.world_size or 1
-        state = state_dict(checkpoint, layout.dtype)
+        state = state_dict(checkpoint, layout.dtype, flat_optimizer=layout.read(NameOptions).flat_optimizer)
         beside = run_companions(checkpoint, num_ranks, layout.dtype, deepspeed=False)
         folders = [Writing(num_ranks, prefix) for prefix in _prefixes(checkpoint)]
         folders[0].add_all(state.model)

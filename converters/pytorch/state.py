@@ -7,7 +7,8 @@
 
 as torch's `get_model_state_dict` and `get_optimizer_state_dict` spell it (2.13,
 `distributed/checkpoint/state_dict.py`).  torchtitan has the model at the top and the optimizer flattened (0.2.2,
-`components/checkpoint.py`, `_flattened_model_states_sd`; `components/optimizer.py`): `optimizer.param_groups.<fqn>.*`.
+`components/checkpoint.py`, `_flattened_model_states_sd`; `components/optimizer.py`): `optimizer.param_groups.<fqn>.*`,
+which is what `flatten_optimizer_state_dict=True` makes of any model.
 """
 
 from __future__ import annotations
@@ -43,8 +44,11 @@ class StateDict:
     notes: tuple[str, ...]
 
 
-def state_dict(checkpoint: Checkpoint, dtype: DType | None) -> StateDict:
-    """What is written for `checkpoint`, with parameters in `dtype` (None: as they are kept in training)."""
+def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: bool = False) -> StateDict:
+    """What is written for `checkpoint`, with parameters in `dtype` (None: as they are kept in training).
+
+    `flat_optimizer` has the options of a param group under each of its parameters, as torchtitan always has them.
+    """
     chosen = _choose(checkpoint, dtype)
     written = {choice.key for choice in chosen.values()}
     rest, dropped = _rest(checkpoint)
@@ -52,7 +56,7 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None) -> StateDict:
         dropped.append(f"fp32 masters of {masters} parameters, as --dtype asks for weights in {dtype}")
     return StateDict(
         tuple(_model(checkpoint, chosen)),
-        tuple(_optimizer(checkpoint)),
+        tuple(_optimizer(checkpoint, flat_optimizer or checkpoint.namespace == TORCHTITAN)),
         tuple(rest),
         tuple(dropped),
         tuple(_notes(checkpoint, chosen, dtype)),
@@ -96,7 +100,7 @@ def _model(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Iterator[tup
         yield (*root, str(fqn)), value
 
 
-def _optimizer(checkpoint: Checkpoint) -> Iterator[tuple[Path_, Any]]:
+def _optimizer(checkpoint: Checkpoint, is_flat: bool) -> Iterator[tuple[Path_, Any]]:
     for name, values in checkpoint.state.scalars.items():
         for fqn, value in values.items():
             yield ("optimizer", "state", fqn, name), _number(value)
@@ -106,7 +110,7 @@ def _optimizer(checkpoint: Checkpoint) -> Iterator[tuple[Path_, Any]]:
     for index, group in enumerate(checkpoint.state.param_groups):
         options = {name: value for name, value in group.options.items() if name != "params"}
         options |= _missing(checkpoint, options)
-        if checkpoint.namespace == TORCHTITAN:
+        if is_flat:
             yield from (
                 (("optimizer", f"param_groups.{fqn}.{name}"), value)
                 for fqn in group.fqns

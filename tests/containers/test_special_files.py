@@ -112,3 +112,47 @@ def test_a_name_that_is_too_long_is_damage(model: Path, tmp_path: Path) -> None:
     result = ckpt("inspect", folder)
     assert result.code == 4, result.err
     assert "File name too long" in result.err and len(result.err) < 2000
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("toy-zero0", "global_step2/mp_rank_00_model_states.pt"),
+        ("toy-zero2", "global_step2/mp_rank_00_model_states.pt"),
+        ("toy-zero3", "global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ],
+)
+def test_a_link_out_of_the_folder_is_refused_and_one_within_it_followed(
+    fixtures: Path, tmp_path: Path, name: str, file: str
+) -> None:
+    """The rule of every format; the cache of the Hub's own links are in test_hf.py."""
+    run = Path(shutil.copytree(fixtures / name, tmp_path / "run"))
+    path = run / file
+    for target, code in ((path.with_name("kept"), 0), (tmp_path / "elsewhere", 5)):
+        path.rename(target) if not path.is_symlink() else shutil.copy(path, target)
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+        result = ckpt("inspect", run)
+        assert result.code == code, result.err
+    assert "a symlink leads out of the checkpoint's folder" in result.err
+
+
+def test_a_path_that_may_not_be_read(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user who is not root: neither usage nor something that is not there."""
+    run = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / "run"))
+    real = {name: getattr(os, name) for name in ("listdir", "scandir", "open", "stat", "lstat")}
+
+    def refusing(name: str) -> Callable[..., object]:
+        def call(path: object = ".", *args: object, **options: object) -> object:
+            inside = isinstance(path, str | os.PathLike) and Path(path).is_relative_to(run)
+            if inside and (Path(path) != run or name in ("listdir", "scandir", "open")):
+                raise PermissionError(13, "Permission denied", os.fspath(path))
+            return real[name](path, *args, **options)
+
+        return call
+
+    for name in real:
+        monkeypatch.setattr(os, name, refusing(name))
+    for command in (("inspect", run), ("convert", "auto", "hf", run, "-o", tmp_path / "out"), ("hash", run)):
+        result = ckpt(*command)
+        assert (result.code, "Permission denied" in result.err) == (7, True), result.err

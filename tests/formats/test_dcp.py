@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.containers.dcp.write import dim0_boxes
-from ckpt.errors import CkptError, CorruptError, NotFoundError, UnsafeError
+from ckpt.errors import CkptError, CorruptError, NotFoundError, UnsafeError, UsageError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
 from ckpt.plan.planner import check_source, make_plan
 from ckpt.plan.tensors import Box, Tensor
@@ -577,6 +577,36 @@ def test_real_runs_are_read_bit_for_bit(runs: Path, name: str) -> None:
     for (fqn, role), tensor in checkpoint.tensors.items():
         if role == WEIGHT:
             assert stored(tensor) == raw(model[fqn]), fqn
+
+
+def test_a_flattened_optimizer_is_what_torch_loads_flattened(tmp_path: Path) -> None:
+    """`flatten_optimizer_state_dict=True` asks for the options of a param group under each parameter."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+    from ckpt import api
+
+    model, optimizer = trained()
+    whole, states = nested(model, optimizer)
+    source = api.open(save({"model": whole, "optimizer": states}, tmp_path / "nested"))
+    api.plan(source, "dcp", Layout(flat_optimizer=True)).run(tmp_path / "flat")
+    assert api.verify(source, api.open(tmp_path / "flat")).equal
+
+    other, empty = trained()
+    for tensor in (*other.parameters(), *(state["exp_avg"] for state in empty.state.values())):
+        tensor.data.zero_()
+    empty.param_groups[0]["lr"] = 7.0
+    weights, flat = nested(other, empty, flat=True)
+    state = {"model": weights, "optimizer": flat}
+    dcp.load(state, checkpoint_id=tmp_path / "flat", no_dist=True)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_state_dict(other, empty, model_state_dict=weights, optim_state_dict=state["optimizer"], options=options)
+    assert empty.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    for one, copy in zip(model.parameters(), other.parameters(), strict=True):
+        assert raw(one) == raw(copy) and raw(optimizer.state[one]["exp_avg"]) == raw(empty.state[copy]["exp_avg"])
+
+    with pytest.raises(UsageError, match="holds no optimizer"):
+        api.plan(source, "hf", Layout(flat_optimizer=True))
 
 
 @pytest.mark.slow

@@ -233,11 +233,12 @@ def sparse(path: Path, size: int) -> Path:
         b'{"a":{"dtype":"U8","shape":[' + b"1," * 40_000_000,
         b'{"__metadata__":{' + b'"a":{' * 15_000_000,
         b'{"__metadata__":{' + b",".join(b'"%d":"x"' % i for i in range(200_000)) + b"}}",
+        b"{" + b",".join(b'"%d":{"dtype":"U8","shape":[],"data_offsets":[0,1]}' % i for i in range(1_000_000)) + b"}",
         b'{"' + b"a" * 90_000_000,
         b'{"' + b"\\" * 90_000_000,
         b" " * 90_000_000,
     ],
-    ids=["lists", "objects", "shape", "metadata", "metadata keys", "name", "escapes", "spaces"],
+    ids=["lists", "objects", "shape", "metadata", "metadata keys", "tensors", "name", "escapes", "spaces"],
 )
 def test_a_hostile_header_of_many_megabytes_fails_at_once(tmp_path: Path, header: bytes) -> None:
     path = header_file(tmp_path / "x.safetensors", header)

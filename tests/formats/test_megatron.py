@@ -27,8 +27,9 @@ from ckpt.errors import CkptError, LossError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import WEIGHT, Layout
 from ckpt.plan.tensors import check_tiling
 from converters.megatron.buffers import find_buffer, stored_buffer
-from converters.megatron.read import OTHER_ORDER
-from converters.names.megatron.model.axes import Grid, Stages, expert_range, parse_layout
+from converters.megatron.optimizer_read import read_optimizers
+from converters.megatron.read import OTHER_ORDER, RankFile, Reading
+from converters.names.megatron.model.axes import Grid, Rank, Stages, expert_range, parse_layout
 from converters.names.megatron.model.spelling import LayerKind, Spelling, in_order, layer_kinds, split_layer
 from converters.names.megatron.model.splits import Split, full_shape, rank_boxes, rank_shape
 from tests.support import commands
@@ -374,6 +375,16 @@ def _hostile(run: Path) -> None:
             return print, ("never",)
 
     _edit(run, lambda state, file: state.update(canary=Canary()), f"*/mp_rank_01_001/{MODEL}")
+
+
+def test_an_optimizer_that_no_file_of_a_model_records_is_said_to_be_left(tmp_path: Path) -> None:
+    """By hand: without the param groups in the file beside it, nothing tells whose the states of the buffers are."""
+    reading = Reading(tmp_path)
+    file = RankFile(Rank(0, 0, 0, 0, 0, 0), str(tmp_path / MODEL), {}, ())
+    assert not read_optimizers(reading, [file]).groups and reading.notes == []
+    (tmp_path / DISTRIBUTED).touch()
+    assert not read_optimizers(reading, [file]).groups
+    assert len(reading.notes) == 1 and "distrib_optim.pt is not read" in reading.notes[0]
 
 
 #: What is done to a run of TP 2, PP 2; the exit code, and what the message has to say.

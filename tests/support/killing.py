@@ -1,11 +1,12 @@
-"""Processes that are killed before their Nth call of the operating system."""
+"""Processes that are killed before their Nth call of the operating system, and calls that fail."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckpt.move import files
@@ -65,3 +66,27 @@ def killed_before_call(number: int, action: Callable[[], None]) -> bool:
         return True
     assert os.WEXITSTATUS(ended) == 0, "the process failed where it should have been killed or gone on"
     return False
+
+
+@contextlib.contextmanager
+def failing_at_call(name: str, number: int, code: int) -> Iterator[None]:
+    """Call `number` of `os.NAME` in this process fails with the error `code`; `close` closes all the same."""
+    real, left, lock = getattr(os, name), number, threading.Lock()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_due = left == 0
+        if is_due and name != "close":
+            raise OSError(code, os.strerror(code))
+        done = real(*args, **kwargs)
+        if is_due:
+            raise OSError(code, os.strerror(code))
+        return done
+
+    setattr(os, name, counted)
+    try:
+        yield
+    finally:
+        setattr(os, name, real)

@@ -6,9 +6,10 @@ arguments and makes a plain value, a `Record` or a `StoredTensor`.  Any other gl
 is an argument (`ckpt.containers.torchfile.table` has the one that files are read with).
 
 The machine is total: whatever the bytes, it returns or raises a `CkptError`.  Its memory is linear in the length
-of the pickle (at most some 250 bytes per byte, which takes a pickle of nothing but empty sets), it does not
-recurse, and what it returns is a tree that naive recursive code can walk: at most `MAX_DEPTH` deep, free of
-cycles other than through a `Record`, and not much larger unfolded than the pickle is.
+of the pickle (it makes a container for every four bytes at most, where pickles of checkpoints have one for every ten),
+keys whose hashes are alike are few, it does not recurse, and what it returns is a tree that naive recursive code can
+walk: at most `MAX_DEPTH` deep, free of cycles other than through a `Record`, and not much larger unfolded than the
+pickle is.
 
 Opcodes after Python 3.13's `pickletools` (protocols 0 to 5).
 """
@@ -43,6 +44,14 @@ from ckpt.plan.dtypes import DType
 Table = Mapping[tuple[str, str], Any]
 
 _TOO_DEEP_A_KEY = 8
+#: Keys compared with others of the same hash.  Real ones that are no text are a handful of numbers and tuples.
+_MAX_ALIKE = 1 << 20
+#: What has a hash of its own, or one that nobody outside this process can foresee.
+_UNLIKE = frozenset((str, bytes, bool, type(None), DType, Record, Global, PurePosixPath, PureWindowsPath))
+#: Bytes after which what there is so far is looked at, and how much more there is when it is walked again.
+_LOOK, _WALK = 1 << 18, 4
+#: Containers that a pickle has whatever its length, and bytes for each further one.  Real ones have 9 and more.
+_FREE_CONTAINERS, _CONTAINER = 1 << 16, 4
 
 #: What may be a key: hashed in constant time, and without calling anything of the file's.
 _KEYS = frozenset((str, int, float, bool, type(None), bytes, complex, DType, Record, Global, frozenset, range))
@@ -59,7 +68,10 @@ class Machine:
     `persistent` resolves a persistent id (torch's storages); without it, persistent ids are refused.
     """
 
-    __slots__ = ("allowance", "data", "marks", "memo", "name", "path", "persistent", "stack", "table")
+    __slots__ = (
+        *("alike", "allowance", "containers", "data", "left_alike", "look", "marks", "memo", "name", "path"),
+        *("persistent", "stack", "table", "walk"),
+    )
 
     def __init__(
         self,
@@ -81,6 +93,10 @@ class Machine:
         # Elements that may be copied.  A pickler emits each container once, so copies are bounded by the length;
         # a bomb copies one long list again and again.
         self.allowance = 4 * len(data) + (1 << 16)
+        self.containers = 0
+        self.alike: dict[tuple[int, int], int] = {}
+        self.left_alike = _MAX_ALIKE
+        self.look = self.walk = _LOOK
 
     def run(self, start: int = 0) -> tuple[Any, int]:
         """Run the pickle that begins at `start`; return its object and the position behind it.
@@ -109,6 +125,8 @@ class Machine:
                     break
                 else:
                     at = handlers[code](self, at + 1) or at + 1
+                    if at > self.look:
+                        self.prove(at)
             if len(self.stack) != 1 or self.marks:
                 raise MalformedError(f"{len(self.stack)} objects are left on the stack")
             value = self.stack.pop()
@@ -123,6 +141,15 @@ class Machine:
             raise CorruptError(
                 f"the pickle is damaged: {_reason(error)}", path=self.path, found=f"at byte {at} of {self.name}"
             ) from None
+
+    def prove(self, length: int) -> None:
+        """Refuse what could not be walked, or makes objects and nothing else, before it fills the memory."""
+        self.look = length + _LOOK
+        if self.containers > _FREE_CONTAINERS + length // _CONTAINER:
+            raise MalformedError("it makes more objects than a pickle of its length holds")
+        if length > self.walk:
+            self.walk = _WALK * length
+            check_tree(self.stack, length)
 
     def line_at(self, pos: int, limit: int = MAX_LINE) -> tuple[bytes, int]:
         """The text up to the next newline, and the position behind it."""
@@ -148,6 +175,20 @@ class Machine:
         self.allowance -= copies
         if self.allowance < 0:
             raise MalformedError("it copies more than it holds")
+
+    def check_new_key(self, target: Any, key: Any) -> None:
+        """Refuse a key that `check_key` refuses, and one of many of `target` whose hashes are all alike.
+
+        Each of these is compared with all before it: -1 and -2 have one hash, and so have all tuples of them.
+        """
+        self.check_key(key)
+        if type(key) in _UNLIKE or (type(key) is int and -2 < key < 1 << 60):
+            return
+        place = id(target), hash(key)
+        alike = self.alike[place] = self.alike.get(place, -1) + 1
+        self.left_alike -= alike
+        if self.left_alike < 0:
+            raise MalformedError("too many keys whose hashes are alike")
 
     def check_key(self, key: Any, depth: int = 0) -> None:
         """Refuse a dict key or set element that is unhashable, or whose hash would recurse or take long."""
@@ -206,7 +247,7 @@ class Machine:
         for i in range(0, len(items), 2):
             key = items[i]
             if type(key) is not str:
-                self.check_key(key)
+                self.check_new_key(target, key)
             target[key] = items[i + 1]
         return target
 
@@ -215,7 +256,7 @@ class Machine:
         if type(target) is not set:
             raise MalformedError(f"items are added to a {type(target).__name__}")
         for item in items:
-            self.check_key(item)
+            self.check_new_key(target, item)
             target.add(item)
         return target
 
@@ -299,12 +340,23 @@ def _constant(value: Any) -> _Handler:
 
 
 def _empty(kind: type) -> _Handler:
-    return lambda machine, pos: machine.stack.append(kind())
+    weight = 4 if kind is set else 1  # as large as so many others
+
+    def handler(machine: Machine, pos: int) -> None:
+        machine.containers += weight
+        machine.stack.append(kind())
+
+    return handler
 
 
 def _from_mark(made_from: Callable[[Machine, list[Any]], Any]) -> _Handler:
     """Push what is made from all that was pushed since the last mark."""
-    return lambda machine, pos: machine.stack.append(made_from(machine, machine.pop_mark()))
+
+    def handler(machine: Machine, pos: int) -> None:
+        machine.containers += 1
+        machine.stack.append(made_from(machine, machine.pop_mark()))
+
+    return handler
 
 
 def _into_top(put: Callable[[Machine, Any, list[Any]], Any]) -> _Handler:
@@ -385,16 +437,19 @@ def _append(machine: Machine, pos: int) -> None:
 
 
 def _tuple1(machine: Machine, pos: int) -> None:
+    machine.containers += 1
     machine.stack[-1] = (machine.stack[-1],)
 
 
 def _tuple2(machine: Machine, pos: int) -> int | None:
+    machine.containers += 1
     last = machine.stack.pop()
     machine.stack[-1] = (machine.stack[-1], last)
     return _reduce_of_tuple(machine, pos)
 
 
 def _tuple3(machine: Machine, pos: int) -> int | None:
+    machine.containers += 1
     stack = machine.stack
     last, middle = stack.pop(), stack.pop()
     stack[-1] = (stack[-1], middle, last)
@@ -485,6 +540,7 @@ def _obj(machine: Machine, pos: int) -> None:
 def _reduce(machine: Machine, pos: int) -> None:
     """REDUCE and NEWOBJ: for the table a function and a class are alike."""
     stack = machine.stack
+    machine.containers += 2  # as large as so many
     args = stack.pop()
     function = stack[-1]
     # This is the hot path of a file of many tensors; `call` says what is wrong where something is.

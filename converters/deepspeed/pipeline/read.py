@@ -16,7 +16,7 @@ from typing import Any
 from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
-from ckpt.move.files import translate_os_errors
+from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
 from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, Tensor, Whole, flat_regions
 from converters.deepspeed.layout import before_dealing
@@ -115,7 +115,7 @@ def _put(files: dict[Any, str], key: Any, path: Path, name: str) -> None:
             found=f"also {os.path.basename(files[key])}",
             hint="remove the one that does not belong to this run",
         )
-    files[key] = str(path / name)
+    files[key] = str(confined(path, name))
 
 
 # -- where a rank's tensor is in the whole one ---------------------------------------------------------------

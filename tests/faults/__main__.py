@@ -1,0 +1,27 @@
+"""`python -m tests.faults [--seed N] [--cases N]`: the whole campaign; 1 where a case ended as none may."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.faults.campaign import campaign
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same cases")
+    parser.add_argument("--cases", type=int, default=10_000, help="how many, in all")
+    given = parser.parse_args()
+    memory = "/dev/shm"
+    with tempfile.TemporaryDirectory(prefix="faults-", dir=memory if os.path.isdir(memory) else None) as folder:
+        report = campaign(Path(folder), given.seed, given.cases)
+    print(f"seed {given.seed}", *report.lines(), sep="\n")
+    return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

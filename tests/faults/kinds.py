@@ -1,0 +1,216 @@
+"""The kinds of damage.  Each makes endless cases of a sample, from a random number generator."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickletools
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from tests.faults.samples import Sample, data_ranges, is_carried
+from tests.support.hostile import make as hostile
+
+IN_DATA = "elements of a tensor"
+CARRIED = "a file beside the checkpoint, which is carried as it is"
+NAME = "the name of a tensor where no checksum is of it: in .metadata, or in the header of safetensors"
+VALUE = "a value, with its checksum"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is done to a copy of a sample.
+
+    `hidden` says why nothing on the disk may tell, where it is so; `is_unchecked` that no checksum is of the file.
+    """
+
+    what: str
+    do: Callable[[Path], None]
+    hidden: str | None = None
+    is_unchecked: bool = False
+
+
+def _write(name: str, content: bytes) -> Callable[[Path], None]:
+    def do(run: Path) -> None:
+        (run / name).write_bytes(content)
+
+    return do
+
+
+def _changed(name: str, content: bytes, what: str, hidden: str | None) -> Case:
+    return Case(f"{name}: {what}", _write(name, content), hidden, name.endswith((".metadata", ".safetensors")))
+
+
+def _hidden(sample: Sample, name: str, start: int, stop: int) -> str | None:
+    if is_carried(name):
+        return CARRIED
+    ranges = data_ranges(sample.path / name)
+    return IN_DATA if any(part.start < stop and start < part.stop for part in ranges) else None
+
+
+def _content(sample: Sample, random: Random) -> tuple[str, bytes]:
+    name = random.choice([name for name in sample.files if (sample.path / name).stat().st_size])
+    return name, (sample.path / name).read_bytes()
+
+
+def flips(sample: Sample, random: Random) -> Iterator[Case]:
+    """One bit; nine times of ten where no elements of tensors are, as these are most of every file."""
+    while True:
+        name, content = _content(sample, random)
+        at = random.randrange(len(content))
+        if random.random() < 0.9 and _hidden(sample, name, at, at + 1) == IN_DATA:
+            continue
+        changed = bytearray(content)
+        changed[at] ^= 1 << random.randrange(8)
+        what = f"bit of byte {at} of {len(content)}"
+        yield _changed(name, bytes(changed), what, _hidden(sample, name, at, at + 1))
+
+
+def zeroed(sample: Sample, random: Random) -> Iterator[Case]:
+    while True:
+        name, content = _content(sample, random)
+        start = random.randrange(len(content))
+        stop = min(len(content), start + random.choice((1, 8, 64, 512, 4096)))
+        changed = content[:start] + bytes(stop - start) + content[stop:]
+        if changed != content:
+            yield _changed(name, changed, f"bytes {start} to {stop}", _hidden(sample, name, start, stop))
+
+
+def truncations(sample: Sample, random: Random) -> Iterator[Case]:
+    while True:
+        name, content = _content(sample, random)
+        length = random.choice((0, len(content) - 1, len(content) // 2, random.randrange(len(content))))
+        hidden = CARRIED if is_carried(name) else None
+        yield Case(f"{name}: {length} of {len(content)} bytes", _write(name, content[:length]), hidden)
+
+
+def nasty_values(sample: Sample, random: Random) -> Iterator[Case]:
+    """A number or a text of a pickle, of the same length, with the checksums made true again."""
+    names = [name for name in sample.files if Path(name).suffix in (".pt", ".bin", ".distcp", "") and name != "latest"]
+    while names:
+        name = random.choice(names)
+        content = (sample.path / name).read_bytes()
+        records = _pickles(content)
+        values = [(r, at, size, kind) for r in records for at, size, kind in _values(content[r.start : r.stop])]
+        if not values:
+            names.remove(name)
+            continue
+        record, at, size, kind = random.choice(values)
+        new = {
+            "int": random.choice(
+                (b"\xff" * size, b"\0" * size, b"\xff" * (size - 1) + b"\x7f", random.randbytes(size))
+            ),
+            "float": struct.pack(">d", random.choice((float("nan"), float("inf"), -1e308, 0.0))),
+            "text": (random.choice(("../", "\x1b[31m", "\n\0", "x")) * size).encode()[:size],
+        }[kind]
+        start = record.start + at
+        changed = content[:start] + new + content[start + size :]
+        old, crc = (zlib.crc32(one[record.start : record.stop]) for one in (content, changed))
+        changed = changed[: record.stop] + changed[record.stop :].replace(
+            struct.pack("<I", old), struct.pack("<I", crc)
+        )
+        if changed != content:
+            yield Case(f"{name}: {kind} of {size} bytes at {start}", _write(name, changed), VALUE)
+
+
+def _pickles(content: bytes) -> list[range]:
+    """Where pickles are: records `data.pkl` of torch's archives, or all of the file."""
+    if content[:1] == b"\x80":
+        return [range(len(content))]
+    found = []
+    for match in re.finditer(rb"PK\x03\x04", content):
+        at = match.start()
+        length, extra = (int.from_bytes(content[at + n : at + n + 2], "little") for n in (26, 28))
+        start = at + 30 + length + extra
+        if content[at + 30 : at + 30 + length].endswith(b"data.pkl"):
+            found.append(range(start, content.find(b"PK\x07\x08", start)))
+    return found
+
+
+_KINDS = {"BININT": ("int", 1, 4), "BININT1": ("int", 1, 1), "BININT2": ("int", 1, 2), "BINFLOAT": ("float", 1, 8)}
+_TEXTS = {"BINUNICODE": 5, "SHORT_BINUNICODE": 2}
+
+
+def _values(data: bytes) -> Iterator[tuple[int, int, str]]:
+    """Position, length and kind of the values in a pickle."""
+    for opcode, argument, at in pickletools.genops(data):
+        assert at is not None
+        if opcode.name in _KINDS:
+            kind, skip, size = _KINDS[opcode.name]
+            yield at + skip, size, kind
+        elif opcode.name in _TEXTS and isinstance(argument, str) and argument:
+            yield at + _TEXTS[opcode.name], len(argument.encode()), "text"
+
+
+def hostile_files(sample: Sample, random: Random) -> Iterator[Case]:
+    """A hostile pickle or archive in the place of a file, or as the pickle of an archive."""
+    names = [n for n in sample.files if Path(n).suffix in (".pt", ".bin", ".distcp") or n.endswith(".metadata")]
+    pickles = [(name, case.content) for name, case in hostile.PICKLES.items() if len(case.content) < 1 << 17]
+    archives = [(name, case.content) for name, case in hostile.ARCHIVES.items() if len(case.content) < 1 << 17]
+    while names:
+        name = random.choice(names)
+        idea, content = random.choice(pickles if name.endswith(".metadata") else pickles + archives)
+        if (idea, content) in pickles and not name.endswith(".metadata"):
+            content = hostile.archive(hostile.records(content))
+        yield Case(f"{name}: {idea}", _write(name, content))
+
+
+def swaps(sample: Sample, random: Random) -> Iterator[Case]:
+    """Two files of one kind exchanged, or one copied over the other."""
+    groups: dict[str, list[str]] = {}
+    for name in sample.files:
+        groups.setdefault(re.sub(r"\d+", "N", name), []).append(name)
+    pairs = [pair for group in groups.values() for pair in itertools.permutations(group, 2)]
+    contents = {name: (sample.path / name).read_bytes() for pair in pairs for name in pair}
+    pairs = [(a, b) for a, b in pairs if contents[a] != contents[b]]
+    while pairs:
+        a, b = random.choice(pairs)
+        exchanged = random.random() < 0.5
+
+        def do(run: Path, a: str = a, b: str = b, exchanged: bool = exchanged) -> None:
+            (run / a).write_bytes(contents[b])
+            if exchanged:
+                (run / b).write_bytes(contents[a])
+
+        yield Case(f"{b} {'exchanged with' if exchanged else 'copied over'} {a}", do, f"swap of {sample.name}")
+
+
+_IN_ITS_PLACE: dict[str, Callable[[Path], None]] = {
+    "nothing": lambda path: None,
+    "a pipe": lambda path: os.mkfifo(path),
+    "a folder": lambda path: path.mkdir(),
+    "/dev/zero": lambda path: path.symlink_to("/dev/zero"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a link out of the folder": lambda path: path.symlink_to("/etc/hostname"),
+    "an empty file": lambda path: path.touch(),
+}
+
+
+def in_its_place(sample: Sample, random: Random) -> Iterator[Case]:
+    """A file is missing, or something else stands where it was."""
+    while True:
+        name, what = random.choice(sample.files), random.choice(list(_IN_ITS_PLACE))
+
+        def do(run: Path, name: str = name, what: str = what) -> None:
+            (run / name).unlink()
+            _IN_ITS_PLACE[what](run / name)
+
+        yield Case(f"{name}: {what}", do, CARRIED if is_carried(name) else None)
+
+
+#: The kinds of damage to files, and what part of the campaign each is.
+KINDS: dict[str, tuple[Callable[[Sample, Random], Iterator[Case]], float]] = {
+    "one bit flipped": (flips, 0.42),
+    "a range zeroed": (zeroed, 0.12),
+    "cut off": (truncations, 0.08),
+    "a nasty value": (nasty_values, 0.13),
+    "a hostile file": (hostile_files, 0.08),
+    "files swapped": (swaps, 0.03),
+    "something else in its place": (in_its_place, 0.04),
+}
