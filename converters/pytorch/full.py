@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -375,7 +376,8 @@ def _read_beside(reading: _Reading, name: str) -> None:
 
 
 def _first(folder: Path, names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if (folder / name).is_file()), None)
+    """The first of these names that is there; what is no file is refused as it is opened, and not passed over."""
+    return next((name for name in names if os.path.lexists(folder / name)), None)
 
 
 # -- writing -------------------------------------------------------------------------------------------------

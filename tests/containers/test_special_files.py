@@ -95,6 +95,16 @@ def test_in_a_run(fixtures: Path, tmp_path: Path, name: str, kind: str) -> None:
     assert ckpt("merge-lora", run).code in (3, 4, 5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_the_place_of_an_optimizer(fixtures: Path, tmp_path: Path, kind: str) -> None:
+    """It is refused, and not taken for a model that has none."""
+    full = tmp_path / "full"
+    assert ckpt("convert", "zero2", "full", fixtures / "toy-zero2", "-o", full, "-q").code == 0
+    (full / "optimizer.bin").unlink()
+    KINDS[kind](full / "optimizer.bin")
+    assert ckpt("inspect", full).code in (4, 5)
+
+
 @pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "model.safetensors", ".metadata", "common.pt"])
 def test_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / "run").mkdir()
