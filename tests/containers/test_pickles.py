@@ -279,7 +279,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, case in make.ARCHIVES.items():
         (folder / "files" / f"{name}.pt").write_bytes(case.content)
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(ROOT)], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", CHILD, str(ROOT)], cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
