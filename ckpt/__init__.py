@@ -4,6 +4,7 @@
     ckpt.plan(checkpoint, "hf").run("outputs-hf")
     ckpt.verify(checkpoint, ckpt.open("outputs-hf")).equal
     ckpt.load_into(model, "outputs")                      # a plain torch module, from any format
+    ckpt.resume("outputs")                                # the folder to go on from, on the ranks that there are now
 
 Importing this package imports neither torch nor any framework.
 """
@@ -17,13 +18,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ckpt.api import open, plan, verify
     from ckpt.loading import load_into
+    from ckpt.resuming import resume
 else:
     # Packages of these names, which are loaded here so that no later import binds them, and left to the functions.
     from ckpt import plan, verify
 
     del plan, verify
 
-__all__ = ["__version__", "load_into", "open", "plan", "verify"]
+__all__ = ["__version__", "load_into", "open", "plan", "resume", "verify"]
 
 
 def __dir__() -> list[str]:
@@ -39,4 +41,8 @@ def __getattr__(name: str) -> Any:
         from ckpt.loading import load_into
 
         return load_into
+    if name == "resume":
+        from ckpt.resuming import resume
+
+        return resume
     raise AttributeError(f"module 'ckpt' has no attribute {name!r}")

@@ -48,6 +48,10 @@ class CkptError(Exception):
         self.found = found
         self.hint = hint
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """As the parts that are known, whatever the arguments of the class: processes tell each other what failed."""
+        return _restored, (type(self), self.args), self.__dict__
+
     def facts(self) -> dict[str, str]:
         """The parts that are known, in the order in which they are shown."""
         parts = {
@@ -65,6 +69,12 @@ class CkptError(Exception):
         if self.hint:
             lines += ["", f"hint: {printable(self.hint)}"]
         return "\n".join(lines)
+
+
+def _restored(kind: type[CkptError], args: tuple[object, ...]) -> CkptError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class UsageError(CkptError):

@@ -1,0 +1,45 @@
+"""`ckpt resume`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from ckpt.cli import options as opt
+from ckpt.errors import printable
+from ckpt.plan.options import MAX_SIZE
+
+
+def resume(
+    *,
+    path: opt.PathArgument,
+    format: Annotated[
+        str | None, typer.Option(help="The format that is loaded. [default: accelerate's setting, or the source's]")
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_SIZE, help="Ranks to go on with. [default: the launcher's, or the source's]"),
+    ] = None,
+    tag: opt.TagOption = None,
+    config: opt.ConfigOption = None,
+    dtype: Annotated[opt.DType, typer.Option(help="Precision of weights, where it is converted.")] = opt.DType.keep,
+    quiet: opt.QuietOption = False,
+    options: Mapping[str, Any],
+) -> None:
+    """Print the folder to resume from: the newest complete checkpoint, converted only if it does not fit."""
+    from ckpt.resuming import resume as find
+    from ckpt.resuming import say_on_stderr
+
+    found = find(
+        path,
+        format=format,
+        world_size=world_size,
+        tag=tag,
+        config=config,
+        dtype=None if dtype is opt.DType.keep else dtype.value,
+        say=(lambda _: None) if quiet else say_on_stderr,
+        **options,
+    )
+    print(printable(found))
