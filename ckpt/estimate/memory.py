@@ -202,7 +202,8 @@ def _zero12(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], stage
     # of the largest parameter is on its way, on either side.
     largest = item * max(p.numel // p.count for p in trained)
     host = made.optimizer + made.masters + master * part + item * part + largest
-    return replace(made, gradients=0, optimizer=0, masters=0, step=0, buffers=made.buffers + largest, host=host)
+    left = made.gradients if stage == ZERO1 else 0  # which are reduced at the end
+    return replace(made, gradients=left, optimizer=0, masters=0, step=0, buffers=made.buffers + largest, host=host)
 
 
 def _deepspeed_optimizer(part: int, setup: Setup) -> tuple[int, int]:

@@ -63,7 +63,6 @@ def _choices(sizing: Sizing) -> str:
 
 
 def _table(sizing: Sizing) -> Iterator[str]:
-    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -71,9 +70,7 @@ def _table(sizing: Sizing) -> Iterator[str]:
     used = [n for n, head in enumerate(_HEADS) if head != "nvme" or any(row[n] for row in rows)]
     most = max(count or 0 for row in rows for count in row)
     size, unit = next((size, unit) for size, unit in _UNITS if most >= size or size == 1)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, show_header=True, padding=0, pad_edge=False, width=None)
-    table.box = None
-    table.padding = (0, 1, 0, 0)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column(f"{unit} on each GPU", overflow="fold")
     for n in used:
         table.add_column(_HEADS[n], justify="right", no_wrap=True)

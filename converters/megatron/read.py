@@ -35,7 +35,14 @@ from converters.names.megatron.model.spelling import (
     registered,
     split_layer,
 )
-from converters.names.megatron.model.splits import Split, full_shape, is_gated, second_linear, split_of
+from converters.names.megatron.model.splits import (
+    Split,
+    full_shape,
+    has_qkv_in_blocks,
+    is_gated,
+    second_linear,
+    split_of,
+)
 
 MODEL, DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
 #: A note of the reader, which keeps the writer from dealing optimizer states to the wrong parameters.
@@ -317,6 +324,14 @@ def _check_version(reading: Reading, content: Mapping[Any, Any]) -> None:
             expected="checkpoint_version 2.0 or 3.0",
             found=f"checkpoint_version {version}",
             hint="load and save it with Megatron-LM, which reorders them",
+        )
+    if has_qkv_in_blocks(reading.args):
+        raise NotFoundError(
+            "what Megatron-DeepSpeed wrote since December 2024 (commit 676a482c) is not read: the rows of a rank's "
+            "query_key_value are all queries, its keys, its values",
+            path=reading.folder,
+            expected="rows by head, or by group of heads",
+            found="the argument ds_sequence_parallel_fpdt, which that version records",
         )
 
 

@@ -467,19 +467,31 @@ def test_models_that_are_not_there(tmp_path: Path) -> None:
 RANKS = 4
 BUFFERS = Zero(reduce_bucket_size=100_000, param_persistence_threshold=40)  # as the trainer sets them
 TITLE = "bytes that the fullest of 4 ranks holds: estimated, and measured where that differs"
-OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-OFFLOAD_ALL = {"zero_optimization": {**OFFLOAD["zero_optimization"], "offload_param": {"device": "cpu"}}}
+_OPTIMIZER, _PARAMS = ({f"offload_{what}": {"device": "cpu"}} for what in ("optimizer", "param"))
+_BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+#: What is merged over the trainer's DeepSpeed config, by the name that a run has for it.
+DS_CONFIGS: dict[str, dict[str, Any]] = {
+    "offload-optimizer": {"zero_optimization": _OPTIMIZER},
+    "offload-params": {"zero_optimization": _PARAMS},
+    "offload-all": {"zero_optimization": _OPTIMIZER | _PARAMS},
+    "bf16-states": {"bf16": _BF16},
+}
+HALF = {"master_dtype": "bf16", "state_dtype": "bf16"}
 
 #: The strategy, the trainer's options beside the defaults, and what the estimate is told.
 RUNS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (DDP, {}, {}),
     (ZERO1, {"accumulate": 2}, {}),
     (ZERO2, {"accumulate": 2}, {}),
-    (ZERO2_OFFLOAD, {"ds_config": OFFLOAD}, {}),
+    (ZERO1, {"ds_config": "offload-optimizer"}, {"offload_optimizer": "cpu"}),
+    (ZERO2_OFFLOAD, {"ds_config": "offload-optimizer"}, {}),
+    (ZERO2, {"ds_config": "bf16-states"}, HALF),
     (ZERO3, {}, {}),
     (ZERO3, {"dtype": "fp32", "optimizer": "momentum"}, {"dtype": "fp32", "optimizer": "momentum"}),
     (ZERO3, {"lora": 3}, {"lora_rank": 3}),
-    (ZERO3_OFFLOAD_ALL, {"ds_config": OFFLOAD_ALL}, {}),
+    (ZERO3_OFFLOAD_ALL, {"ds_config": "offload-all"}, {}),
+    (ZERO3, {"ds_config": "offload-params"}, {"offload_params": "cpu"}),
+    (ZERO3, {"ds_config": "bf16-states"}, HALF),
     (FSDP1, {}, {}),
     (FSDP2, {}, {}),
     (FSDP2, {"model": "qwen3_moe"}, {}),
@@ -492,7 +504,9 @@ MEGATRON_RUNS: list[dict[str, Any]] = [
 
 
 def title(strategy: str, options: dict[str, Any]) -> str:
-    shown = [f"{k} {v}" if v is not True else k for k, v in options.items() if k != "ds_config"]
+    shown = [f"{k} {v}" for k, v in options.items() if k != "ds_config"]
+    if "ds_config" in options and "-" not in strategy:
+        shown.append(options["ds_config"])
     return " ".join([strategy, *shown])
 
 
@@ -518,8 +532,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
             "output": str(folder / title(strategy, options)),
         }
         if "ds_config" in options:
-            path = folder / f"{strategy}.json"
-            path.write_text(json.dumps(options["ds_config"]))
+            path = folder / f"{options['ds_config']}.json"
+            path.write_text(json.dumps(DS_CONFIGS[options["ds_config"]]))
             options["ds_config"] = str(path)
         jobs.append(common | job | options)
     for options in MEGATRON_RUNS:

@@ -280,6 +280,9 @@ def test_legacy_models(name: str, tmp_path: Path) -> None:
         assert content(tensor) == expected[key], key
     ckpt.plan(checkpoint, "megatron", Layout(tp=1, pp=1)).run(tmp_path / "out")
     assert ckpt.verify(checkpoint, ckpt.open(tmp_path / "out")).equal
+    _edit(run, lambda state, file: setattr(state["args"], "ds_sequence_parallel_fpdt", False))
+    with pytest.raises(NotFoundError, match="what Megatron-DeepSpeed wrote since"):
+        ckpt.open(run)
     _edit(run, lambda state, file: state.update(checkpoint_version=1.0))
     with pytest.raises(NotFoundError, match="query, key and value in another order"):
         ckpt.open(run)

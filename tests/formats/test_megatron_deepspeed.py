@@ -161,6 +161,11 @@ FAULTS: dict[str, tuple[Callable[[Path], None], type[CkptError], str]] = {
     ),
     "step": (_changed(MODEL, lambda saved: saved.update(global_steps=1)), CorruptError, "different steps"),
     "version": (_changed(MODEL, lambda saved: saved.update(checkpoint_version=1.0)), NotFoundError, "orders the rows"),
+    "rows in blocks": (
+        _changed(MODEL, lambda saved: setattr(saved["args"], "ds_sequence_parallel_fpdt", False)),
+        NotFoundError,
+        "orders the rows of query_key_value otherwise since",
+    ),
     "stage 0": (_changed(MODEL, lambda saved: saved.update(optimizer={})), NotFoundError, "without ZeRO"),
     "unknown entry": (
         _changed(LAYER.format(2, 0), lambda saved: saved.update({"mlp.gate.weight": torch.ones(2)})),

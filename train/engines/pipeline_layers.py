@@ -2,8 +2,8 @@
 
 Module names, the order of the layers and what each tensor-parallel rank holds are those of Megatron-DeepSpeed's
 GPTModelPipe: 0 a function, 1 the embedding, 2 and on the transformer layers, then the last norm and, where it is not
-the embedding again, the output layer.  Weights come from a generator seeded with their name in the whole model, so
-they are the same however the model is cut.
+the embedding again, the output layer (docs/pipelines.md: what was compared, and with which commits).  Weights come from
+a generator seeded with their name in the whole model, so they are the same however the model is cut.
 """
 
 import zlib

@@ -36,7 +36,15 @@ from converters.deepspeed.rank_files import (
 )
 from converters.deepspeed.states import Others, flat_group_states
 from converters.names.megatron.model.spelling import registered
-from converters.names.megatron.model.splits import Split, full_shape, is_gated, rank_boxes, second_linear, split_of
+from converters.names.megatron.model.splits import (
+    Split,
+    full_shape,
+    has_qkv_in_blocks,
+    is_gated,
+    rank_boxes,
+    second_linear,
+    split_of,
+)
 
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _SLICE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -408,6 +416,14 @@ def _check_order(file: RankFile) -> None:
             expected=f"checkpoint_version {_OLDEST_ORDER} or later",
             found=version,
             hint="load and save it with Megatron-DeepSpeed, which reorders them",
+        )
+    if has_qkv_in_blocks(attributes(file.content.get("args"))):
+        raise NotFoundError(
+            "Megatron-DeepSpeed orders the rows of query_key_value otherwise since December 2024 (commit 676a482c): "
+            "all queries of a rank, its keys, its values; that order is not read",
+            path=file.path,
+            expected="rows by head, or by group of heads",
+            found="the argument ds_sequence_parallel_fpdt, which that version records",
         )
 
 

@@ -421,6 +421,11 @@ def _notes(pipeline: _Pipeline) -> Iterator[str]:
     if len(set(counts)) > 1:
         yield f"transformer layers of the stages: {', '.join(map(str, counts))}"
     yield from batch_notes(pipeline.config, pipeline.dp)
+    if not pipeline.layers.neox:
+        yield (
+            "rows of query_key_value are by head, as Megatron-DeepSpeed had them until December 2024: since commit "
+            "676a482c it takes them for all queries, keys and values of a rank, and would train another model"
+        )
     if pipeline.layers.tied and grid.pp > 1 and _POSITIONS in pipeline.tensors:
         yield f"the last stage's own {_POSITIONS}, which nothing reads, is the first stage's"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import Enum
 from functools import lru_cache
+from typing import Any
 
 from ckpt.errors import UsageError
 from ckpt.plan.tensors import Box, Shape, whole
@@ -103,3 +105,13 @@ def padded_vocab_size(size: int, divisible_by: int, tp: int) -> int:
     """The rows of the embedding for a vocabulary of `size`: training/tokenizer, `_vocab_size_with_padding`."""
     multiple = divisible_by * tp
     return -(-size // multiple) * multiple
+
+
+def has_qkv_in_blocks(args: Mapping[str, Any]) -> bool:
+    """Whether these arguments are of a Megatron-DeepSpeed that takes a rank's rows of query_key_value as three blocks.
+
+    Since commit 676a482c (2024-12-04) megatron/model/transformer.py (`ParallelAttention.forward`) cuts them into
+    queries, keys and values of all heads, where it went head by head before.  `checkpoint_version` is 3.0 as ever; what
+    tells is an argument that came with the same commit.
+    """
+    return "ds_sequence_parallel_fpdt" in args
