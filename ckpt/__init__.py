@@ -5,6 +5,7 @@
     ckpt.verify(checkpoint, ckpt.open("outputs-hf")).equal
     ckpt.load_into(model, "outputs")                      # a plain torch module, from any format
     ckpt.resume("outputs")                                # the folder to go on from, on the ranks that there are now
+    ckpt.StorageReader("outputs")                         # for torch's dcp.load, from any format into FSDP2
 
 Importing this package imports neither torch nor any framework.
 """
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
     from ckpt.api import open, plan, verify
     from ckpt.loading import load_into
     from ckpt.resuming import resume
+    from ckpt.storage_reader import StorageReader
 else:
     # Packages of these names, which are loaded here so that no later import binds them, and left to the functions.
     from ckpt import plan, verify
 
     del plan, verify
 
-__all__ = ["__version__", "load_into", "open", "plan", "resume", "verify"]
+__all__ = ["StorageReader", "__version__", "load_into", "open", "plan", "resume", "verify"]
 
 
 def __dir__() -> list[str]:
@@ -45,4 +47,8 @@ def __getattr__(name: str) -> Any:
         from ckpt.resuming import resume
 
         return resume
+    if name == "StorageReader":
+        from ckpt.storage_reader import StorageReader
+
+        return StorageReader
     raise AttributeError(f"module 'ckpt' has no attribute {name!r}")

@@ -41,7 +41,7 @@ def load_into(
     wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     _check_plain(wanted)
     named = _under_the_names_of(checkpoint, wanted)
-    missing = [fqn for fqn in wanted if _stored(named, fqn, None) is None]
+    missing = [fqn for fqn in wanted if stored_for(named, fqn, None) is None]
     known = {named.ties.get(fqn, fqn) for fqn in wanted} | wanted.keys()
     extra = sorted({fqn for fqn, role in named.tensors if role in (WEIGHT, MASTER, BUFFER)} - known)
     if ((missing or extra) and strict) or len(missing) == len(wanted):
@@ -89,7 +89,7 @@ def _under_the_names_of(checkpoint: Checkpoint, wanted: Mapping[str, object]) ->
     return replace(best, notes=())
 
 
-def _stored(checkpoint: Checkpoint, fqn: str, dtype: DType | None) -> Tensor | None:
+def stored_for(checkpoint: Checkpoint, fqn: str, dtype: DType | None) -> Tensor | None:
     """The tensor that fills `fqn`, of `dtype` where there are two."""
     for name in (fqn, checkpoint.ties.get(fqn, fqn)):
         weight, master = checkpoint.get(name, WEIGHT), checkpoint.get(name, MASTER)
@@ -103,7 +103,7 @@ def _stored(checkpoint: Checkpoint, fqn: str, dtype: DType | None) -> Tensor | N
 def _checked(checkpoint: Checkpoint, fqn: str, tensor: torch.Tensor) -> Tensor:
     name = str(tensor.dtype).removeprefix("torch.")
     floating = next((dtype for dtype in CAST_SOURCES if dtype.name == name), None)
-    stored = _stored(checkpoint, fqn, floating)
+    stored = stored_for(checkpoint, fqn, floating)
     assert stored is not None
     both_float = floating is not None and stored.dtype in CAST_SOURCES
     if stored.shape != tuple(tensor.shape) or not (both_float or stored.dtype.name == name):

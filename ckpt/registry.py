@@ -73,6 +73,8 @@ SERVICES = {
     # the shapes of a model's parameters
     "parameters_in_memory": "converters.names.parameters:in_memory",
     "megatron_stages": "converters.names.parameters:megatron_stages",
+    # the nested state dict that torch's functions save and load
+    "state_dict": "converters.pytorch.state:state_dict",
     # tensors that are parts of weights stored quantized, and plain weights in place of these
     "quantized_parts": "converters.quantized:parts",
     "dequantized": "converters.quantized.dequantize:dequantized",

@@ -23,6 +23,7 @@ from ckpt.cli import quick
 from ckpt.cli.convert import convert
 from ckpt.cli.look import estimate_, formats, inspect
 from ckpt.cli.lora import merge_lora, push
+from ckpt.cli.mount import mount
 from ckpt.cli.options import Commands, guarded, with_options
 from ckpt.cli.resume import resume
 from ckpt.cli.verify import hash_, verify
@@ -46,6 +47,7 @@ app = typer.Typer(
 _COMMANDS: dict[str, Callable[..., None]] = {
     "convert": with_options(convert, {}),
     "resume": with_options(resume, {}),
+    "mount": with_options(mount, {}),
     "merge-lora": merge_lora,
     "push": push,
     "verify": verify,

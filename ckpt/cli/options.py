@@ -136,7 +136,7 @@ def _commands(error: CkptError) -> list[str]:
 
 
 class Commands(TyperGroup):
-    """The commands.  Those that write get the options that formats declare when run, so that the others stay fast."""
+    """The commands.  Some get the options that formats declare when they are run, so that the others stay fast."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if "" in args[1:]:  # no path: `Path("")` would be the current folder
@@ -145,7 +145,7 @@ class Commands(TyperGroup):
             raise typer.BadParameter("an argument is empty; is a variable of the shell not set?", param_hint=where)
         resolved: Any = super().resolve_command(ctx, args)
         name, command, rest = resolved
-        if name in ("convert", "resume"):
+        if name in ("convert", "resume", "mount"):
             alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
             alone.command(name, cls=CommandInSections)(guarded(_with_declared(inspect.unwrap(command.callback))))
             command = typer.main.get_command(alone)

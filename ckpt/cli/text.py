@@ -103,12 +103,17 @@ def plan_lines(report: dict[str, Any], verbose: bool) -> list[str]:
     lines += [
         f"cast: {c['tensors']} tensors from {c['from']} to {c['to']}, {show_size(c['bytes'])}" for c in report["casts"]
     ]
-    return lines + _notes(report["notes"], report["left_out"])
+    return lines + lost_lines(report)
 
 
 def files_of(count: int) -> str:
     """`1 file`, `2 files`."""
     return f"{count} file" + ("s" if count != 1 else "")
+
+
+def lost_lines(report: dict[str, Any]) -> list[str]:
+    """What a plan's report has to say about precision, and about what is not in the target."""
+    return _notes(report["notes"], report["left_out"])
 
 
 def _notes(notes: list[str], left_out: list[str]) -> list[str]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.move.casts import storage_dtype
-from ckpt.move.files import translate_os_errors
+from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.source import open_file, read_into, truncated
-from ckpt.plan.tensors import Box, Extent, Fragment, Shape, Tensor, overlay
+from ckpt.plan.tensors import Box, Extent, Fragment, Shape, Tensor, flat_range, overlay, runs_of
+
+_PAGE = 4 << 10  # bytes that a disk gives at least
 
 Computed = Mapping[str, Callable[[], memoryview]]
 
@@ -32,6 +34,56 @@ def read_box(tensor: Tensor, box: Box, computed: Computed) -> NDArray:
             flat = np.empty(box.numel, dtype)
         strided(flat[common.b.offset // dtype.itemsize :], common.b.shape, common.b.strides)[...] = read
     return flat.reshape(box.sizes)
+
+
+def read_box_into(tensor: Tensor, box: Box, computed: Computed, sources: OpenFiles, buffer: memoryview) -> int:
+    """Fill `buffer` with the elements of `box` of `tensor`, whose fragments tile it.  Returns how many bytes were read.
+
+    Only bytes of the box are read, but for gaps of less than a page.
+    """
+    size = tensor.dtype.itemsize
+    flat = flat_range(box, tensor.shape)
+    runs = None if flat is None else runs_of(tensor.source, tensor.shape, flat.start, flat.stop)
+    if flat is not None and runs is not None and not any(extent.path in computed for _, _, extent, _, _ in runs):
+        for start, stop, extent, at, _ in runs:
+            part = buffer[(start - flat.start) * size : (stop - flat.start) * size]
+            _read_exactly(sources, extent.path, extent.offset + at * size, part)
+        return box.numel * size
+    wanted = Fragment(box, Extent.contiguous("", 0, tensor.dtype, box.sizes))
+    target, done = np.frombuffer(buffer, storage_dtype(tensor.dtype)), 0
+    for common in overlay(tensor.fragments(), [wanted], tensor.shape):
+        source, to = common.a, common.b
+        place = strided(target[to.offset // size :], to.shape, to.strides)
+        if source.path in computed:
+            place[...] = _read(source, computed)
+        else:
+            for index, run in _rows(source):
+                bits = np.empty(run.end - run.offset, np.uint8)
+                _read_exactly(sources, run.path, run.offset, bits.data)
+                place[index] = in_shape(bits, run)
+                done += len(bits)
+    return done
+
+
+def _rows(extent: Extent) -> Iterator[tuple[tuple[int, ...], Extent]]:
+    """The parts of an extent that are read one by one, with their leading indices: those with a page between them."""
+    if len(extent.shape) > 1 and extent.shape[0] > 1:
+        row = extent._replace(shape=extent.shape[1:], strides=extent.strides[1:])
+        step = extent.strides[0] * extent.dtype.itemsize
+        if step - (row.end - row.offset) >= _PAGE or next(_rows(row))[0]:
+            for number in range(extent.shape[0]):
+                for index, part in _rows(row._replace(offset=row.offset + number * step)):
+                    yield (number, *index), part
+            return
+    yield (), extent
+
+
+def _read_exactly(sources: OpenFiles, path: str, offset: int, buffer: memoryview) -> None:
+    descriptor = sources.descriptor(path)
+    with translate_os_errors(path):
+        done = read_into(descriptor, offset, buffer)
+    if done != len(buffer):
+        raise truncated(path, offset + done)
 
 
 def _read(extent: Extent, computed: Computed) -> NDArray:

@@ -426,7 +426,7 @@ def test_a_terminal_without_unicode(
 
 
 def test_no_help_text_is_missing() -> None:
-    for command in ("convert", "merge-lora", "push", "verify", "hash", "inspect", "estimate", "formats"):
+    for command in ("convert", "mount", "merge-lora", "push", "verify", "hash", "inspect", "estimate", "formats"):
         text = run_ckpt(command, "--help").out
         options = [part.split() for part in text.split("Options:\n")[1].split("\n  -")]  # a long name fills a line
         assert options

@@ -1,0 +1,65 @@
+"""`ckpt mount`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt.cli import options as opt
+from ckpt.cli.text import lost_lines, plan_report, say_source
+from ckpt.errors import printable
+from ckpt.plan.options import MAX_SIZE
+from ckpt.sizes import parse_size
+
+if TYPE_CHECKING:
+    from ckpt.plan.checkpoint import Checkpoint
+
+
+def mount(
+    *,
+    target: Annotated[str, typer.Argument(metavar="TO", help="The format as which it is read; see `ckpt formats`.")],
+    path: opt.PathArgument,
+    view: Annotated[Path, typer.Argument(metavar="VIEW", help="An empty folder, or the name of a new one.")],
+    format: opt.FormatOption = "auto",
+    tag: opt.TagOption = None,
+    config: opt.ConfigOption = None,
+    dtype: Annotated[
+        opt.DType,
+        typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
+    ] = opt.DType.keep,
+    dequantize: opt.DequantizeOption = False,
+    max_shard_size: opt.ShardSizeOption = "5GB",
+    world_size: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_SIZE, help="Ranks of a sharded target. [default: as many as the source has]"),
+    ] = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Serve it from this process, until it is unmounted.")
+    ] = False,
+    quiet: opt.QuietOption = False,
+    options: Mapping[str, Any],
+) -> None:
+    """Mount a checkpoint as a read-only folder of another format; nothing is copied.
+
+    `fusermount3 -u VIEW` ends it.
+    """
+    from ckpt import api
+    from ckpt.mount import mount as mount_conversion
+    from ckpt.plan.checkpoint import Layout
+    from ckpt.plan.dtypes import CASTABLE
+
+    layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), world_size, options)
+    checkpoint: Checkpoint = api.open(path, format, tag=tag, config=config)
+    if dequantize:
+        checkpoint = api.dequantized(checkpoint, layout.dtype)
+    conversion = api.plan(checkpoint, target, layout)
+    say_source(checkpoint, quiet=quiet)
+    if not quiet:
+        for line in lost_lines(plan_report(conversion, view)):
+            print(line, file=sys.stderr)
+        print(printable(f"reads as {target} at {view}; `fusermount3 -u {view}` ends it"), file=sys.stderr, flush=True)
+    mount_conversion(conversion, view, foreground=foreground)

@@ -1,0 +1,120 @@
+"""`ckpt mount`: a checkpoint as a read-only folder of another format, whose files are computed as they are read.
+
+The library is mfusepy, the maintained one of those for FUSE's interface by paths; it needs libfuse 2 or 3.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ckpt.api import Conversion
+from ckpt.errors import CkptError, NotFoundError, StorageError, UsageError
+from ckpt.move.files import is_filled, translate_os_errors
+
+DEVICE = "/dev/fuse"
+_BLOCK = 1 << 20  # bytes that are computed at a time
+_BLOCKS = 64  # that are kept
+
+
+def mount(conversion: Conversion, view: Path, *, foreground: bool = False) -> None:
+    """Mount the target of `conversion` at `view`, an empty folder or none yet, and serve it until it is unmounted.
+
+    Not in the `foreground`, another process serves it, and this one ends when the folder is there.  Raises
+    NotFoundError where the library or the device is missing, UsageError for a folder that is not to be had,
+    StorageError.
+    """
+    fuse = _library()
+    conversion.check_destination(view)
+    if view.is_symlink() or (view.exists() and not view.is_dir()) or is_filled(view) or os.path.ismount(view):
+        raise UsageError("this is no empty folder", path=view, hint="give one, or a name that is not there yet")
+    with translate_os_errors(view):
+        view.mkdir(parents=True, exist_ok=True)
+    served = _Served(conversion)
+    name = conversion.plan.checkpoint.path.replace(",", "_")
+    try:
+        fuse.FUSE(served, str(view), foreground=foreground, ro=True, kernel_cache=True, fsname=name, subtype="ckpt")
+    except RuntimeError as error:
+        if not served.was_mounted:  # libfuse returns a code for an unmounting, too
+            hint = "what libfuse says is above; in a container it takes --device /dev/fuse --cap-add SYS_ADMIN"
+            raise StorageError("the folder could not be mounted", path=view, hint=hint) from error
+
+
+def _library() -> Any:
+    """mfusepy, with libfuse and the device that it needs."""
+    try:
+        import mfusepy
+    except ImportError:
+        raise NotFoundError(
+            "`ckpt mount` takes the package mfusepy", hint="pip install 'ckpt-toolkit[mount]'"
+        ) from None
+    except OSError as error:  # what it raises where it finds no libfuse
+        raise NotFoundError(
+            "`ckpt mount` takes libfuse, and there is none", found=str(error), hint="apt-get install fuse3"
+        ) from None
+    if not os.path.exists(DEVICE):
+        raise NotFoundError(
+            "`ckpt mount` takes FUSE, which this system does not offer",
+            path=DEVICE,
+            hint="in a container: --device /dev/fuse --cap-add SYS_ADMIN; or write the files with `ckpt convert`",
+        )
+    return mfusepy
+
+
+class _Served:
+    """What FUSE asks: a tree of read-only files.  Errors are OSErrors, whose numbers the kernel hands on."""
+
+    use_ns = True
+
+    def __init__(self, conversion: Conversion) -> None:
+        self.was_mounted = False
+        self._views = conversion.views
+        self._sizes = {file.name: file.size for file in conversion.plan.target.files}
+        self._folders: dict[str, dict[str, None]] = {"": {}}
+        for name in self._sizes:
+            parts = name.split("/")
+            for depth, part in enumerate(parts):
+                self._folders.setdefault("/".join(parts[:depth]), {})[part] = None
+        self._time = time.time_ns()
+        self._home = os.getcwd()
+        self._block = lru_cache(_BLOCKS)(self._read_block)
+
+    def init(self, path: str) -> None:
+        self.was_mounted = True
+        os.chdir(self._home)  # which libfuse leaves, and paths of the source may be relative
+
+    def getattr(self, path: str, handle: object = None) -> dict[str, int]:
+        name = path.strip("/")
+        if name not in self._sizes and name not in self._folders:
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        times = dict.fromkeys(("st_atime", "st_mtime", "st_ctime"), self._time)
+        owner = {"st_uid": os.getuid(), "st_gid": os.getgid()}
+        if name in self._folders:
+            return {"st_mode": stat.S_IFDIR | 0o555, "st_nlink": 2, **owner, **times}
+        return {"st_mode": stat.S_IFREG | 0o444, "st_nlink": 1, "st_size": self._sizes[name], **owner, **times}
+
+    def readdir(self, path: str, handle: object) -> list[str]:
+        return [".", "..", *self._folders[path.strip("/")]]
+
+    def read(self, path: str, size: int, offset: int, handle: object) -> bytes:
+        name = path.strip("/")
+        try:
+            numbers = range(offset // _BLOCK, -(-min(offset + size, self._sizes[name]) // _BLOCK))
+            content = b"".join(self._block(name, number) for number in numbers)
+        except CkptError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            raise OSError(errno.EIO, error.what, path) from None
+        start = offset - offset // _BLOCK * _BLOCK
+        return content[start : start + size]
+
+    def _read_block(self, name: str, number: int) -> bytes:
+        start = number * _BLOCK
+        buffer = bytearray(min(_BLOCK, self._sizes[name] - start))
+        self._views.read_into(name, start, memoryview(buffer))
+        return bytes(buffer)

@@ -1,0 +1,161 @@
+"""The keys by which torch's `dcp.load` asks for a model's and an optimizer's state, and what each of them means.
+
+As torch's planner flattens what `get_model_state_dict` and `get_optimizer_state_dict` return (2.13,
+`distributed/checkpoint/default_planner.py` and `state_dict.py`):
+
+    model.<fqn>                                the outer name is left out for a model's state dict by itself
+    optimizer.state.<fqn>.<name>
+    optimizer.param_groups.<number>.<option>   or, flattened, optimizer.param_groups.<fqn>.<option>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt import registry
+from ckpt.containers.dcp.write import AliasOf, Sharded
+from ckpt.errors import LossError
+from ckpt.plan.checkpoint import BUFFER, MASTER, OWN, WEIGHT, Checkpoint
+
+Path = tuple[Any, ...]
+_PARAMS = "params"
+
+
+@dataclass(frozen=True)
+class StateKeys:
+    """What can be asked for of a checkpoint under its names.
+
+    `leaves` has all there is, a tensor of the checkpoint as `Sharded`, anything else by its value; `paths` their places
+    in a nested state dict.  Param groups, which the one who asks may have others of, are in `find` and `value`.
+    """
+
+    checkpoint: Checkpoint
+    leaves: Mapping[str, Any]
+    paths: Mapping[str, Path]
+    groups_at: str
+    groups: tuple[Mapping[str, Any], ...]
+    group_of: Mapping[str, int]
+
+    def __contains__(self, key: str) -> bool:
+        group, option = self._option(key)
+        if group is None or not self.groups:
+            return self._untied(key) in self.leaves
+        return option == _PARAMS or any(option in options for options in self.groups)
+
+    def find(self, key: str) -> Any:
+        """What `key`, which is in here, means: a tensor, or about what value it has."""
+        group, option = self._option(key)
+        if group is None:
+            return self.leaves[self._untied(key)]
+        return next(options.get(option) for options in self.groups if option == _PARAMS or option in options)
+
+    def value(self, key: str, asked: Mapping[str, Any]) -> Any:
+        """The value to give for `key`, with `asked` the flattened state dict that asks.
+
+        A param group that is asked for by its number has the options that the checkpoint has for the parameters in it.
+        LossError where these differ, or are in no param group.
+        """
+        group, option = self._option(key)
+        if group is None:
+            return self.leaves[key]
+        if not group.isdigit() or group in self.group_of:
+            return self._of_parameters(option, [group], key)
+        members = asked.get(f"{self.groups_at}{group}.{_PARAMS}")
+        if not isinstance(members, list):  # it is not known who asks, as where all there is is loaded
+            return self.leaves[key]
+        return members if option == _PARAMS else self._of_parameters(option, members, key)
+
+    def _option(self, key: str) -> tuple[str | None, str]:
+        """The group or the parameter that an option's key is of, and the option; None where it is no such key."""
+        if not key.startswith(self.groups_at):
+            return None, ""
+        rest = key.removeprefix(self.groups_at)
+        fqn, _, option = rest.rpartition(".")
+        if self._owner(fqn) in self.group_of:
+            return fqn, option
+        number, _, option = rest.partition(".")
+        return (number, option) if number.isdigit() else (None, "")
+
+    def _owner(self, fqn: str) -> str:
+        return self.checkpoint.ties.get(fqn, fqn)
+
+    def _untied(self, key: str) -> str:
+        """`key`, or where it is of a state of a tied parameter, that of the name under which it is kept."""
+        states = self.groups_at.replace("param_groups.", "state.")
+        fqn, _, name = key.removeprefix(states).rpartition(".")
+        return f"{states}{self._owner(fqn)}.{name}" if key.startswith(states) and key not in self.leaves else key
+
+    def _of_parameters(self, option: str, fqns: Iterable[str], key: str) -> Any:
+        found: dict[int, Any] = {}
+        for fqn in fqns:
+            number = self.group_of.get(self._owner(fqn))
+            if number is None or option not in self.groups[number]:
+                raise LossError(
+                    "an option is asked for that the checkpoint does not record for this parameter",
+                    path=self.checkpoint.path,
+                    fqn=fqn,
+                    expected=key,
+                    found="it is in no param group" if number is None else ", ".join(self.groups[number]),
+                )
+            found[number] = self.groups[number][option]
+        values = list(found.values())
+        if any(type(value) is not type(values[0]) or value != values[0] for value in values):
+            raise LossError(
+                "parameters that are asked for in one param group have different options in the checkpoint",
+                path=self.checkpoint.path,
+                expected="param groups in which they are apart, as they were in the run",
+                found=f"{option} of {key}: {', '.join(map(repr, values[:4]))}",
+                hint="StateDictOptions(flatten_optimizer_state_dict=True) asks for each parameter by itself",
+            )
+        return values[0] if values else None
+
+    def left(self, asked: Iterable[str]) -> str:
+        """A line on what is there and not asked for; nothing where that is nothing."""
+        asked = set(asked)
+        taken = {leaf.key[0] for key in asked if isinstance(leaf := self.find(key), Sharded) and _is_parameter(leaf)}
+        names: dict[str, int] = {}
+        for key, leaf in self.leaves.items():
+            path = self.paths[key]
+            if key in asked or (isinstance(leaf, Sharded) and _is_parameter(leaf) and leaf.key[0] in taken):
+                continue
+            if key.startswith(self.groups_at):
+                if not any(other.startswith(self.groups_at) for other in asked):
+                    names["param groups"] = len(self.groups)
+            elif isinstance(leaf, Sharded) and _is_parameter(leaf):
+                names["parameters and buffers"] = names.get("parameters and buffers", 0) + 1
+            else:
+                name = f"states {path[-1]}" if "state" in path[:2] else str(path[0])
+                names[name] = names.get(name, 0) + 1
+        return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in names.items())
+
+
+def _is_parameter(leaf: Sharded) -> bool:
+    return leaf.key[1] in (WEIGHT, MASTER, BUFFER)
+
+
+def state_keys(checkpoint: Checkpoint, model: str, optimizer: str) -> StateKeys:
+    """The keys of `checkpoint`, with the model's state dict under the name `model` (`""`: under none)."""
+    state = registry.service("state_dict")(replace(checkpoint, namespace=OWN), None)
+    outer = {"model": (model,) if model else (), "optimizer": (optimizer,) if optimizer else ()}
+    leaves: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    for path, leaf in (*state.model, *state.optimizer, *state.rest):
+        place = (*outer[path[0]], *path[1:]) if path[0] in outer else path
+        if isinstance(leaf, AliasOf):
+            leaf = leaves[_key((*outer["model"], *leaf.path[1:]))]
+        if _key(place) not in leaves:  # a model by itself may have the name of something else
+            leaves[_key(place)], paths[_key(place)] = leaf, place
+        if path[:2] == ("optimizer", "param_groups"):
+            groups.setdefault(path[2], {})[_key(path[3:])] = leaf
+    listed = tuple(groups[number] for number in sorted(groups))
+    group_of = {
+        checkpoint.ties.get(fqn, fqn): number for number, group in enumerate(listed) for fqn in group.get(_PARAMS, ())
+    }
+    return StateKeys(checkpoint, leaves, paths, _key((*outer["optimizer"], "param_groups", "")), listed, group_of)
+
+
+def _key(path: Path) -> str:
+    return ".".join(map(str, path))

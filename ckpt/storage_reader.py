@@ -1,0 +1,334 @@
+"""`ckpt.StorageReader`: torch's `dcp.load` from a checkpoint of any format, with no file written.
+
+    dcp.load({"model": model, "optimizer": optimizer}, storage_reader=ckpt.StorageReader("outputs"))
+
+What can be asked for is what `ckpt convert auto dcp` would write, under the names of `get_model_state_dict` and
+`get_optimizer_state_dict`, nested or flattened (torch 2.13, `distributed/checkpoint/state_dict.py`).  Each rank reads
+the bytes of its own shards, and nothing else of the tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as described
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from ckpt import api
+from ckpt.containers.dcp.write import Sharded
+from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.containers.torchfile.write import NewTensor, torch_item
+from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError
+from ckpt.loading import stored_for
+from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
+from ckpt.move.files import OpenFiles
+from ckpt.move.reading import read_box_into
+from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, TRANSFORMERS, WEIGHT, Checkpoint, Key
+from ckpt.plan.dtypes import BY_NAME, FLOAT32, DType
+from ckpt.plan.namespace import TORCHTITAN
+from ckpt.plan.planner import check_source
+from ckpt.plan.tensors import Box, Tensor
+from ckpt.state_keys import StateKeys, state_keys
+from ckpt.verify.compare import Reader, check_replicas
+
+
+class StorageReader(dcp.StorageReader):  # type: ignore[misc]
+    """Reads a checkpoint of any format for `torch.distributed.checkpoint.load`.
+
+    `path`, `format`, `tag`, `config` and `replica` are those of `ckpt.open`; without a path, it is the `checkpoint_id`
+    that `load` is given.  The state dict is a model's alone, or has the model's under the name `model` and the
+    optimizer's under `optimizer`.  A tensor takes what is stored in its own dtype: a float32 parameter the master, one
+    of bfloat16 the weight.  Param groups are found by the parameters in them, whatever their number.  `bytes_read`
+    counts what was read of tensors since the last load began.
+
+    Raises what `ckpt.open` raises.  What is asked for and not there is torch's error for a missing key, and a warning
+    names the checkpoint; what is there and was not asked for is said in a warning of the first rank.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        format: str = api.AUTO,
+        *,
+        tag: str | None = None,
+        config: str | None = None,
+        replica: int | None = None,
+        model: str = "model",
+        optimizer: str = "optimizer",
+    ) -> None:
+        super().__init__()
+        self._format, self._tag, self._config, self._replica = format, tag, config, replica
+        self._outer = model, optimizer
+        self._contents: _Contents | None = None
+        self._keys: StateKeys | None = None
+        self.bytes_read = 0
+        if path is not None:
+            self.reset(path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return Path(checkpoint_id).exists()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin to read: the checkpoint at `checkpoint_id`, where one is given."""
+        if checkpoint_id is not None:
+            path, options = os.fspath(checkpoint_id), {"tag": self._tag, "config": self._config}
+            checkpoint = api.open(path, self._format, replica=self._replica, **options)
+            self._contents = _Contents(checkpoint, *self._outer)
+        self.bytes_read = 0
+
+    def read_metadata(self) -> Any:
+        """What there is, as torch describes it, under the names that its own functions use."""
+        return described.Metadata(self._opened().metadata(), self._opened().first.paths)
+
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool) -> None:
+        self._opened().speaks = is_coordinator
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Find the names under which all that is asked for is there."""
+        self._keys = self._opened().keys_of([item.dest_index.fqn for item in plan.items])
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Read what this rank needs, straight into its tensors where these are in its memory."""
+        assert self._keys is not None
+        with _Reading(self._keys, planner) as reading:
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(_torch_bytes(reading.value(item.dest_index.fqn))))
+                else:
+                    target = planner.resolve_tensor(item).detach()
+                    reading.fill(item, target)
+                    planner.commit_tensor(item, target)
+            self.bytes_read += reading.bytes_read
+        self._opened().say(*reading.casts())
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _opened(self) -> _Contents:
+        if self._contents is None:
+            raise UsageError("there is no checkpoint to read", hint='ckpt.StorageReader("outputs")')
+        return self._contents
+
+
+class _Contents:
+    """A checkpoint under each of the names that it may be asked for by."""
+
+    def __init__(self, checkpoint: Checkpoint, model: str, optimizer: str) -> None:
+        self.checkpoint = checkpoint
+        self.speaks = False  # of what is missing and what is left: one rank does
+        self._outer = model, optimizer
+        self._known: list[StateKeys] = []
+        self._unknown = self._make()
+
+    @property
+    def first(self) -> StateKeys:
+        """The names in memory, with the model under a name of its own."""
+        return next(self.all())
+
+    def all(self) -> Iterator[StateKeys]:
+        """All there are, made as they are asked for."""
+        yield from self._known
+        for one in self._unknown:
+            self._known.append(one)
+            yield one
+
+    def _make(self) -> Iterator[StateKeys]:
+        seen: list[Checkpoint] = []
+        for namespace in (TRANSFORMERS, None, HUB, TORCHTITAN):
+            try:
+                named = api.to_namespace(self.checkpoint, namespace)
+            except (LossError, NotFoundError, UsageError):  # names that lead nowhere
+                continue
+            if any(named.tensors is one.tensors for one in seen):
+                continue
+            seen.append(named)
+            for model in dict.fromkeys((self._outer[0], "")):
+                yield state_keys(named, model, self._outer[1])
+
+    def find(self, key: str) -> StateKeys | None:
+        """Names among which `key` is one; None where it means nothing here."""
+        return next((keys for keys in self.all() if key in keys), None)
+
+    def metadata(self) -> _Described:
+        return _Described(self)
+
+    def keys_of(self, asked: list[str]) -> StateKeys:
+        """The names under which all of `asked` is there.  Says what is left; LossError where there are none."""
+        for keys in self.all():
+            if all(key in keys for key in asked):
+                left = keys.left(asked)
+                notes = api.plain_states(self.checkpoint).notes if self.checkpoint.quantized else ()
+                self.say(*self.checkpoint.passed_over, *notes, *([f"there and not asked for: {left}"] if left else ()))
+                return keys
+        raise LossError(
+            "the names that are asked for are of several namings, and a model has one",
+            path=self.checkpoint.path,
+            found=", ".join(asked[:4]),
+        )
+
+    def say(self, *lines: str) -> None:
+        """Warn of each, on the one rank that does."""
+        for line in lines if self.speaks else ():
+            warnings.warn(f"{self.checkpoint.path} ({self.checkpoint.format}): {line}", stacklevel=3)
+
+    def say_missing(self, key: str) -> None:
+        names = [name for name in self.first.leaves if ".param_groups." not in name]
+        self.say(f"{key!r} is asked for and not there; what is, is called {', '.join(names[:3])}, ... ({len(names)})")
+
+
+class _Described(dict[str, Any]):
+    """`Metadata.state_dict_metadata`: what is there under its first names, and what can be asked for by others."""
+
+    def __init__(self, contents: _Contents) -> None:
+        super().__init__((key, _description(leaf)) for key, leaf in contents.first.leaves.items())
+        self._contents = contents
+        self._has_said = False
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key) or self._contents.find(str(key)) is not None:
+            return True
+        if not self._has_said:
+            self._has_said = True
+            self._contents.say_missing(str(key))
+        return False
+
+    def __missing__(self, key: str) -> Any:
+        keys = self._contents.find(key)
+        if keys is None:
+            raise KeyError(key)
+        return _description(keys.find(key))
+
+
+def _description(leaf: Any) -> Any:
+    """A leaf as torch describes it: a tensor in one piece, of which each rank asks for its part; or a value."""
+    if not isinstance(leaf, Sharded | NewTensor | StoredTensor):
+        return described.BytesStorageMetadata()
+    shape = torch.Size(leaf.shape)
+    chunk = described.ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+    properties = described.TensorProperties(dtype=getattr(torch, leaf.dtype.name))
+    return described.TensorStorageMetadata(properties, shape, [chunk])
+
+
+def _torch_bytes(value: Any) -> bytes:
+    """The bytes that `torch.load` reads as `value`."""
+    item = torch_item("", 0, value)
+    content = bytearray(item.size)
+    for offset, data in item.literals:
+        content[offset : offset + len(data)] = data
+    return bytes(content)
+
+
+class _Sources(OpenFiles):
+    """Files that are read, and which these were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[str] = set()
+
+    def descriptor(self, path: str) -> int:
+        self.used.add(path)
+        return super().descriptor(path)
+
+
+class _Reading:
+    """One rank's part of a load.  At its end, that no file was replaced meanwhile is checked."""
+
+    def __init__(self, keys: StateKeys, planner: LoadPlanner) -> None:
+        self.bytes_read = 0
+        self._keys = keys
+        self._asked = getattr(planner, "state_dict", {})
+        self._sources = _Sources()
+        self._checked: set[Key] = set()
+        self._casts: dict[tuple[str, DType, DType], set[Key]] = {}
+
+    def __enter__(self) -> _Reading:
+        return self
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        self._sources.close()
+        if kind is None or (isinstance(kind, type) and issubclass(kind, CkptError)):
+            for file in self._keys.checkpoint.files:
+                if file.path in self._sources.used:
+                    file.check_unchanged()
+
+    def value(self, key: str) -> Any:
+        """What is no tensor of the model's or the optimizer's."""
+        return self._keys.value(key, self._asked)
+
+    def fill(self, item: ReadItem, target: torch.Tensor) -> None:
+        """Fill a tensor of this rank's memory with the part of the stored one that `item` asks for."""
+        leaf = self._keys.find(item.dest_index.fqn)
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        if tuple(target.shape) != box.sizes:
+            found = f"{list(target.shape)} instead of {list(box.sizes)}"
+            raise LossError("a tensor has another shape than the part that it asks for", fqn=leaf.key[0], found=found)
+        if not isinstance(leaf, Sharded):
+            part = torch.load(io.BytesIO(_torch_bytes(leaf)), weights_only=True)
+            target.copy_(part[tuple(map(slice, box.offsets, box.ends))])
+            return
+        asked = BY_NAME.get(str(target.dtype).removeprefix("torch."))
+        tensor = self._stored(leaf.key, asked)
+        if asked != tensor.dtype and not (asked in FLOATS and tensor.dtype in FLOATS):
+            raise LossError(
+                "a tensor is asked for in a dtype that it cannot be cast to",
+                path=self._keys.checkpoint.path,
+                fqn=tensor.fqn,
+                expected=tensor.dtype,
+                found=str(target.dtype),
+            )
+        if tensor.numel and box.numel:
+            self._read(tensor, box, target, asked or tensor.dtype)
+
+    def _stored(self, key: Key, asked: DType | None) -> Tensor:
+        fqn, role = key
+        is_parameter = role in (WEIGHT, MASTER, BUFFER)
+        found = stored_for(self._keys.checkpoint, fqn, asked if asked in FLOATS else None) if is_parameter else None
+        found = found or self._keys.checkpoint.tensors[key]
+        if (found.fqn, found.role) not in self._checked:
+            check_source(found)
+            self._checked.add((found.fqn, found.role))
+            if asked in FLOATS and asked != found.dtype and asked.itemsize <= found.dtype.itemsize:
+                kind = "parameters" if is_parameter else f"states {role}"
+                if not is_parameter or found.dtype != FLOAT32:  # the weight is what its float32 master rounds to
+                    self._casts.setdefault((kind, found.dtype, asked), set()).add(key)
+        return found
+
+    def casts(self) -> Iterator[str]:
+        """What was rounded though no framework does that by itself."""
+        for (kind, stored, asked), keys in self._casts.items():
+            yield f"{len(keys)} {kind} are stored in {stored} and asked for in {asked}: they were rounded"
+
+    def _read(self, tensor: Tensor, box: Box, target: torch.Tensor, asked: DType) -> None:
+        is_direct = target.device.type == "cpu" and target.is_contiguous() and asked == tensor.dtype
+        if is_direct:
+            raw = target.reshape(-1).view(torch.uint8).numpy()
+        else:
+            raw = np.empty(box.numel * tensor.dtype.itemsize, np.uint8)
+        computed = self._keys.checkpoint.computed
+        self.bytes_read += read_box_into(tensor, box, computed, self._sources, raw.data)
+        for replica in tensor.replicas:
+            other = np.empty_like(raw)
+            again = replace(tensor, source=replica)
+            self.bytes_read += read_box_into(again, box, computed, self._sources, other.data)
+            if not np.array_equal(raw, other):
+                with Reader(computed=computed) as reader:
+                    check_replicas(tensor, reader)
+                raise CorruptError("a file was changed while it was read", path=self._keys.checkpoint.path)
+        if not is_direct:
+            bits = raw.view(storage_dtype(tensor.dtype))
+            bits = bits if asked == tensor.dtype else cast_bits(bits, tensor.dtype, asked)
+            target.copy_(torch.from_numpy(bits.view(np.uint8)).view(target.dtype).reshape(box.sizes))
