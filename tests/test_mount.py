@@ -69,6 +69,8 @@ def viewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
     written = command("convert", "auto", "hf", "outputs", "-o", "written", "--no-manifest", folder=folder)
     assert written.returncode == 0, written.stderr
     mounted = command("mount", "hf", "outputs", "view", folder=folder)
+    if "could not be mounted" in mounted.stderr:  # a container may have the device and not the right to use it
+        pytest.skip(mounted.stderr)
     assert mounted.returncode == 0, mounted.stderr
     assert "fusermount3 -u view" in mounted.stderr and mounted.stdout == ""
     yield folder / "view", folder / "written"
@@ -108,6 +110,7 @@ class TestMounted:
                 attempt()
             assert caught.value.errno == errno.EROFS
 
+    @pytest.mark.usefixtures("viewed")
     def test_in_the_foreground_it_ends_when_it_is_unmounted(self, tmp_path: Path) -> None:
         view = tmp_path / "view"
         words = [sys.executable, "-m", "ckpt", "mount", "zero2", str(ZERO3), str(view), "--world-size", "3"]
@@ -124,6 +127,7 @@ class TestMounted:
             serving.kill()
             serving.communicate()
 
+    @pytest.mark.usefixtures("viewed")
     def test_the_page_on_views(self, tmp_path: Path) -> None:
         """Its lines of a terminal and its last lines of Python are run, one after the other."""
         page = (REPOSITORY / "docs" / "views.md").read_text()
