@@ -324,11 +324,15 @@ def _add_model(reading: _Reading, state: Mapping[str, Any], path: str) -> None:
     for name, value in state.items():
         fqn = names[name]
         if is_part(value):
+            # Accelerate 1.13 (fsdp_utils.py, _get_model_state_dict) saves rank 0's parts of an adapter under FSDP2
+            # with FULL_STATE_DICT, and Trainer the whole adapter beside them.
+            beside = f"adapter_model.safetensors is whole: `ckpt merge-lora {reading.folder}`"
+            is_whole = (reading.folder / "adapter_model.safetensors").is_file()
             raise NotFoundError(
                 "this file holds one rank's parts of the tensors, not the tensors",
                 path=path,
                 fqn=fqn,
-                hint="files of all ranks together are the format `fsdp-ranks`",
+                hint=beside if is_whole else "files of all ranks together are the format `fsdp-ranks`",
             )
         if not isinstance(value, StoredTensor):
             extra[fqn] = value

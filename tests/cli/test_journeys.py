@@ -19,6 +19,7 @@ FIXTURES = REPOSITORY / "fixtures"
 
 #: What stands in the folder that a page is read in: fixtures, and the names that the page has for them.
 PLACES = {
+    "axolotl-gpt-oss": {"axolotl-fsdp2": ".", "axolotl-lora-fsdp2": "."},
     "hf-trainer-fsdp": {"trl-fsdp2": "."},
     "lora-merge-push": {"trl-lora-zero3": "."},
     "megatron-to-hf": {"megatron-dist-flattened": "run"},
