@@ -104,8 +104,10 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Chec
         checkpoint, taken = found
         step = checkpoint.state.step
         has_told = request.tag is not None or checkpoint.passed_over
-        later = [folder.name for folder in trainer_steps(path, after=step)] if step and not has_told else []
-        told = [f"later than what is taken: {', '.join(later[:8])} (--tag takes it)"] if later else []
+        says_which = step is not None or not taken
+        later = [folder.name for folder in trainer_steps(path, after=step or -1)] if says_which and not has_told else []
+        what = "later than what is taken" if step else "what is taken is the model of the folder itself; beside it"
+        told = [f"{what}: {', '.join(later[:8])} (--tag takes it)"] if later else []
         return replace(checkpoint, notes=(*taken, *checkpoint.notes, *told))
     skipped: list[str] = []
     steps = trainer_steps(path)

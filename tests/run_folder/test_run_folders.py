@@ -111,3 +111,14 @@ def test_an_optimizer_that_was_read_is_no_file_left_behind(run: Path) -> None:
         assert result.code == 0
         assert not [line for line in result.out.splitlines() if "not in the target" in line and "optimizer.bin" in line]
     assert "not in the target: optimizer states" in result.out
+
+
+def test_checkpoints_beside_a_finished_runs_model_are_named(fixtures: Path) -> None:
+    """A run that has ended exports its model into the run's folder, without the optimizer, and without a step."""
+    run = fixtures / "axolotl-fsdp2/outputs/gpt-oss-out"
+    checkpoint = api.open(run)
+    assert checkpoint.format == "hf" and checkpoint.state.step is None
+    told = "what is taken is the model of the folder itself; beside it: checkpoint-2 (--tag takes it)"
+    assert told in checkpoint.notes
+    assert told in ckpt("inspect", run).err + ckpt("inspect", run).out
+    assert all("beside it" not in note for note in api.open(run, tag="checkpoint-2").notes)
