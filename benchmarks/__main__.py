@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks import dcp, hashing, lora, megatron, plans, reshard, universal, zero
+from benchmarks import dcp, hashing, load, lora, megatron, plans, reshard, universal, zero
 from benchmarks.measure import CKPT, Case, rounds
 from benchmarks.runner import Bench
 
@@ -23,6 +23,7 @@ SECTIONS = {
     "reshard": reshard,
     "universal": universal,
     "dcp": dcp,
+    "load": load,
     "lora": lora,
     "megatron": megatron,
     "hash": hashing,
