@@ -75,9 +75,10 @@ class OpenFiles:
         self.close()
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all of them.  Nothing was written to them, so that nothing is lost where closing fails."""
         while self._open:
-            os.close(self._open.popitem()[1])
+            with contextlib.suppress(OSError):
+                os.close(self._open.popitem()[1])
 
     def descriptor(self, path: str) -> int:
         """The file's descriptor, opened where it is not open already."""

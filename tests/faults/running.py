@@ -65,6 +65,8 @@ def errors(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, 
                 )
             except CkptError as error:
                 ending = (f"refused with {error.exit_code}", None)
+            except OSError:  # which the command line ends with 7
+                ending = ("refused with 7", None)
             except Exception as error:
                 ending = ("", f"{type(error).__name__}: {error}")
         wrong = ending[1] or _left(out, truth)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ckpt
 from ckpt.errors import CkptError
-from ckpt.plan.checkpoint import Layout
+from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.testing.conformance import digests
 from ckpt.testing.describing import Content, content
 
@@ -105,12 +105,12 @@ def intact(sample: Sample) -> dict[str, dict[str, str]]:
 
 @cache
 def tensors(sample: Sample) -> Counter[Content]:
-    return tensors_of(sample.path)
+    return tensors_of(ckpt.open(sample.path))
 
 
-def tensors_of(path: Path) -> Counter[Content]:
+def tensors_of(checkpoint: Checkpoint) -> Counter[Content]:
     """What the tensors of a checkpoint hold, by whatever names."""
-    return Counter(content(tensor) for tensor in ckpt.open(path).tensors.values())
+    return Counter(content(tensor) for tensor in checkpoint.tensors.values())
 
 
 def is_carried(name: str) -> bool:

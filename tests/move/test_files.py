@@ -722,3 +722,21 @@ class TestOneFile:
 
 def raise_no_space(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_source_whose_closing_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network filesystem: a thread ended with a traceback, and the run did not hear of it."""
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    closed, close = [], os.close
+
+    def failing(descriptor: int) -> None:
+        closed.append(descriptor)
+        close(descriptor)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with files.OpenFiles() as sources:
+        opened = {sources.descriptor(str(tmp_path / name)) for name in ("a", "b")}
+        monkeypatch.setattr(os, "close", failing)
+    monkeypatch.undo()
+    assert set(closed) == opened
