@@ -101,6 +101,15 @@ def _read(path: Path, sources: Sources, file: RankFile) -> Checkpoint:
     if not isinstance(optimizer, Mapping):
         raise CorruptError("this is no optimizer's state", path=file.path, found=type(optimizer).__name__)
     numbered = _Numbered(optimizer)
+    if "optimizer_state_dict" in optimizer and not {"fp32_groups", "fp32_groups_flat"} & set(optimizer):
+        raise CorruptError("the optimizer's masters are missing", path=file.path, expected="fp32_groups")
+    strangers = set(numbered.states) - {number for numbers in numbered.groups for number in numbers}
+    if strangers:
+        raise CorruptError(
+            "the optimizer has states of a parameter that is in no param group",
+            path=file.path,
+            found=", ".join(map(str, list(strangers)[:4])),
+        )
     shapes = {fqn: tensor.shape for (fqn, role), tensor in tensors.items() if role == WEIGHT}
     names = names_by_shapes(shapes, numbered.shapes) if numbered.groups else []
     notes: list[str] = []

@@ -260,6 +260,15 @@ def _check_complete(reading: _Reading, groups: Sequence[Mapping[str, Shape]]) ->
                         fqn=fqn,
                         expected=f"a file {role}.pt",
                     )
+        for name, values in reading.scalars.items():
+            without = [fqn for fqn in group if fqn not in values]
+            if 0 < len(without) < len(group):
+                raise CorruptError(
+                    "an optimizer state of a parameter is missing",
+                    path=reading.path / "zero" / without[0],
+                    fqn=without[0],
+                    expected=f"a file {name}.pt, as others of its group have",
+                )
 
 
 def _param_groups(model: RankFile, state: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> tuple[ParamGroup, ...]:

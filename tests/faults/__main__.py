@@ -14,7 +14,7 @@ from tests.faults.campaign import campaign
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same cases")
-    parser.add_argument("--cases", type=int, default=10_000, help="how many, in all")
+    parser.add_argument("--cases", type=int, default=10_500, help="about how many, in all")
     given = parser.parse_args()
     memory = "/dev/shm"
     with tempfile.TemporaryDirectory(prefix="faults-", dir=memory if os.path.isdir(memory) else None) as folder:

@@ -19,7 +19,7 @@ from tests.support.hostile import make as hostile
 IN_DATA = "elements of a tensor"
 CARRIED = "a file beside the checkpoint, which is carried as it is"
 NAME = "the name of a tensor where no checksum is of it: in .metadata, or in the header of safetensors"
-MISSING = "a file is missing that no other one names: the optimizer's, beside a whole model"
+MISSING = "a file is missing that no other one names: the optimizer's or the training state's, beside a model"
 VALUE = "a value, with its checksum"
 
 
@@ -202,7 +202,7 @@ def in_its_place(sample: Sample, random: Random) -> Iterator[Case]:
             (run / name).unlink()
             _IN_ITS_PLACE[what](run / name)
 
-        missing = MISSING if (name, what) == ("optimizer.bin", "nothing") else None
+        missing = MISSING if (name, what) in (("optimizer.bin", "nothing"), ("training_state.pt", "nothing")) else None
         yield Case(f"{name}: {what}", do, CARRIED if is_carried(name) else missing)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt import api
-from ckpt.errors import NotFoundError, UsageError
+from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Layout
 from ckpt.state.numbered import names_by_shapes
 from tests.support.describing import content
@@ -99,3 +99,18 @@ def test_names_are_given_where_one_way_alone_fits(shapes: list, data: st.DataObj
     ]
     found = names_by_shapes(parameters, [asked])
     assert found == ([ways[0]] if len(ways) == 1 else None)
+
+
+def test_states_of_a_parameter_in_no_group_are_no_silent_loss(fixtures: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fixtures / "toy-zero0", tmp_path / "run"))
+    path = run / "global_step2" / "mp_rank_00_model_states.pt"
+    content = torch.load(path, weights_only=False)
+    state = content["optimizer"]["optimizer_state_dict"]["state"]
+    state[99] = state.pop(2)
+    torch.save(content, path)
+    with pytest.raises(CorruptError, match="in no param group"):
+        api.open(run)
+    del content["optimizer"]["fp32_groups"]
+    torch.save(content, path)
+    with pytest.raises(CorruptError, match="masters are missing"):
+        api.open(run)

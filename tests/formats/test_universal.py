@@ -135,6 +135,8 @@ def test_damage_is_named(fixtures: Path, tmp_path: Path) -> None:
         read(damaged("zero/embed.weight/fp32.pt"))
     with pytest.raises(CorruptError, match="optimizer state of a parameter is missing"):
         read(damaged("zero/embed.weight/exp_avg.pt"))
+    with pytest.raises(CorruptError, match="optimizer state of a parameter is missing"):
+        read(damaged("zero/embed.weight/step.pt"))
     with pytest.raises(CorruptError, match="model files are missing"):
         read(damaged("mp_rank_00_model_states.pt"))
     copy = damaged()
