@@ -6,6 +6,8 @@ import os
 import random
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +32,30 @@ SOURCE = random.Random(3).randbytes(200 << 17)
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-def run(plan: Plan, out: Path, *, resume: bool = True, kill_at: float = 2.0) -> tuple[int, FileDigests]:
-    """Bytes that were there already, and the digests; the process is killed when that part of the bytes is moved."""
+def run(
+    plan: Plan, out: Path, *, resume: bool = True, kill_at: float = 2.0, num_lines: int = 0
+) -> tuple[int, FileDigests]:
+    """Bytes that were there already, and the digests; the process is killed when that part of the bytes is moved.
+
+    Where `num_lines` is given, it is killed as soon thereafter as the journal has so many: the threads that hash follow
+    those that move as fast as a busy machine lets them.
+    """
     digests, moved = [], [0]
+
+    def kill_when_journalled() -> None:
+        while (staging_folder(out) / JOURNAL).read_bytes().count(b"\n") < num_lines:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_when_journalled, daemon=True)
 
     def progress(count: int) -> None:
         moved[0] += count
         if moved[0] >= kill_at * plan.moved_bytes:
+            if num_lines:
+                if not killer.is_alive():
+                    killer.start()
+                return
             os.kill(os.getpid(), signal.SIGKILL)
 
     def describe(_: Path, found: FileDigests) -> dict[str, bytes]:
@@ -91,7 +110,7 @@ class TestGoingOn:
         """Of 200 tensors, as a model has: what is lost are those that were being written."""
         monkeypatch.setattr(blocks, "_BATCH", len(SOURCE) // 200)  # as small, beside these tensors, as it is really
         plan = many_tensors(tmp_path)
-        killed(lambda: run(plan, tmp_path / "out", kill_at=0.5))
+        killed(lambda: run(plan, tmp_path / "out", kill_at=0.5, num_lines=94))
         done, _ = run(plan, tmp_path / "out")
         assert plan.moved_bytes - done <= 0.55 * plan.moved_bytes
         assert b"".join(path.read_bytes() for path in sorted((tmp_path / "out").iterdir())) == SOURCE
