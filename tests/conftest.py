@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-# Before anything imports deepspeed or torch: no accelerator is probed, and processes share the cores.
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+from tests.support import slurm
+
+# Before anything imports deepspeed or torch: no accelerator is probed, and processes share the cores.  Engines and
+# libraries alike compute on the CPU, whatever GPUs the machine has.
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -48,3 +53,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def fixtures() -> Path:
     """The committed checkpoints."""
     return Path(__file__).parent.parent / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
+    """A Slurm cluster of two nodes on this machine, for all tests of batch scripts."""
+    if lacking := slurm.missing():
+        pytest.skip(f"no Slurm cluster: {lacking}")
+    with slurm.started(tmp_path_factory.mktemp("slurm")) as started:
+        yield started

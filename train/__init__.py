@@ -9,7 +9,16 @@ converter is right when it reproduces that file bit for bit, so nothing here imp
 `run(Config(...))` does the same from Python and may be called many times inside one process group.
 """
 
+from typing import Any
+
 from train.config import Config, UserError
-from train.loop import run
 
 __all__ = ["Config", "UserError", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "run":
+        raise AttributeError(name)
+    from train.loop import run  # brings torch, without which nodes are looked over (train.preflight)
+
+    return run

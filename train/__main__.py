@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-from train import config, launch
+from train import config, launch, stopping
 from train.loop import run
 
 
@@ -17,16 +17,26 @@ def main() -> int:
         "--jobs",
         metavar="FILE",
         help="run every line of a JSON-lines file, each an object of options or a list of command line words, "
-        "in one launch; all other options are ignored",
+        "in one launch; all other options but --device are ignored",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="what every process computes on; auto: a GPU each, and the CPU where a machine has fewer GPUs than "
+        "processes or DS_ACCELERATOR is cpu (%(default)s)",
     )
     config.add_options(parser)
     try:
         options = parser.parse_args()
         jobs = config.read_jobs(Path(options.jobs)) if options.jobs else [config.parse_options(options)]
-        launch.start()
+        launch.start(options.device)
+        stopping.listen()
         for number, job in enumerate(jobs, 1):
             start = time.perf_counter()
             run(job)
+            if code := stopping.exit_code():
+                return code
             if options.jobs and launch.is_first():
                 print(f"job {number} of {len(jobs)}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     except config.UserError as error:

@@ -77,6 +77,7 @@ class Config:
     steps: int = _option(
         4, "optimizer steps of this run, on top of those resumed from; megatron*: 0 only writes the truth"
     )
+    until: int = _option(0, "the last step, counted from the very beginning, instead of --steps (0: off)", metavar="N")
     save_every: int = _option(0, "also save every N steps (0: only at the end)", metavar="N")
     truth: bool = _option(False, "write the gathered truth beside every checkpoint")
     memory: bool = _option(False, "write what every rank holds in the last step into memory.json")
@@ -89,6 +90,7 @@ class Config:
     seed: int = _option(1234, "seed of the model's weights and of the data")
 
     optimizer: str = _option("adamw", "adamw, plain sgd, sgd with momentum, lion", choices=OPTIMIZERS)
+    fused: bool = _option(False, "adamw, not megatron*: torch's fused kernel")
     scheduler: str = _option("deepspeed", "learning rate schedule", choices=SCHEDULERS)
     schedule_steps: int = _option(100, "length of the schedule; independent of --steps so that runs resume")
     lr: float = _option(1e-3, "peak learning rate")
@@ -135,6 +137,8 @@ class Config:
             raise UserError("--lora and --vocab need a transformer, not --model toy")
         if min(self.steps + 1, self.batch, self.accumulate, self.length) < 1:
             raise UserError("--batch, --accumulate and --length are at least 1, --steps is not negative")
+        if self.fused and (self.optimizer != "adamw" or self.strategy.startswith("megatron")):
+            raise UserError("--fused is for --optimizer adamw, and not for megatron and megatron-deepspeed")
         if self.memory and (self.strategy == "megatron-deepspeed" or self.through == "trainer" or self.steps < 2):
             raise UserError("--memory looks at the second step or a later one, in our own loop and in no pipeline")
 

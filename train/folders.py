@@ -4,20 +4,21 @@ plain     OUTPUT/{config.json, tokenizer.json, ..., latest, global_stepN/}      
           OUTPUT/{config.json, tokenizer.json, ..., step-N/}                     ddp, fsdp1, fsdp2, hsdp, tp-fsdp
           OUTPUT/{config.json, tokenizer.json, ..., latest_checkpointed_iteration.txt, iter_000000N/}   megatron
           OUTPUT/{config.json, tokenizer.json, ..., latest, global_stepN/layer_*}   megatron-deepspeed
+          OUTPUT/random_states/TAG/rng_state_R.pth     where the engine saves none: zero1-3, megatron-deepspeed
 trainer   OUTPUT/checkpoint-N/{config.json, tokenizer.json, ..., trainer_state.json, latest, global_stepN/}
 """
 
 import json
-import random
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from train import data
+from train import data, randomness
 from train.config import ZERO, Config, UserError, read_ds_config
 
 
@@ -39,13 +40,25 @@ def write_run_files(folder: Path, model: Any, config: Config) -> None:
 
 
 def write_trainer_files(folder: Path, step: int, losses: dict[int, float]) -> None:
-    """What HF Trainer puts beside the engine's files: its state (rank 0) and each rank's random state."""
+    """What HF Trainer puts beside the engine's files: its state."""
     if dist.get_rank() == 0:
         log = [{"step": number, "loss": loss} for number, loss in losses.items()]
         state = {"global_step": step, "max_steps": step, "best_model_checkpoint": None, "log_history": log}
         (folder / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
-    suffix = f"_{dist.get_rank()}" if dist.get_world_size() > 1 else ""
-    torch.save({"python": random.getstate(), "cpu": torch.get_rng_state()}, folder / f"rng_state{suffix}.pth")
+
+
+def save_random_states(config: Config, folder: Path, tag: str) -> None:
+    """Writes this rank's random states beside a checkpoint, where the engine saves none."""
+    if config.saving == "zero":
+        randomness.save(folder if config.layout == "trainer" else folder / "random_states" / tag)
+
+
+def load_random_states(config: Config, folder: Path, tag: str) -> None:
+    """Goes on from them, and says so where there are none, as after a conversion."""
+    if config.saving != "zero" or any(map(randomness.load, (folder / "random_states" / tag, folder))):
+        return
+    if dist.get_rank() == 0:
+        print(f"note: {folder} has no random states of its ranks for {tag}; they start anew", file=sys.stderr)
 
 
 def find_checkpoint(config: Config) -> tuple[Path, str]:

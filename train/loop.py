@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
-from train import data, folders, launch, memory, models, truth
+from train import data, folders, launch, memory, models, stopping, truth
 from train.config import STRATEGIES, ZERO, Config, UserError
 
 # Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
@@ -76,6 +76,7 @@ def run(config: Config) -> list[Path]:
     try:
         if resumed:
             engine.load(*resumed)
+            folders.load_random_states(config, *resumed)
         return _train(engine, model, config)
     finally:
         engine.close()
@@ -93,10 +94,11 @@ def _train(engine: Engine, model: nn.Module, config: Config) -> list[Path]:
     if config.steps == 0 and config.truth:
         _write_truth(engine, config, f"step-{engine.step}")
     watch = None
-    for number in tqdm(range(1, config.steps + 1), desc=str(output), disable=None if rank == 0 else True):
+    steps = config.until - engine.step if config.until else config.steps
+    for number in tqdm(range(1, steps + 1), desc=str(output), disable=None if rank == 0 else True):
         sequences = data.batch(engine.sequences, config.batch, config.length, config.seed)
         mine = sequences.chunk(num_shards)[shard].to(launch.device())
-        if config.memory and number == config.steps:
+        if config.memory and number == steps:
             watch = memory.Watch(engine)
             engine.observe(watch)
         loss = engine.train(list(mine.chunk(config.accumulate)))
@@ -106,8 +108,11 @@ def _train(engine: Engine, model: nn.Module, config: Config) -> list[Path]:
             tqdm.write(f"step {engine.step}: loss {losses[engine.step]:.5f}", file=sys.stderr)
             with (output / "losses.jsonl").open("a") as file:
                 file.write(json.dumps({"step": engine.step, "loss": losses[engine.step]}) + "\n")
-        if number == config.steps or (config.save_every and number % config.save_every == 0):
+        ends = stopping.asked() or number == steps
+        if ends or (config.save_every and number % config.save_every == 0):
             saved.append(_save(engine, model, config, losses))
+        if ends:
+            break
     if watch:
         watch.write(output / "memory.json")
     return saved
@@ -121,6 +126,7 @@ def _save(engine: Engine, model: nn.Module, config: Config, losses: dict[int, fl
         folders.write_run_files(folder, model, config)
     if config.layout == "trainer":
         folders.write_trainer_files(folder, engine.step, losses)
+    folders.save_random_states(config, folder, tag)
     if config.truth:
         _write_truth(engine, config, tag)
     dist.barrier()

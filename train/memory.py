@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from train import launch
+
 #: In the order in which a storage that serves several purposes is counted.
 KINDS = ("parameters", "buffers", "gradients", "masters", "optimizer")
 
@@ -30,6 +32,8 @@ class Watch:
     def __init__(self, engine: Holder) -> None:
         self.engine = engine
         self.most = dict.fromkeys(KINDS, 0)
+        if launch.on_gpu():
+            torch.cuda.reset_peak_memory_stats()
 
     def __call__(self, *_: Any) -> None:
         """Looks now; arguments are those of whatever hook this is."""
@@ -37,7 +41,9 @@ class Watch:
             self.most[kind] = max(self.most[kind], size)
 
     def write(self, path: Path) -> None:
-        """The report of all ranks, a list by rank, on rank 0."""
+        """The report of all ranks, a list by rank, on rank 0; on GPUs with the most that torch had `allocated`."""
+        if launch.on_gpu():
+            self.most["allocated"] = torch.cuda.max_memory_allocated()
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.most)
         if dist.get_rank() == 0:

@@ -36,7 +36,7 @@ def param_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
 def build_optimizer(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
     """The optimizer of a run. Their states: adamw two and a step, momentum one, lion one, sgd none."""
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr)
+        return torch.optim.AdamW(groups, lr=config.lr, fused=config.fused or None)
     if config.optimizer == "lion":
         return Lion(groups, lr=config.lr)
     return torch.optim.SGD(groups, lr=config.lr, momentum=0.9 if config.optimizer == "momentum" else 0.0)

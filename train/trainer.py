@@ -23,7 +23,7 @@ from torch.distributed.fsdp import _state_dict_utils
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from train import data, folders, launch, models, truth
+from train import data, folders, launch, models, stopping, truth
 from train.config import ZERO, Config, UserError
 from train.engines.native import gather
 
@@ -49,7 +49,7 @@ def run(config: Config) -> list[Path]:
         model.to(models.DTYPES[config.dtype])
     trainer = OrderedTrainer(
         model=model,
-        args=arguments(config, first + config.steps),
+        args=arguments(config, config.until or first + config.steps),
         train_dataset=Sequences(config),
         processing_class=data.build_tokenizer(),
         callbacks=[],
@@ -85,7 +85,7 @@ def arguments(config: Config, last: int) -> TrainingArguments:
             "version": int(config.strategy[-1]),
             "state_dict_type": "FULL_STATE_DICT" if config.saving == "full" else "SHARDED_STATE_DICT",
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "sync_module_states": torch.cuda.is_available(),  # FSDP1: Accelerate's way needs a GPU
+            "sync_module_states": launch.on_gpu(),  # FSDP1: Accelerate's way needs a GPU
         }
     args = TrainingArguments(
         output_dir=config.output,
@@ -103,7 +103,7 @@ def arguments(config: Config, last: int) -> TrainingArguments:
         logging_steps=1,
         report_to=[],
         disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not launch.on_gpu(),
         **options,
     )
     if args.use_cpu and args.fsdp:
@@ -128,7 +128,7 @@ def deepspeed_options(config: Config) -> dict[str, Any]:
 
 def _unshard_in_place(module: nn.Module, fsdp_state: Any, offload_to_cpu: bool, rank0_only: bool) -> None:
     """FSDP1's gathering for a state dict without the offload: on a CPU, torch 2.13 reads what that has freed."""
-    _unshard(module, fsdp_state, offload_to_cpu and torch.cuda.is_available(), rank0_only)
+    _unshard(module, fsdp_state, offload_to_cpu and launch.on_gpu(), rank0_only)
 
 
 _unshard = _state_dict_utils._common_unshard_pre_state_dict_hook
@@ -205,6 +205,8 @@ class Recorder(TrainerCallback):
             with Path(self.config.output, "losses.jsonl").open("a") as file:
                 line = {"step": state.global_step, "loss": loss.item() / dist.get_world_size()}
                 file.write(json.dumps(line) + "\n")
+        if stopping.asked():
+            control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called after every checkpoint."""

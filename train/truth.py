@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 
 from train.config import Config
@@ -61,6 +60,8 @@ def write(
         "dtype": config.dtype,
         "strategy": config.strategy,
     }
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
@@ -71,6 +72,8 @@ def write(
 
 def write_logits(folder: Path, tag: str, input_ids: torch.Tensor, logits: torch.Tensor) -> None:
     """Writes `<folder>/<tag>-logits.safetensors`."""
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {"input_ids": input_ids.cpu().contiguous(), "logits": logits.detach().cpu().contiguous()},

@@ -33,9 +33,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictCon
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from train import optimizers
+from train import optimizers, randomness
 
-_BESIDE_MODEL = ("optimizer", "lr_scheduler", "train_state", "rng_state", "dataloader")
+#: Where a state has each rank's random states.
+_RANDOM = {"cpu": "rng_state", "cuda": "cuda_rng_state"}
+_BESIDE_MODEL = ("optimizer", "lr_scheduler", "train_state", *_RANDOM.values(), "dataloader")
 
 
 def save(engine: Any, folder: Path) -> None:
@@ -57,7 +59,7 @@ def load(engine: Any, folder: Path) -> None:
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         keys = _spelling(engine, saved)
         state = _state(engine, keys, full=False)
-        for key in ("lr_scheduler", "rng_state", "dataloader"):  # a conversion may leave them out, or this rank's
+        for key in ("lr_scheduler", *_RANDOM.values(), "dataloader"):  # a conversion may leave them out, or this rank's
             if not any(f"{key}.{name}" in saved for name in state.get(key, ())):
                 state.pop(key, None)
         # Flattening drops FSDP1's tensors of which a rank has no part, and then takes the checkpoint for one of 2.3.
@@ -118,7 +120,11 @@ def _state(engine: Any, keys: str, full: bool) -> dict[str, Any]:
         state["dataloader"] = {f"dp_rank_{reader}": position, "world_size": readers}
     else:
         state["train_state"] = {"step": engine.step, "sequences": engine.sequences}
-        state["rng_state"] = {str(dist.get_rank()): torch.get_rng_state()}
+        everyone = {dist.get_rank(): randomness.of_torch()}
+        if full:
+            everyone = dict(enumerate(randomness.of_all_ranks()))
+        for kind in randomness.of_torch():
+            state[_RANDOM[kind]] = {str(rank): found[kind] for rank, found in everyone.items()}
     return state
 
 
@@ -140,8 +146,10 @@ def _set_state(engine: Any, state: dict[str, Any], keys: str, full: bool) -> Non
         engine.scheduler.load_state_dict(optimizers.after(engine.step, engine.scheduler.state_dict()))
     # A conversion may know the step only.
     engine.sequences = int(state["train_state"].get("sequences", engine.step * engine.config.batch))
-    if (random := state.get("rng_state", {}).get(str(dist.get_rank()))) is not None:
-        torch.set_rng_state(random)
+    rank = str(dist.get_rank())
+    random = {kind: state[key][rank] for kind, key in _RANDOM.items() if rank in state.get(key, ())}
+    if "cpu" in random:
+        randomness.restore(random)
 
 
 def _options(keys: str, full: bool) -> StateDictOptions:
@@ -207,7 +215,7 @@ def _save_ranks(engine: Any, folder: Path) -> None:
         model = engine.model.state_dict()
     extra = {
         "lr_scheduler": engine.scheduler.state_dict() if engine.scheduler else None,
-        "rng": {"cpu": torch.get_rng_state()},
+        "rng": randomness.of_torch(),
     }
     torch.save(model, _rank_file(folder, "model"))
     torch.save(engine.optimizer.state_dict(), _rank_file(folder, "optim"))
@@ -230,7 +238,7 @@ def _load_ranks(engine: Any, folder: Path) -> None:
     engine.optimizer.load_state_dict(optimizer)
     if engine.scheduler and extra["lr_scheduler"]:
         engine.scheduler.load_state_dict(extra["lr_scheduler"])
-    torch.set_rng_state(extra["rng"]["cpu"])
+    randomness.restore(extra["rng"])
     # As in verl, the step is in the folder's name only.
     step = re.search(r"(\d+)$", folder.name)
     if step is None:

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from train import memory, models, truth
+from train import launch, memory, models, truth
 from train.config import Config, UserError, read_ds_config
 from train.optimizers import build_optimizer, build_scheduler, param_groups
 
 # Both are read while deepspeed is imported. LOCAL_SIZE spares its search for NUMA nodes.
-if not torch.cuda.is_available():
+if not launch.on_gpu():
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
@@ -91,6 +91,8 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
     if config.optimizer == "adamw":
         # torch's Adam, because DeepSpeed's own would compile a C++ or CUDA extension first.
         generated["optimizer"] = {"type": "AdamW", "params": {"lr": config.lr, "torch_adam": True}}
+        if config.fused:
+            generated["optimizer"]["params"]["fused"] = True
     if config.scheduler == "deepspeed":
         rates = [group["lr"] for group in groups]
         generated["scheduler"] = {

@@ -29,7 +29,7 @@ class FsdpEngine(MegatronEngine):
             grad_reduce_in_fp32=self.args.accumulate_allreduce_grads_in_fp32,
             use_distributed_optimizer=True,
             use_megatron_fsdp=True,
-            gradient_reduce_div_fusion=torch.cuda.is_available(),  # gloo does not scale what it sums up
+            gradient_reduce_div_fusion=launch.on_gpu(),  # gloo does not scale what it sums up
             data_parallel_sharding_strategy=self.args.data_parallel_sharding_strategy,
             bucket_size=self.args.ddp_bucket_size,
         )

@@ -1,0 +1,165 @@
+"""A real Slurm cluster of two nodes, n1 and n2, on this one machine: `cluster` of tests/conftest.py starts it once.
+
+It needs root and Debian's packages slurm-wlm and munge; `missing()` says what is not there.  Its munge daemon, ports
+and files are its own, and are gone when it has stopped.  `scontrol show hostnames` gives names that must resolve, so
+n1 and n2 stand in /etc/hosts while it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.engines import REPOSITORY
+
+NODES = ("n1", "n2")
+_HOSTS, _LINE = Path("/etc/hosts"), "127.0.0.1 n1 n2 # a test cluster\n"
+_NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+
+
+def missing() -> str:
+    """What this machine lacks for a cluster; empty where it has everything."""
+    lacking = [name for name in _NEEDED if shutil.which(name, path=_path()) is None]
+    if lacking:
+        return f"not installed: {', '.join(lacking)} (apt-get install slurm-wlm munge)"
+    return "" if os.geteuid() == 0 else "a Slurm cluster can only be started by root"
+
+
+def _path() -> str:
+    return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`folder` has its configuration and its daemons' logs."""
+
+    folder: Path
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of users: of this Python and this checkout, without what the tests themselves run in."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        return inherited | {
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), _path()]),
+            "PYTHONPATH": str(REPOSITORY),
+        }
+
+    def run(self, *words: str | Path, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+        """A command of a user in the checkout; the caller looks at its exit code."""
+        command = [str(word) for word in words]
+        return subprocess.run(
+            command, cwd=REPOSITORY, env=self.env | env, capture_output=True, text=True, timeout=timeout
+        )
+
+    def ask(self, *words: str | Path, **env: str) -> str:
+        """What a command prints.  AssertionError with its output where it fails."""
+        done = self.run(*words, **env)
+        assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+        return done.stdout.strip()
+
+    def submit(self, *words: str | Path, **env: str) -> str:
+        """The number of the job that `sbatch` makes of these words."""
+        return self.ask("sbatch", "--parsable", *words, **env)
+
+    def job(self, number: str) -> dict[str, str]:
+        """`scontrol show job`, by field."""
+        shown = self.ask("scontrol", "show", "job", "--oneliner", number)
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+
+    def wait(self, condition: Callable[[], bool], what: str, timeout: float = 120) -> None:
+        """Returns as soon as the condition holds.  AssertionError where it does not in time."""
+        end = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < end, f"not within {timeout} s: {what}\n{self.ask('squeue', '--long')}"
+            time.sleep(0.2)
+
+    def wait_for_state(self, number: str, *states: str, timeout: float = 120) -> None:
+        """Returns when the job is in one of these states."""
+        self.wait(lambda: self.job(number)["JobState"] in states, f"job {number} in {', '.join(states)}", timeout)
+
+    @contextmanager
+    def frozen(self, node: str) -> Iterator[None]:
+        """While this is open, a node answers nobody: its daemon is stopped."""
+        daemon = int((self.folder / f"slurmd.{node}.pid").read_text())
+        os.kill(daemon, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(daemon, signal.SIGCONT)
+
+
+@contextmanager
+def started(folder: Path) -> Iterator[Cluster]:
+    """A cluster whose nodes are idle; all of its jobs and daemons are gone behind this."""
+    folder = folder.resolve()
+    for name in ("state", *(f"spool.{node}" for node in NODES)):
+        (folder / name).mkdir(parents=True)
+    key = folder / "munge.key"
+    key.touch(0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    ports = dict(zip(("port", "port_1", "port_2"), _free_ports(3), strict=True))
+    template = Path(__file__).with_name("slurm.conf").read_text()
+    (folder / "slurm.conf").write_text(template.format(folder=folder, **ports))
+    cluster = Cluster(folder)
+    with ExitStack() as stack:
+        stack.enter_context(_names())
+        munge = [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file")]
+        stack.callback(_kill, folder / "munge.pid")
+        cluster.ask("munged", "--force", *munge, f"--key-file={key}", f"--seed-file={folder}/munge.seed")
+        for daemon, words in {"slurmctld": (), **{f"slurmd.{node}": ("-N", node) for node in NODES}}.items():
+            stack.callback(_kill, folder / f"{daemon}.pid")
+            cluster.ask(daemon.partition(".")[0], *words, "-f", folder / "slurm.conf")
+        cluster.wait(lambda: cluster.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == "2", f"nodes up; see {folder}", 60)
+        try:
+            yield cluster
+        finally:
+            cluster.run("scancel", "--full", "--user=root")
+            cluster.run("scancel", "--signal=KILL", "--user=root")
+            cluster.wait(lambda: not cluster.ask("squeue", "-h"), "jobs gone")
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@contextmanager
+def _names() -> Iterator[None]:
+    """n1 and n2 resolve while this is open, unless they do anyway."""
+    try:
+        socket.gethostbyname("n1")
+    except OSError:
+        with _HOSTS.open("a") as file:
+            file.write(_LINE)
+        try:
+            yield
+        finally:
+            _HOSTS.write_text(_HOSTS.read_text().replace(_LINE, ""))
+    else:
+        yield
+
+
+def _kill(pid_file: Path) -> None:
+    if not pid_file.is_file():
+        return
+    pid = int(pid_file.read_text())
+    os.kill(pid, signal.SIGTERM)
+    end = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists():
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
