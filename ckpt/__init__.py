@@ -4,6 +4,7 @@
     ckpt.plan(checkpoint, "hf").run("outputs-hf")
     ckpt.verify(checkpoint, ckpt.open("outputs-hf")).equal
     ckpt.load_into(model, "outputs")                      # a plain torch module, from any format
+    ckpt.check("outputs").whole                           # nothing missing, cut off or damaged
     ckpt.resume("outputs")                                # the folder to go on from, on the ranks that there are now
     ckpt.StorageReader("outputs")                         # for torch's dcp.load, from any format into FSDP2
 
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ckpt.api import open, plan, verify
+    from ckpt.checking import check
     from ckpt.loading import load_into
     from ckpt.resuming import resume
     from ckpt.storage_reader import StorageReader
@@ -27,7 +29,7 @@ else:
 
     del plan, verify
 
-__all__ = ["StorageReader", "__version__", "load_into", "open", "plan", "resume", "verify"]
+__all__ = ["StorageReader", "__version__", "check", "load_into", "open", "plan", "resume", "verify"]
 
 
 def __dir__() -> list[str]:
@@ -39,6 +41,10 @@ def __getattr__(name: str) -> Any:
         from ckpt import api
 
         return getattr(api, name)
+    if name == "check":
+        from ckpt.checking import check
+
+        return check
     if name == "load_into":
         from ckpt.loading import load_into
 

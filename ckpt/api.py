@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from io import BufferedReader
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.precision import computing_dtype
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import RECORDS, enclosing_folders, step_folders, trainer_steps
-from ckpt.text import HUB_ID
+from ckpt.text import HUB_ID, did_you_mean
 
 if TYPE_CHECKING:
     from ckpt.move.views import Views
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 #: What a folder holds is asked what it is, as far as this, where the folder itself is nothing.
 _MAX_ENTRIES = 200
+_MAX_NEIGHBOURS = 2000  # names that a mistyped one is compared with
 
 
 def open(
@@ -69,7 +70,7 @@ def open(
         raise UsageError("the tag is empty", expected="the name of a folder")
     with translate_os_errors(path):
         if not path.exists():
-            raise NotFoundError("no such file or folder", path=path)
+            raise NotFoundError("no such file or folder", path=path, hint=_neighbour(path))
         formats = registry.all_formats() if format == AUTO else [registry.get(format)]
         for one in formats:
             if not one.reads:
@@ -84,6 +85,15 @@ def open(
 
             checkpoint = choose_replica(checkpoint, replica)
         return OpenCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(Checkpoint)})
+
+
+def _neighbour(path: Path) -> str | None:
+    """A hint at what beside a path that is not there is nearly called so."""
+    try:
+        beside = [entry.name for entry in islice(path.parent.iterdir(), _MAX_NEIGHBOURS)]
+    except OSError:
+        return None
+    return did_you_mean(path.name, beside)
 
 
 def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Checkpoint | None:

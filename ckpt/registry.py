@@ -19,6 +19,7 @@ from ckpt.errors import UsageError
 from ckpt.plan.checkpoint import Format
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.options import options_of
+from ckpt.text import did_you_mean
 
 #: In the order in which a folder is asked what it is: what holds most comes first.
 FORMATS = {
@@ -106,7 +107,8 @@ def get(name: str) -> Format:
     known = _registered(FORMATS, "ckpt.formats")
     name = ALIASES.get(name, name)
     if name not in known:
-        raise UsageError(f"there is no format called {name!r}", expected="one of " + ", ".join(known))
+        hint = did_you_mean(name, [*known, *ALIASES])
+        raise UsageError(f"there is no format called {name!r}", expected="one of " + ", ".join(known), hint=hint)
     return cast(Format, load(known[name]))
 
 

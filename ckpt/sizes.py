@@ -7,7 +7,7 @@ from decimal import Decimal
 
 from ckpt.errors import UsageError
 
-_UNITS = {"": 1, "B": 1} | {
+_UNITS = {"B": 1} | {
     name: base**power
     for power, letter in enumerate("KMGT", 1)
     for name, base in ((f"{letter}B", 1000), (f"{letter}IB", 1024), (letter, 1000))
@@ -15,9 +15,12 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `5GB`, `512MiB`, `1.5 GB` or `1000000`; decimal units unless there is an `i`."""
+    """Bytes of `5GB`, `512MiB`, `1.5 GB` or `100B`; decimal units unless there is an `i`."""
     match = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*", text)
     unit = match[2].upper() if match else ""
+    if match and not unit and Decimal(match[1]):
+        hint = " or ".join(f"{match[1]}{name}" for name in ("GB", "MB", "B"))
+        raise UsageError("a size takes its unit", expected="for example 5GB or 512MB", found=repr(text), hint=hint)
     size = int(Decimal(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
     if size <= 0:
         raise UsageError("this is no size", expected="for example 5GB or 512MB", found=repr(text))

@@ -5,9 +5,11 @@ No object that a reader made of a pickle is asked for its own text.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -35,12 +37,43 @@ def counted(number: int, what: str, spec: str = "") -> str:
     return f"{number:{spec}} {what}" + ("s" if number != 1 else "")
 
 
-def summarise(value: Any) -> JSON:
+def did_you_mean(typed: str, known: Sequence[str]) -> str | None:
+    """A hint that names what of `known` is nearly what was typed; None where nothing is."""
+    spelled = {name.lower(): name for name in known}
+    near = [spelled[name] for name in difflib.get_close_matches(typed.lower(), spelled, 2)]
+    return f"did you mean {' or '.join(near)}?" if near else None
+
+
+def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> Iterator[str]:
+    """A table in lines, the columns called `right` to the right."""
+    every = [heads, *rows]
+    widths = [max(len(row[column]) for row in every) for column in range(len(heads))]
+    for row in every:
+        cells = zip(row, widths, heads, strict=True)
+        yield "  ".join(t.rjust(width) if head in right else t.ljust(width) for t, width, head in cells).rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much is shown of a value: characters of a text, members of a container, depth, and values of all."""
+
+    text: int = _MAX_TEXT
+    members: int = MAX_MEMBERS
+    depth: int = _MAX_DEPTH
+    nodes: int = _MAX_NODES
+
+
+SHORT = Bounds()
+#: Nothing that a framework saves is cut by these, and nothing that is made to harm gets past them.
+FULL = Bounds(100_000, 100_000, 50, 1_000_000)
+
+
+def summarise(value: Any, bounds: Bounds = SHORT) -> JSON:
     """`value` as bounded plain data: long texts cut, large or deep containers shortened, other objects by type only."""
-    return _summarise(value, _MAX_DEPTH, [_MAX_NODES])
+    return _summarise(value, bounds, bounds.depth, [bounds.nodes])
 
 
-def _summarise(value: Any, depth: int, budget: list[int]) -> JSON:
+def _summarise(value: Any, bounds: Bounds, depth: int, budget: list[int]) -> JSON:
     budget[0] -= 1
     if value is None or isinstance(value, bool):
         return value
@@ -50,34 +83,34 @@ def _summarise(value: Any, depth: int, budget: list[int]) -> JSON:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
-        return one_line(value, _MAX_TEXT)
+        return one_line(value, bounds.text)
     if isinstance(value, bytes | bytearray):
         return f"<{len(value)} bytes>"
     if isinstance(value, DType):
         return value.name
     if isinstance(value, Mapping):
-        return _summarise_mapping(value, depth, budget)
+        return _summarise_mapping(value, bounds, depth, budget)
     if isinstance(value, list | tuple | set | frozenset):
         if depth == 0 or budget[0] <= 0:
             return f"<{len(value)} values>"
         shown = []
-        for member in islice(value, MAX_MEMBERS):
+        for member in islice(value, bounds.members):
             if budget[0] <= 0:
                 break
-            shown.append(_summarise(member, depth - 1, budget))
+            shown.append(_summarise(member, bounds, depth - 1, budget))
         left = len(value) - len(shown)
         return [*shown, f"... {left} more"] if left else shown
     return _kind(value)
 
 
-def _summarise_mapping(value: Mapping[Any, Any], depth: int, budget: list[int]) -> JSON:
+def _summarise_mapping(value: Mapping[Any, Any], bounds: Bounds, depth: int, budget: list[int]) -> JSON:
     if depth == 0 or budget[0] <= 0:
         return f"<{len(value)} entries>"
     shown: dict[str, JSON] = {}
-    for key in islice(value, MAX_MEMBERS * 2):
+    for key in islice(value, bounds.members * 2):
         if budget[0] <= 0:
             break
-        shown[_key(key)] = _summarise(value[key], depth - 1, budget)
+        shown[_key(key)] = _summarise(value[key], bounds, depth - 1, budget)
     left = len(value) - len(shown)
     if left:
         shown["..."] = f"{left} more"
@@ -105,14 +138,12 @@ def summary_text(value: Any) -> str:
     return json_text(summarise(value))
 
 
-def json_text(value: JSON) -> str:
-    """What `summarise` returned, in one short line."""
+def json_text(value: JSON, limit: int = _MAX_TEXT) -> str:
+    """What `summarise` returned, in one line of at most `limit` characters."""
     if isinstance(value, list):
-        return _cut("[" + ", ".join(map(json_text, value)) + "]")
-    if isinstance(value, dict):
-        return _cut(", ".join(f"{name} {json_text(member)}" for name, member in value.items()))
-    return str(value)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
+        text = "[" + ", ".join(json_text(member, limit) for member in value) + "]"
+    elif isinstance(value, dict):
+        text = ", ".join(f"{name} {json_text(member, limit)}" for name, member in value.items())
+    else:
+        return str(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

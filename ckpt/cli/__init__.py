@@ -24,9 +24,9 @@ from ckpt.cli.convert import convert
 from ckpt.cli.look import estimate_, formats, inspect
 from ckpt.cli.lora import merge_lora, push
 from ckpt.cli.mount import mount
-from ckpt.cli.options import Commands, guarded, with_options
+from ckpt.cli.options import Command, Commands, guarded, with_options
 from ckpt.cli.resume import resume
-from ckpt.cli.verify import hash_, verify
+from ckpt.cli.verify import check, hash_, verify
 
 
 def _dashes(name: str) -> str:
@@ -40,24 +40,24 @@ app = typer.Typer(
     help="Convert, verify and inspect checkpoints of large models, bit for bit, without a GPU.",
     context_settings={"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "convert": with_options(convert, {}),
-    "resume": with_options(resume, {}),
-    "mount": with_options(mount, {}),
-    "merge-lora": merge_lora,
-    "push": push,
-    "verify": verify,
-    "hash": hash_,
-    "inspect": inspect,
-    "estimate": estimate_,
-    "formats": formats,
+#: The commands, by the sections of the help.
+_COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "Convert and go on": {
+        "convert": with_options(convert, {}),
+        "resume": with_options(resume, {}),
+        "mount": with_options(mount, {}),
+        "merge-lora": merge_lora,
+        "push": push,
+    },
+    "Look and compare": {"inspect": inspect, "check": check, "verify": verify, "hash": hash_},
+    "Know beforehand": {"estimate": estimate_, "formats": formats},
 }
-for _name, _command in _COMMANDS.items():
-    app.command(_name)(guarded(_command))
+for _section, _members in _COMMANDS.items():
+    for _name, _command in _members.items():
+        app.command(_name, cls=Command, rich_help_panel=_section)(guarded(_command))
 
 
 def _print_version(wanted: bool) -> None:
@@ -69,7 +69,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("-V", "--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass

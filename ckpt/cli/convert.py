@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt import registry
+from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import carry_out, say_source
 from ckpt.errors import UsageError, printable
@@ -22,9 +25,20 @@ if TYPE_CHECKING:
 
 def convert(
     *,
-    source: Annotated[str, typer.Argument(metavar="FROM", help="The format to read, or auto; see `ckpt formats`.")],
-    target: Annotated[str, typer.Argument(metavar="TO", help="The format to write.")],
-    path: opt.PathArgument,
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FROM",
+            help="The format to read, or auto; see `ckpt formats`. With PATH alone it is guessed, and TO is asked for.",
+            autocompletion=complete.sources,
+        ),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Argument(metavar="TO", help="The format to write.", autocompletion=complete.targets)
+    ] = None,
+    path: Annotated[
+        Path | None, typer.Argument(metavar="PATH", help="A checkpoint, or the run folder it lies in.", readable=False)
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The folder to write. [default: PATH-TO, beside PATH]")
     ] = None,
@@ -70,6 +84,7 @@ def convert(
     from ckpt.plan.checkpoint import Layout
     from ckpt.plan.dtypes import CASTABLE
 
+    source, target, path = _meant(source, target, path, tag, config)
     destination = output or default_output(path, target)
     check_destination(destination, path)  # before the source is read, which may take long
     layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), world_size, options)
@@ -96,6 +111,42 @@ def convert(
     )
     if report is not None:
         print(json.dumps(report, indent=2) if as_json else printable(str(destination)))
+
+
+def _meant(
+    source: str | None, target: str | None, path: Path | None, tag: str | None, config: str | None
+) -> tuple[str, str, Path]:
+    """FROM, TO and PATH.  With one word it is PATH: FROM is found out, and TO asked for on a terminal.
+
+    Raises UsageError where there is nobody to be asked, which lists the formats, and with two words.
+    """
+    if source is not None and target is not None and path is not None:
+        return source, target, path
+    usage = "FROM, TO and PATH, or PATH alone"
+    if source is None:
+        raise UsageError("there is nothing to convert", expected=usage, hint="see `ckpt convert --help`")
+    if target is not None:
+        known = [word for word in (source, target) if word in (*registry.names(), *registry.ALIASES)]
+        place = target if source in known else source
+        line = f"ckpt convert auto {known[0] if known else 'TO'} {shlex.quote(place)}"
+        raise UsageError("a format or PATH is missing", expected=usage, found=f"{source} {target}", hint=line)
+    from ckpt import api
+
+    path = Path(source)
+    found = api.open(path, tag=tag, config=config)
+    written = [one for one in registry.all_formats() if one.writes]
+    print(printable(f"{found.path} is {found.format}, which becomes any of:"), file=sys.stderr)
+    for one in written:
+        print(f"  {one.name:<20} {one.title}{'' if one.carries_optimizer else ', weights alone'}", file=sys.stderr)
+    if not is_interactive():
+        line = f"ckpt convert {found.format} hf {shlex.quote(str(path))}"
+        raise UsageError("to which format?", path=path, expected="FROM, TO and PATH", hint=f"for example {line}")
+    return found.format, registry.get(typer.prompt("to which format?", err=True)).name, path
+
+
+def is_interactive() -> bool:
+    """Whether there is somebody to be asked."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def default_output(path: Path, target: str) -> Path:

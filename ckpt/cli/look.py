@@ -6,19 +6,26 @@ import json
 import os
 import sys
 from enum import Enum
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt import registry
+from ckpt.cli import complete
 from ckpt.cli import options as opt
-from ckpt.cli.text import say_notes
+from ckpt.cli.text import print_table, say_notes, terminal_width
 from ckpt.errors import CorruptError, UsageError, printable
 from ckpt.sizes import parse_size
+from ckpt.text import did_you_mean
 
 if TYPE_CHECKING:
+    from ckpt.checking import Checked
     from ckpt.plan.checkpoint import Checkpoint
+    from ckpt.plan.tensors import Tensor
+
+_MAX_STEPS = 20  # of a run that are looked into, without --all
 
 
 class TrainDType(str, Enum):
@@ -65,6 +72,15 @@ def inspect(
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    tensor: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="List these tensors and where each of their parts lies; a pattern as '*.q_proj.weight'; repeatable.",
+            autocompletion=complete.tensors,
+        ),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Cut no list and no value short.")] = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="OUT.svg", help="Draw who holds what; exit code 4 if something is damaged.")
     ] = None,
@@ -74,19 +90,56 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds, and with --picture which ranks hold which parts of it."""
     from ckpt import api
+    from ckpt.checking import HEADS as CHECKPOINTS
     from ckpt.show import overview as inspection
+    from ckpt.show.parts import part_lines, parts_of
 
     if picture is None and (only is not opt.Only.all or overwrite):
         raise UsageError("--only and --overwrite go with --picture")
     checkpoint = api.open(path, format, tag=tag, config=config)
     damaged = _draw(checkpoint, picture, only, overwrite) if picture is not None else None
+    wanted = _matching(checkpoint, tensor or [])
+    run = _run(path, tag, everything)
     if as_json:
-        print(json.dumps(inspection.describe(checkpoint, tensors=tensors), indent=2))
+        found = inspection.describe(checkpoint, tensors=tensors, everything=everything)
+        parts = {"parts": [parts_of(one) for one in wanted]} if tensor else {}
+        steps = {"checkpoints": [one.to_json() for one in run]} if run else {}
+        print(json.dumps(found | parts | steps, indent=2))
     else:
-        print("\n".join(inspection.lines(checkpoint, tensors=tensors)))
+        for line in inspection.lines(checkpoint, everything=everything, width=terminal_width()):
+            print(line)
+        if run:
+            print()
+            print_table(CHECKPOINTS, [one.row() for one in run], right=("step", "size"))
+        if tensors:
+            print()
+            print_table(inspection.HEADS, inspection.rows(checkpoint), right=inspection.RIGHT)
+        for one in wanted:
+            print()
+            print("\n".join(part_lines(one, checkpoint.path)))
     if damaged is not None:
         sys.stdout.flush()
         raise damaged
+
+
+def _matching(checkpoint: Checkpoint, patterns: list[str]) -> list[Tensor]:
+    """The tensors whose names one of `patterns` fits.  UsageError for a pattern that fits none."""
+    names = list(dict.fromkeys(fqn for fqn, _ in checkpoint.tensors))
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            hint = did_you_mean(pattern, names) or "--tensors lists them all"
+            raise UsageError(f"there is no tensor called {pattern!r}", path=checkpoint.path, hint=hint)
+    return [
+        one for (fqn, _), one in checkpoint.tensors.items() if any(fnmatchcase(fqn, pattern) for pattern in patterns)
+    ]
+
+
+def _run(path: Path, tag: str | None, everything: bool) -> list[Checked]:
+    """All checkpoints of a run folder, where that holds several."""
+    from ckpt import checking
+
+    places = checking.checkpoints_of(path) if tag is None and path.is_dir() else []
+    return checking.survey(path, places if everything else places[:_MAX_STEPS]) if len(places) > 1 else []
 
 
 def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool) -> CorruptError | None:
@@ -148,7 +201,8 @@ def estimate_(
     gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs. [default: 1]")] = None,
     gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU; a number alone is GB.")] = "80GB",
     dtype: Annotated[
-        TrainDType | None, typer.Option(help="Precision that the model computes in. [default: bf16]")
+        TrainDType | None,
+        typer.Option(help="Precision that the model computes in. [default: bf16]", rich_help_panel="The run"),
     ] = None,
     pure: Annotated[
         bool,
@@ -282,7 +336,6 @@ def formats(as_json: opt.JsonOption = False) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    print(f"{'name':<20} {'reads':<6} {'writes':<7} {'optimizer':<10} what it is")
-    for row in rows:
-        marks = ["yes" if row[key] else "-" for key in ("reads", "writes", "optimizer")]
-        print(f"{row['name']:<20} {marks[0]:<6} {marks[1]:<7} {marks[2]:<10} {row['title']}")
+    marks = [["yes" if row[key] else "-" for key in ("reads", "writes", "optimizer")] for row in rows]
+    table = [(str(row["name"]), *mark, str(row["title"])) for row, mark in zip(rows, marks, strict=True)]
+    print_table(("name", "reads", "writes", "optimizer", "what it is"), table)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import lost_lines, plan_report, say_source
 from ckpt.errors import printable
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
 
 def mount(
     *,
-    target: Annotated[str, typer.Argument(metavar="TO", help="The format as which it is read; see `ckpt formats`.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TO", help="The format as which it is read; see `ckpt formats`.", autocompletion=complete.targets
+        ),
+    ],
     path: opt.PathArgument,
     view: Annotated[Path, typer.Argument(metavar="VIEW", help="An empty folder, or the name of a new one.")],
     format: opt.FormatOption = "auto",

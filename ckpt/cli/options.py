@@ -16,11 +16,30 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ckpt import registry
+from ckpt.cli import complete
+from ckpt.cli.examples import EXAMPLES
+from ckpt.cli.text import coloured
 from ckpt.errors import CkptError, SeveralRunsError, UsageError
 from ckpt.plan.options import Option, options_of
 from ckpt.streams import code_of
 
 DIFFERENT = 1
+
+#: The sections of the help texts, and the options in them, by name; of any other the section is Options.
+_SECTIONS = {
+    "What is read": "format tag config replica from_a from_b tag_a tag_b base accept_base",
+    "What is written": "output dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
+    "How it is done": "max_memory workers check resume dry_run foreground cast loads every_byte weights combination "
+    "density seed",
+    "What is shown": "tensors tensor everything picture only",
+    "The Hub": "push repo_id private revision create_pr commit_message",
+    "The run": "strategy run_config ds_config batch_size seq_len dtype pure fused_cross_entropy eager_attention "
+    "activation_offload recompute_modules",
+    "GPUs": "gpus gpu_memory cp tp pp ep no_sequence_parallel",
+    "Optimizer": "optimizer master_dtype state_dtype offload_optimizer offload_param",
+    "LoRA": "lora_r lora_target_modules qlora",
+}
+_SECTION_OF = {name: title for title, names in reversed(_SECTIONS.items()) for name in names.split()}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -60,8 +79,11 @@ class OptimizerDType(str, Enum):
 PathArgument = Annotated[
     Path, typer.Argument(metavar="PATH", help="A checkpoint, or the run folder it lies in.", readable=False)
 ]
-FormatOption = Annotated[str, typer.Option(help="The format to read.")]
-TagOption = Annotated[str | None, typer.Option(help="The step folder to take, instead of the one recorded as latest.")]
+FormatOption = Annotated[str, typer.Option(help="The format to read.", autocompletion=complete.sources)]
+TagOption = Annotated[
+    str | None,
+    typer.Option(help="The step folder to take, instead of the one recorded as latest.", autocompletion=complete.tags),
+]
 ConfigOption = Annotated[
     str | None, typer.Option(help="The model's config and tokenizer: a folder, a config.json or a Hub id.")
 ]
@@ -116,7 +138,8 @@ def guarded(function: Function) -> Function:
             if isinstance(error.__cause__, BrokenPipeError):  # whoever read our output has seen enough
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             else:
-                print(f"error: {error}", *_commands(error), sep="\n", file=sys.stderr)
+                head = typer.style("error:", fg="red", bold=True) if coloured(sys.stderr) else "error:"
+                print(f"{head} {error}", *_commands(error), sep="\n", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
             print(*(interrupt.args or ["interrupted; the destination is as it was"]), file=sys.stderr)
@@ -135,8 +158,49 @@ def _commands(error: CkptError) -> list[str]:
     return [f"  {shlex.join(['ckpt', *words[:place], run, *words[place + 1 :]])}" for run in error.runs]
 
 
-class Commands(TyperGroup):
+class _Help:
+    """Help in sections with examples at the end, as plain text; a format's options have a `rich_help_panel`."""
+
+    def format_sections(self, formatter: Any, sections: Mapping[str, list[tuple[str, str]]]) -> None:
+        for title, records in sections.items():
+            with formatter.section(_bold(title)):
+                formatter.write_dl(records)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *_SECTIONS, "Options")}
+        for param in self.get_params(ctx):  # type: ignore[attr-defined]
+            if (record := param.get_help_record(ctx)) is not None:
+                kind = "Arguments" if param.param_type_name == "argument" else _SECTION_OF.get(param.name, "Options")
+                sections.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append(record)
+        self.format_sections(formatter, {title: records for title, records in sections.items() if records})
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        name = self.name  # type: ignore[attr-defined]
+        with formatter.section(_bold("Examples")):
+            for command, meaning in EXAMPLES[name]:
+                formatter.write(f"{'':{formatter.current_indent}}{command}\n")
+                with formatter.indentation():
+                    formatter.write_text(meaning)
+
+
+def _bold(title: str) -> str:
+    return typer.style(title, bold=True) if coloured(sys.stdout) else title
+
+
+class Command(_Help, TyperCommand):
+    """A command with its help in sections."""
+
+
+class Commands(_Help, TyperGroup):
     """The commands.  Some get the options that formats declare when they are run, so that the others stay fast."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        super().format_options(ctx, formatter)
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            sections.setdefault(command.rich_help_panel, []).append((name, command.help.split("\n\n")[0]))
+        self.format_sections(formatter, sections)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if "" in args[1:]:  # no path: `Path("")` would be the current folder
@@ -147,23 +211,9 @@ class Commands(TyperGroup):
         name, command, rest = resolved
         if name in ("convert", "resume", "mount"):
             alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-            alone.command(name, cls=CommandInSections)(guarded(_with_declared(inspect.unwrap(command.callback))))
+            alone.command(name, cls=Command)(guarded(_with_declared(inspect.unwrap(command.callback))))
             command = typer.main.get_command(alone)
         return name, command, rest
-
-
-class CommandInSections(TyperCommand):
-    """A command whose help lists the options of each `rich_help_panel` by themselves, as plain text."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            if (record := param.get_help_record(ctx)) is not None:
-                kind = "Arguments" if param.param_type_name == "argument" else "Options"
-                sections.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
 
 
 @guarded

@@ -35,6 +35,8 @@ class _Param:
 
     def coerce(self, value: Any, **context: Any) -> Any:
         annotation, is_one = self.parameter.type_descriptor.annotation, self.parameter.nargs == 1
+        if self.parameter.multiple and not value:
+            return self.parameter.default
         if is_one and not self.parameter.multiple:
             if value is None or value is self.parameter.default:
                 return value

@@ -4,18 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ckpt.errors import printable
 from ckpt.sizes import show_size
+from ckpt.text import aligned
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion
     from ckpt.move.workers import Progress
     from ckpt.plan.checkpoint import Checkpoint
+
+
+def coloured(stream: IO[str]) -> bool:
+    """Whether a stream is a terminal that takes colours: not where `NO_COLOR` is set (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is; None where it is none, as nothing is cut for a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
+    """A table on stdout, the columns called `right` to the right; on a terminal long cells are folded to fit it."""
+    if (width := terminal_width()) is None:
+        print("\n".join(aligned(heads, rows, right)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for head in heads:
+        table.add_column(head, justify="right" if head in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(width=width, no_color=not coloured(sys.stdout), highlight=False).print(table)
 
 
 def carry_out(

@@ -1,4 +1,4 @@
-"""`ckpt verify` and `ckpt hash`."""
+"""`ckpt verify`, `ckpt check` and `ckpt hash`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ckpt import registry
+from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import progress_bar, say_source
 from ckpt.errors import UsageError, printable
@@ -18,8 +19,12 @@ from ckpt.errors import UsageError, printable
 def verify(
     a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint or run folder.", readable=False)],
     b: Annotated[Path | None, typer.Argument(metavar="B", help="Another, of any format.", readable=False)] = None,
-    from_a: Annotated[str, typer.Option(metavar="FORMAT", help="The format of A.")] = "auto",
-    from_b: Annotated[str, typer.Option(metavar="FORMAT", help="The format of B.")] = "auto",
+    from_a: Annotated[
+        str, typer.Option(metavar="FORMAT", help="The format of A.", autocompletion=complete.sources)
+    ] = "auto",
+    from_b: Annotated[
+        str, typer.Option(metavar="FORMAT", help="The format of B.", autocompletion=complete.sources)
+    ] = "auto",
     tag_a: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of A.")] = None,
     tag_b: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of B.")] = None,
     config: opt.ConfigOption = None,
@@ -52,14 +57,14 @@ def verify(
     total = sum(tensor.nbytes for tensor in one.tensors.values())
     with progress_bar(total, quiet) as progress:
         report = api.verify(one, other, only=only.value, cast=cast, progress=progress)
-    _conclude(report.to_json, lambda: report.lines(verbose), report.equal, as_json, quiet)
+    _conclude(report.to_json, lambda: report.lines(verbose), 0 if report.equal else opt.DIFFERENT, as_json, quiet)
 
 
 def _verify_loads(path: Path, as_json: bool, quiet: bool) -> None:
     from ckpt import api
 
     loading = api.check_loads(path)
-    _conclude(loading.to_json, loading.lines, loading.good, as_json, quiet)
+    _conclude(loading.to_json, loading.lines, 0 if loading.good else opt.DIFFERENT, as_json, quiet)
 
 
 def _verify_manifest(path: Path, as_json: bool, quiet: bool) -> None:
@@ -67,19 +72,38 @@ def _verify_manifest(path: Path, as_json: bool, quiet: bool) -> None:
 
     with progress_bar(manifest.expected_bytes(path), quiet) as progress:
         checked = manifest.check(path, registry.all_formats(), progress)
-    _conclude(checked.to_json, checked.lines, checked.good, as_json, quiet)
+    _conclude(checked.to_json, checked.lines, 0 if checked.good else opt.DIFFERENT, as_json, quiet)
 
 
 def _conclude(
-    to_json: Callable[[], Any], lines: Callable[[], Iterable[str]], good: bool, as_json: bool, quiet: bool
+    to_json: Callable[[], Any], lines: Callable[[], Iterable[str]], code: int, as_json: bool, quiet: bool
 ) -> None:
-    """Print a report, and exit with opt.DIFFERENT where it is not `good`."""
+    """Print a report, and exit with its `code`."""
     if as_json:
         print(json.dumps(to_json(), indent=2))
     elif not quiet:
         print("\n".join(lines()))
-    if not good:
-        raise typer.Exit(opt.DIFFERENT)
+    if code:
+        raise typer.Exit(code)
+
+
+def check(
+    path: opt.PathArgument,
+    format: opt.FormatOption = "auto",
+    tag: opt.TagOption = None,
+    every_byte: Annotated[
+        bool, typer.Option("--bytes", help="Read every byte, and compare the checksums that files have.")
+    ] = False,
+    as_json: opt.JsonOption = False,
+    quiet: opt.QuietOption = False,
+) -> None:
+    """Say whether a checkpoint is whole, or each of a run's. Exit code 0: whole, 4: damaged or incomplete."""
+    from ckpt import checking
+
+    total = checking.expected_bytes(path, tag) if every_byte else 0
+    with progress_bar(total, quiet or not every_byte) as progress:
+        report = checking.check(path, format, tag=tag, every_byte=every_byte, progress=progress)
+    _conclude(report.to_json, report.lines, report.exit_code, as_json, quiet)
 
 
 def hash_(
@@ -89,7 +113,10 @@ def hash_(
     config: opt.ConfigOption = None,
     dtype: Annotated[
         opt.DType,
-        typer.Option(help="Precision in which weights count: their own, or as `convert` casts them."),
+        typer.Option(
+            help="Precision in which weights count: their own, or as `convert` casts them.",
+            rich_help_panel="How it is done",
+        ),
     ] = opt.DType.keep,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor too.")] = False,
     workers: Annotated[int, typer.Option(min=0, max=256, help="Threads that read. 0: by the processors.")] = 0,

@@ -182,14 +182,14 @@ def _flat_starts(link: Link, a_shape: Shape, b_shape: Shape) -> tuple[int, int] 
 
 
 class _Linked(NamedTuple):
-    """A tensor put together from boxes of others, as links say, and of zeros where its `padding` is.
+    """A tensor put together from boxes of others, as links say, and of zeros where `zeros` are.
 
     `starts` are where the parts begin, rising, with the numbers of the parts; None where some part or padding is not
     flat.
     """
 
     parts: tuple[_LinkedPart, ...]
-    padding: tuple[Box, ...]
+    zeros: tuple[Box, ...]
     dtype: DType
     starts: tuple[tuple[int, int], ...] | None
 
@@ -206,7 +206,7 @@ class _Linked(NamedTuple):
                     yield from _shift(fragment, flat, link.a_box.numel)
                 else:
                     yield from _carry(fragment, a_shape, link)
-        for box in self.padding:
+        for box in self.zeros:
             yield Fragment(box, Extent.contiguous(ZEROS, 0, self.dtype, box.sizes))
 
     def runs(self, shape: Shape, start: int, stop: int) -> Sequence[Run] | None:

@@ -6,31 +6,46 @@ that a reader made of a pickle is asked for its own text.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from math import prod
 from typing import Any
 
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement, ParamGroup
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor
 from ckpt.sizes import show_size
-from ckpt.text import JSON, MAX_MEMBERS, counted, json_text, one_line, summarise
+from ckpt.text import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, aligned, counted, json_text, one_line, summarise
 
 _MAX_LISTED = 20  # ties, groups, items and notes shown as text
+_FEW_RANKS = 8
+_MANY = 200_000  # tensors on ranks; more of them take longer to be counted than anything else here
+#: Megatron-LM's arguments that tell the sizes of its axes (megatron/training/arguments.py).
+_AXES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "cp": "context_parallel_size",
+    "dp": "data_parallel_size",
+}
 
 
-def describe(checkpoint: Checkpoint, tensors: bool = False) -> dict[str, Any]:
+def describe(checkpoint: Checkpoint, tensors: bool = False, everything: bool = False) -> dict[str, Any]:
     """The checkpoint as plain values for JSON: bounded, finite, and free of control characters.
 
-    `tensors` adds one entry for each of them.
+    `tensors` adds one entry for each of them; with `everything` values are bounded far beyond what frameworks save.
     """
+    bounds = FULL if everything else SHORT
     found = {
         "path": one_line(checkpoint.path),
         "format": one_line(checkpoint.format),
         "framework": None if checkpoint.framework is None else one_line(checkpoint.framework),
         "step": summarise(checkpoint.state.step),
         "world_size": summarise(checkpoint.world_size),
+        "mesh": mesh(checkpoint),
+        "bytes_per_rank": _bytes_per_rank(checkpoint, everything),
         "names": one_line(checkpoint.namespace),
         "model": _model(checkpoint.config),
         "parameters": _parameters(checkpoint),
@@ -38,7 +53,7 @@ def describe(checkpoint: Checkpoint, tensors: bool = False) -> dict[str, Any]:
         "dtypes": _dtypes(checkpoint.tensors.values()),
         "files": {"count": len(checkpoint.files), "bytes": sum(file.size for file in checkpoint.files)},
         "ties": [{"alias": one_line(alias), "owner": one_line(owner)} for alias, owner in checkpoint.ties.items()],
-        "training": _training(checkpoint),
+        "training": _training(checkpoint, bounds),
         "notes": [one_line(note) for note in (*checkpoint.notes, *_quantized(checkpoint), *checkpoint.unread)],
     }
     if tensors:
@@ -56,7 +71,7 @@ def _model(config: Mapping[str, Any] | None) -> dict[str, JSON] | None:
     return found
 
 
-def _parameters(checkpoint: Checkpoint) -> dict[str, int | None]:
+def _parameters(checkpoint: Checkpoint) -> dict[str, Any]:
     """Numbers of tensors and elements, each parameter counted once.
 
     A parameter is trainable where an optimizer keeps something for it or lists it; None where no optimizer is stored.
@@ -72,7 +87,50 @@ def _parameters(checkpoint: Checkpoint) -> dict[str, int | None]:
         "elements": total,
         "trainable": trainable,
         "frozen": None if trainable is None else total - trainable,
+        "dtypes": {name: counts["elements"] for name, counts in _dtypes(parameters.values()).items()},
     }
+
+
+def mesh(checkpoint: Checkpoint) -> dict[str, int] | None:
+    """The sizes of the parallel axes, `tp` `pp` `ep` `cp` `dp`, as Megatron's arguments or ZeRO's partitions tell them.
+
+    None where nothing records them.  Of ZeRO's partitions the axis is `dp` whatever ranks they were spread over.
+    """
+    args, world_size = checkpoint.state.args or {}, checkpoint.world_size
+    found = {axis: size for axis, name in _AXES.items() if type(size := args.get(name)) is int and size > 0}
+    if "tp" not in found:
+        return {"dp": world_size} if checkpoint.state.zero_stage and world_size else None
+    inner = prod(found.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    if "dp" not in found and world_size and world_size % inner == 0:
+        found["dp"] = world_size // inner
+    return {axis: found[axis] for axis in ("tp", "pp", "ep", "cp", "dp") if axis in found}
+
+
+def mesh_text(checkpoint: Checkpoint) -> str:
+    """The mesh in words; empty where it is not recorded."""
+    found, stage, ranks = mesh(checkpoint), checkpoint.state.zero_stage, checkpoint.world_size
+    if found is None:
+        return ""
+    text = " x ".join(f"{axis.upper()} {size}" for axis, size in found.items() if axis != "cp" or size > 1)
+    text += f" on {counted(ranks, 'rank')}" if ranks else ""
+    if found.get("ep", 1) > 1:
+        text += ", experts spread within DP"
+    if checkpoint.state.zero_stage:
+        text += f"; ZeRO-{stage} partitions " + ("weights and optimizer" if stage == 3 else "the optimizer")
+    return text
+
+
+def _bytes_per_rank(checkpoint: Checkpoint, everything: bool) -> dict[str, int] | None:
+    """Bytes of tensors that each rank's files hold; None where no ranks are known, or where counting takes long."""
+    if not everything and len(checkpoint.tensors) * (checkpoint.world_size or 1) > _MANY:
+        return None
+    found: Counter[int] = Counter()
+    for tensor in checkpoint.tensors.values():
+        for source in (tensor.source, *tensor.replicas):
+            for fragment in source.fragments(tensor.shape):
+                if fragment.rank is not None:
+                    found[fragment.rank] += fragment.extent.nbytes
+    return {str(rank): found[rank] for rank in sorted(found)} or None
 
 
 def _roles(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
@@ -99,14 +157,14 @@ def _dtypes(tensors: Iterable[Tensor]) -> dict[str, dict[str, int]]:
     return {dtype.name: counts for dtype, counts in found.items()}
 
 
-def _training(checkpoint: Checkpoint) -> dict[str, JSON]:
+def _training(checkpoint: Checkpoint, bounds: Bounds) -> dict[str, JSON]:
     state = checkpoint.state
     return {
         "masters": any(role == MASTER for _, role in checkpoint.tensors),
         "optimizer_states": [one_line(name) for name in checkpoint.optimizer_states],
         "scalars": {one_line(name): _scalars(values) for name, values in state.scalars.items()},
-        "param_groups": [_group(group) for group in state.param_groups],
-        "items": {one_line(name): summarise(value) for name, value in state.entries().items()},
+        "param_groups": [_group(group, bounds) for group in state.param_groups],
+        "items": {one_line(name): summarise(value, bounds) for name, value in state.entries().items()},
     }
 
 
@@ -129,8 +187,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64)
 
 
-def _group(group: ParamGroup) -> dict[str, JSON]:
-    return {"parameters": len(group.fqns), "options": summarise(dict(group.options))}
+def _group(group: ParamGroup, bounds: Bounds) -> dict[str, JSON]:
+    return {"parameters": len(group.fqns), "options": summarise(dict(group.options), bounds)}
 
 
 def _tensor(tensor: Tensor) -> dict[str, Any]:
@@ -152,20 +210,43 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def lines(checkpoint: Checkpoint, tensors: bool = False) -> Iterator[str]:
-    """The description as text, with `tensors` followed by a table of them."""
-    facts = describe(checkpoint, tensors)
-    rows = [(name, text) for name, text in _facts(facts) if text]
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
-        yield f"{name:{width}}  {text}"
+def lines(
+    checkpoint: Checkpoint, tensors: bool = False, everything: bool = False, width: int | None = None
+) -> Iterator[str]:
+    """The description as text, folded to `width` columns; with `tensors` followed by a table of them.
+
+    Where something is cut, the last line says what shows it: `everything` cuts nothing.
+    """
+    facts = describe(checkpoint, tensors, everything)
+    found = [(name, text) for name, text in _facts(facts, mesh_text(checkpoint), everything) if text]
+    first = max(len(name) for name, _ in found) + 2
+    if any("..." in text for _, text in found):
+        found.append(("", "(--all shows in full what ends in ...)"))
+    for name, text in found:
+        folded = textwrap.wrap(text, max(20, width - first), break_on_hyphens=False) if width else [text]
+        yield f"{name:{first}}{folded[0]}"
+        yield from (" " * first + rest for rest in folded[1:])
     if tensors:
         yield ""
-        yield from _table(facts["tensors"])
+        yield from aligned(HEADS, _rows(facts["tensors"]), RIGHT)
 
 
-def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def rows(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
+    """The table of all tensors: cells under `HEADS`."""
+    return _rows([_tensor(tensor) for tensor in checkpoint.tensors.values()])
+
+
+def _facts(facts: dict[str, Any], mesh_words: str, everything: bool) -> Iterator[tuple[str, str]]:
     """Names and texts of everything known; a further line of the same kind has no name."""
+    limit = FULL.text if everything else SHORT.text
+
+    def _named(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+        every = list(texts)
+        for number, text in enumerate(every if everything else every[:_MAX_LISTED]):
+            yield "" if number else name, text
+        if len(every) > _MAX_LISTED and not everything:
+            yield "", f"... and {len(every) - _MAX_LISTED} more"
+
     yield "path", facts["path"]
     yield "format", facts["format"]
     yield "framework", facts["framework"] or ""
@@ -177,26 +258,22 @@ def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "step", str(facts["step"])
     if facts["world_size"] is not None:
         yield "world size", str(facts["world_size"])
+    yield "mesh", mesh_words
     yield "parameters", _parameters_text(facts["parameters"])
+    yield "", _by_dtype_text(facts["parameters"]["dtypes"])
     yield "on disk", f"{show_size(facts['files']['bytes'])} in {counted(facts['files']['count'], 'file')}"
+    yield from _named("per rank", _per_rank_texts(facts["bytes_per_rank"], everything))
     yield from _named("tensors", (_role_text(role, entry) for role, entry in facts["roles"].items()))
     yield from _named("ties", (f"{tie['alias']} is {tie['owner']}" for tie in facts["ties"]))
     training = facts["training"]
     states = training["optimizer_states"]
     yield "optimizer", ", ".join(states) if states else "no states"
     yield from _named("scalars", (_scalar_text(*entry) for entry in training["scalars"].items()))
-    yield from _named("param groups", (_group_text(group) for group in training["param_groups"]))
-    yield from _named("also stored", (f"{name}: {json_text(value)}" for name, value in training["items"].items()))
+    yield from _named("param groups", (_group_text(group, limit) for group in training["param_groups"]))
+    yield from _named(
+        "also stored", (f"{name}: {json_text(value, limit)}" for name, value in training["items"].items())
+    )
     yield from _named("notes", facts["notes"])
-
-
-def _named(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The first text under `name` and the others under nothing, up to a bound."""
-    every = list(texts)
-    for number, text in enumerate(every[:_MAX_LISTED]):
-        yield "" if number else name, text
-    if len(every) > _MAX_LISTED:
-        yield "", f"... and {len(every) - _MAX_LISTED} more"
 
 
 def _parameters_text(counts: Mapping[str, Any]) -> str:
@@ -204,6 +281,25 @@ def _parameters_text(counts: Mapping[str, Any]) -> str:
     if counts["trainable"] is not None:
         text += f", {counts['trainable']:,} trainable and {counts['frozen']:,} frozen"
     return text
+
+
+def _by_dtype_text(elements: Mapping[str, int]) -> str:
+    if len(elements) == 1:
+        return f"all of them {next(iter(elements))}"
+    return ", ".join(f"{count:,} {name}" for name, count in sorted(elements.items(), key=lambda item: -item[1]))
+
+
+def _per_rank_texts(nbytes: Mapping[str, int] | None, everything: bool) -> list[str]:
+    """Bytes of tensors by rank: of each where they are few, otherwise the least and the most."""
+    if not nbytes or len(nbytes) == 1:
+        return []
+    least, most = min(nbytes, key=lambda r: nbytes[r]), max(nbytes, key=lambda r: nbytes[r])
+    if nbytes[least] == nbytes[most] and not everything:
+        return [f"{show_size(nbytes[least])} of tensors on each of {len(nbytes)}"]
+    if len(nbytes) <= _FEW_RANKS or everything:
+        return [f"rank {rank}: {show_size(count)} of tensors" for rank, count in nbytes.items()]
+    sizes = f"{show_size(nbytes[least])} of tensors (rank {least}) to {show_size(nbytes[most])} (rank {most})"
+    return [f"{sizes} on {len(nbytes)} ranks ..."]
 
 
 def _role_text(role: str, entry: Mapping[str, Any]) -> str:
@@ -216,16 +312,16 @@ def _scalar_text(name: str, entry: Mapping[str, Any]) -> str:
     return f"{name}: {values}, for {counted(entry['parameters'], 'parameter')}"
 
 
-def _group_text(group: Mapping[str, Any]) -> str:
-    return f"{counted(group['parameters'], 'parameter')}: {json_text(group['options'])}"
+def _group_text(group: Mapping[str, Any], limit: int) -> str:
+    return f"{counted(group['parameters'], 'parameter')}: {json_text(group['options'], limit)}"
 
 
-_HEADS = ("name", "role", "dtype", "shape", "bytes", "fragments", "ranks")
-_RIGHT = ("bytes", "fragments")
+HEADS = ("name", "role", "dtype", "shape", "bytes", "fragments", "ranks")
+RIGHT = ("bytes", "fragments")
 
 
-def _table(tensors: list[dict[str, Any]]) -> Iterator[str]:
-    rows = [_HEADS] + [
+def _rows(tensors: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    return [
         (
             tensor["fqn"],
             tensor["role"],
@@ -237,13 +333,6 @@ def _table(tensors: list[dict[str, Any]]) -> Iterator[str]:
         )
         for tensor in tensors
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
-    for row in rows:
-        cells = [
-            text.rjust(width) if head in _RIGHT else text.ljust(width)
-            for text, width, head in zip(row, widths, _HEADS, strict=True)
-        ]
-        yield "  ".join(cells).rstrip()
 
 
 def _holders_text(tensor: Mapping[str, Any]) -> str:

@@ -19,8 +19,8 @@ from ckpt.sizes import parse_size, show_size
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("1", 1),
-        ("1000000", 1_000_000),
+        ("1B", 1),
+        ("1000000 B", 1_000_000),
         ("7B", 7),
         ("5GB", 5_000_000_000),
         ("5gb", 5_000_000_000),
@@ -29,7 +29,7 @@ from ckpt.sizes import parse_size, show_size
         ("1.5 GB", 1_500_000_000),
         (" 2 TiB ", 2 << 40),
         ("0.5kb", 500),
-        ("9007199254740993", 9007199254740993),  # more than a float holds
+        ("9007199254740993B", 9007199254740993),  # more than a float holds
         ("1.000000000000000001TB", 1_000_000_000_000),
     ],
 )
@@ -42,6 +42,8 @@ def test_what_is_a_size(text: str, size: int) -> None:
     [
         "",
         "0",
+        "4",
+        "1000000",
         "0GB",
         "-1",
         "+1",

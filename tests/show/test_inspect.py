@@ -17,7 +17,8 @@ from ckpt.containers.torchfile.values import Record
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, ParamGroup, SourceFile, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, BOOL, FLOAT32, DType
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Pieces, Shape, Tensor, Whole
-from ckpt.show.overview import describe, lines, ranks_text
+from ckpt.show.overview import describe, lines, mesh, mesh_text, ranks_text
+from ckpt.show.parts import part_lines, parts_of
 from ckpt.text import one_line, summarise, summary_text
 
 
@@ -67,7 +68,15 @@ def test_what_a_training_checkpoint_holds() -> None:
     assert found["format"] == "zero3"
     assert (found["framework"], found["step"], found["world_size"]) == ("deepspeed 0.19.8", 4, 4)
     assert found["model"] == {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-    assert found["parameters"] == {"tensors": 3, "elements": 50, "trainable": 44, "frozen": 6}
+    assert found["parameters"] == {
+        "tensors": 3,
+        "elements": 50,
+        "trainable": 44,
+        "frozen": 6,
+        "dtypes": {"float32": 44, "bfloat16": 6},
+    }
+    assert found["bytes_per_rank"] == {"0": 132, "1": 132, "2": 132, "3": 132}
+    assert found["mesh"] is None
     assert found["files"] == {"count": 2, "bytes": 750}
     assert found["roles"]["exp_avg"] == {"tensors": 2, "bytes": 176, "dtypes": ["float32"]}
     assert found["dtypes"]["float32"] == {"tensors": 6, "elements": 132, "bytes": 528}
@@ -94,7 +103,9 @@ def test_the_text_for_people() -> None:
         "step          4",
         "world size    4",
         "parameters    50 in 3 tensors, 44 trainable and 6 frozen",
+        "              44 float32, 6 bfloat16",
         "on disk       750 B in 2 files",
+        "per rank      132 B of tensors on each of 4",
         "tensors       master: 2 tensors, 176 B, float32",
         "              exp_avg: 2 tensors, 176 B, float32",
         "              exp_avg_sq: 2 tensors, 176 B, float32",
@@ -114,7 +125,8 @@ def test_the_text_for_people() -> None:
 
 def test_weights_alone() -> None:
     found = checkpoint(tensor("x", WEIGHT, BFLOAT16, (2, 3)))
-    assert describe(found)["parameters"] == {"tensors": 1, "elements": 6, "trainable": None, "frozen": None}
+    counts = {"tensors": 1, "elements": 6, "trainable": None, "frozen": None, "dtypes": {"bfloat16": 6}}
+    assert describe(found)["parameters"] == counts
     text = list(lines(found))
     assert "parameters  6 in 1 tensor" in text
     assert "optimizer   no states" in text
@@ -124,7 +136,8 @@ def test_weights_alone() -> None:
 def test_an_optimizer_without_states_still_tells_what_is_trained() -> None:
     state = TrainingState(param_groups=(ParamGroup(("x",), {}),))
     found = checkpoint(tensor("x", WEIGHT, FLOAT32, (2,)), tensor("y", WEIGHT, FLOAT32, (3,)), state=state)
-    assert describe(found)["parameters"] == {"tensors": 2, "elements": 5, "trainable": 2, "frozen": 3}
+    counts = describe(found)["parameters"]
+    assert (counts["tensors"], counts["elements"], counts["trainable"], counts["frozen"]) == (2, 5, 2, 3)
 
 
 def test_the_table_of_tensors_is_aligned() -> None:
@@ -276,6 +289,82 @@ def test_long_lists_are_cut_in_the_text() -> None:
     assert len(list(lines(found))) < 40
     assert any(line.endswith("... and 980 more") for line in lines(found))
     assert len(describe(found)["ties"]) == 1000
+
+
+def test_everything_is_shown_where_it_is_asked_for() -> None:
+    value = {f"key{number}": ["x" * 200] * 10 for number in range(40)}
+    found = checkpoint(
+        tensor("x", WEIGHT, FLOAT32, (1,)),
+        ties={f"alias{n}": "x" for n in range(50)},
+        state=TrainingState(ds_config=value, param_groups=(ParamGroup(("x",), {"betas": list(range(30))}),)),
+    )
+    short, long = list(lines(found)), list(lines(found, everything=True))
+    assert short[-1].endswith("(--all shows in full what ends in ...)")
+    assert not any("..." in line for line in long)
+    assert sum("alias" in line for line in long) == 50
+    assert describe(found, everything=True)["training"]["items"]["ds_config"] == value
+    assert any("27, 28, 29]" in line for line in long)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_lines_are_folded_to_the_terminal(width: int) -> None:
+    for line in lines(trained(), everything=True, width=width):
+        assert len(line) <= width
+    folded, whole = " ".join(lines(trained(), width=width)), " ".join(lines(trained()))
+    assert "".join(folded.split()) == "".join(whole.split())
+
+
+def megatron(**args: int) -> Checkpoint:
+    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+    names |= {"ep": "expert_model_parallel_size", "dp": "data_parallel_size", "cp": "context_parallel_size"}
+    state = TrainingState(args={names[axis]: size for axis, size in args.items()})
+    return checkpoint(tensor("x", WEIGHT, FLOAT32, (8,)), state=state, world_size=16)
+
+
+@pytest.mark.parametrize(
+    ("found", "sizes", "text"),
+    [
+        (megatron(tp=2, pp=4), {"tp": 2, "pp": 4, "dp": 2}, "TP 2 x PP 4 x DP 2 on 16 ranks"),
+        (
+            megatron(tp=2, pp=2, ep=2, dp=4, cp=1),
+            {"tp": 2, "pp": 2, "ep": 2, "cp": 1, "dp": 4},
+            "TP 2 x PP 2 x EP 2 x DP 4 on 16 ranks, experts spread within DP",
+        ),
+        (megatron(tp=3), {"tp": 3}, "TP 3 on 16 ranks"),
+        (checkpoint(tensor("x", WEIGHT, FLOAT32, (8,)), world_size=4), None, ""),
+        (
+            checkpoint(tensor("x", WEIGHT, FLOAT32, (8,)), world_size=4, state=TrainingState(zero_stage=3)),
+            {"dp": 4},
+            "DP 4 on 4 ranks; ZeRO-3 partitions weights and optimizer",
+        ),
+    ],
+)
+def test_the_mesh(found: Checkpoint, sizes: dict[str, int] | None, text: str) -> None:
+    assert (mesh(found), mesh_text(found)) == (sizes, text)
+
+
+def test_bytes_of_each_rank() -> None:
+    few = checkpoint(tensor("w", WEIGHT, FLOAT32, (9, 1), 4))
+    assert describe(few)["bytes_per_rank"] == {"0": 8, "1": 8, "2": 8, "3": 12}
+    assert "            rank 3: 12 B of tensors" in list(lines(few))
+    many = checkpoint(tensor("w", WEIGHT, FLOAT32, (33,), 32))
+    assert "per rank    4 B of tensors (rank 0) to 8 B (rank 31) on 32 ranks ..." in list(lines(many))
+    assert sum("of tensors" in line for line in lines(many, everything=True)) == 32
+
+
+def test_where_the_parts_of_a_tensor_lie() -> None:
+    copy = tensor("", "", FLOAT32, (10, 4)).source
+    one = replace(tensor("layers.0.weight", MASTER, FLOAT32, (10, 4), 2), replicas=(copy,))
+    assert list(part_lines(one, "")) == [
+        "layers.0.weight  master float32 [10, 4], 160 B",
+        "  rank 0, elements 0:20: file at byte 0, 80 B",
+        "  rank 1, elements 20:40: file at byte 80, 80 B",
+        "  copy 1: all of it: file at byte 0, 160 B",
+    ]
+    first, second, third = parts_of(one)["parts"]
+    assert (first["copy"], second["copy"], third["copy"]) == (0, 0, 1)
+    place = {"copy": 0, "region": "elements 20:40", "rank": 1, "file": "file", "offset": 80, "bytes": 80}
+    assert second == place
 
 
 def test_inspecting_needs_neither_torch_nor_numpy() -> None:

@@ -1,0 +1,297 @@
+"""Whether checkpoints are whole: `ckpt check`, and the list of a run's checkpoints.
+
+A checkpoint is whole where its format's reader describes it, the parts of every tensor make it up exactly once, and no
+file beside it is missing, empty or cut off (`ckpt.verify.files`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt import api, registry
+from ckpt.errors import CkptError, CorruptError, NotFoundError, printable
+from ckpt.move.files import translate_os_errors
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.run_folder.runs import run_below
+from ckpt.run_folder.steps import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    TRACKER,
+    TRAINER_STATE,
+    TRAINER_STEP,
+    recorded_step,
+    step_folders,
+    trainer_step,
+)
+from ckpt.sizes import show_size
+from ckpt.text import counted
+from ckpt.verify.files import (
+    DAMAGED,
+    INCOMPLETE,
+    UNKNOWN,
+    Bytes,
+    Problem,
+    files_below,
+    problem_of,
+    problems_of,
+    read_all,
+)
+
+WHOLE = "whole"
+HEADS = ("checkpoint", "format", "step", "size", "state")
+_MAX_SHOWN = 20  # tensors whose parts do not make them up
+#: What a step was called until it was written to its end (transformers before 4.40).
+_STAGING = "tmp-checkpoint-*"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One checkpoint of a run: `path` relative to what was asked about, and what is wrong with it.
+
+    `format` is None where it cannot be read.  `exit_code` is of the first error that told nothing about it.
+    """
+
+    path: str
+    format: str | None
+    step: int | None
+    num_files: int
+    num_bytes: int
+    problems: tuple[Problem, ...]
+    exit_code: int = 0
+
+    @property
+    def state(self) -> str:
+        """`whole`, or the worst of the problems' kinds."""
+        kinds = {problem.kind for problem in self.problems}
+        return next((kind for kind in (DAMAGED, INCOMPLETE, UNKNOWN) if kind in kinds), WHOLE)
+
+    def row(self) -> tuple[str, ...]:
+        """The cells under `HEADS`."""
+        more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
+        state = printable(f"{self.state}: {self.problems[0]}{more}") if self.problems else WHOLE
+        step = "" if self.step is None else str(self.step)
+        return printable(self.path), self.format or "?", step, show_size(self.num_bytes), state
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": printable(self.path),
+            "format": self.format,
+            "step": self.step,
+            "files": self.num_files,
+            "bytes": self.num_bytes,
+            "state": self.state,
+            "problems": [
+                {"kind": p.kind, "where": printable(p.where), "what": printable(p.what)} for p in self.problems
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All checkpoints of a folder, the newest first, and what is wrong with the folder itself."""
+
+    path: str
+    checkpoints: tuple[Checked, ...]
+    problems: tuple[Problem, ...]
+    bytes: Bytes | None = None
+
+    @property
+    def whole(self) -> bool:
+        return not self.exit_code
+
+    @property
+    def exit_code(self) -> int:
+        """0 where all is whole, 4 where something is not; otherwise that of what cannot be told."""
+        problems = [*self.problems, *(problem for one in self.checkpoints for problem in one.problems)]
+        if any(problem.kind in (INCOMPLETE, DAMAGED) for problem in problems):
+            return CorruptError.exit_code
+        return next((one.exit_code for one in self.checkpoints if one.problems), 0)
+
+    def lines(self) -> Iterator[str]:
+        """The report as text."""
+        for one in self.checkpoints:
+            facts = [one.format or "not readable", *([] if one.step is None else [f"step {one.step}"])]
+            yield printable(
+                f"{one.path}: {one.state} ({', '.join(facts)}, {show_size(one.num_bytes)} in "
+                f"{counted(one.num_files, 'file')})"
+            )
+            yield from (printable(f"  - {problem}") for problem in one.problems)
+        yield from (printable(f"- {problem}") for problem in self.problems)
+        if self.bytes is not None:
+            yield (
+                f"{show_size(self.bytes.compared)} of records are as their checksums say; "
+                f"{show_size(self.bytes.without)} were read and have none"
+            )
+        elif not self.exit_code:
+            yield "every part of every tensor is there; bytes were not read (--bytes reads them)"
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "path": self.path,
+            "whole": self.whole,
+            "problems": [
+                {"kind": p.kind, "where": printable(p.where), "what": printable(p.what)} for p in self.problems
+            ],
+            "checkpoints": [one.to_json() for one in self.checkpoints],
+        }
+        if self.bytes is not None:
+            found["bytes"] = {"compared": self.bytes.compared, "without_checksum": self.bytes.without}
+        return found
+
+
+def check(
+    path: str | Path,
+    format: str = api.AUTO,
+    *,
+    tag: str | None = None,
+    every_byte: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Report:
+    """Look whether the checkpoint at `path` is whole, or each of those of the run folder `path`; `tag` names one.
+
+    Tensor data is read where `every_byte` is asked for: then checksums in torch's files and ckpt's manifest are
+    compared too.  `progress` is told of bytes.  Raises NotFoundError where there is nothing, UsageError for several
+    runs.
+    """
+    path = Path(path)
+    with translate_os_errors(path):
+        places = [_tagged(path, tag, format)] if tag is not None else checkpoints_of(path)
+        count = Bytes() if every_byte else None
+        found = [_check_one(place, path, places, format, count, progress) for place in places]
+        if len(found) == 1 and found[0].format is None and found[0].exit_code == NotFoundError.exit_code:
+            api.open(path, format, tag=tag)  # raises what says so
+        return Report(str(path), tuple(found), tuple(_run_problems(path, places)) if tag is None else (), count)
+
+
+def survey(path: Path, places: list[Path]) -> list[Checked]:
+    """What each of the checkpoints `places` in `path` is, as far as names, headers and directories tell."""
+    with translate_os_errors(path):
+        every = checkpoints_of(path)
+        return [_check_one(place, path, every, api.AUTO) for place in places]
+
+
+def expected_bytes(path: Path, tag: str | None = None) -> int:
+    """Bytes of all files that `check` looks at."""
+    with translate_os_errors(path):
+        return sum(file.stat().st_size for file in files_below(path / tag if tag is not None else path))
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """The checkpoints in a run folder, the newest first; `path` itself where it is one, or holds none.
+
+    Steps are known by their names and not opened.  Raises SeveralRunsError for the folder of several runs.
+    """
+    steps = step_folders(path)
+    own = [path] if not steps or _is_checkpoint(path) else []
+    recorded = [path / name for name in _recorded(path).values() if (path / name).is_dir()]
+    found = list(dict.fromkeys([*own, *steps, *recorded]))
+    if found == [path] and not _is_checkpoint(path) and (run := run_below(path, api.is_run)) is not None:
+        return checkpoints_of(run)
+    return found
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether the files of a folder itself are a checkpoint, and not those of a step in it."""
+    for one in registry.all_formats():
+        try:
+            if one.reads and one.find(path, None) == path:
+                return True
+        except CkptError:
+            continue
+    return False
+
+
+def _tagged(path: Path, tag: str, format: str) -> Path:
+    place = path / tag
+    if not place.is_dir():
+        api.open(path, format, tag=tag)  # raises what says which there are
+    return place
+
+
+def _recorded(path: Path) -> dict[str, str]:
+    """What `latest` and its like name, by the file that does."""
+    names = {name: recorded_step(path / name) for name in (LATEST, LATEST_UNIVERSAL)}
+    return {name: tag for name, tag in names.items() if tag and "/" not in tag and "\0" not in tag and tag != ".."}
+
+
+def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
+    """What is wrong with the record of which step is meant, and steps that never got their name."""
+    for name in (LATEST, LATEST_UNIVERSAL):
+        if recorded_step(path / name) == "":
+            yield Problem(INCOMPLETE, name, "the file is empty")
+    for name, tag in _recorded(path).items():
+        if not (path / tag).exists():
+            yield Problem(INCOMPLETE, name, f"it names {tag}, which is not there")
+    step = recorded_step(path / TRACKER)
+    numbers = {int("".join(filter(str.isdigit, place.name)) or -1) for place in places}
+    if step is not None and step.isdecimal() and int(step) not in numbers:
+        yield Problem(INCOMPLETE, TRACKER, f"it names step {step}, which is not there")
+    for place in sorted(path.glob(_STAGING)) if path.is_dir() else ():
+        yield Problem(INCOMPLETE, place.name, "it was being written: it never got its name")
+
+
+def _check_one(
+    place: Path,
+    root: Path,
+    every: list[Path],
+    format: str,
+    count: Bytes | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Checked:
+    files = files_below(place, [other for other in every if other != place])
+    problems: list[Problem] = []
+    checkpoint, code = None, 0
+    try:
+        checkpoint = api.open(place, format)
+        problems += _damaged_tensors(checkpoint)
+    except CkptError as error:
+        problems.append(problem_of(error, place))
+        code = error.exit_code
+    sound = {file.path for file in checkpoint.files} if checkpoint is not None else set()
+    problems += problems_of(place, files, sound)
+    problems += _lacking_beside(place)
+    if count is not None:
+        problems += read_all(place, files, count, progress or (lambda _: None))
+        problems += _differing_from_manifest(place)
+    told: dict[str, Problem] = {}
+    for problem in problems:  # what the reader says of a file, and not what is said of it again
+        told.setdefault(problem.where, problem)
+    return Checked(
+        str(place.relative_to(root)) if place != root else str(root),
+        checkpoint.format if checkpoint is not None else None,
+        checkpoint.state.step if checkpoint is not None else trainer_step(place) if place.is_dir() else None,
+        len(files),
+        sum(file.stat().st_size for file in files),
+        tuple(told.values()),
+        code,
+    )
+
+
+def _differing_from_manifest(place: Path) -> list[Problem]:
+    from ckpt.verify import manifest
+
+    if not (place / manifest.MANIFEST).is_file():
+        return []
+    found = manifest.check(place, registry.all_formats())
+    return [Problem(DAMAGED, manifest.MANIFEST, what) for what in found.problems]
+
+
+def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Tensors whose parts do not make them up exactly once."""
+    damaged = api.picture(checkpoint).damaged
+    for one in damaged[:_MAX_SHOWN]:
+        yield Problem(DAMAGED, f"{one.fqn} ({one.role})", "; ".join(one.faults[:4]))
+    if len(damaged) > _MAX_SHOWN:
+        yield Problem(DAMAGED, f"{len(damaged) - _MAX_SHOWN} further tensors", "their parts do not make them up")
+
+
+def _lacking_beside(place: Path) -> Iterator[Problem]:
+    """What HF Trainer writes last, where the run's other checkpoints have it: the save was interrupted before."""
+    if not TRAINER_STEP.fullmatch(place.name) or (place / TRAINER_STATE).exists():
+        return
+    others = [other.name for other in step_folders(place.parent, TRAINER_STEP) if (other / TRAINER_STATE).is_file()]
+    if others:
+        yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {others[0]} has it")

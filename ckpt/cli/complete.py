@@ -1,0 +1,67 @@
+"""What the shell is offered behind Tab: formats, step folders, tensors.  Where nothing is, it offers files itself.
+
+A mistake in what was typed so far is no matter of completion: nothing is offered then.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckpt.errors import CkptError
+
+_MAX_OFFERED = 500
+
+
+def sources(incomplete: str) -> list[str]:
+    """Formats to read."""
+    from ckpt.api import AUTO
+
+    return _beginning([AUTO, *_formats()], incomplete)
+
+
+def targets(incomplete: str) -> list[str]:
+    """Formats to write."""
+    return _beginning(_formats(), incomplete)
+
+
+def _formats() -> list[str]:
+    from ckpt import registry
+
+    try:
+        return sorted([*registry.names(), *registry.ALIASES])
+    except CkptError:
+        return []
+
+
+def tags(ctx: Any, incomplete: str) -> list[str]:
+    """Step folders of the run that was typed."""
+    from ckpt.run_folder.steps import step_folders
+
+    path = _path(ctx)
+    try:
+        return _beginning([folder.name for folder in step_folders(path)] if path else [], incomplete)
+    except CkptError:
+        return []
+
+
+def tensors(ctx: Any, incomplete: str) -> list[str]:
+    """Names of the tensors of the checkpoint that was typed."""
+    from ckpt import api
+
+    path = _path(ctx)
+    try:
+        names = {fqn for fqn, _ in api.open(path).tensors} if path else set()
+    except CkptError:
+        return []
+    return _beginning(sorted(names), incomplete)
+
+
+def _path(ctx: Any) -> Path | None:
+    """What stands on the command line as PATH; before an option without its value it is not parsed yet."""
+    typed = [ctx.params.get("path"), *ctx.args]
+    return next((Path(word) for word in reversed(typed) if word and Path(word).exists()), None)
+
+
+def _beginning(names: list[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)][:_MAX_OFFERED]

@@ -1,0 +1,255 @@
+"""Whether the files of a folder are whole, each by itself and as a set: what an interrupted save leaves.
+
+Nothing here knows which format the folder is of, nor whether its tensors are all there; readers do.  By default
+only headers, directories and indexes are read; where every byte is wanted, CRC-32s of torch's zip files are compared
+and every other file is read to its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import zipfile
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO
+
+from ckpt.containers.dcp.metadata import read_metadata
+from ckpt.containers.safetensors import read_header
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.weights import MAX_INDEX, parse_index
+from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsafeError
+from ckpt.move.source import open_file, read_file
+from ckpt.run_folder.companions import MAX_JSON, parse_json
+
+#: A file is missing, empty or cut off; it contradicts itself; it cannot be looked into, so that nothing is known.
+INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
+
+#: What errors say of files that are not all there.
+_WORDS = ("missing", "truncated", "shorter", "too short", "ends within", "ends before", "zeros", "not complete")
+_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+_SHARD = re.compile(r"(?P<stem>(?!shard-).+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.safetensors|\.bin)")
+#: What HF Trainer saves of each rank (transformers/trainer.py, `_save_rng_state`).
+_RNG = re.compile(r"rng_state_(\d+)\.pth")
+_MAX_FILES = 200_000
+_BLOCK = 1 << 22
+_ZIP = b"PK\x03\x04"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with a file, or with a set of them; `where` is relative to the folder that was looked at."""
+
+    kind: str
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+def files_below(folder: Path, without: Iterable[Path] = ()) -> list[Path]:
+    """All files in and below `folder`, sorted; not those in the folders `without`, nor in hidden ones."""
+    left_out = set(without)
+
+    def walk(place: Path) -> Iterator[Path]:
+        for entry in sorted(place.iterdir()):
+            if entry.is_dir():
+                if entry not in left_out and not entry.name.startswith(".") and not entry.is_symlink():
+                    yield from walk(entry)
+            elif entry.is_file():
+                yield entry
+
+    if folder.is_file():
+        return [folder]
+    return list(islice(walk(folder), _MAX_FILES))
+
+
+def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -> Iterator[Problem]:
+    """What is wrong with `files` below `root`, alone and as sets; those with a path in `sound` are not read."""
+    by_folder: dict[Path, set[str]] = {}
+    for path in files:
+        by_folder.setdefault(path.parent, set()).add(path.name)
+        if str(path) not in sound:
+            try:
+                _check_file(path)
+            except CkptError as error:
+                yield problem_of(error, root, path)
+    for folder, names in by_folder.items():
+        for name, what in _missing(folder, names):
+            yield Problem(INCOMPLETE, relative(folder / name, root), what)
+
+
+def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Problem:
+    """What an error says, in one line; `path` is where it was met, if that is not in the error."""
+    facts = error.facts()
+    where = Path(error.path) if error.path is not None else path or root
+    parts = [f"{name} {facts[name]}" for name in ("tensor", "rank", "expected", "found") if name in facts]
+    what = error.what + (f" ({', '.join(parts)})" if parts else "")
+    return Problem(_kind(error), relative(where, root), what)
+
+
+def _kind(error: CkptError) -> str:
+    if not isinstance(error, CorruptError):
+        return UNKNOWN
+    is_incomplete = isinstance(error, IncompleteError) or any(word in error.what for word in _WORDS)
+    return INCOMPLETE if is_incomplete else DAMAGED
+
+
+def relative(path: Path, root: Path) -> str:
+    """A path as the user knows it: below `root`, or by its name alone."""
+    return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else path.name
+
+
+def _check_file(path: Path) -> None:
+    """Raise CorruptError where a file is not whole, as far as its kind is told by its name and its first bytes."""
+    if path.suffix == ".safetensors":
+        read_header(path)
+    elif path.suffix == ".json":
+        limit = MAX_INDEX if path.name.endswith(".index.json") else MAX_JSON
+        content = read_file(path, limit + 1)
+        if not content:
+            raise IncompleteError("the file is empty", path=path, expected="JSON")
+        parse_json(content, path, max_bytes=limit)
+    elif path.suffix in _TORCH:
+        # another kind of pickle, or one of objects that are not looked into: then its directory was sound
+        with contextlib.suppress(NotFoundError, UnsafeError):
+            torchfile.read(path)
+
+
+# -- sets of files ---------------------------------------------------------------------------------------------
+
+
+def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str]]:
+    """Names that must be in a folder beside those that are, and why."""
+    sets: dict[tuple[str, str, int], set[int]] = {}
+    for name in names:
+        if (shard := _SHARD.fullmatch(name)) is not None:
+            key = (shard["stem"], shard["suffix"], int(shard["count"]))
+            sets.setdefault(key, set()).add(int(shard["number"]))
+    told = set()
+    for (stem, suffix, count), numbers in sorted(sets.items()):
+        for number in sorted(set(range(1, min(count, _MAX_FILES) + 1)) - numbers):
+            told.add(name := f"{stem}-{number:05}-of-{count:05}{suffix}")
+            yield name, f"the shard is missing, {len(numbers)} of {count} are there"
+        if f"{stem}{suffix}.index.json" not in names:
+            yield f"{stem}{suffix}.index.json", "the index of the shards is missing; it is written behind them"
+    for name in sorted(names):
+        if name.endswith((".safetensors.index.json", ".bin.index.json")):
+            yield from ((gone, f"missing, {name} names it") for gone in sorted(_named(folder / name) - names - told))
+    ranks = {int(match[1]) for name in names if (match := _RNG.fullmatch(name))}
+    for rank in sorted(set(range(max(ranks, default=-1))) - ranks):
+        yield f"rng_state_{rank}.pth", f"the file of rank {rank} is missing, rank {max(ranks)}'s is there"
+    if any(name.endswith(".distcp") for name in names) and not any(name.endswith(".metadata") for name in names):
+        yield ".metadata", "the metadata is missing; torch writes it behind all shards"
+
+
+def _named(index: Path) -> set[str]:
+    try:
+        content = parse_json(read_file(index, MAX_INDEX + 1), index, max_bytes=MAX_INDEX)
+        return set(parse_index(content, index, suffixes=(".safetensors", ".bin")).weight_map.values())
+    except CkptError:  # what is wrong with the index itself is told as of a file
+        return set()
+
+
+# -- every byte ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Bytes:
+    """How many bytes were compared with a checksum that the files have, and how many were read that have none."""
+
+    compared: int = 0
+    without: int = 0
+
+
+def read_all(root: Path, files: Iterable[Path], count: Bytes, progress: Callable[[int], None]) -> Iterator[Problem]:
+    """Read every byte of `files`, and compare the CRC-32s that torch puts into its zip files."""
+    for path in files:
+        try:
+            size = path.stat().st_size
+            if path.suffix == ".distcp":
+                _read_items(path, count)
+            elif path.suffix in _TORCH and _is_zip(path):
+                with open(open_file(str(path)), "rb") as file:
+                    _compare(file, path, count)
+            else:
+                for block in _blocks(path):
+                    count.without += len(block)
+        except OSError as error:
+            yield Problem(UNKNOWN, relative(path, root), f"the file cannot be read: {error.strerror}")
+        except CkptError as error:
+            yield problem_of(error, root, path)
+        progress(size)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with open(open_file(str(path)), "rb") as file:
+        while block := file.read(_BLOCK):
+            yield block
+
+
+def _is_zip(path: Path) -> bool:
+    with open(open_file(str(path)), "rb") as file:
+        return file.read(4) == _ZIP
+
+
+def _read_items(path: Path, count: Bytes) -> None:
+    """Compare what torch's distributed checkpoint put into a file: zip files, one behind another."""
+    metadata = read_metadata(path.parent)
+    places = [*metadata.values.values()]
+    for entry in metadata.entries.values():
+        places += [*entry.chunks.values(), *(place for _, place in entry.replicas)]
+    with open(open_file(str(path)), "rb") as file:
+        for offset, length in sorted({(p.offset, p.length) for p in places if Path(p.path).name == path.name}):
+            file.seek(offset)
+            if file.read(4) == _ZIP:
+                _compare(_Part(file, offset, length), path, count)
+            else:
+                count.without += length
+
+
+def _compare(file: IO[bytes] | _Part, path: Path, count: Bytes) -> None:
+    """Read each record of a zip file that has a CRC-32: torch may have been told to write none, which is 0."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                if not info.CRC:
+                    count.without += info.file_size
+                    continue
+                with archive.open(info) as record:
+                    while block := record.read(_BLOCK):
+                        count.compared += len(block)
+    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+        raise CorruptError("a checksum of the zip file does not fit", path=path, found=str(error)) from None
+
+
+class _Part(io.RawIOBase):
+    """`length` bytes at `offset` of an open file, as a file."""
+
+    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, to: int, whence: int = os.SEEK_SET) -> int:
+        self._at = to + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        self._file.seek(self._offset + self._at)
+        found = self._file.read(left if count < 0 else min(count, left))
+        self._at += len(found)
+        return found
