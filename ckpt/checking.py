@@ -6,6 +6,7 @@ file beside it is missing, empty or cut off (`ckpt.verify.files`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,8 @@ HEADS = ("checkpoint", "format", "step", "size", "state")
 _MAX_SHOWN = 20  # tensors whose parts do not make them up
 #: What a step was called until it was written to its end (transformers before 4.40).
 _STAGING = "tmp-checkpoint-*"
+#: DeepSpeed's own name of a step (runtime/engine.py, `save_checkpoint`).
+_DEEPSPEED_STEP = re.compile(r"global_step\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +228,12 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
     for name, tag in _recorded(path).items():
         if not (path / tag).exists():
             yield Problem(INCOMPLETE, name, f"it names {tag}, which is not there")
+    if (
+        path not in places
+        and any(_DEEPSPEED_STEP.fullmatch(place.name) for place in places)
+        and not (path / LATEST).exists()
+    ):
+        yield Problem(INCOMPLETE, LATEST, "missing; DeepSpeed writes it last, and without it loads no step by itself")
     step = recorded_step(path / TRACKER)
     numbers = {int("".join(filter(str.isdigit, place.name)) or -1) for place in places}
     if step is not None and step.isdecimal() and int(step) not in numbers:

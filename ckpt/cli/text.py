@@ -45,7 +45,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
         table.add_column(head, justify="right" if head in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    Console(width=width, no_color=not coloured(sys.stdout), highlight=False).print(table)
+    Console(width=width, color_system="auto" if coloured(sys.stdout) else None, highlight=False).print(table)
 
 
 def carry_out(

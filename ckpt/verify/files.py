@@ -79,7 +79,7 @@ def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -
                 _check_file(path)
             except CkptError as error:
                 yield problem_of(error, root, path)
-    for folder, names in by_folder.items():
+    for folder, names in by_folder.items() if root.is_dir() else ():  # one file is no set
         for name, what in _missing(folder, names):
             yield Problem(INCOMPLETE, relative(folder / name, root), what)
 

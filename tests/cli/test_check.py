@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckpt
 from tests.support.commands import ckpt as run_ckpt
@@ -134,6 +135,7 @@ CASES: dict[str, tuple[str, Damage, str, str]] = {
     "no metadata": ("dcp-fsdp2", gone("step-2/.metadata"), "step-2: incomplete", "the metadata is missing"),
     "half a shard": ("dcp-fsdp2", cut("step-2/__1_0.distcp"), "step-2: incomplete", "the file ends before"),
     "zeros": ("toy-zero1", zeroed("*model_states.pt"), "global_step2: incomplete", "zeros"),
+    "no latest": ("toy-zero3", gone("latest"), "latest: missing; DeepSpeed writes it last", "loads no step by itself"),
     "a tracker of nothing": (
         "megatron-fsdp",
         written(TRACKER, "7"),
@@ -219,6 +221,21 @@ def test_staging_folders_and_json(fixtures: Path, tmp_path: Path) -> None:
         {"kind": "incomplete", "where": "tmp-checkpoint-3", "what": "it was being written: it never got its name"}
     ]
     assert json.loads(run_ckpt("check", run, "--tag", "checkpoint-1", "--json").out)["whole"] is True
+
+
+def test_one_file_of_several_is_whole_by_itself(sharded: Path) -> None:
+    result = run_ckpt("check", next(sharded.glob("*-00002-of-*")))
+    assert result.code == 0 and ": whole (hf, " in result.out, result.out
+
+
+def test_what_is_refused_as_unsafe_is_not_said_to_be_whole(tmp_path: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, ("true",)
+
+    torch.save({"weight": torch.ones(2), "more": Runs()}, tmp_path / "pytorch_model.bin")
+    result = run_ckpt("check", tmp_path)
+    assert result.code == 5 and ": unknown (" in result.out and "posix" in result.out, result
 
 
 @pytest.mark.parametrize("path", ["nowhere", "empty", "empty/x.txt"])

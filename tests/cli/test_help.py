@@ -220,6 +220,19 @@ def on_a_terminal(*words: str, **env: str) -> Result:
     return Result(child.wait(), found.decode().replace("\r\n", "\n"), "")
 
 
+@pytest.mark.parametrize("columns", [50, 80])
+def test_tables_fit_the_terminal(fixtures: Path, columns: int) -> None:
+    for words in (("formats",), ("inspect", str(fixtures / "trainer-zero2"), "--tensors")):
+        shown = on_a_terminal(*words, COLUMNS=str(columns), NO_COLOR="1")
+        assert shown.code == 0 and max(map(len, shown.out.splitlines())) <= columns
+        whole = process(*words).out
+        for name in ("megatron-deepspeed",) if words == ("formats",) else ("exp_avg_sq",):
+            assert name in whole
+            if columns == 80:  # else it is folded
+                assert name in shown.out
+        assert "…" not in shown.out
+
+
 def test_a_terminal_gets_bold_headings_and_red_errors(fixtures: Path) -> None:
     assert "\x1b[1mExamples\x1b[0m:" in on_a_terminal("inspect", "--help").out
     error = on_a_terminal("inspect", str(fixtures / "toy-zero4"))
