@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-fast lint format faults bench table clean
+.PHONY: help env demo test test-fast lint format docs faults bench table clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +37,9 @@ lint: env  ## ruff, mypy, import-linter, codespell
 format: env  ## format and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: env  ## the site, into build/docs, every link checked; no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 faults: env  ## damage checkpoints in ten thousand ways
 	$(BIN)/python -m tests.faults

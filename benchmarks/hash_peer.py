@@ -1,5 +1,7 @@
 """`xxhsum -H2` or `b3sum` over every file of a folder; where the tool is not installed, what it does with its library.
 
+`blake3` is nobody's dependency: where b3sum is not installed either, there is nothing to compare with.
+
 python -m benchmarks.hash_peer xxhsum|b3sum FOLDER
 """
 
@@ -9,13 +11,19 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 _CHUNK = 1 << 20
 
 
 def is_installed(name: str) -> bool:
     return shutil.which(name) is not None
+
+
+def has_library(name: str) -> bool:
+    return find_spec(ALGORITHMS[name].library) is not None
 
 
 def _xxh3_128(path: Path) -> str:
@@ -35,20 +43,28 @@ def _blake3(path: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
-#: By the name of the tool: its options, and its algorithm.
-ALGORITHMS: dict[str, tuple[list[str], Callable[[Path], str]]] = {
-    "xxhsum": (["-H2"], _xxh3_128),
-    "b3sum": ([], _blake3),
+class Algorithm(NamedTuple):
+    """The options of the tool, the library that does the same, and how."""
+
+    options: list[str]
+    library: str
+    digest: Callable[[Path], str]
+
+
+#: By the name of the tool.
+ALGORITHMS = {
+    "xxhsum": Algorithm(["-H2"], "xxhash", _xxh3_128),
+    "b3sum": Algorithm([], "blake3", _blake3),
 }
 
 
 def main(name: str, folder: Path) -> None:
-    options, algorithm = ALGORITHMS[name]
+    algorithm = ALGORITHMS[name]
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     if is_installed(name):
-        os.execlp(name, name, *options, *map(str, files))
+        os.execlp(name, name, *algorithm.options, *map(str, files))
     for path in files:
-        print(f"{algorithm(path)}  {path}")
+        print(f"{algorithm.digest(path)}  {path}")
 
 
 if __name__ == "__main__":

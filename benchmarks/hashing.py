@@ -5,7 +5,7 @@ The goal is one of speed, and holds for the larger checkpoint: of the smaller on
 
 from __future__ import annotations
 
-from benchmarks.hash_peer import ALGORITHMS, is_installed
+from benchmarks.hash_peer import ALGORITHMS, has_library, is_installed
 from benchmarks.measure import CKPT, PYTHON, Case, run
 from benchmarks.models import num_params
 from benchmarks.runner import Bench, Goal, Table
@@ -15,16 +15,23 @@ _LARGE = "zero3"
 
 
 def measure(bench: Bench) -> Table:
+    missing = [name for name in ALGORITHMS if not is_installed(name)]
+    neither = [name for name in missing if not has_library(name)]
     cases, goals = [], []
     for kind in SOURCES:
         source = bench.source(kind)
         hashing = Case(f"ckpt hash, {kind}", [*CKPT, "hash", source, "-q"])
-        peers = [Case(f"{name}, {kind}", [PYTHON, "-m", "benchmarks.hash_peer", name, source]) for name in ALGORITHMS]
+        run_by = [PYTHON, "-m", "benchmarks.hash_peer"]
+        peers = [Case(f"{name}, {kind}", [*run_by, name, source]) for name in ALGORITHMS if name not in neither]
         run(hashing)
         cases += [hashing, *peers]
         goals += [Goal(hashing.name, peer.name, at_most=2 if kind == _LARGE else None) for peer in peers]
-    missing = [name for name in ALGORITHMS if not is_installed(name)]
-    notes = [f"{name} is not installed: its algorithm from the library, in one Python process" for name in missing]
+    notes = [
+        f"neither {name} nor its library is installed: no comparison with it (pip install {ALGORITHMS[name].library})"
+        if name in neither
+        else f"{name} is not installed: its algorithm from the library, in one Python process"
+        for name in missing
+    ]
     return Table(
         f"Digests of ZeRO-3's masters and states and of a model in bf16, {num_params(bench.num_layers) / 1e6:.0f} M"
         " parameters",

@@ -1,0 +1,124 @@
+"""What `mkdocs build` takes from the repository instead of having it written twice (see `hooks` in mkdocs.yml).
+
+- `<!-- README: Formats -->` on a page is that section of the README.
+- `<!-- made: architectures -->` is the table that `MADE["architectures"]` makes of the code.
+- CONTRIBUTING.md and CHANGELOG.md are pages.
+- Links go on to where their files are on the site; one that leads to no page is left as it is, and `--strict` names it.
+- A page of docs/ that the nav does not name stands in its section Guides.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+#: Files of the repository that are pages, and the folders that a page shows.
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+FOLDERS = {"examples": "examples.md"}
+COPIED = ("CONTRIBUTING.md", "CHANGELOG.md")
+OTHERS = "Guides"
+_LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
+_MARK = re.compile(r"^<!-- (README|made): (.+) -->$", re.MULTILINE)
+
+
+# -- the pages ---------------------------------------------------------------------------------------------------------
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Every page of docs/ that is named nowhere in the nav comes last in Guides."""
+    assert config.nav is not None
+    named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
+    docs = Path(config.docs_dir)
+    for path in sorted(docs.rglob("*.md")):
+        if (name := path.relative_to(docs).as_posix()) not in named:
+            guides = next(section[OTHERS] for section in config.nav if OTHERS in section)
+            guides.append(name)
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for name in COPIED:
+        files.append(File.generated(config, PAGES[name], content=(ROOT / name).read_text("utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    here = page.file.src_uri
+    copied = {PAGES[name]: name for name in COPIED}
+    markdown = relinked(markdown, copied.get(here, f"docs/{here}"), here)
+
+    def inserted(mark: re.Match[str]) -> str:
+        kind, what = mark.groups()
+        return relinked(section(what), "README.md", here) if kind == "README" else MADE[what]()
+
+    return _MARK.sub(inserted, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    is_japanese = page.file.src_uri.startswith("ja/")
+    return output.replace('<html lang="en"', '<html lang="ja"', 1) if is_japanese else output
+
+
+def relinked(markdown: str, written_in: str, shown_in: str) -> str:
+    """`markdown`, whose links start from a file of the repository, with links that start from a page of the site."""
+
+    def one(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(written_in), link[1]))
+        folder = path.partition("/")[0]
+        page = PAGES.get(path) or FOLDERS.get(folder) or (path[len("docs/") :] if folder == "docs" else None)
+        if page is None:
+            return link[0]
+        return posixpath.relpath(page, posixpath.dirname(shown_in) or ".") + (link[2] or "")
+
+    return _LINK.sub(one, markdown)
+
+
+def section(title: str) -> str:
+    """What stands in the README under a heading.  KeyError where there is none."""
+    parts = re.split(r"^## (.+)\n", (ROOT / "README.md").read_text("utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))[title].strip()
+
+
+# -- what the code says ------------------------------------------------------------------------------------------------
+
+
+def architectures() -> str:
+    """Which model types are proved by tables, and which of them Megatron's formats hold."""
+    from pkgutil import iter_modules
+
+    from converters.names.hub.families import FAMILIES
+    from converters.names.hub.learned import model_types, table
+    from converters.names.megatron import architectures as megatron
+
+    placed = {module.name for module in iter_modules(megatron.__path__)}
+    classes: dict[str, str] = {name: family.stem + family.causal for name, family in FAMILIES.items()}
+    classes |= {name: (table(name) or {})["cls"] for name in model_types()}
+    rows = [
+        f"| `{name}` | `{classes[name]}` | {'yes' if name in placed else ''} |" for name in sorted({*classes, *placed})
+    ]
+    head = "| model type | class | Megatron's formats |\n| --- | --- | --- |"
+    return "\n".join([f"{len(classes)} model types; {len(placed)} in Megatron's formats.", "", head, *rows])
+
+
+def examples() -> str:
+    """Each script of examples/ with the first paragraph of its docstring above it, and the list of the others."""
+    shown = []
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        source = path.read_text("utf-8")
+        document = ast.get_docstring(ast.parse(source)) or ""
+        title, _, about = document.partition("\n")
+        code = source[source.index('"""', 3) + 3 :].strip()
+        shown.append(f"## {title.rstrip('.')}\n\n`examples/{path.name}`\n\n{about.strip()}\n\n```python\n{code}\n```")
+    return "\n\n".join(shown)
+
+
+#: By the name that stands behind `made:` on a page.
+MADE: Mapping[str, Callable[[], str]] = {"architectures": architectures, "examples": examples}

@@ -1,0 +1,89 @@
+"""`action.yml` and the pre-commit hook: their lines are run by a shell, as GitHub and pre-commit would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import ckpt
+from tests.support.engines import REPOSITORY
+
+ACTION: dict[str, Any] = yaml.safe_load((REPOSITORY / "action.yml").read_text())
+HOOKS: list[dict[str, Any]] = yaml.safe_load((REPOSITORY / ".pre-commit-hooks.yaml").read_text())
+#: `ckpt` as both find it: a command that an installation made.
+COMMAND = f'#!/bin/sh\nexec "{sys.executable}" -m ckpt "$@"\n'
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A run, a model that was made of it, and `bin/ckpt`."""
+    shutil.copytree(REPOSITORY / "fixtures/trl-zero3/outputs/qwen3-sft", tmp_path / "a run")
+    ckpt.plan(ckpt.open(tmp_path / "a run"), "hf").run(tmp_path / "model")
+    (tmp_path / "temp/ckpt/bin").mkdir(parents=True)
+    for place in ("temp/ckpt/bin/ckpt", "temp/ckpt/bin/python"):
+        (tmp_path / place).write_text(COMMAND)
+        (tmp_path / place).chmod(0o755)
+    return tmp_path
+
+
+def shell(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(folder / "temp/ckpt/bin"), os.environ["PATH"]])
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "PATH": path, "RUNNER_TEMP": str(folder / "temp"), **variables}
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]  # as GitHub runs `shell: bash`
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+
+
+def flip_a_bit(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+
+
+def step(name: str, **inputs: str) -> tuple[str, dict[str, str]]:
+    """The script of a step of the action, and its variables for these inputs."""
+    given = {key: str(one.get("default", "")) for key, one in ACTION["inputs"].items()} | inputs
+    found = next(one for one in ACTION["runs"]["steps"] if one["name"] == name)
+    env = {
+        key: re.sub(r"\$\{\{ inputs\.(\w+) \}\}", lambda match: given[match[1]], value)
+        for key, value in found.get("env", {}).items()
+    }
+    assert "${{" not in found["run"] + "".join(env.values())  # an input in a script would be run as one
+    assert found["shell"] == "bash"
+    return found["run"], env
+
+
+def test_the_action_verifies(here: Path) -> None:
+    script, env = step("Verify", path="model")
+    done = shell(script, here, **env)
+    assert (done.returncode, done.stdout) == (0, "as the manifest says: 6 files, 17942 bytes, every bit of them\n")
+    script, env = step("Verify", path="model", against="a run", arguments="--only weights -q")
+    assert shell(script, here, **env).returncode == 0
+    flip_a_bit(here / "model/model.safetensors")
+    assert shell(script, here, **env).returncode == 1
+    script, env = step("Verify", path="nothing; touch harm")
+    assert shell(script, here, **env).returncode == 3 and not (here / "harm").exists()
+
+
+def test_the_hook_verifies_every_folder_with_a_manifest(here: Path) -> None:
+    (hook,) = HOOKS
+    assert {"id", "name", "entry", "language", "files"} <= hook.keys()
+    assert re.search(hook["files"], "model/model.safetensors") and not re.search(hook["files"], "main.py")
+    shutil.copytree(here / "model", here / "other model")
+    git = ["git", "-c", "init.defaultBranch=main"]
+    subprocess.run([*git, "init", "-q"], cwd=here, check=True)
+    entry = shlex.split(hook["entry"])  # pre-commit takes it apart like this, and starts no shell of its own
+    assert shell(shlex.join(entry), here).stdout == ""  # nothing is in the index yet
+    subprocess.run([*git, "add", "model", "other model"], cwd=here, check=True)
+    done = shell(shlex.join(entry), here)
+    assert (done.returncode, done.stdout.count("as the manifest says: 6 files")) == (0, 2), done.stderr
+    flip_a_bit(here / "model/model.safetensors")
+    done = shell(shlex.join(entry), here)
+    assert done.returncode == 1 and "has changed" in done.stdout and "as the manifest says: 6 files" in done.stdout

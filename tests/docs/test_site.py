@@ -1,0 +1,124 @@
+"""The site of docs/: it is built without network and without a warning, and says what the code says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from ckpt import errors
+from converters.names.hub.families import FAMILIES
+from converters.names.hub.learned import model_types
+from tests.support.engines import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+
+#: Runs mkdocs where nothing is reached but what is here.
+BUILD = """
+import socket, sys
+def refuse(*_): raise OSError("the site is built without network")
+socket.socket.connect = refuse
+from mkdocs.__main__ import cli
+cli(["build", "--quiet", "--strict", "--site-dir", sys.argv[1]])
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", BUILD, str(folder)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    return folder
+
+
+def html(site: Path, page: str) -> str:
+    name = Path(page).with_suffix("").as_posix()
+    return (site / ("" if name == "index" else name.removesuffix("/index")) / "index.html").read_text()
+
+
+def text(site: Path, page: str) -> str:
+    """What is read on a page: its article without the markup."""
+    article = re.search(r"<article.*?</article>", html(site, page), re.DOTALL)
+    assert article is not None
+    return unescape(re.sub(r"<[^>]+>", "", article[0]))
+
+
+def test_every_page_is_in_the_nav_of_the_first(site: Path) -> None:
+    links = re.findall(r"<a [^>]*md-nav__link[^>]*>", html(site, "index.md"))
+    nav = [re.search(r'href="([^"]+)"', link) for link in links]
+    named = {link[1] for link in nav if link}
+    for path in DOCS.rglob("*.md"):
+        name = path.relative_to(DOCS).with_suffix("").as_posix()
+        assert ("." if name == "index" else f"{name.removesuffix('/index')}/") in named, name
+    assert {"contributing/", "changelog/"} <= named
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    fetched = r'<(?:script|img|link|iframe|source)\b[^>]*?(?:src|href)="((?:https?:)?//[^"]+)"'
+    for path in site.rglob("*.html"):
+        assert re.findall(fetched, path.read_text()) == [], path
+    assert not any("https://fonts" in path.read_text() for path in site.rglob("*.css"))
+
+
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    headings = re.findall(r'<h3 id="[^"]+" class="doc doc-heading">(.*?)</h3>', html(site, "api.md"), re.DOTALL)
+    named = {re.sub(r"<[^>]+>|&para;|\s", "", heading) for heading in headings}
+    assert {f"ckpt.{name}" for name in ckpt.__all__ if name != "__version__"} <= named
+
+
+def test_the_table_of_architectures_is_the_code(site: Path) -> None:
+    rows = re.findall(
+        r"<td><code>(\w+)</code></td>\s*<td><code>(\w+)</code></td>\s*<td>(\w*)</td>", html(site, "architectures.md")
+    )
+    assert {name for name, _, _ in rows} == {*FAMILIES, *model_types()}
+    folder = REPOSITORY / "converters/names/megatron/architectures"
+    assert {name for name, _, placed in rows if placed} == {p.stem for p in folder.glob("*.py")} - {"__init__"}
+    assert ("llama", "LlamaForCausalLM", "yes") in rows and ("gpt2", "GPT2LMHeadModel", "yes") in rows
+
+
+def test_what_the_readme_says_is_on_the_pages(site: Path) -> None:
+    assert "megatron-core 0.16.1" in text(site, "formats.md")
+    assert "nothing vouches for names" in text(site, "limits.md")
+    assert "zero_to_fp32.py" in text(site, "performance.md")
+    for script in (REPOSITORY / "examples").glob("*.py"):
+        assert f"examples/{script.name}" in text(site, "examples.md")
+
+
+def test_the_table_of_exit_codes_is_the_code() -> None:
+    page = (DOCS / "exit-codes.md").read_text()
+    rows = dict(re.findall(r"^\| (\d+) \| .*? \| (.*?) ?\|$", page, re.MULTILINE))
+    kinds = errors.CkptError.__subclasses__()
+    for kind in kinds:
+        assert f"ckpt.errors.{kind.__name__}" in rows[str(kind.exit_code)]
+    assert {"0", "1", "70", "130", "143"} == rows.keys() - {str(kind.exit_code) for kind in kinds}
+
+
+def test_a_page_in_japanese_has_the_blocks_of_the_english_one(site: Path) -> None:
+    """Commands, what they print and configurations, word by word; and no other page than those."""
+    pages = {path.relative_to(DOCS / "ja") for path in (DOCS / "ja").rglob("*.md")}
+    assert pages == {Path("index.md"), *(path.relative_to(DOCS) for path in DOCS.glob("journeys/*.md"))}
+    for page in pages:
+        assert blocks((DOCS / page).read_text()) == blocks((DOCS / "ja" / page).read_text()), page
+        assert '<html lang="ja"' in html(site, f"ja/{page}") and '<html lang="en"' in html(site, str(page))
+        assert re.search(r"[ぁ-ん]", text(site, f"ja/{page}"))
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^(?:    [^\n]+\n)+|^```.*?^```", page, re.MULTILINE | re.DOTALL)
+
+
+def test_what_was_never_run_is_said() -> None:
+    """A journey says what its commands were run on; one that shows a server or a launcher, that this was not run."""
+    for path in DOCS.glob("journeys/*.md"):
+        said = path.read_text().partition("## What was run")[2]
+        assert "test suite" in said, path.name
+        if re.search(r"^    (vllm|accelerate|axolotl|torchrun) ", path.read_text(), re.MULTILINE):
+            assert "not been run" in said, path.name
