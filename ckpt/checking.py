@@ -43,6 +43,7 @@ from ckpt.verify.files import (
 
 WHOLE = "whole"
 HEADS = ("checkpoint", "format", "step", "size", "state")
+_MANY_FILES = 1000  # of one checkpoint, in the list of all of a run
 _MAX_SHOWN = 20  # tensors whose parts do not make them up
 #: What a step was called until it was written to its end (transformers before 4.40).
 _STAGING = "tmp-checkpoint-*"
@@ -170,10 +171,19 @@ def check(
 
 
 def survey(path: Path, places: list[Path]) -> list[Checked]:
-    """What each of the checkpoints `places` in `path` is, as far as names, headers and directories tell."""
+    """What each of the checkpoints `places` in `path` is; those of very many files are counted and not looked into."""
     with translate_os_errors(path):
         every = checkpoints_of(path)
-        return [_check_one(place, path, every, api.AUTO) for place in places]
+        return [_counted(place, path, every) or _check_one(place, path, every, api.AUTO) for place in places]
+
+
+def _counted(place: Path, root: Path, every: list[Path]) -> Checked | None:
+    files = files_below(place, [other for other in every if other != place])
+    if len(files) <= _MANY_FILES:
+        return None
+    told = Problem(UNKNOWN, place.name, "it has too many files to be looked into here; `ckpt check` does")
+    size = sum(file.stat().st_size for file in files)
+    return Checked(str(place.relative_to(root)), None, trainer_step(place), len(files), size, (told,))
 
 
 def expected_bytes(path: Path, tag: str | None = None) -> int:

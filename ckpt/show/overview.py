@@ -106,6 +106,31 @@ def mesh(checkpoint: Checkpoint) -> dict[str, int] | None:
     return {axis: found[axis] for axis in ("tp", "pp", "ep", "cp", "dp") if axis in found}
 
 
+def coordinates(checkpoint: Checkpoint) -> dict[int, dict[str, int]]:
+    """Where each rank stands on the axes of Megatron's mesh; empty where that is not recorded.
+
+    Ranks are numbered as megatron-core does (`parallel_state.py`, `RankGenerator`): `tp` runs fastest, then `cp`, `dp`
+    and `pp`, or with `use_tp_pp_dp_mapping` `pp` before `dp`.  In `megatron` one rank writes for all of `dp`.
+    """
+    args, sizes = checkpoint.state.args or {}, dict(mesh(checkpoint) or {})
+    if "tp" not in sizes or "pp" not in sizes or checkpoint.format not in ("megatron", "megatron-dist"):
+        return {}
+    if checkpoint.format == "megatron":
+        if sizes.get("ep", 1) > 1 or sizes.get("cp", 1) > 1:
+            return {}
+        sizes["dp"] = 1
+    elif prod(sizes.get(axis, 1) for axis in ("tp", "cp", "dp", "pp")) != checkpoint.world_size:
+        return {}
+    order = ("tp", "cp", "pp", "dp") if args.get("use_tp_pp_dp_mapping") else ("tp", "cp", "dp", "pp")
+    found: dict[int, dict[str, int]] = {}
+    for rank in range(prod(sizes.get(axis, 1) for axis in order)):
+        rest, place = rank, {}
+        for axis in order:
+            rest, place[axis] = divmod(rest, sizes.get(axis, 1))
+        found[rank] = place
+    return found
+
+
 def mesh_text(checkpoint: Checkpoint) -> str:
     """The mesh in words; empty where it is not recorded."""
     found, stage, ranks = mesh(checkpoint), checkpoint.state.zero_stage, checkpoint.world_size

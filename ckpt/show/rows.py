@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Literal
 
@@ -57,18 +58,22 @@ class Damage:
     faults: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Picture:
-    """All rows.  `holders` has for each rank or file, in their order, the bytes of what is stored.
+    """All rows.  `by_role` has for each rank or file, in their order, the bytes of what is stored of each role.
 
     `rows_left_out` is how many rows there are more than can be drawn.
     """
 
     rows: tuple[Row, ...]
-    holders: Mapping[Holder, int]
+    by_role: Mapping[Holder, Mapping[str, int]]
     damaged: tuple[Damage, ...]
     num_tensors: int
     rows_left_out: int = 0
+
+    @cached_property
+    def holders(self) -> dict[Holder, int]:
+        return {holder: sum(roles.values()) for holder, roles in self.by_role.items()}
 
 
 def picture(checkpoint: Checkpoint, padding: Mapping[str, Box], only: Only = "all") -> Picture:
@@ -81,7 +86,7 @@ def picture(checkpoint: Checkpoint, padding: Mapping[str, Box], only: Only = "al
     left_out = max(0, len(rows) - _MOST_ROWS)
     if left_out:
         rows = sorted(rows, key=lambda row: not row.sketch.faults)[:_MOST_ROWS]
-    found = sketcher.holders
+    found = sketcher.by_role
     return Picture(
         tuple(replace(row, sketch=_coarse(row.sketch)) for row in rows),
         {holder: found[holder] for holder in sorted(found, key=lambda holder: (isinstance(holder, str), holder))},

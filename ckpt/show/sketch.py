@@ -10,6 +10,7 @@ as what it is and its area is its share of the tensor.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -79,12 +80,12 @@ def holder_text(holders: Iterable[Holder]) -> str:
 
 
 class Sketcher:
-    """Sketches tensors, those that are cut alike only once, and counts what each holder has."""
+    """Sketches tensors, those that are cut alike only once, and counts the bytes that each holder has by role."""
 
     def __init__(self, name: Callable[[Fragment], Holder]) -> None:
         self._name = name
         self._known: dict[object, Sketch] = {}
-        self.holders: dict[Holder, int] = {}
+        self.by_role: dict[Holder, Counter[str]] = {}
 
     def sketch(self, tensor: Tensor, padding: Box | None) -> Sketch:
         parts = self._parts(tensor, tensor.source.fragments(tensor.shape))
@@ -100,7 +101,7 @@ class Sketcher:
         for fragment in fragments:
             extent = fragment.extent
             holder = self._name(fragment)
-            self.holders[holder] = self.holders.get(holder, 0) + extent.nbytes
+            self.by_role.setdefault(holder, Counter())[tensor.role] += extent.nbytes
             is_sound = fits(extent, fragment.region) and extent.dtype == tensor.dtype
             parts.append(_Part(fragment.region, holder, is_sound))
         return tuple(parts)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt import checking
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import snapshot
 from tests.support.engines import REPOSITORY
@@ -244,6 +245,14 @@ def test_what_is_no_checkpoint(tmp_path: Path, path: str) -> None:
     (tmp_path / "empty/x.txt").write_text("x")
     result = run_ckpt("check", tmp_path / path)
     assert (result.code, result.out) == (3, "") and "error: " in result.err
+
+
+def test_steps_of_very_many_files_are_counted_alone(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "_MANY_FILES", 5)
+    run = fixtures / "trainer-zero2"
+    found = checking.survey(run, checking.checkpoints_of(run))
+    assert [(one.state, one.num_files, one.step) for one in found] == [("unknown", 10, 2), ("unknown", 10, 1)]
+    assert "`ckpt check` does" in found[0].row()[-1]
 
 
 def test_inspecting_a_run_lists_its_checkpoints(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,17 +20,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt import api
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT32, DType
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, Shape, Tensor, Whole
 from ckpt.show import rows as picture
+from ckpt.show.canvas import COLOURS, RED
+from ckpt.show.overview import coordinates
 from ckpt.show.sketch import Patch, Sketcher
-from ckpt.show.svg import COLOURS, RED, draw
+from ckpt.show.summary import part_of
+from ckpt.show.svg import draw
 from converters.deepspeed.partitions import InSlots
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import process, snapshot
 from tests.support.drawing import SVG, Drawn, parsed
 from tests.support.engines import REPOSITORY
+from tests.support.golden import agrees
 from tests.support.strategies import indices, shapes, tilings
 
 
@@ -141,7 +147,7 @@ def test_areas_are_shares_of_the_tensor(shape: Shape, data: st.DataObject) -> No
         area = sum(_area(patch) for patch in sketch.patches if patch.holders == (rank,))
         assert area == pytest.approx(numel / prod(shape))
     assert all(_common(a, b) < 1e-9 for a, b in combinations(sketch.patches, 2))
-    assert sum(sketcher.holders.values()) == 4 * prod(shape)
+    assert sum(roles.total() for roles in sketcher.by_role.values()) == 4 * prod(shape)
 
 
 @given(shapes(3, min_size=1), st.data())
@@ -466,6 +472,168 @@ def test_it_is_readable_on_any_background() -> None:
     )
 
 
+def test_a_dark_page_has_a_dark_picture() -> None:
+    """All that is light has a class with another colour, and texts are readable on what is behind them."""
+    found = checkpoint(tensor("w", (4,), [FlatRange(0, 3)]), layer(0, range(2)))
+    svg = draw(picture.picture(found, {}), found)
+    light, dark = svg.split("@media(prefers-color-scheme:dark)")
+    rules = dict(re.findall(r"([.\w ]+)\{fill:(#\w+)[;}]", dark.split("</style>")[0]))
+    assert {"text", ".g", ".r", ".w", ".l", ".p", ".t"} <= set(rules)
+    for text in ("text", ".g", ".r"):
+        assert contrast(rules[text], rules[".p"]) > 4.5
+    for rect in ET.fromstring(svg).iter(f"{SVG}rect"):
+        if rect.get("fill") in ("#ffffff", "#f1f1f1") and not rect.get("rx"):
+            assert set((rect.get("class") or "").split()) & {"p", "t"}
+    for colour in ("#1a1a1a", "#5f5f5f", RED):
+        assert colour in light and contrast(colour, "#ffffff") > 4.5
+
+
+def contrast(a: str, b: str) -> float:
+    """WCAG 2's ratio of luminances, 1 to 21."""
+
+    def luminance(colour: str) -> float:
+        parts = [int((colour * 2 if len(colour) == 4 else colour)[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_strips_are_as_long_as_tensors_are_large() -> None:
+    found = checkpoint(
+        tensor("big", (8, 4), [column((8, 4), 0, r, 2) for r in range(2)]), tensor("w", (4, 2), [FlatRange(0, 8)])
+    )
+    root = ET.fromstring(draw(picture.picture(found, {}), found))
+    strips = {}
+    for group in root.iter(f"{SVG}g"):
+        if group.get("class") == "row":
+            (strip,) = (rect for rect in group.findall(f"{SVG}rect") if rect.get("class") == "k")
+            strips[group.findtext(f"{SVG}text/{SVG}title")] = (
+                float(strip.get("width", 0)),
+                strip.findtext(f"{SVG}title"),
+            )
+    assert strips["big"] == (580.0, "128 B, 80.0% of all")
+    assert strips["w"] == (145.0, "32 B, 20.0% of all")
+
+
+def whole(name: str, numel: int, file: str = "model.safetensors") -> Tensor:
+    extent = Extent.contiguous(f"/runs/outputs/step4/{file}", 0, BFLOAT16, (numel,))
+    return Tensor(name, WEIGHT, BFLOAT16, (numel,), Whole(extent))
+
+
+def test_bars_of_a_model_in_one_file_are_as_long_as_they_are_large() -> None:
+    names = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")
+    sizes = (400, 100, 200)
+    found = drawn(*map(whole, names, sizes), whole("model.norm.weight", 4))
+    assert [found.row(name).patches[0][1][:2] for name in names] == [near(0, size / 400) for size in sizes]
+    assert len({found.row(name).patches[0][0] for name in names}) == 3  # by what they are of
+    assert {"embeddings 800 B", "MLP 400 B", "attention 200 B", "norms 8 B"} <= set(found.texts)
+    assert any("as long as its tensors are large" in text for text in found.texts)
+    several = drawn(*(whole(name, size, f"{size}.safetensors") for name, size in zip(names, sizes, strict=True)))
+    assert [several.row(name).patches[0][0] for name in names] == [COLOURS[2], COLOURS[0], COLOURS[1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", "attention"),
+        ("decoder.layers.{0-3}.self_attention.linear_qkv.weight", "attention"),
+        ("decoder.layers.{0-3}.self_attention.linear_qkv.layer_norm_weight", "norms"),
+        ("model.layers.0.input_layernorm.weight", "norms"),
+        ("model.layers.0.self_attn.q_norm.weight", "norms"),
+        ("model.layers.0.mlp.experts.3.up_proj.weight", "experts"),
+        ("transformer.h.0.mlp.c_fc.weight", "MLP"),
+        ("transformer.wte.weight", "embeddings"),
+        ("output_layer.weight", "output"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "adapters"),
+        ("conv.weight", "other"),
+    ],
+)
+def test_what_a_tensor_is_of(name: str, part: str) -> None:
+    assert part_of(name) == part
+
+
+def test_each_rank_has_a_line_with_what_it_has() -> None:
+    shape = (8, 6)
+    of_roles = [
+        tensor("w", shape, [column(shape, 0, r, 2) for r in range(2)], role) for role in (WEIGHT, MASTER, "exp_avg")
+    ]
+    found = drawn(*of_roles)
+    assert {"rank 0 · 288 B", "rank 1 · 288 B", "weights", "masters", "optimizer states"} <= set(found.texts)
+    assert "576 B of tensors, by what they are of" in found.texts
+
+
+def megatron(format: str, world_size: int, **args: int | bool) -> Checkpoint:
+    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "dp": "data_parallel_size"}
+    state = TrainingState(args={names.get(axis, axis): size for axis, size in args.items()})
+    return replace(checkpoint(layer(0, range(2))), format=format, world_size=world_size, state=state)
+
+
+def test_the_mesh_is_drawn_where_it_is_recorded() -> None:
+    found = megatron("megatron", 8, tp=2, pp=2, dp=2)
+    texts = parsed(draw(picture.picture(found, {}), found)).texts
+    assert "mesh: TP 2 x PP 2 x DP 2 on 8 ranks" in texts and "mesh: PP from top to bottom, TP side by side" in texts
+    assert {"TP 0, PP 0", "TP 1, PP 0"} <= set(texts)
+    plain = checkpoint(layer(0, range(2)))
+    assert not any("mesh" in text for text in parsed(draw(picture.picture(plain, {}), plain)).texts)
+
+
+@pytest.mark.parametrize(
+    ("found", "rank", "place"),
+    [
+        (megatron("megatron", 8, tp=2, pp=2, dp=2), 3, {"tp": 1, "cp": 0, "dp": 0, "pp": 1}),
+        (megatron("megatron-dist", 8, tp=2, pp=2, dp=2), 3, {"tp": 1, "cp": 0, "dp": 1, "pp": 0}),
+        (
+            megatron("megatron-dist", 8, tp=2, pp=2, dp=2, use_tp_pp_dp_mapping=True),
+            3,
+            {"tp": 1, "cp": 0, "pp": 1, "dp": 0},
+        ),
+    ],
+)
+def test_where_a_rank_stands(found: Checkpoint, rank: int, place: dict[str, int]) -> None:
+    assert coordinates(found)[rank] == place
+
+
+def test_no_place_is_said_that_is_not_known() -> None:
+    assert coordinates(megatron("megatron-dist", 7, tp=2, pp=2, dp=2)) == {}
+    assert coordinates(megatron("dcp", 8, tp=2, pp=2, dp=2)) == {}
+    assert coordinates(checkpoint(layer(0, range(2)))) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "cp", "dp", "pp"), [(2, 1, 2, 2), (2, 2, 3, 1), (1, 1, 4, 3), (4, 2, 1, 2)])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_ranks_stand_where_megatron_core_puts_them(tp: int, cp: int, dp: int, pp: int, swapped: bool) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    sizes = {"tp": tp, "pp": pp, "dp": dp}
+    args: dict[str, int | bool] = {**sizes, "context_parallel_size": cp, "use_tp_pp_dp_mapping": swapped}
+    found = coordinates(megatron("megatron-dist", tp * cp * dp * pp, **args))
+    order = "tp-cp-ep-pp-dp" if swapped else "tp-cp-ep-dp-pp"
+    generator = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+    for axis in ("tp", "cp", "dp", "pp"):
+        for group in generator.get_ranks(axis):
+            assert [found[rank][axis] for rank in group] == list(range(len(group)))
+
+
+def test_names_are_whole_where_there_is_room() -> None:
+    name = "model.language_model.layers.0.feed_forward.experts.gate_up_proj.lora_embedding.weight"
+    row = drawn(tensor(name, (4,), [FlatRange(0, 4)])).rows[0]
+    assert row.name == name and "…" not in draw(
+        picture.picture(c := checkpoint(tensor(name, (4,), [FlatRange(0, 4)])), {}), c
+    )
+
+
+def test_columns_of_many_ranks_are_as_high_as_they_have_bytes() -> None:
+    regions = [FlatRange(r, r + 1) for r in range(19)] + [FlatRange(19, 39)]
+    found = checkpoint(tensor("w", (39,), regions))
+    root = ET.fromstring(draw(picture.picture(found, {}), found))
+    columns = [rect for rect in root.findall(f"{SVG}rect") if rect.get("class") == "k"]
+    heights = [float(rect.get("height", 0)) for rect in columns]
+    assert len(heights) == 20 and heights[-1] == pytest.approx(20 * heights[0])
+
+
 def test_colours_can_be_told_apart() -> None:
     places = [oklab(colour) for colour in COLOURS]
     assert len(set(COLOURS)) == 64
@@ -523,17 +691,18 @@ def test_the_padding_of_a_megatron_vocabulary(fixtures: Path, tmp_path: Path) ->
     assert "padding: 6 elements" in row.notes
 
 
-def test_the_example_in_the_docs_is_drawn_as_today() -> None:
-    """A run of Megatron on four ranks, TP 2 and PP 2; drawn again whenever what is around the bars changes."""
-    example = (REPOSITORY / "docs" / "picture.svg").read_text()
-    found = checkpoint(tensor("w", (4,), [FlatRange(0, 4)]))
-    style = f"{SVG}style"
-    assert ET.fromstring(example).findtext(style) == ET.fromstring(draw(picture.picture(found, {}), found)).findtext(
-        style
-    )
-    row = parsed(example).row("decoder.layers.{2-3}.mlp.linear_fc1.weight")
+def test_the_example_in_the_docs_is_drawn_as_today(fixtures: Path, tmp_path: Path) -> None:
+    """The commands of docs/picture.md, on what torchtitan wrote."""
+    source, run, out = fixtures / "torchtitan-llama3", tmp_path / "llama-tp2pp2", tmp_path / "out.svg"
+    config = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layout = ("--tp", "2", "--pp", "2", "--make-vocab-size-divisible-by", "13")
+    made = run_ckpt("convert", "auto", "megatron", source, "--config", tmp_path / "config.json", *layout, "-o", run)
+    assert (made.code, run_ckpt("inspect", run, "--picture", out).code) == (0, 0), made.err
+    agrees(REPOSITORY / "docs" / "picture.svg", out.read_text())
+    row = parsed(out.read_text()).row("decoder.layers.1.mlp.linear_fc1.weight")
     assert [fill for fill, _ in sorted(row.patches, key=lambda patch: patch[1])] == [COLOURS[2], COLOURS[3]] * 2
-    assert len(example) < 30_000
+    assert out.stat().st_size < 30_000
 
 
 def test_the_same_bytes_every_time(fixtures: Path, tmp_path: Path) -> None:
