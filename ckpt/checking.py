@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt import api, registry
 from ckpt.errors import CkptError, CorruptError, NotFoundError, printable
-from ckpt.move.files import translate_os_errors
+from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import (
@@ -218,10 +218,9 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _tagged(path: Path, tag: str, format: str) -> Path:
-    place = path / tag
-    if not place.is_dir():
+    if not (path / tag).is_dir():
         api.open(path, format, tag=tag)  # raises what says which there are
-    return place
+    return confined(path, tag)
 
 
 def _recorded(path: Path) -> dict[str, str]:

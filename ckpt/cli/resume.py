@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.errors import printable
 from ckpt.plan.options import MAX_SIZE
@@ -16,7 +17,11 @@ def resume(
     *,
     path: opt.PathArgument,
     format: Annotated[
-        str | None, typer.Option(help="The format that is loaded. [default: accelerate's setting, or the source's]")
+        str | None,
+        typer.Option(
+            help="The format that is loaded. [default: accelerate's setting, or the source's]",
+            autocompletion=complete.targets,
+        ),
     ] = None,
     world_size: Annotated[
         int | None,

@@ -128,11 +128,11 @@ def _draw_parts(canvas: Canvas, rows: Sequence[Row], *, by_part: bool) -> None:
         x = canvas.bar
         for part, nbytes in sizes.most_common():
             text = f"{part} {show_size(nbytes)}"
+            if x + 20 + len(text) * SANS > canvas.width - MARGIN:
+                x, canvas.y = canvas.bar, canvas.y + 19
             canvas.rect(x, canvas.y + 1, 14, 12, _COLOURS[part], "")
             canvas.say(x + 20, canvas.y + 12, text, "g")
             x += len(text) * SANS + 40
-            if x + 150 > canvas.width:
-                x, canvas.y = canvas.bar, canvas.y + 19
         canvas.y += 24
 
 

@@ -222,6 +222,8 @@ def test_staging_folders_and_json(fixtures: Path, tmp_path: Path) -> None:
         {"kind": "incomplete", "where": "tmp-checkpoint-3", "what": "it was being written: it never got its name"}
     ]
     assert json.loads(run_ckpt("check", run, "--tag", "checkpoint-1", "--json").out)["whole"] is True
+    assert run_ckpt("check", run, "--tag", "..").code == 5
+    assert run_ckpt("check", run, "--tag", "checkpoint-9").code == 3
 
 
 def test_one_file_of_several_is_whole_by_itself(sharded: Path) -> None:
