@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import registry
 from ckpt.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError, UsageError
+from ckpt.move import standins
 from ckpt.move.files import check_destination, is_filled, translate_os_errors
 from ckpt.move.lazy import OpenCheckpoint
 from ckpt.plan.checkpoint import (
@@ -34,7 +35,8 @@ from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.precision import computing_dtype
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import RECORDS, enclosing_folders, step_folders, trainer_steps
-from ckpt.text import HUB_ID, did_you_mean
+from ckpt.stores import places
+from ckpt.text import HUB_ID, did_you_mean, scheme_of
 
 if TYPE_CHECKING:
     from ckpt.move.views import Views
@@ -61,11 +63,12 @@ def open(
 ) -> OpenCheckpoint:
     """Describe the checkpoint at `path`, which may be a checkpoint or a run folder; no tensor data is read.
 
+    `path` may be a URL (`s3://bucket/run`, `hf://org/name`), of which only the bytes that are needed are fetched.
     `format` is a name from the registry or `auto`; `tag` names a step folder; `config` is a folder, a config.json or a
     Hub id; `replica` is the rank whose copy of replicated tensors is taken.  How the checkpoint was found is in its
     `notes`.  Raises the errors of `ckpt.errors`.
     """
-    path = Path(path)
+    path = places.local(path)
     if tag == "":
         raise UsageError("the tag is empty", expected="the name of a folder")
     with translate_os_errors(path):
@@ -435,21 +438,26 @@ class Conversion:
         """
         from ckpt.move.run import execute
 
-        self.check_destination(Path(destination))
+        place = Path(destination) if scheme_of(destination) is None else standins.place(str(destination))
+        self.check_destination(place)
+        what: dict[str, Any] = {
+            "progress": progress,
+            "hashing": manifest,
+            "check": partial(self._check_source, check),
+            "describe": partial(self._described, describe, manifest),
+        }
+        if standins.is_standin(str(place)):
+            from ckpt.stores.upload import upload
+
+            if overwrite or resume:
+                asked = "--overwrite" if overwrite else "--resume"
+                raise UsageError(f"{asked} is for local folders, and not for a store", path=place)
+            upload(self.plan, self.views, place, **what)
+            return 0
         if overwrite:
-            _check_replaceable(Path(destination))
+            _check_replaceable(place)
         try:
-            return execute(
-                self.plan,
-                Path(destination),
-                overwrite=overwrite,
-                resume=resume,
-                resources=self.resources,
-                progress=progress,
-                hashing=manifest,
-                check=partial(self._check_source, check),
-                describe=partial(self._described, describe, manifest),
-            )
+            return execute(self.plan, place, overwrite=overwrite, resume=resume, resources=self.resources, **what)
         except (CorruptError, NotFoundError):
             for file in self.plan.checkpoint.files:
                 file.check_unchanged()  # a file that was replaced meanwhile explains whatever else went wrong

@@ -19,6 +19,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+#: Beginnings of paths that are shown as others: those of files that stand for what is in a store, as its URL.
+SHOWN: dict[str, str] = {}
+
 
 class CkptError(Exception):
     """What went wrong, where, what was expected and found, and what to do about it.
@@ -120,6 +123,14 @@ def printable(text: str, limit: int = 400) -> str:
     Names come from files that somebody else wrote: they must not move the cursor, colour the terminal
     or fill the screen.
     """
+    text = shown(text)
     if len(text) > limit:
         text = f"{text[:limit]}... ({len(text)} characters)"
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown(text: str) -> str:
+    """`text` with URLs for the files that stand for what is in a store."""
+    for path, url in SHOWN.items():
+        text = text.replace(path, url)
+    return text

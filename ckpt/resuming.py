@@ -21,6 +21,7 @@ from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.steps import ANY_STEP, LATEST, TRACKER, TRAINER_STATE, recorded_step
+from ckpt.text import scheme_of
 
 #: In each converted folder, what it was made of.
 RECORD = "ckpt-resume.json"
@@ -69,6 +70,9 @@ def resume(
     Raises what `ckpt.open` and `ckpt.plan` do, StorageError where processes do not see the same files, and UsageError
     where several processes were started and torch.distributed is not initialized.
     """
+    if scheme_of(path) is not None:
+        hint = "ckpt.open, ckpt.StorageReader and `ckpt convert` read from a store"
+        raise UsageError("a run that goes on lies in a local folder", path=path, hint=hint)
     path = Path(path)
     now = caller()
     with the_callers() as group:

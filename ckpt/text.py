@@ -24,7 +24,16 @@ _MAX_NODES = 200  # values shown of one entry
 #: A repository of the Hub.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
+#: A URL, also as what `Path` makes of one.
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/")
+
 JSON = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+
+def scheme_of(where: object) -> str | None:
+    """`s3` of `s3://bucket/run`, and of the `s3:/bucket/run` that `Path` makes of it; None where this is no URL."""
+    found = _URL.match(str(where))
+    return found[1] if found else None
 
 
 def one_line(text: str, limit: int = 400) -> str:

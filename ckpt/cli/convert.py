@@ -15,7 +15,7 @@ from ckpt import registry
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import carry_out, say_source
-from ckpt.errors import UsageError, printable
+from ckpt.errors import UsageError, printable, shown
 from ckpt.plan.options import MAX_SIZE
 from ckpt.sizes import parse_size
 
@@ -110,7 +110,7 @@ def convert(
         resume=resume,
     )
     if report is not None:
-        print(json.dumps(report, indent=2) if as_json else printable(str(destination)))
+        print(shown(json.dumps(report, indent=2)) if as_json else printable(str(destination)))
 
 
 def _meant(
@@ -150,7 +150,11 @@ def is_interactive() -> bool:
 
 
 def default_output(path: Path, target: str) -> Path:
-    """`./outputs` becomes `./outputs-hf`, beside it.  UsageError where `path` has no name."""
+    """`./outputs` becomes `./outputs-hf`, beside it, and what is at a URL comes here.  UsageError without a name."""
+    from ckpt.move import standins
+
+    if standins.url_of(path) is not None:
+        return Path(f"{path.name.partition('@')[0]}-{target}")
     absolute = path.absolute()
     if not absolute.name:
         raise UsageError("there is no name to derive an output folder from", path=path, hint="give one with -o")

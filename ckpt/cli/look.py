@@ -16,7 +16,7 @@ from ckpt import registry
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import print_table, say_notes, terminal_width
-from ckpt.errors import CorruptError, UsageError, printable
+from ckpt.errors import CorruptError, UsageError, printable, shown
 from ckpt.sizes import parse_size
 from ckpt.text import did_you_mean
 
@@ -104,10 +104,10 @@ def inspect(
         found = inspection.describe(checkpoint, tensors=tensors, everything=everything)
         parts = {"parts": [parts_of(one) for one in wanted]} if tensor else {}
         steps = {"checkpoints": [one.to_json() for one in run]} if run else {}
-        print(json.dumps(found | parts | steps, indent=2))
+        print(shown(json.dumps(found | parts | steps, indent=2)))
     else:
         for line in inspection.lines(checkpoint, everything=everything, width=terminal_width()):
-            print(line)
+            print(shown(line))
         if run:
             print()
             print_table(CHECKPOINTS, [one.row() for one in run], right=("step", "size"))
@@ -116,7 +116,7 @@ def inspect(
             print_table(inspection.HEADS, inspection.rows(checkpoint), right=inspection.RIGHT)
         for one in wanted:
             print()
-            print("\n".join(part_lines(one, checkpoint.path)))
+            print(shown("\n".join(part_lines(one, checkpoint.path))))
     if damaged is not None:
         sys.stdout.flush()
         raise damaged

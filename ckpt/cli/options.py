@@ -22,6 +22,7 @@ from ckpt.cli.text import coloured
 from ckpt.errors import CkptError, SeveralRunsError, UsageError
 from ckpt.plan.options import Option, options_of
 from ckpt.streams import code_of
+from ckpt.text import scheme_of
 
 DIFFERENT = 1
 
@@ -122,6 +123,29 @@ QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors o
 VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Print every tensor or file.")]
 
 
+#: Arguments that may be URLs, by the function of the command.
+_TAKES_URLS = {"convert": ("path", "output"), "inspect": ("path",), "hash_": ("path",), "verify": ("a", "b")}
+#: Those that are no places, whatever they look like.
+_TEXTS = ("commit_message", "tensor")
+
+
+def _with_urls(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """`arguments` with a place for what is at each URL.  UsageError where none is taken: it would be a local path."""
+    for name, value in arguments.items():
+        if name in _TEXTS:
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, (str, Path)) and (scheme := scheme_of(one)) is not None:
+                url = f"{scheme}://" + str(one).partition(":")[2].lstrip("/")
+                if name not in _TAKES_URLS.get(command, ()):
+                    said = f"`ckpt {command.strip('_').replace('_', '-')}` takes no URL here"
+                    raise UsageError(said, found=url, hint="give a local path, or copy it there first")
+                from ckpt.move import standins
+
+                arguments = {**arguments, name: standins.place(url)}
+    return arguments
+
+
 def guarded(function: Function) -> Function:
     """Turn our errors into one message on stderr and their exit code; a user's mistake gets no traceback."""
 
@@ -131,7 +155,7 @@ def guarded(function: Function) -> Function:
 
         try:
             with translate_os_errors():
-                result = function(*args, **kwargs)
+                result = function(*args, **_with_urls(function.__name__, kwargs))
                 sys.stdout.flush()
                 return result
         except CkptError as error:

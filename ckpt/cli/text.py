@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ckpt.errors import printable
+from ckpt.errors import printable, shown
 from ckpt.sizes import show_size
 from ckpt.text import aligned
 
@@ -71,7 +71,7 @@ def carry_out(
     conversion.check_destination(destination)
     report = plan_report(conversion, destination)
     if dry_run:
-        print(json.dumps(report, indent=2) if as_json else "\n".join(plan_lines(report, verbose)))
+        print(shown(json.dumps(report, indent=2)) if as_json else "\n".join(plan_lines(report, verbose)))
         return None
     if not resume and not quiet and is_filled(staging_folder(destination)):
         say_notes([f"{staging_folder(destination)}, which a run left that was killed, is not used"])

@@ -13,7 +13,7 @@ from ckpt import registry
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import progress_bar, say_source
-from ckpt.errors import UsageError, printable
+from ckpt.errors import UsageError, printable, shown
 
 
 def verify(
@@ -41,10 +41,13 @@ def verify(
 ) -> None:
     """Compare two checkpoints bit by bit, or a folder with its manifest. Exit code 0: equal, 1: different."""
     from ckpt import api
+    from ckpt.move.standins import is_standin
 
     if loads:
         if b is not None:
             raise UsageError("--loads takes one folder", found=f"{a} and {b}")
+        if is_standin(str(a)):
+            raise UsageError("transformers itself loads local folders only", path=a, hint="convert it to one first")
         _verify_loads(a, as_json, quiet)
         return
     if b is None:
@@ -68,8 +71,10 @@ def _verify_loads(path: Path, as_json: bool, quiet: bool) -> None:
 
 
 def _verify_manifest(path: Path, as_json: bool, quiet: bool) -> None:
+    from ckpt.stores.places import local
     from ckpt.verify import manifest
 
+    path = local(path)
     with progress_bar(manifest.expected_bytes(path), quiet) as progress:
         checked = manifest.check(path, registry.all_formats(), progress)
     _conclude(checked.to_json, checked.lines, 0 if checked.good else opt.DIFFERENT, as_json, quiet)
@@ -80,7 +85,7 @@ def _conclude(
 ) -> None:
     """Print a report, and exit with its `code`."""
     if as_json:
-        print(json.dumps(to_json(), indent=2))
+        print(shown(json.dumps(to_json(), indent=2)))
     elif not quiet:
         print("\n".join(lines()))
     if code:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ckpt.errors import CorruptError, LossError, NotFoundError, StorageError
-from ckpt.move.source import open_file
+from ckpt.move.source import open_file, read_up_to
 from ckpt.plan.dtypes import BY_TAG, DType
 from ckpt.plan.tensors import Shape
 
@@ -86,10 +86,13 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """The header of a safetensors file.  Raises CorruptError where a rule of the format is broken."""
     name = os.fspath(path)
     try:
-        with open(open_file(name), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = _header_length(file.read(8), size, name)
-            header = file.read(length)
+        descriptor = open_file(name)
+        try:
+            size = os.fstat(descriptor).st_size
+            length = _header_length(read_up_to(descriptor, 0, 8), size, name)
+            header = read_up_to(descriptor, 8, length)
+        finally:
+            os.close(descriptor)
     except FileNotFoundError as error:
         raise NotFoundError("no such file", path=name) from error
     except OSError as error:

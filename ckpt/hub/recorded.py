@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckpt.errors import UsageError
 from ckpt.hub.card import CARD
-from ckpt.move.files import translate_os_errors
+from ckpt.move.source import read_file
 from ckpt.run_folder.precision import TRAINING_ARGS, read_training_args
 from ckpt.run_folder.steps import enclosing_folders, trainer_steps
 from ckpt.text import HUB_ID
@@ -51,8 +51,7 @@ def recorded_repo(folders: Sequence[Path], suffix: str = "") -> str:
 
 
 def _in_card(path: Path) -> str | None:
-    with translate_os_errors(path), path.open("rb") as file:
-        found = _IN_CARD.search(file.read(_MAX_CARD))
+    found = _IN_CARD.search(read_file(path, _MAX_CARD))
     return found[1].decode("ascii", "replace") if found and found[1] not in (b"null", b"~") else None
 
 

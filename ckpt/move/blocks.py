@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.errors import CorruptError, NotFoundError
+from ckpt.move import standins
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.reading import in_shape, read_bits, strided
@@ -102,7 +103,8 @@ class SpanBatch:
                     source, at = _descriptor(sources, path), int(spans.source[start])
                     with contextlib.suppress(OSError):  # while others have their turn to write; only advice
                         os.posix_fadvise(source, at, size, os.POSIX_FADV_WILLNEED)
-                    with output.writing:
+                    # what is fetched from a store is fetched side by side, and not while the others wait to write
+                    with contextlib.nullcontext() if standins.is_standin(path) else output.writing:
                         _copy_span(source, path, at, output.descriptor, int(spans.target[start]), size, buffer_size)
                     yield size
                 else:

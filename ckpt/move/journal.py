@@ -16,7 +16,8 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from ckpt.errors import CorruptError, UsageError
+from ckpt.errors import CorruptError, UsageError, shown
+from ckpt.move import standins
 from ckpt.move.filehash import CHUNK, Hasher, Piece
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.parts import Pieces
@@ -32,7 +33,14 @@ Digests = dict[str, dict[Piece, str]]
 
 def header(plan: Plan) -> dict[str, Any]:
     """What must be equal for a conversion to go on where another stopped: the source's files, and the plan."""
-    return {"plan": _digest(plan), "sources": [list(astuple(file)) for file in plan.checkpoint.files]}
+    return {"plan": _digest(plan), "sources": [_facts(file) for file in plan.checkpoint.files]}
+
+
+def _facts(file: SourceFile) -> list[Any]:
+    """All of a file; what stands for an object is made anew by each process, and its time tells which version it is."""
+    if standins.is_standin(file.path):
+        file = SourceFile(shown(file.path), file.size, file.mtime_ns, 0)
+    return list(astuple(file))
 
 
 def _digest(plan: Plan) -> str:
@@ -41,7 +49,7 @@ def _digest(plan: Plan) -> str:
     keys: dict[Key, None] = {}
 
     def add(*values: object) -> None:
-        hasher.update(repr(values).encode("utf-8", "surrogatepass"))
+        hasher.update(shown(repr(values)).encode("utf-8", "surrogatepass"))
 
     add(plan.checkpoint.config)
     for file in plan.target.files:

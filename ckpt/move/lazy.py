@@ -7,7 +7,7 @@ from functools import cached_property
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import UsageError
+from ckpt.errors import UsageError, shown
 from ckpt.plan.checkpoint import BUFFER, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Tensor
 
@@ -127,7 +127,7 @@ class OpenCheckpoint(Checkpoint):
         facts += [f"{self.world_size} ranks"] if self.world_size else []
         facts += [f"step {self.state.step}"] if self.state.step is not None else []
         states = f", with {', '.join(self.optimizer_states)}" if self.optimizer_states else ""
-        return f"<{self.path}: {', '.join(facts)}; {len(self)} tensors{states}>"
+        return f"<{shown(self.path)}: {', '.join(facts)}; {len(self)} tensors{states}>"
 
 
 def _box(index: tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int, ...]]:

@@ -7,6 +7,7 @@ import os
 import stat
 
 from ckpt.errors import CorruptError, NotFoundError, StorageError
+from ckpt.move import standins
 from ckpt.plan.tensors import ZEROS
 
 #: errno values of names that no file has: longer than the filesystem takes, or a link to itself.
@@ -20,7 +21,8 @@ def open_file(path: str) -> int:
     """
     try:
         # Without O_NONBLOCK a named pipe would be waited for.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        flags = os.O_PATH if standins.is_standin(path) else os.O_RDONLY | os.O_NONBLOCK
+        fd = os.open(path, flags | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError("there is no such file", path=path) from None
     except ValueError:
@@ -48,8 +50,11 @@ def read_file(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
 def read_into(fd: int, offset: int, *buffers: memoryview) -> int:
     """Fill `buffers` of bytes one after the other from `offset` on; fewer than 1,024 of them, as the kernel has it.
 
-    Returns the number of bytes that there were: less where the file ends before.  Raises OSError.
+    Returns the number of bytes that there were: less where the file ends before.  Raises OSError, and for what is in
+    a store StorageError, and CorruptError where it was replaced since it was found.
     """
+    if (remote := standins.behind(fd)) is not None:
+        return remote.read_into(offset, *buffers)
     done = 0
     while buffers and (count := os.preadv(fd, buffers, offset + done)):  # less than was asked for on a signal, say
         done += count

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from ckpt.move import standins
+
 _Job = TypeVar("_Job")
 
 
@@ -33,7 +35,8 @@ def in_threads(work: Callable[[Iterator[_Job]], None], jobs: Iterable[_Job], wor
             stop.set()
             raise
 
-    num_threads = workers or max(1, min(8, os.cpu_count() or 1))
+    # what is in a store is waited for, and the more is asked for at a time the sooner it is there
+    num_threads = workers or max(1, min(8, 8 if standins.in_use() else os.cpu_count() or 1))
     with ThreadPoolExecutor(num_threads) as pool:
         try:
             for done in [pool.submit(run) for _ in range(num_threads)]:

@@ -77,6 +77,7 @@ class HubServer:
         self.corrupt: str | None = None
         self.ignored: str | None = None
         self.status: dict[str, int] = {}
+        self.sent: Counter[str] = Counter()  # bytes of downloads, by the file's path
         self.xorbs: dict[str, list[bytes]] = {}
         self.lock = threading.Lock()
         server = self
@@ -310,7 +311,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _tree(self, body: bytes, repo_id: str, revision: str) -> None:
         entries = []
-        for path, file in self.hub.repos[repo_id].branches[revision].items():
+        for path, file in self._tree_of(repo_id, revision).items():
             entry: dict[str, Any] = {"type": "file", "path": path, "size": len(file.content), "oid": file.oid}
             if file.is_large:
                 entry["oid"] = hashlib.sha1(file.oid.encode()).hexdigest()  # of the pointer
@@ -323,18 +324,30 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(entries[start : start + 3], headers=headers)
 
     def _resolve(self, body: bytes, repo_id: str, revision: str, path: str) -> None:
-        """Download of a small file, or with HEAD what is known of it."""
-        file = self.hub.repos[repo_id].branches[revision][path]
-        self.send_response(200)
+        """Download of a file or of a range of it, or with HEAD what is known of it."""
+        file = self._tree_of(repo_id, revision)[path]
+        content, status, headers = file.content, 200, {}
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
+            first, last = int(asked[1]), min(int(asked[2]), len(content) - 1)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+            content, status = content[first : last + 1], 206
+        self.hub.sent[path] += len(content)
+        self.send_response(status)
         for name, value in {
             "ETag": f'"{file.oid}"',
             "X-Repo-Commit": self.hub.repos[repo_id].commit,
-            "Content-Length": len(file.content),
+            "Content-Length": len(content),
+            **headers,
         }.items():
             self.send_header(name, str(value))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(file.content)
+            self.wfile.write(content)
+
+    def _tree_of(self, repo_id: str, revision: str) -> dict[str, File]:
+        """The tree of a branch; a commit is the newest one of the first branch, or there is none of its name."""
+        repo = self.hub.repos[repo_id]
+        return repo.branches["main" if revision == repo.commit else revision]
 
     def _info(self, body: bytes, repo_id: str) -> None:
         self._answer(
@@ -355,7 +368,7 @@ _ROUTES = {
     rf"POST /api/models/{_REPO}/preupload/([^/]+)": _Handler._modes,
     rf"POST /api/models/{_REPO}/commit/([^/]+)": _Handler._commit,
     rf"GET /api/models/{_REPO}/tree/([^/]+)": _Handler._tree,
-    rf"(?:GET|HEAD) /{_REPO}/resolve/([^/]+)/([^/]+)": _Handler._resolve,
+    rf"(?:GET|HEAD) /{_REPO}/resolve/([^/]+)/(.+)": _Handler._resolve,
     rf"GET /api/models/{_REPO}(?:/revision/[^/]+)?": _Handler._info,
     rf"GET /api/models/{_REPO}/xet-write-token/([^/]+)": _Handler._xet_token,
     rf"POST /api/models/{_REPO}/discussions": _Handler._open_pull_request,

@@ -1,0 +1,161 @@
+"""Ranges of an object in a store: large ones are fetched as they are asked for, small ones in pages that are kept.
+
+What is read on and on is fetched ahead, in the background, in windows that grow as long as it goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from itertools import pairwise
+
+_PAGE = 256 << 10  # bytes that are fetched at least
+_PAGES = 16  # of a window at most
+_DIRECT = 2 << 20  # bytes from which on a range is fetched as it is, and not kept
+_PART = 8 << 20  # bytes of one request at most
+_KEPT = 128 << 20  # bytes of pages that are kept, of all objects together
+_NUM_FETCHERS = 16  # threads that fetch ahead, and parts of a range side by side
+
+#: Fetches the bytes from one offset to another, all of them.
+Fetch = Callable[[int, int], memoryview]
+
+
+class Ranges:
+    """An object of `size` bytes, for several threads; `fetch` raises what is the matter, and is not asked again.
+
+    It does not read ahead where `fetch` itself reads from other objects, for which threads have to be left.
+    """
+
+    def __init__(self, size: int, fetch: Fetch, *, reads_ahead: bool = True) -> None:
+        self.size = size
+        self._reads_ahead = reads_ahead
+        self._fetch = fetch
+        self._num_pages = -(-size // _PAGE)
+
+    def read_into(self, offset: int, *buffers: memoryview) -> int:
+        """Fill `buffers` one after the other from `offset` on; returns the number of bytes that there were."""
+        stop = min(self.size, offset + sum(map(len, buffers)))
+        done = offset
+        while done < stop:
+            for part in self._parts(done, stop):
+                buffers = _scatter(part, buffers)
+                done += len(part)
+        return max(0, done - offset)
+
+    def _parts(self, start: int, stop: int) -> list[memoryview]:
+        """The bytes from `start` to `stop`, or the first of them."""
+        if stop - start >= _DIRECT:
+            cuts = [*range(start, stop, _PART), stop]
+            ahead = [_pool(os.getpid()).submit(self._fetch, *cut) for cut in pairwise(cuts[1:])]
+            return [self._fetch(cuts[0], cuts[1]), *(one.result() for one in ahead)]
+        page = start // _PAGE
+        window = self._window(page, -(-stop // _PAGE))
+        at = window.first * _PAGE
+        return [window.content()[start - at : stop - at]]
+
+    def _window(self, page: int, stop: int) -> _Window:
+        """What has `page`; where nothing has it, it is fetched with those up to `stop`, or more if it is read on."""
+        mine = None
+        with _kept.lock:
+            run = _kept.run(self, page)
+            window = _kept.get(self, page)
+            if window is None:
+                last = min(self._num_pages, max(stop, page + min(_PAGES, 2 * run)), page + max(_PAGES, stop - page))
+                mine = window = self._add(page, last)
+            ahead = None
+            is_read_on = self._reads_ahead and run >= _PAGES // 2 and window.stop < self._num_pages
+            if is_read_on and _kept.get(self, window.stop) is None:
+                ahead = self._add(window.stop, min(self._num_pages, window.stop + _PAGES))
+        if ahead is not None:
+            _pool(os.getpid()).submit(self._fill, ahead)
+        if mine is not None:
+            self._fill(mine)
+        return window
+
+    def _add(self, first: int, stop: int) -> _Window:
+        stop = next((page for page in range(first + 1, stop) if _kept.get(self, page) is not None), stop)
+        window = _Window(first, stop)
+        _kept.add(self, window)
+        return window
+
+    def _fill(self, window: _Window) -> None:
+        try:
+            data = self._fetch(window.first * _PAGE, min(self.size, window.stop * _PAGE))
+        except BaseException as error:
+            with _kept.lock:
+                _kept.drop(self, window)
+            window.fetched.set_exception(error)
+        else:
+            window.fetched.set_result(data)
+
+
+class _Window:
+    """Pages that are fetched together."""
+
+    def __init__(self, first: int, stop: int) -> None:
+        self.first, self.stop = first, stop
+        self.fetched: Future[memoryview] = Future()
+
+    def content(self) -> memoryview:
+        return self.fetched.result()
+
+
+class _Kept:
+    """The pages that are kept, the least recently used dropped first.  `lock` is to be held."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._windows: OrderedDict[tuple[Ranges, int], _Window] = OrderedDict()
+
+    def get(self, of: Ranges, page: int) -> _Window | None:
+        window = self._windows.get((of, page))
+        if window is not None:
+            self._windows.move_to_end((of, page))
+        return window
+
+    def run(self, of: Ranges, page: int) -> int:
+        """How many pages before this one are there without a gap, as far as that matters."""
+        return next((n for n in range(_PAGES) if (of, page - n - 1) not in self._windows), _PAGES)
+
+    def add(self, of: Ranges, window: _Window) -> None:
+        self._windows.update(((of, page), window) for page in range(window.first, window.stop))
+        while len(self._windows) * _PAGE > _KEPT:
+            self._windows.popitem(last=False)
+
+    def clear(self) -> None:
+        self._windows.clear()
+
+    def drop(self, of: Ranges, window: _Window) -> None:
+        for page in range(window.first, window.stop):
+            if self._windows.get((of, page)) is window:
+                del self._windows[of, page]
+
+
+_kept = _Kept()
+
+
+def forget() -> None:
+    """Keep no page: what is read again is fetched again."""
+    with _kept.lock:
+        _kept.clear()
+
+
+@lru_cache(1)
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Threads of this process, and not of the one that it was forked from."""
+    return ThreadPoolExecutor(_NUM_FETCHERS, "ckpt-fetch")
+
+
+def _scatter(data: memoryview, buffers: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
+    """Fill `buffers` with `data`; what is left of them."""
+    while data and buffers:
+        first, *rest = buffers
+        count = min(len(first), len(data))
+        first[:count] = data[:count]
+        data = data[count:]
+        buffers = (first[count:], *rest) if count < len(first) else tuple(rest)
+    return buffers

@@ -1,0 +1,98 @@
+"""Files that stand for objects in a store: they have the names and the sizes, and the bytes are fetched.
+
+Whatever asks for names, sizes and times sees ordinary files, in a temporary folder that goes with the process.  One
+that is opened by `ckpt.move.source` is a descriptor from which the kernel lets nobody read (`O_PATH`); what is asked of
+it is fetched.  Opened in any other way it would be a hole of zeros, so that Python is kept from that by an audit hook.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ckpt import errors
+from ckpt.errors import UsageError
+from ckpt.move.ranges import Ranges
+from ckpt.text import scheme_of
+
+#: The folder of all stand-ins, with `/` behind it; empty while there is none.
+_root = ""
+_behind: dict[tuple[int, int], Ranges] = {}  # by the stand-in's device and inode
+
+
+def is_standin(path: str) -> bool:
+    """Whether `path` lies among the stand-ins."""
+    return bool(_root) and path.startswith(_root)
+
+
+def in_use() -> bool:
+    """Whether anything stands for what is in a store."""
+    return bool(_behind)
+
+
+def place(url: str) -> Path:
+    """Where what is at `url` stands, or would: `s3://bucket/run` and `s3:/bucket/run/` at the same place."""
+    scheme = scheme_of(url)
+    parts = url.partition(":")[2].strip("/").split("/")
+    if scheme is None or not parts[0] or not {"", ".", ".."}.isdisjoint(parts) or "\0" in url:
+        raise UsageError("this is no URL of a folder or file in a store", found=url, expected="s3://bucket/folder, say")
+    errors.SHOWN[f"{_folder()}{scheme}/"] = f"{scheme}://"
+    return Path(_folder(), scheme, *parts)
+
+
+def url_of(path: str | os.PathLike[str]) -> str | None:
+    """The URL of what stands at `path`; None for another path."""
+    text = os.fspath(path)
+    if not is_standin(text):
+        return None
+    scheme, _, rest = text.removeprefix(_root).partition("/")
+    return f"{scheme}://{rest}"
+
+
+def create(path: Path, mtime_ns: int, behind: Ranges) -> None:
+    """Let a file stand at `path`, whose parent is there, in place of any other one."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o000)
+    try:
+        os.ftruncate(descriptor, behind.size)
+        os.utime(descriptor, ns=(mtime_ns, mtime_ns))
+        info = os.fstat(descriptor)
+        _behind[info.st_dev, info.st_ino] = behind
+    finally:
+        os.close(descriptor)
+
+
+def behind(descriptor: int) -> Ranges | None:
+    """What an open file stands for; None where it is an ordinary one, even with the inode that a stand-in once had."""
+    if not _behind or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
+        return None
+    info = os.fstat(descriptor)
+    return _behind.get((info.st_dev, info.st_ino))
+
+
+def _folder() -> str:
+    """The folder of all stand-ins, which is made at the first call."""
+    global _root
+    if not _root:
+        _root = os.path.realpath(tempfile.mkdtemp(prefix="ckpt-stores-")) + "/"
+        atexit.register(_remove, _root, os.getpid())
+        sys.addaudithook(_refuse_holes)
+    return _root
+
+
+def _remove(folder: str, process: int) -> None:
+    if os.getpid() == process:  # and not one that was forked
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _refuse_holes(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and isinstance(arguments[0], (str, os.PathLike)):
+        path, _, flags = arguments
+        if is_standin(os.fspath(path)) and not flags & (os.O_PATH | os.O_CREAT | os.O_DIRECTORY):
+            raise RuntimeError(f"{url_of(path)} was to be opened as if it were a local file")

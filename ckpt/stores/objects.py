@@ -1,0 +1,368 @@
+"""What is asked of a store, and the libraries that do it: obstore for S3, Google and Azure, fsspec for all others.
+
+Credentials are those of each store's own tools: what boto3 finds (environment, profiles, SSO, instance) for S3, what
+the environment and the default places of Google's and Azure's tools hold, `HF_TOKEN` or `hf auth login` for the Hub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+from urllib.parse import unquote
+
+from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
+
+_OBSTORE = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_HUB = "hf"
+_UPLOADING = 32 << 20  # bytes of one object that are on their way at a time
+_TRIES = 5  # of a read whose answer breaks off
+_FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0  # seconds between them
+#: obstore's own tries, of whatever fails before there is an answer.
+_RETRIES = {
+    "max_retries": 8,
+    "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2},
+    "retry_timeout": timedelta(seconds=120),
+}
+_TIMEOUT = {"connect_timeout": timedelta(seconds=15), "read_timeout": timedelta(seconds=60), "timeout": "600s"}
+
+
+class Entry(NamedTuple):
+    """An object: its key, its size in bytes, when it was last modified (ns), and what tells it from others there."""
+
+    key: str
+    size: int
+    modified_ns: int
+    identity: str | None
+
+
+class Store(Protocol):
+    """What holds objects under keys, parts of which `/` separates; the key "" is of the folder of all."""
+
+    def below(self, key: str) -> Iterator[Entry]:
+        """All objects in the folder `key`."""
+        ...
+
+    def directly_in(self, key: str) -> Iterator[Entry]:
+        """The objects in the folder `key` itself."""
+        ...
+
+    def read(self, entry: Entry, start: int, stop: int) -> memoryview:
+        """Its bytes from `start` to `stop`; CorruptError where it is not the one that was listed any more."""
+        ...
+
+
+@runtime_checkable
+class WritableStore(Store, Protocol):
+    """A store that takes objects as a whole or not at all."""
+
+    def put(self, key: str, chunks: Iterator[memoryview], size: int, part: int) -> None:
+        """Send an object of `size` bytes in parts of `part` bytes; the error of `chunks` where it has one."""
+        ...
+
+    def remove(self, key: str) -> None:
+        """Remove an object, if it is there."""
+        ...
+
+
+@lru_cache
+def store(scheme: str, root: str) -> Store:
+    """The store of URLs that begin with `scheme://root`.  Raises UsageError, NotFoundError for a missing package."""
+    if scheme in _OBSTORE:
+        return _Obstore(scheme, root)
+    return _Hub(root) if scheme == _HUB else _Fsspec(scheme, root)
+
+
+def split(url: str) -> tuple[str, str, str]:
+    """The scheme of a URL, what names its store (a bucket, a host, a repository), and the key in that.  UsageError."""
+    scheme, _, rest = url.partition("://")
+    parts = rest.split("/")
+    count = 2 if scheme == _HUB else 1
+    if len(parts) < count or (scheme == _HUB and parts[0] in ("datasets", "spaces", "buckets")):
+        raise UsageError(
+            "the URL names no repository of a model", found=url, expected="hf://org/name or hf://org/name/folder"
+        )
+    return scheme, "/".join(parts[:count]), "/".join(parts[count:])
+
+
+def _changed(url: str, expected: object, found: object) -> CorruptError:
+    return CorruptError(
+        "the object was replaced while it was being read",
+        path=url,
+        expected=expected,
+        found=found,
+        hint="is a run still writing there? wait for it, then start again",
+    )
+
+
+# -- S3, Google, Azure ------------------------------------------------------------------------------------------------
+
+
+class _Obstore:
+    def __init__(self, scheme: str, bucket: str) -> None:
+        self._url = f"{scheme}://{bucket}"
+        try:
+            import obstore
+            import obstore.auth.boto3
+        except ImportError:
+            raise NotFoundError(
+                f"{scheme}:// takes the packages obstore and boto3", hint="pip install 'ckpt-toolkit[remote]'"
+            ) from None
+        self.lib = obstore
+        with self.errors(""):
+            self.client = _client(_OBSTORE[scheme], bucket)
+
+    def below(self, key: str) -> Iterator[Entry]:
+        with self.errors(key, is_listing=True):
+            for chunk in self.lib.list(self.client, key or None, chunk_size=1000):
+                yield from map(_entry, chunk)
+
+    def directly_in(self, key: str) -> Iterator[Entry]:
+        with self.errors(key, is_listing=True):
+            yield from map(_entry, self.lib.list_with_delimiter(self.client, key or None)["objects"])
+
+    def read(self, entry: Entry, start: int, stop: int) -> memoryview:
+        options: Any = {"range": (start, stop), "if_match": entry.identity}
+
+        def get() -> memoryview:
+            answer = self.lib.get(self.client, entry.key, options=options)
+            found = answer.meta["e_tag"]
+            if found != entry.identity:  # of a server that knows no conditions
+                raise _changed(f"{self._url}/{entry.key}", entry.identity, found)
+            try:
+                return memoryview(answer.bytes())
+            except self.lib.exceptions.GenericError as error:
+                raise _BrokenOffError(str(error)) from error
+
+        with self.errors(entry.key):
+            return _insist(get, stop - start, _BrokenOffError)
+
+    def put(self, key: str, chunks: Iterator[memoryview], size: int, part: int) -> None:
+        failure: list[BaseException] = []
+
+        def told() -> Iterator[memoryview]:
+            try:
+                yield from chunks
+            except BaseException as error:  # which the library would tell in words of its own
+                failure.append(error)
+                raise
+
+        at_a_time = max(1, _UPLOADING // part)
+        try:
+            with self.errors(key):
+                if size <= part:
+                    self.lib.put(self.client, key, b"".join(told()), use_multipart=False)
+                else:
+                    self.lib.put(self.client, key, told(), chunk_size=part, max_concurrency=at_a_time)
+        except CkptError:
+            if failure:
+                raise failure[0] from None
+            raise
+
+    def remove(self, key: str) -> None:
+        with self.errors(key):
+            self.lib.delete(self.client, key)
+
+    @contextlib.contextmanager
+    def errors(self, key: str, *, is_listing: bool = False) -> Iterator[None]:
+        """Turn the library's errors into ours."""
+        kinds, url = self.lib.exceptions, f"{self._url}/{key}".rstrip("/")
+        try:
+            yield
+        except (kinds.NotFoundError, FileNotFoundError) as error:
+            if is_listing:
+                raise NotFoundError("there is no such store", path=self._url) from error
+            raise CorruptError("the object has gone while it was being read", path=url) from error
+        except kinds.PreconditionError as error:
+            raise _changed(url, "the object that was listed", "another one") from error
+        except (kinds.BaseError, OSError, ValueError) as error:
+            if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+                raise NotFoundError("there is no such store", path=self._url) from error
+            raise _failed(error, url) from error
+
+
+class _BrokenOffError(OSError):
+    """An answer that ended before its end."""
+
+
+def _client(kind: str, bucket: str) -> Any:
+    """obstore's client of a bucket or container."""
+    from obstore.store import from_url
+
+    options: dict[str, Any] = {"client_options": {**_TIMEOUT, "allow_http": True}, "retry_config": _RETRIES}
+    if kind != "s3":
+        return from_url(f"{kind}://{bucket}", **options)
+    from botocore.configprovider import ConfiguredEndpointProvider
+    from botocore.session import Session
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    session = Session()
+    if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() not in ("1", "true"):
+        if session.get_credentials() is None:
+            hint = "`aws configure`, AWS_PROFILE, or AWS_SKIP_SIGNATURE=true for what is public"
+            raise StorageError("there are no credentials for S3", path=f"s3://{bucket}", hint=hint)
+        options["credential_provider"] = Boto3CredentialProvider(session)
+    options["region"] = os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
+    configured = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3")
+    if (endpoint := configured.provide()) is not None:
+        options["endpoint"] = endpoint
+    return from_url(f"s3://{bucket}", **options)
+
+
+def _entry(found: Any) -> Entry:
+    modified = found["last_modified"]
+    return Entry(found["path"], found["size"], int(modified.timestamp() * 1e9), found["e_tag"])
+
+
+def _insist(get: Callable[[], memoryview], length: int, passing: type[Exception]) -> memoryview:
+    """`length` bytes that `get` returns, asked for again where an error of the kind `passing` strikes."""
+    for tried in range(1, _TRIES + 1):
+        try:
+            data = get()
+            if len(data) == length:
+                return data
+            error: Exception = _BrokenOffError(f"{len(data)} bytes came instead of {length}")
+        except passing as raised:
+            error = raised
+        if tried < _TRIES:
+            time.sleep(min(_LONGEST_WAIT, _FIRST_WAIT * 2**tried) * random.uniform(0.5, 1))
+    raise error
+
+
+def _failed(error: Exception, url: str) -> CkptError:
+    """What the user is told of an error of a library's: its first line, and what may help."""
+    text = " ".join(str(error).split("\n\nDebug source")[0].split())
+    hint = None
+    if any(word in text for word in ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "credential")):
+        hint = "the store does not take these credentials; are they expired? renew them and start again"
+    elif any(word in text for word in ("403", "401", "AccessDenied", "Forbidden", "denied")):
+        hint = "may these credentials read this, and list it?"
+    return StorageError("the store could not be read", path=url, found=text[:300], hint=hint)
+
+
+# -- everything else --------------------------------------------------------------------------------------------------
+
+
+class _Fsspec:
+    """What fsspec knows.  It has no conditional reads, so that an object is looked at again after each."""
+
+    def __init__(self, scheme: str, root: str) -> None:
+        import fsspec
+
+        self._url = f"{scheme}://{root}"
+        if scheme not in fsspec.available_protocols() or scheme in ("file", "local"):
+            hint = "a local path is given as it is" if scheme in ("file", "local") else None
+            raise UsageError("no such kind of store is known", found=f"{scheme}://", hint=hint)
+        try:
+            self.fs = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
+        except ImportError as error:
+            raise NotFoundError(f"{scheme}:// takes another package", found=str(error)) from None
+        self._base = self.fs._strip_protocol(self._url).rstrip("/")
+
+    def below(self, key: str) -> Iterator[Entry]:
+        with self._errors(key):
+            yield from map(self._entry, self.fs.find(self._path(key), detail=True).values())
+
+    def directly_in(self, key: str) -> Iterator[Entry]:
+        with self._errors(key):
+            yield from (
+                self._entry(info) for info in self.fs.ls(self._path(key), detail=True) if info["type"] == "file"
+            )
+
+    def read(self, entry: Entry, start: int, stop: int) -> memoryview:
+        path = self._path(entry.key)
+
+        def get() -> memoryview:
+            return memoryview(self.fs.cat_file(path, start, stop))
+
+        with self._errors(entry.key):
+            data = _insist(get, stop - start, Exception)
+            self._check(entry, path)
+            return data
+
+    def _check(self, entry: Entry, path: str) -> None:
+        now = self._entry(self.fs.info(path))
+        if now[1:] != entry[1:]:
+            raise _changed(f"{self._url}/{entry.key}", entry[1:], now[1:])
+
+    def _path(self, key: str) -> str:
+        return f"{self._base}/{key}"
+
+    def _entry(self, info: Any) -> Entry:
+        names = ("ETag", "etag", "md5", "checksum", "uid", "ino")
+        identity = next((str(info[name]) for name in names if info.get(name)), None)
+        modified = next(
+            (info[name] for name in ("LastModified", "mtime", "last_modified", "created") if name in info), 0
+        )
+        modified = modified.timestamp() if hasattr(modified, "timestamp") else modified
+        if info.get("size") is None:
+            raise StorageError("the store does not say how long an object is", path=info["name"])
+        key = str(info["name"]).removeprefix(self._base).strip("/")
+        return Entry(key, info["size"], int(modified * 1e9) if isinstance(modified, (int, float)) else 0, identity)
+
+    @contextlib.contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        url = f"{self._url}/{key}".rstrip("/")
+        try:
+            yield
+        except CkptError:
+            raise
+        except FileNotFoundError as error:
+            raise NotFoundError("no such object or folder", path=url) from error
+        except Exception as error:  # each kind of store has its own
+            raise _failed(error, url) from error
+
+
+class _Hub:
+    """A model's repository on the Hugging Face Hub: what is read is of one commit, which does not change."""
+
+    def __init__(self, root: str) -> None:
+        self._url = f"{_HUB}://{root}"
+        self._repo, _, self._revision = root.partition("@")
+
+    def below(self, key: str) -> Iterator[Entry]:
+        from huggingface_hub import HfApi
+        from huggingface_hub.hf_api import RepoFile
+
+        api, inside = HfApi(), f"{key}/" if key else ""
+        with self._errors(key):
+            commit = api.repo_info(self._repo, revision=unquote(self._revision) or None).sha
+            for one in api.list_repo_tree(self._repo, recursive=True, revision=commit):
+                if isinstance(one, RepoFile) and one.path.startswith(inside):
+                    yield Entry(one.path, one.size, 0, commit)
+
+    def directly_in(self, key: str) -> Iterator[Entry]:
+        inside = f"{key}/" if key else ""
+        return (one for one in self.below(key) if "/" not in one.key.removeprefix(inside))
+
+    def read(self, entry: Entry, start: int, stop: int) -> memoryview:
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+        def get() -> memoryview:
+            headers = {**build_hf_headers(), "range": f"bytes={start}-{stop - 1}"}
+            answer = http_backoff("GET", hf_hub_url(self._repo, entry.key, revision=entry.identity), headers=headers)
+            hf_raise_for_status(answer)
+            return memoryview(answer.content)
+
+        with self._errors(entry.key):
+            return _insist(get, stop - start, _BrokenOffError)
+
+    @contextlib.contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+        try:
+            yield
+        except CkptError:
+            raise
+        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+            hint = "a private or gated one takes a token: `hf auth login`, or HF_TOKEN"
+            raise NotFoundError("there is no such repository", path=self._url, hint=hint) from error
+        except Exception as error:  # the library's own, those of its HTTP client, and OS errors
+            raise _failed(error, f"{self._url}/{key}".rstrip("/")) from error

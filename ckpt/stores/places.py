@@ -1,0 +1,87 @@
+"""What is at a URL, as files that stand for the objects there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from ckpt.errors import NotFoundError, StorageError, UnsafeError, UsageError
+from ckpt.move import standins
+from ckpt.move.files import translate_os_errors
+from ckpt.move.ranges import Ranges
+from ckpt.stores.objects import Entry, Store, split, store
+from ckpt.text import scheme_of
+
+_MOST = 1_000_000  # objects below one URL
+_ABOVE = 2  # folders above it whose own files are looked at: a step's run, and what that lies in
+
+_there: dict[Path, Entry] = {}  # what stands where
+
+
+def local(where: str | os.PathLike[str]) -> Path:
+    """A local path as it is; for a URL, or for what stands for one, the place where files stand for what is there now.
+
+    Raises UsageError for a URL of an unknown kind, NotFoundError for a package that it takes, StorageError.
+    """
+    text = os.fspath(where)
+    if scheme_of(text) is None and not standins.is_standin(text):
+        return Path(where)
+    path = standins.place(text) if scheme_of(text) is not None else Path(where)
+    url = standins.url_of(path)
+    assert url is not None
+    scheme, root, key = split(url)
+    objects, home = store(scheme, root), standins.place(f"{scheme}://{root}")
+    found = {home / entry.key: entry for entry in islice(_files(objects.below(key)), _MOST + 1)}
+    if len(found) > _MOST:
+        raise UsageError("there is too much below this URL", found=f"more than {_MOST} objects", path=url)
+    looked_at = {path}
+    for _ in range(_ABOVE if key else 0):
+        key = key.rpartition("/")[0]
+        looked_at.add(home / key)
+        with contextlib.suppress(StorageError, NotFoundError):  # what lies above may be nobody's business
+            found |= {home / entry.key: entry for entry in _files(objects.directly_in(key))}
+        if not key:
+            break
+    with translate_os_errors(path):
+        _stand(found, objects)
+        for gone in [
+            one for one in _there if one not in found and (one.is_relative_to(path) or one.parent in looked_at)
+        ]:
+            del _there[gone]
+            gone.unlink(missing_ok=True)
+    return path
+
+
+def _files(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Those that can be files; UnsafeError for a name that leads elsewhere."""
+    for entry in entries:
+        if not {"", ".", ".."}.isdisjoint(entry.key.split("/")) or "\0" in entry.key:
+            if entry.key.endswith("/") and not entry.size:  # what consoles make of a folder
+                continue
+            raise UnsafeError("no file can have the name of this object", found=repr(entry.key))
+        yield entry
+
+
+def _stand(found: Mapping[Path, Entry], objects: Store) -> None:
+    """Let a file stand for each of the objects."""
+    newest: dict[Path, int] = {}
+    for path, entry in found.items():
+        newest[path.parent] = max(newest.get(path.parent, 0), entry.modified_ns)
+    folders = {folder for path in newest for folder in (path, *path.parents)}
+    for folder in newest:
+        folder.mkdir(parents=True, exist_ok=True)
+    for path, entry in found.items():
+        if path in folders and not entry.size:
+            continue
+        if _there.get(path) != entry:
+            # Which version it is, is in the time, so that another one is another file.
+            second, version = entry.modified_ns // 10**9, zlib.crc32(repr(entry).encode()) % 10**9
+            standins.create(path, second * 10**9 + version, Ranges(entry.size, partial(objects.read, entry)))
+            _there[path] = entry
+    for folder, modified_ns in newest.items():
+        os.utime(folder, ns=(modified_ns, modified_ns))

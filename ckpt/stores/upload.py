@@ -1,0 +1,237 @@
+"""A target in a store: its files are sent in parts as they are computed, and what makes a checkpoint of them last.
+
+An object is there when all of its parts are.  What was sent is removed where anything fails.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from xxhash import xxh3_128
+
+from ckpt.errors import CkptError, StorageError, UsageError
+from ckpt.move import standins
+from ckpt.move.filehash import FileDigest, Piece, max_pieces, pieces_of
+from ckpt.move.ranges import Ranges
+from ckpt.move.views import Views
+from ckpt.move.workers import FileDigests, Progress
+from ckpt.plan.checkpoint import TargetFile
+from ckpt.plan.planner import Plan
+from ckpt.stores.objects import WritableStore, split, store
+
+_FILES = 4  # that are sent side by side
+_PART = 8 << 20  # bytes of a part, of which several are on their way at a time
+_COMPUTING = 8  # threads that compute parts
+_AHEAD = 3  # parts of a file that are computed before they are sent
+_MAX_PARTS = 9000  # of an object: S3 takes 10,000
+
+#: What tells a loader that a checkpoint is there, and which: it is sent when all else has arrived.
+_LAST = re.compile(
+    r"config\.json|metadata\.json|.*\.index\.json|\.metadata|latest(_universal|_checkpointed_iteration\.txt)?"
+)
+
+
+def upload(
+    plan: Plan,
+    views: Views,
+    destination: Path,
+    *,
+    progress: Progress | None = None,
+    hashing: bool = False,
+    check: Callable[[], None] = lambda: None,
+    describe: Callable[[Path, FileDigests], Mapping[str, bytes]] = lambda *_: {},
+) -> None:
+    """Send the plan's files to the store where `destination` is the place of a URL; arguments as of `run.execute`.
+
+    Raises UsageError where anything is there already, or where the store is one that is only read, StorageError, and
+    CorruptError for a source that changed meanwhile.  Nothing of it is there then.
+    """
+    url = standins.url_of(destination)
+    assert url is not None
+    scheme, root, folder = split(url)
+    to = store(scheme, root)
+    if not isinstance(to, WritableStore):
+        hint = "convert to a local folder, then `ckpt push`" if scheme == "hf" else "convert to a local folder first"
+        raise UsageError(f"{scheme}:// can be read, and not written", found=url, hint=hint)
+    if there := next(iter(to.below(folder)), None):
+        raise UsageError(
+            "the destination exists",
+            path=destination,
+            found=there.key,
+            hint="give another folder with -o, or remove it",
+        )
+    check()
+    sending = _Sending(to, f"{folder}/" if folder else "", views, progress or (lambda _: None))
+    try:
+        first, last = _in_order(plan.target.files)
+        digests = sending.send(first, hashing)
+        _stand(destination, plan.target.files, views)
+        ends = sending.digests(last) if hashing else {}
+        described = describe(destination, {**digests, **ends})
+        sending.send([TargetFile.of_bytes(name, content) for name, content in described.items()], False, described)
+        sending.check_arrived()
+        for file in last:
+            sending.send([file], False)
+        sending.check_arrived()
+    except BaseException:
+        sending.remove()
+        raise
+    finally:
+        sending.close()
+
+
+def _in_order(files: Sequence[TargetFile]) -> tuple[list[TargetFile], list[TargetFile]]:
+    """Those that hold data, and those that tell of it, which come last."""
+    last = [file for file in files if not file.slots and _LAST.fullmatch(Path(file.name).name)]
+    names = {file.name for file in last}
+    return [file for file in files if file.name not in names], last
+
+
+def _stand(folder: Path, files: Sequence[TargetFile], views: Views) -> None:
+    """Let files stand for those of the target, so that it can be read while it is not there yet."""
+
+    def fetch(name: str, start: int, stop: int) -> memoryview:
+        buffer = memoryview(bytearray(stop - start))
+        views.read_into(name, start, buffer)
+        return buffer
+
+    for file in files:
+        path = folder / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        standins.create(path, 0, Ranges(file.size, partial(fetch, file.name), reads_ahead=False))
+
+
+class _Sending:
+    """Objects that are being sent below a key."""
+
+    def __init__(self, to: WritableStore, below: str, views: Views, progress: Progress) -> None:
+        self._to, self._below, self._views = to, below, views
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._sent: dict[str, int] = {}  # the size of each, by name
+        self._stopping = False
+        self._computing = ThreadPoolExecutor(_COMPUTING)
+
+    def send(
+        self, files: Sequence[TargetFile], hashing: bool, contents: Mapping[str, bytes] | None = None
+    ) -> dict[str, FileDigest]:
+        """Send files, several at a time, and return their digests where `hashing`."""
+        pieces = {file.name: pieces_of(file, max_pieces(len(files))) for file in files}
+        found: dict[str, FileDigest] = {}
+
+        def send(file: TargetFile) -> None:
+            digest = _Digest(pieces[file.name], file.size) if hashing else None
+            part = max(_PART, -(-file.size // _MAX_PARTS))
+            whole = (contents or {}).get(file.name)
+            chunks = self._chunks(file, part, digest) if whole is None else iter([memoryview(whole)])
+            with self._lock:
+                self._sent[file.name] = file.size
+            self._to.put(self._below + file.name, chunks, file.size, part)
+            if digest is not None:
+                found[file.name] = digest.done()
+
+        with ThreadPoolExecutor(_FILES) as pool:
+            sent = [pool.submit(send, file) for file in files]
+            try:
+                for one in sent:
+                    one.result()
+            except BaseException:
+                self._stopping = True
+                pool.shutdown(cancel_futures=True)
+                raise
+        return found
+
+    def digests(self, files: Sequence[TargetFile]) -> dict[str, FileDigest]:
+        """The digests of files that are sent later."""
+        found = {}
+        for file in files:
+            digest = _Digest(pieces_of(file, max_pieces(1)), file.size)
+            for _ in self._chunks(file, _PART, digest, is_counted=False):
+                pass
+            found[file.name] = digest.done()
+        return found
+
+    def _chunks(
+        self, file: TargetFile, size: int, digest: _Digest | None, *, is_counted: bool = True
+    ) -> Iterator[memoryview]:
+        """The bytes of a target file, some of which are computed ahead."""
+        starts = iter(range(0, file.size, size))
+        ahead = deque(self._computing.submit(self._compute, file, start, size) for start in islice(starts, _AHEAD))
+        while ahead:
+            chunk = ahead.popleft().result()
+            if self._stopping:
+                raise StorageError("another file could not be sent", path=file.name)
+            ahead.extend(self._computing.submit(self._compute, file, start, size) for start in islice(starts, 1))
+            if digest is not None:
+                digest.update(chunk)
+            yield chunk
+            if is_counted:
+                with self._lock:
+                    self._progress(len(chunk))
+
+    def _compute(self, file: TargetFile, start: int, size: int) -> memoryview:
+        chunk = memoryview(bytearray(min(size, file.size - start)))
+        self._views.read_into(file.name, start, chunk)
+        return chunk
+
+    def check_arrived(self) -> None:
+        """StorageError unless the store lists everything that was sent, with its size."""
+        there = {entry.key.removeprefix(self._below): entry.size for entry in self._to.below(self._below.rstrip("/"))}
+        wrong = [name for name, size in self._sent.items() if there.get(name) != size]
+        if wrong:
+            name = wrong[0]
+            raise StorageError(
+                "an object did not arrive",
+                path=name,
+                expected=f"{self._sent[name]} bytes",
+                found="none" if name not in there else f"{there[name]} bytes",
+            )
+
+    def close(self) -> None:
+        """End the threads after the part in hand."""
+        self._computing.shutdown(cancel_futures=True)
+
+    def remove(self) -> None:
+        """Remove what was sent, as far as the store lets us."""
+        for name in reversed(self._sent):
+            try:
+                self._to.remove(self._below + name)
+            except CkptError:
+                continue
+
+
+class _Digest:
+    """The digest of a file whose bytes come one after the other."""
+
+    def __init__(self, pieces: Sequence[Piece], size: int) -> None:
+        self._size = size
+        self._pieces = iter(pieces)
+        self._piece = next(self._pieces, None)
+        self._hasher, self._rest = xxh3_128(), xxh3_128()
+        self._found: dict[Piece, str] = {}
+        self._at = 0
+
+    def update(self, data: memoryview) -> None:
+        while data:
+            start, length = self._piece or (self._size, 0)
+            if self._at < start:
+                count = min(len(data), start - self._at)
+                self._rest.update(data[:count])
+            else:
+                count = min(len(data), start + length - self._at)
+                self._hasher.update(data[:count])
+            self._at += count
+            data = data[count:]
+            if self._piece is not None and self._at == start + length:
+                self._found[self._piece] = self._hasher.hexdigest()
+                self._hasher, self._piece = xxh3_128(), next(self._pieces, None)
+
+    def done(self) -> FileDigest:
+        return FileDigest(self._size, self._found, self._rest.hexdigest())

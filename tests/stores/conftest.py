@@ -1,0 +1,32 @@
+"""A store on the loopback that all tests of a module share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt.stores import objects
+from tests.support.object_store import Faults, ObjectStore, serve
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ObjectStore]:
+    with serve() as store:
+        yield store
+
+
+@pytest.fixture
+def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """The server without faults, found by what AWS's own tools look at; libraries wait only a moment before a retry."""
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(objects, "_FIRST_WAIT", 0.001)
+    monkeypatch.setitem(objects._RETRIES["backoff"], "init_backoff", objects.timedelta(milliseconds=1))
+    monkeypatch.setitem(objects._RETRIES["backoff"], "max_backoff", objects.timedelta(milliseconds=10))
+    objects.store.cache_clear()
+    server.faults = Faults()
+    server.requests.clear()
+    yield server
+    server.faults = Faults()
+    objects.store.cache_clear()

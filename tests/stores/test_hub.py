@@ -1,0 +1,76 @@
+"""`hf://org/name`: a repository of the Hub is read without being downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+import ckpt
+from ckpt import api
+from ckpt.errors import NotFoundError, StorageError
+from ckpt.move import ranges
+from ckpt.stores import objects
+from tests.support.commands import ckpt as command
+from tests.support.hub_server import TOKEN, File, HubServer, Repo
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer() as running:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", running.endpoint)
+        monkeypatch.setattr(
+            huggingface_hub.constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            running.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        monkeypatch.setattr(objects, "_FIRST_WAIT", 0.001)
+        objects.store.cache_clear()
+        yield running
+        objects.store.cache_clear()
+
+
+def test_a_repository(hub: HubServer, tmp_path: Path) -> None:
+    content = b"\0" * (4 << 20)
+    ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(tmp_path / "model")
+    files = {path.name: File(path.read_bytes(), False) for path in (tmp_path / "model").iterdir()}
+    files["original/consolidated.pth"] = File(content, True)
+    hub.repos["org/name"] = Repo(False, {"main": files})
+    there, here = ckpt.open("hf://org/name"), ckpt.open(tmp_path / "model")
+    assert api.digests(there) == api.digests(here)
+    assert api.verify(there, here).equal
+    assert hub.sent["model.safetensors"] == len(files["model.safetensors"].content)  # it is small, and read once
+    assert hub.sent["original/consolidated.pth"] == 0
+    done = command("convert", "hf", "hf", "hf://org/name", "-o", tmp_path / "out", "-q")
+    assert (done.code, done.out.strip()) == (0, str(tmp_path / "out"))
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == files["model.safetensors"].content
+    assert command("inspect", "hf://org/name@main").out.startswith("path        hf://org/name@main\n")
+
+
+def test_what_is_read_is_one_commit(hub: HubServer, tmp_path: Path) -> None:
+    """A repository that gets another commit in between is not mixed with what was there before."""
+    ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(tmp_path / "model")
+    files = {path.name: File(path.read_bytes(), False) for path in (tmp_path / "model").iterdir()}
+    hub.repos["org/name"] = Repo(False, {"main": files})
+    conversion = ckpt.plan(ckpt.open("hf://org/name"), "hf")
+    hub.repos["org/name"].branches["main"]["another"] = File(b"file", False)
+    objects_before = sorted(tmp_path.iterdir())
+    ranges.forget()
+    with pytest.raises(StorageError, match=r"hf://org/name/model\.safetensors"):  # this server keeps no old commit
+        conversion.run(tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == objects_before
+
+
+def test_what_is_not_there(hub: HubServer) -> None:
+    with pytest.raises(NotFoundError, match="no such repository"):
+        ckpt.open("hf://org/missing")
+    hub.repos["org/empty"] = Repo(False)
+    with pytest.raises(NotFoundError, match=r"no such file or folder\n.*hf://org/empty"):
+        ckpt.open("hf://org/empty")

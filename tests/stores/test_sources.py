@@ -1,0 +1,286 @@
+"""Checkpoints in a store: the same as local ones, only what is needed is fetched, and faults leave nothing wrong."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import re
+import shutil
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt import api
+from ckpt.errors import CorruptError, NotFoundError, StorageError, UsageError
+from ckpt.move import ranges, standins
+from ckpt.move.source import read_file
+from ckpt.move.workers import Resources
+from ckpt.show import overview
+from ckpt.stores import objects, places
+from tests.support.commands import ckpt as command
+from tests.support.commands import process
+from tests.support.object_store import BUCKET, Faults, ObjectStore
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+SAMPLES = (
+    *("toy-zero0", "toy-zero1", "toy-zero2", "toy-zero3", "toy-zero0-fp32", "moe-zero3", "lora-zero3", "trainer-zero2"),
+    *("dcp-fsdp2", "dcp-torch21-fsdp1", "dcp-torch23-fsdp1", "trl-fsdp2", "axolotl-fsdp2", "trainer-plain"),
+    *("torchtitan-llama3", "torchtitan-qwen3-moe", "megatron-dist-flattened", "megatron-fsdp"),
+    *("quantized-gathered", "quantized-ranks/ao8", "quantized-zero3/bnb8", "quantized-dcp/ao4"),
+)
+
+
+def same_files(one: Path, other: Path) -> bool:
+    names = sorted(str(p.relative_to(one)) for p in one.rglob("*") if p.is_file())
+    there = sorted(str(p.relative_to(other)) for p in other.rglob("*") if p.is_file())
+    return names == there and filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_is_in_a_store_is_what_is_local(store: ObjectStore, tmp_path: Path, name: str) -> None:
+    local = Path(shutil.copytree(FIXTURES / name, tmp_path / "run", ignore=shutil.ignore_patterns("truth")))
+    url = store.upload(local, f"sources/{name}/run")
+    there, here = ckpt.open(url), ckpt.open(local)
+    assert there.tensors.keys() == here.tensors.keys()
+    assert there.state.scalars == here.state.scalars
+    assert (there.config, there.passed_over) == (here.config, here.passed_over)
+    assert api.digests(there) == api.digests(here)
+    names = [{**overview.describe(one), "path": None, "notes": None} for one in (there, here)]
+    assert names[0] == names[1]
+
+
+def test_the_command_line(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = store.upload(FIXTURES / "moe-zero3", "cli/outputs")
+    assert command("convert", "auto", "hf", FIXTURES / "moe-zero3", "-o", "expected", "-q").code == 0
+    done = command("convert", "zero3", "hf", url)
+    assert (done.code, done.out.strip()) == (0, "outputs-hf")
+    assert done.err.startswith(f"{url}/global_step2: zero3")
+    assert same_files(tmp_path / "outputs-hf", tmp_path / "expected")
+    store.upload(tmp_path / "expected", "cli/hf")
+    for words in (
+        ("inspect", url),
+        ("inspect", url, "--json"),
+        ("hash", url),
+        ("verify", url, "expected"),
+        ("verify", f"s3://{BUCKET}/cli/hf"),
+        ("verify", f"s3://{BUCKET}/cli/hf", "--json"),
+        ("convert", "auto", "hf", url, "--dry-run", "--json", "-o", "other"),
+    ):
+        done = command(*words)
+        assert done.code == 0, done
+        assert "ckpt-stores-" not in done.out + done.err, words
+    store.put("cli/hf/model.safetensors", store.objects("cli/hf")["model.safetensors"][:-1] + b"\1")
+    assert command("verify", f"s3://{BUCKET}/cli/hf").code == 1
+
+
+def test_the_commands_of_the_page(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store.upload(FIXTURES / "moe-zero3", "page/run")
+    page = (FIXTURES.parent / "docs" / "stores.md").read_text()
+    lines = re.findall(r"^(?:\$ |    )ckpt (.*)$", page, re.MULTILINE)
+    assert len(lines) == 5
+    for line in lines:
+        if "hf://" not in line:  # which tests/stores/test_hub.py reads
+            done = command(*line.replace("s3://bucket/", f"s3://{BUCKET}/page/").split())
+            assert done.code == 0, done
+    assert store.objects("page/model") == {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+
+
+def test_a_url_is_never_a_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        ("convert", "auto", "hf", ".", "-o", "here", "--config", "s3://runs/x"),
+        ("resume", "s3://runs/x"),
+        ("mount", "hf", "s3://runs/x", "view"),
+        ("push", "s3://runs/x"),
+        ("merge-lora", "s3://runs/x"),
+        ("merge-lora", "--base", "hf://org/name", "adapter"),
+        ("estimate", "hf://org/name"),
+        ("inspect", ".", "--picture", "s3://runs/x.svg"),
+    ):
+        done = command(*words)
+        assert (done.code, "takes no URL here" in done.err) == (UsageError.exit_code, True), done
+    for url in ("foo://bar/x", "file:///x", "hf://datasets/a/b", "s3://runs/../x"):
+        done = command("inspect", url)
+        assert (done.code, url.partition("/")[0] in done.err) == (UsageError.exit_code, True), done
+    with pytest.raises(UsageError, match="local folder"):
+        ckpt.resume("s3://runs/x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects.store.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
+    done = command("inspect", "s3://runs/x")
+    assert (done.code, "pip install 'ckpt-toolkit[remote]'" in done.err) == (NotFoundError.exit_code, True)
+
+
+def test_without_credentials(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = store.upload(FIXTURES / "toy-zero3", "profile")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    with pytest.raises(StorageError, match="no credentials for S3"):
+        ckpt.open(url)
+    (tmp_path / "credentials").write_text("[other]\naws_access_key_id = key\naws_secret_access_key = secret\n")
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    assert ckpt.open(url).format == "zero3"
+
+
+def test_what_is_not_there(store: ObjectStore) -> None:
+    with pytest.raises(NotFoundError, match=r"no such file or folder\n.*s3://runs/nothing"):
+        ckpt.open(f"s3://{BUCKET}/nothing")
+    with pytest.raises(NotFoundError, match=r"no such store\n.*s3://elsewhere"):
+        ckpt.open("s3://elsewhere/nothing")
+
+
+def test_a_file_that_stands_for_an_object_is_no_hole(store: ObjectStore) -> None:
+    path = places.local(store.upload(FIXTURES / "toy-zero3", "hole")) / "latest"
+    assert path.stat().st_size == (FIXTURES / "toy-zero3" / "latest").stat().st_size
+    for look in (path.read_bytes, lambda: os.open(path, os.O_RDONLY), lambda: shutil.copyfile(path, "/dev/null")):
+        with pytest.raises(RuntimeError, match="s3://runs/hole/latest was to be opened as if it were a local file"):
+            look()
+    descriptor = os.open(path, os.O_PATH)
+    try:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.pread(descriptor, 1, 0)
+    finally:
+        os.close(descriptor)
+
+
+def test_only_what_is_needed_is_fetched(store: ObjectStore, tmp_path: Path) -> None:
+    """One tensor of a large file, and of a whole one no byte twice, in requests of some size."""
+    content = np.arange(6 << 20, dtype=np.float32)
+    header = '{"a":{"dtype":"F32","shape":[6291456],"data_offsets":[0,25165824]}}'.ljust(120).encode()
+    store.put("large/model.safetensors", len(header).to_bytes(8, "little") + header + content.tobytes())
+    checkpoint = ckpt.open(f"s3://{BUCKET}/large")
+    assert np.array_equal(checkpoint["a"].numpy()[-3:], content[-3:])
+    store.requests.clear()
+    checkpoint = ckpt.open(f"s3://{BUCKET}/large")
+    assert checkpoint["a"].numpy(slice(5 << 20, (5 << 20) + 10)).tolist() == content[5 << 20 :][:10].tolist()
+    assert sum(one.num_bytes for one in store.requests if one.range) <= 1 << 20
+    store.requests.clear()
+    conversion = ckpt.plan(checkpoint, "hf")
+    conversion.run(tmp_path / "out", manifest=False)
+    fetched = [one.num_bytes for one in store.requests if one.range]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes()[-content.nbytes :] == content.tobytes()
+    assert sum(fetched) <= 1.1 * content.nbytes
+    assert len(fetched) <= 8
+    objects_of_s3 = [one for one in store.requests if one.method == "GET" and one.key and not one.range]
+    assert objects_of_s3 == []
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(status=500, num_status=3),
+        Faults(status=503, num_status=3),
+        Faults(num_cut=3),
+        Faults(slow=0.5, num_slow=2),
+    ],
+    ids=["500", "503", "cut", "slow"],
+)
+def test_faults_that_pass(store: ObjectStore, tmp_path: Path, faults: Faults) -> None:
+    url = store.upload(FIXTURES / "moe-zero3", "faults/outputs")
+    ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(tmp_path / "expected")
+    conversion = ckpt.plan(ckpt.open(url), "hf")
+    ranges.forget()
+    store.faults = faults
+    conversion.run(tmp_path / "out")
+    assert (faults.num_status, faults.num_cut, faults.num_slow) == (0, 0, 0), "the faults did not strike"
+    assert same_files(tmp_path / "out", tmp_path / "expected")
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [Faults(status=500, num_status=10**6), Faults(num_cut=10**6), Faults(expired=True)],
+    ids=["500", "cut", "old"],
+)
+def test_faults_that_stay(store: ObjectStore, tmp_path: Path, faults: Faults) -> None:
+    """Nothing is written, and the error names the object."""
+    url = store.upload(FIXTURES / "moe-zero3", "faults/outputs")
+    conversion = ckpt.plan(ckpt.open(url), "hf")
+    ranges.forget()
+    store.faults = faults
+    with pytest.raises(StorageError) as error:
+        conversion.run(tmp_path / "out")
+    assert f"{url}/global_step2/" in str(error.value)
+    assert ("expired?" in str(error.value)) == faults.expired
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_object_that_is_replaced(store: ObjectStore, tmp_path: Path) -> None:
+    url = store.upload(FIXTURES / "moe-zero3", "replaced/outputs")
+    conversion = ckpt.plan(ckpt.open(url), "hf")
+    name = "global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = store.objects("replaced/outputs")[name]
+    store.put(f"replaced/outputs/{name}", content[:-100] + bytes(100))
+    ranges.forget()  # it is small, and was read when it was described
+    with pytest.raises(CorruptError, match="replaced while it was being read") as error:
+        conversion.run(tmp_path / "out")
+    assert f"{url}/{name}" in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_object_that_goes(store: ObjectStore, tmp_path: Path) -> None:
+    url = store.upload(FIXTURES / "moe-zero3", "gone/outputs")
+    conversion = ckpt.plan(ckpt.open(url), "hf")
+    name = "global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    store.client.delete_object(Bucket=BUCKET, Key=f"gone/outputs/{name}")
+    ranges.forget()
+    with pytest.raises(CorruptError, match="has gone while it was being read"):
+        conversion.run(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CorruptError):
+        ckpt.open(url)
+
+
+def test_what_was_killed_goes_on(store: ObjectStore, tmp_path: Path) -> None:
+    """In a process of its own, for which other files stand for the objects."""
+    url, out = store.upload(FIXTURES / "moe-zero3", "resumed/outputs"), tmp_path / "out"
+    ckpt.plan(ckpt.open(url), "zero2").run(tmp_path / "expected")
+    store.faults = Faults(before=lambda method, key: setattr(store.faults, "expired", "rank_1" in key))
+    ranges.forget()
+    with pytest.raises(StorageError):
+        ckpt.plan(ckpt.open(url), "zero2", resources=Resources(workers=1)).run(out, resume=True)
+    store.faults = Faults()
+    done = process("convert", "zero3", "zero2", url, "-o", out, "--resume")
+    assert done.code == 0, done
+    assert "were there already" in done.err
+    assert not done.err.startswith("0 ")
+    assert same_files(out, tmp_path / "expected")
+
+
+def test_what_fsspec_knows() -> None:
+    """It asks for no condition, so that the object is looked at again."""
+    files, root = fsspec.filesystem("memory"), FIXTURES / "moe-zero3"
+    for path in root.rglob("*"):
+        if path.is_file():
+            files.pipe_file(f"/place/run/{path.relative_to(root)}", path.read_bytes())
+    checkpoint = ckpt.open("memory://place/run")
+    assert api.digests(checkpoint) == api.digests(ckpt.open(root))
+    name = "/place/run/global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    files.pipe_file(name, files.cat_file(name)[:-1] + b"x")
+    ranges.forget()
+    with pytest.raises(CorruptError, match="replaced while it was being read"):
+        api.digests(checkpoint)
+
+
+def test_opened_again_it_is_looked_at_again(store: ObjectStore) -> None:
+    url = store.upload(FIXTURES / "toy-zero3", "again")
+    path = places.local(url)
+    store.put("again/latest", b"global_step3")
+    store.put("again/another", b"file")
+    store.client.delete_object(Bucket=BUCKET, Key="again/global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt")
+    assert places.local(url) == path == standins.place(url)
+    assert read_file(path / "latest") == b"global_step3"
+    assert (path / "another").is_file()
+    assert not (path / "global_step2" / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists()

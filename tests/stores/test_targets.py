@@ -1,0 +1,128 @@
+"""Targets in a store: they come as what is written locally, or nothing of them does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from ckpt.errors import CkptError, CorruptError, StorageError, UsageError
+from ckpt.stores import upload
+from tests.support.commands import ckpt as command
+from tests.support.object_store import BUCKET, Faults, ObjectStore
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("target", ["hf", "zero2", "zero3", "dcp", "full"])
+def test_what_arrives_is_what_is_written_locally(store: ObjectStore, tmp_path: Path, target: str) -> None:
+    conversion = ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), target)
+    conversion.run(tmp_path / "out")
+    conversion.run(f"s3://{BUCKET}/targets/{target}")
+    assert store.objects(f"targets/{target}") == files_in(tmp_path / "out")
+
+
+def test_the_command_line(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    source, url = store.upload(FIXTURES / "moe-zero3", "from/outputs"), f"s3://{BUCKET}/to/model"
+    done = command("convert", "zero3", "hf", source, "-o", url)
+    assert (done.code, done.out.strip()) == (0, url)
+    assert "ckpt-stores-" not in done.out + done.err
+    assert command("verify", url).code == 0
+    assert command("convert", "zero3", "hf", source, "-o", "here", "-q").code == 0
+    assert store.objects("to/model") == files_in(tmp_path / "here")
+    for words, what in (
+        (("-o", url), "the destination exists"),
+        (("-o", url, "--overwrite"), "--overwrite is for local folders"),
+        (("-o", url, "--resume"), "--resume is for local folders"),
+        (("-o", source), "overlap"),
+        (("-o", f"{source}/global_step2/hf"), "overlap"),
+        (("-o", "hf://org/name"), "ckpt push"),
+        (("-o", "memory://to/model"), "can be read, and not written"),
+    ):
+        done = command("convert", "zero3", "hf", source, *words)
+        assert (done.code, what in done.err) == (UsageError.exit_code, True), done
+    assert store.objects("to/model") == files_in(tmp_path / "here")
+
+
+def test_the_index_comes_last(store: ObjectStore) -> None:
+    """Whatever moment it is looked at, what is there is not taken for a checkpoint before all of it is."""
+    conversion = ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "zero3")
+    url, seen = f"s3://{BUCKET}/last/run", []
+
+    def look(method: str, key: str) -> None:
+        if method == "PUT":
+            seen.append((key.removeprefix("last/run/"), set(store.objects("last/run"))))
+
+    store.faults = Faults(before=look)
+    conversion.run(url)
+    others = {*conversion.files, "ckpt-manifest.json"} - {"latest", "config.json"}
+    there = dict(seen)
+    assert others <= there["latest"]
+    assert [name for name, _ in seen][-2:] == ["config.json", "latest"] or others <= there["config.json"]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [Faults(status=500, num_status=3, writes=True), Faults(num_cut=2, writes=True)],
+    ids=["500", "cut"],
+)
+def test_faults_that_pass(store: ObjectStore, tmp_path: Path, faults: Faults) -> None:
+    conversion = ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf")
+    conversion.run(tmp_path / "out")
+    store.faults = faults
+    url = f"s3://{BUCKET}/passing/{faults.num_status}"
+    conversion.run(url)
+    assert (faults.num_status, faults.num_cut) == (0, 0), "the faults did not strike"
+    assert store.objects(url.split("/", 3)[3]) == files_in(tmp_path / "out")
+
+
+@pytest.mark.parametrize("after", [0, 2, 5])
+def test_faults_that_stay(store: ObjectStore, after: int) -> None:
+    """Nothing of it is there, and no parts that are waiting for others."""
+    conversion = ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "zero3")
+    count = 0
+
+    def strike(method: str, key: str) -> None:
+        nonlocal count
+        count += method in ("PUT", "POST")
+        if count > after:
+            store.faults.status, store.faults.num_status, store.faults.writes = 500, 10**6, method in ("PUT", "POST")
+
+    store.faults = Faults(before=strike)
+    with pytest.raises(StorageError):
+        conversion.run(f"s3://{BUCKET}/staying/{after}")
+    store.faults = Faults()
+    assert store.objects(f"staying/{after}") == {}
+    assert store.unfinished() == []
+
+
+def test_a_large_file_goes_in_parts(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 24 << 20
+    monkeypatch.setattr(upload, "_PART", 5 << 20)  # the least that S3 takes
+    header = f'{{"a":{{"dtype":"U8","shape":[{size}],"data_offsets":[0,{size}]}}}}'
+    content = len(header).to_bytes(8, "little") + header.encode() + bytes(range(256)) * (size >> 8)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "model.safetensors").write_bytes(content)
+    conversion = ckpt.plan(ckpt.open(tmp_path / "in"), "hf")
+    conversion.run(f"s3://{BUCKET}/parts/good")
+    assert store.objects("parts/good")["model.safetensors"][-size:] == content[-size:]
+    assert len([one for one in store.requests if "partNumber" in one.query]) == 5
+
+    real = upload.Views.read_into
+
+    def fails(self: object, name: str, offset: int, buffer: memoryview) -> int:
+        if offset >= 12 << 20:
+            raise CorruptError("the file ends inside a tensor", path="in/model.safetensors")
+        return real(self, name, offset, buffer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(upload.Views, "read_into", fails)
+    with pytest.raises(CkptError, match="ends inside a tensor"):
+        conversion.run(f"s3://{BUCKET}/parts/bad")
+    assert store.objects("parts/bad") == {}
+    assert store.unfinished() == []
