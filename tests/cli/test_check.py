@@ -159,6 +159,14 @@ def test_what_is_not_whole_is_told_with_its_reason(fixtures: Path, tmp_path: Pat
     assert run_ckpt("check", run, "-q").out == ""
 
 
+def test_the_page_shows_what_is_printed(fixtures: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
+    gone("checkpoint-2/*/*rank_1*")(run)
+    os.truncate(run / "checkpoint-2" / "rng_state_1.pth", 100)
+    printed = run_ckpt("check", run).out
+    assert f"```text\n{printed}```" in (REPOSITORY / "docs" / "check.md").read_text(), printed
+
+
 MODEL: dict[str, tuple[Damage, str]] = {
     "a shard": (gone("*-00002-of-00003.safetensors"), "model-00002-of-00003.safetensors: "),
     "the index": (gone("*.index.json"), "model.safetensors.index.json: the index of the shards is missing"),

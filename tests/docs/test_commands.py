@@ -24,6 +24,8 @@ RUN = {"trl-zero3/outputs/qwen3-sft": "outputs"}
 #: What stands in the folder that a page is read in, by the heading from which on it is another: fixtures, and the names
 #: that the page has for them.
 PLACES: dict[str, dict[str, dict[str, str]]] = {
+    "check": {"": {"trainer-zero2": "outputs"}},
+    "command-line": {"": {"toy-zero3": "outputs"}},
     "exit-codes": {"": RUN},
     "formats": {"": RUN},
     "hf-trainer-resume": {
