@@ -36,7 +36,8 @@ class Part:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_starts", [offset for offset, _ in self.pieces or ()])
-        is_todo = [piece in self.todo for piece in self.pieces or ()]
+        todo = set(self.todo)
+        is_todo = [piece in todo for piece in self.pieces or ()]
         object.__setattr__(self, "_is_todo", is_todo)
         object.__setattr__(self, "is_whole", all(is_todo))
 

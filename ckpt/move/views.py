@@ -129,7 +129,7 @@ class _File:
             for spans in self._spans:
                 for cut in _rows_in(spans, window):
                     _put_rows(cut, window, sources)
-                    used.update(cut.paths[path] for path in np.unique(cut.path))
+                    used.update(cut.paths[path] for path in {*cut.path.tolist()})
             for number in np.flatnonzero((self._starts < window.stop) & (self._ends > window.start)):
                 for copy in self._copies(int(number)):
                     for part in _copies_in(copy, window):

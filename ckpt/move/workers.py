@@ -121,7 +121,7 @@ class Output:
         places = self._places(offsets[sizes > 0])
         with self._lock:
             np.subtract.at(self._left, places, sizes[sizes > 0])
-            return [self.pieces[place] for place in np.unique(places) if not self._left[place]]
+            return [self.pieces[place] for place in sorted({*places.tolist()}) if not self._left[place]]
 
     def _places(self, offsets: NDArray[np.int64]) -> NDArray[np.intp]:
         return np.searchsorted(self._starts, offsets, side="right") - 1

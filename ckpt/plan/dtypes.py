@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """An element type.
+    """An element type, one object of each: it is compared and hashed millions of times in a large plan.
 
     `name` is torch's attribute name, `tag` the safetensors header's word (None where the container has
     none), `itemsize` the bytes of one element as torch counts elements: a `float4_e2m1fn_x2` element is
@@ -21,6 +22,13 @@ class DType:
 
     def __str__(self) -> str:
         return self.name
+
+    def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
+        return _named, (self.name,)
+
+
+def _named(name: str) -> DType:
+    return BY_NAME[name]
 
 
 FLOAT64 = DType("float64", 8, "F64", True)

@@ -27,6 +27,7 @@ from ckpt.plan.tensors import (
     check_tiling,
     fits,
     flat_range,
+    is_inside,
     overlay,
     whole,
 )
@@ -311,11 +312,25 @@ def _file_of(tensor: Tensor, region: Region) -> str | None:
 
 
 def _slot_copies(fragments: Iterable[Fragment], shape: Shape, slot: Slot) -> Iterator[Copy]:
-    for common in overlay(fragments, [Fragment(slot.region, slot.extent)], shape):
-        source, target = common.a, common.b
+    fragments, region = list(fragments), slot.region
+    pairs: Iterable[tuple[Extent, Extent]]
+    if _lies_in_one(fragments, shape, region):
+        assert isinstance(region, Box)
+        pairs = [(fragments[0].extent.narrow(region), slot.extent)]
+    else:
+        pairs = ((common.a, common.b) for common in overlay(fragments, [Fragment(region, slot.extent)], shape))
+    for source, target in pairs:
         if source.is_contiguous and target.is_contiguous:
             source, target = source.reshape((source.numel,)), target.reshape((target.numel,))
         yield Copy(source, target)
+
+
+def _lies_in_one(fragments: list[Fragment], shape: Shape, region: Region) -> bool:
+    """Whether `region` is a box without gaps, of a tensor that is one box: no more than a part of that is needed."""
+    if len(fragments) != 1 or not isinstance(region, Box) or region.steps or not region.numel:
+        return False
+    first = fragments[0].region
+    return isinstance(first, Box) and first.is_whole(shape) and is_inside(region, shape)
 
 
 def _check_cast(tensor: Tensor, target: DType) -> None:
@@ -327,12 +342,17 @@ def _check_file_cover(file: TargetFile) -> None:
     """Every byte of a target file comes from one literal or one slot.  A failure is a writer's bug."""
     spans = [(offset, offset + len(data)) for offset, data in file.literals]
     spans += [(offset, offset + length) for offset, length in file.zeros]
-    spans += [(s.extent.offset, s.extent.end) for s in file.slots if s.extent.is_contiguous and s.extent.numel]
-    strided = sum(s.extent.nbytes for s in file.slots if not s.extent.is_contiguous)
-    covered = strided + sum(stop - start for start, stop in spans)
+    strided, outside = 0, False
+    for _, _, extent in file.slots:
+        end = extent.end
+        outside = outside or extent.offset < 0 or end > file.size
+        if not extent.is_contiguous:
+            strided += extent.nbytes
+        elif end > extent.offset:
+            spans.append((extent.offset, end))
+    covered = strided + sum([stop - start for start, stop in spans])
     spans.sort()
     overlapping = any(stop > start for (_, stop), (start, _) in pairwise(spans))
-    outside = any(s.extent.offset < 0 or s.extent.end > file.size for s in file.slots)
     if covered != file.size or overlapping or outside or (spans and not 0 <= spans[0][0] <= spans[-1][1] <= file.size):
         raise AssertionError(f"{file.name}: literals and slots cover {covered} of {file.size} bytes")
 

@@ -367,18 +367,17 @@ class _Joint(NamedTuple):
                     fqn=link.a,
                     expected=role,
                 )
-            parts.append(tensor)
-        first = parts[0]
-        if self.is_renaming:
-            return first.renamed(name)
-        for link, tensor in zip(self.links, parts, strict=True):
-            if tensor.shape != a_shapes[link.a]:
+            if not self.is_renaming and tensor.shape != a_shapes[link.a]:
                 raise LossError(
                     f"{name!r} is made from parts of tensors, and the {role!r} of one has a shape of its own",
                     fqn=link.a,
                     expected=f"shape {list(a_shapes[link.a])}",
                     found=f"shape {list(tensor.shape)}",
                 )
+            parts.append(tensor)
+        first = parts[0]
+        if self.is_renaming:
+            return first.renamed(name)
         if len(parts) > 1 and len(dtypes := {tensor.dtype for tensor in parts}) > 1:
             raise CorruptError(
                 f"{name!r} is made from tensors of several dtypes",
@@ -386,17 +385,18 @@ class _Joint(NamedTuple):
                 found=", ".join(sorted(map(str, dtypes))),
             )
 
+        shapes = [tensor.shape for tensor in parts]
+
         def linked(sources: Iterable[Source]) -> Source:
             chosen = tuple(zip(self.links, shapes, sources, self.flat, strict=True))
             return _Linked(chosen, self.padding, first.dtype, self.starts)
 
-        shapes = [tensor.shape for tensor in parts]
-        replicas = tuple(  # of parts that have fewer, the tensor itself
-            linked([(*one.replicas[number : number + 1], one.source)[0] for one in parts])
-            for number in range(max([len(tensor.replicas) for tensor in parts]))
-        )
+        most = max(map(len, [tensor.replicas for tensor in parts]))
+        replicas = [  # of parts that have fewer, the tensor itself
+            linked([(*one.replicas[number : number + 1], one.source)[0] for one in parts]) for number in range(most)
+        ]
         source = linked([tensor.source for tensor in parts])
-        return Tensor(name, role, first.dtype, self.shape, source, first.native, replicas)
+        return Tensor(name, role, first.dtype, self.shape, source, first.native, tuple(replicas))
 
 
 def _translate_ties(ties: Mapping[str, str], onto: Mapping[str, list[str]]) -> dict[str, str]:

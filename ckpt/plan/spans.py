@@ -49,7 +49,11 @@ class Rows:
 
         They are byte offset in the target, number of the path, byte offset in the source, number of elements.
         """
-        return self._rows.setdefault((source_dtype, target_dtype), array("q"))
+        key = source_dtype, target_dtype
+        found = self._rows.get(key)
+        if found is None:
+            found = self._rows[key] = array("q")
+        return found
 
     def path(self, path: str) -> int:
         """The number of a path."""

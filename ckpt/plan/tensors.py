@@ -165,6 +165,7 @@ def is_contiguous(shape: Shape, strides: Shape) -> bool:
     return True
 
 
+@lru_cache(1 << 14)  # a model's layers are cut alike
 def flat_range(box: Box, shape: Shape) -> FlatRange | None:
     """`box` as a flat range of a tensor of `shape`, or None where it is not one.
 

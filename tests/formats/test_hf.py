@@ -33,7 +33,7 @@ from ckpt.plan.checkpoint import (
     SourceFile,
     TrainingState,
 )
-from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from ckpt.plan.dtypes import BFLOAT16, BOOL, BY_NAME, FLOAT16, FLOAT32, INT64, DType
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import choose
 from ckpt.plan.tensors import Extent, Tensor, Whole
@@ -568,8 +568,8 @@ def tensor(fqn: str, role: str, dtype: DType, native: DType | None = None) -> Te
 
 W16 = tensor("w", WEIGHT, BFLOAT16)
 M32 = tensor("w", MASTER, FLOAT32, BFLOAT16)
-FP8 = tensor("w", WEIGHT, DType("float8_e4m3fn", 1, "F8_E4M3", True))
-INT = tensor("w", WEIGHT, DType("int32", 4, "I32"))
+FP8 = tensor("w", WEIGHT, BY_NAME["float8_e4m3fn"])
+INT = tensor("w", WEIGHT, BY_NAME["int32"])
 
 
 @pytest.mark.parametrize(
@@ -616,7 +616,7 @@ def engine_checkpoint(folder: Path, tensors: dict[tuple[str, str], torch.Tensor]
     return Checkpoint(str(folder), "engine", described, (SourceFile.stat(str(path)),), **fields)
 
 
-INT_TYPES = (DType("int64", 8, "I64"), DType("bool", 1, "BOOL"))
+INT_TYPES = (INT64, BOOL)
 
 
 @pytest.fixture

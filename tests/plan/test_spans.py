@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import CkptError
+from ckpt.plan import planner
 from ckpt.plan.checkpoint import Checkpoint, Slot, Target, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, FLOAT32
 from ckpt.plan.planner import check_source, make_plan
@@ -197,3 +199,19 @@ def places(source: Extent, target: Extent) -> list[tuple[str, int, int]]:
         ]
 
     return [(source.path, a, b) for a, b in zip(offsets(source), offsets(target), strict=True)]
+
+
+@given(shapes(3, min_size=1), st.data())
+def test_a_box_of_a_tensor_in_one_piece_is_found_as_any_other(shape: Shape, data: st.DataObject) -> None:
+    """Rows, columns, what lies outside in part or as a whole, of tensors that are stored transposed, too."""
+    offsets = tuple(data.draw(st.integers(0, n)) for n in shape)
+    box = Box(offsets, tuple(data.draw(st.integers(0, n)) for n in shape))
+    stored_as = Extent.contiguous("in", 8, FLOAT32, shape)
+    if data.draw(st.booleans()):
+        reverse = Extent.contiguous("in", 8, FLOAT32, shape[::-1])
+        stored_as = reverse._replace(shape=shape, strides=reverse.strides[::-1])
+    slot = Slot(("w", "weight"), box, Extent.contiguous("out", 0, FLOAT32, box.sizes))
+    fragments = [Fragment(whole(shape), stored_as)]
+    found = list(planner._slot_copies(iter(fragments), shape, slot))
+    with patch.object(planner, "_lies_in_one", lambda *_: False):
+        assert found == list(planner._slot_copies(iter(fragments), shape, slot))

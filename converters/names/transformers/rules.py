@@ -249,12 +249,19 @@ def _taken_apart(rule: Rule, name: str, shape: Shape, parts: list[str]) -> Itera
     if len(shape) < least or shape[rule.dim] % len(parts):
         expected = f"at least {least} dims, of which dim {rule.dim} is divided by {len(parts)}"
         raise _do_not_fit(name, expected, list(shape))
-    box, (dims, _) = _placed(rule, shape), _dims(rule, shape)
-    inner = box(0, 0).sizes[1:] if rule.is_stacked else box(0, 0).sizes
-    target = whole(inner)
-    for expert in range(shape[0] if rule.is_stacked else 1):
-        for number, part in enumerate(parts):
-            yield Link(name, box(expert, number), part.replace("*", str(expert)), target, dims)
+    dims, _ = _dims(rule, shape)
+    boxes = _boxes(rule, shape)
+    target = whole(boxes[0][0].sizes[1:] if rule.is_stacked else boxes[0][0].sizes)
+    for expert, of_expert in enumerate(boxes):
+        for part, box in zip(parts, of_expert, strict=True):
+            yield Link(name, box, part.replace("*", str(expert)), target, dims)
+
+
+@functools.cache  # a model's layers are cut alike
+def _boxes(rule: Rule, shape: Shape) -> list[list[Box]]:
+    """Where the parts of each expert lie in a tensor of this shape in memory."""
+    box, experts = _placed(rule, shape), range(shape[0] if rule.is_stacked else 1)
+    return [[box(expert, part) for part in range(len(rule.hub))] for expert in experts]
 
 
 @dataclass(frozen=True, slots=True)
