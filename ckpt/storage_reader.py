@@ -27,7 +27,7 @@ from ckpt import api
 from ckpt.containers.dcp.write import Sharded
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import NewTensor, torch_item
-from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError
+from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError, shown
 from ckpt.loading import stored_for
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles
@@ -183,7 +183,7 @@ class _Contents:
     def say(self, *lines: str) -> None:
         """Warn of each, on the one rank that does."""
         for line in lines if self.speaks else ():
-            warnings.warn(f"{self.checkpoint.path} ({self.checkpoint.format}): {line}", stacklevel=3)
+            warnings.warn(f"{shown(self.checkpoint.path)} ({self.checkpoint.format}): {line}", stacklevel=3)
 
     def say_missing(self, key: str) -> None:
         names = [name for name in self.first.leaves if ".param_groups." not in name]

@@ -11,6 +11,8 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import ckpt
 from ckpt import api
@@ -257,6 +259,15 @@ def test_what_was_killed_goes_on(store: ObjectStore, tmp_path: Path) -> None:
     assert "were there already" in done.err
     assert not done.err.startswith("0 ")
     assert same_files(out, tmp_path / "expected")
+
+
+def test_torchs_own_loading(store: ObjectStore) -> None:
+    url, here = store.upload(FIXTURES / "dcp-fsdp2", "loading/run"), ckpt.open(FIXTURES / "dcp-fsdp2" / "step-2")
+    state = {fqn: torch.zeros_like(tensor[...]) for fqn, tensor in here.items()}
+    with pytest.warns(UserWarning, match=re.escape(f"{url}/step-2 (dcp): there and not asked for")):
+        dcp.load(state, storage_reader=ckpt.StorageReader(url), no_dist=True)
+    assert state
+    assert all(torch.equal(state[fqn], tensor[...]) for fqn, tensor in here.items())
 
 
 def test_what_fsspec_knows() -> None:
