@@ -64,7 +64,7 @@ def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
     """
     with naming_a_complete_step(path, check_names):
         folder = find_step_folder(path, tag)
-    return folder if folder is not None and stage in list_step_folder(folder).stages else None
+    return folder if folder is not None and stage in list_step_folder(folder, 0).stages else None
 
 
 def find_step_folder(path: Path, tag: str | None) -> Path | None:
@@ -158,8 +158,8 @@ def _passes(check: Callable[[Path], object], folder: Path) -> bool:
 
 def check_names(folder: Path) -> None:
     """Raise CorruptError where `folder` lacks a rank's file, as far as names and the steps beside it tell."""
-    num_ranks = max(len(list_step_folder(step).optimizer) for step in zero_steps(folder.parent))
-    if not list_step_folder(folder).has_files_of(num_ranks):
+    num_ranks = max(len(list_step_folder(step, 0).optimizer) for step in zero_steps(folder.parent))
+    if not list_step_folder(folder, 0).has_files_of(num_ranks):
         raise IncompleteError("files of ranks are missing", path=folder, expected=f"files of {num_ranks} ranks")
 
 
@@ -168,8 +168,15 @@ def _number(name: str) -> int:
     return int(digits[-1]) if digits else -1
 
 
-def list_step_folder(path: Path) -> StepFolder:
-    """Sort the files of a step folder by what they are.
+def tensor_parallel_ranks(path: Path) -> list[int]:
+    """The tensor parallel ranks of which a step folder has files."""
+    patterns = ((_OPTIMIZER, 2), (_MODEL_PER_RANK, 2), (_MODEL, 1))
+    names = os.listdir(path)
+    return sorted({int(m[group]) for name in names for pattern, group in patterns if (m := pattern.fullmatch(name))})
+
+
+def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
+    """Sort the files of a step folder by what they are; with `tp_rank` those of that tensor parallel rank alone.
 
     Raises CorruptError for two files of one rank, NotFoundError for model-parallel and DeepSpeed-MoE layouts,
     UnsafeError for a link out of the folder.
@@ -194,7 +201,8 @@ def list_step_folder(path: Path) -> StepFolder:
             )
         for pattern, files in ((_OPTIMIZER, optimizer), (_MODEL_PER_RANK, per_rank)):
             if match := pattern.fullmatch(name):
-                _refuse_model_parallel(full, int(match[2]))
+                if not _is_of(tp_rank, int(match[2]), full):
+                    continue
                 rank = int(match[1])
                 if rank in files:
                     raise CorruptError(
@@ -205,20 +213,27 @@ def list_step_folder(path: Path) -> StepFolder:
                         hint="remove the one that does not belong to this run",
                     )
                 files[rank] = str(confined(path, name))
-        if match := _MODEL.fullmatch(name):
-            _refuse_model_parallel(full, int(match[1]))
+        if (match := _MODEL.fullmatch(name)) and _is_of(tp_rank, int(match[1]), full):
             model = str(confined(path, name))
     return StepFolder(path, optimizer, per_rank, model)
 
 
-def _refuse_model_parallel(path: str, rank: int) -> None:
-    if rank != 0:
-        raise _unsupported(
-            path,
-            "parts of tensors on tensor-parallel ranks (mp_rank other than 00) without a pipeline's files of layers",
-            "have the script that trained it save whole tensors, as Accelerate's get_state_dict does under DeepSpeed's "
-            "AutoTP; GPT-NeoX writes files of layers with pipe_parallel_size 1",
-        )
+def _is_of(tp_rank: int | None, found: int, path: str) -> bool:
+    """Whether a file of the tensor parallel rank `found` is wanted; NotFoundError where there is to be only one."""
+    if tp_rank is None and found != 0:
+        raise tensor_parallel(path)
+    return found == (tp_rank or 0)
+
+
+def tensor_parallel(path: str, what: str = "") -> NotFoundError:
+    """The error for files of tensor parallel ranks of which nothing says how they share tensors."""
+    return _unsupported(
+        path,
+        "parts of tensors on tensor-parallel ranks (mp_rank other than 00) without a pipeline's files of layers" + what,
+        "AutoTP's are read where DeepSpeed recorded how ranks share tensors (0.19.8, ZeRO-1 and 2); else have the "
+        "script that trained it save whole tensors, as Accelerate's get_state_dict does under AutoTP; GPT-NeoX writes "
+        "files of layers with pipe_parallel_size 1",
+    )
 
 
 def refuse_unsupported(folder: Path) -> None:

@@ -20,10 +20,10 @@ from converters.deepspeed.partitions import InSlots, slot_size
 from converters.deepspeed.rank_files import check_lengths, flat_extent
 
 
-def module(model: RankFile) -> dict[str, StoredTensor]:
+def module(model: RankFile, num_tensor_parallel: int = 1) -> dict[str, StoredTensor]:
     """The tensors of the module's state dict.  What is no tensor (`_extra_state`) is training state, see `entries`."""
     module, num_model_parallel = model.need("module"), model.content.get("mp_world_size")
-    if isinstance(num_model_parallel, int) and num_model_parallel > 1:
+    if isinstance(num_model_parallel, int) and num_model_parallel not in (0, 1, num_tensor_parallel):
         raise NotFoundError(
             "model-parallel runs are not supported", path=model.path, found=f"mp_world_size {num_model_parallel}"
         )

@@ -31,12 +31,15 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from converters.deepspeed import model_file
+from converters.deepspeed.autotp import Slice, joined, recorded_maps
 from converters.deepspeed.folder import (
     StepFolder,
     find_stage,
     list_step_folder,
     naming_a_complete_step,
     newer_than_latest,
+    tensor_parallel,
+    tensor_parallel_ranks,
 )
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
@@ -103,6 +106,7 @@ class _Reading:
     """What has been read so far of one step folder."""
 
     folder: StepFolder
+    num_tensor_parallel: int = 1
     sources: Sources = field(default_factory=Sources)
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     version: object = None
@@ -134,13 +138,28 @@ def _stage(inner: RankFile) -> int:
 
 
 def _read_step(path: Path) -> Checkpoint:
-    reading = _Reading(list_step_folder(path))
+    ranks = tensor_parallel_ranks(path)
+    if not any(ranks):
+        return _read_slice(path, 0, 1).checkpoint
+    model = list_step_folder(path, ranks[0]).model
+    if model is None:  # as of stage 3, which AutoTP has not
+        raise tensor_parallel(str(path))
+    with known_structure(path):
+        maps = recorded_maps(_Reading(list_step_folder(path, ranks[0])).load(model, ranks[0]), ranks)
+    return joined([_read_slice(path, rank, len(ranks)) for rank in ranks], maps)
+
+
+def _read_slice(path: Path, tp_rank: int, num_ranks: int) -> Slice:
+    """What one of `num_ranks` tensor parallel ranks wrote; all there is, if it is the only one."""
+    reading = _Reading(list_step_folder(path, tp_rank), num_ranks)
     with known_structure(path, lambda: _framework(reading)):
         return _understand(reading)
 
 
-def _understand(reading: _Reading) -> Checkpoint:
+def _understand(reading: _Reading) -> Slice:
     folder, path = reading.folder, reading.folder.path
+    if not folder.optimizer:
+        raise IncompleteError("a tensor parallel rank has no optimizer files", path=path, found=folder.model)
     first_rank = min(folder.optimizer)
     first = inner_file(reading.load(folder.optimizer[first_rank], first_rank))
     stage = _stage(first)
@@ -163,7 +182,8 @@ def _understand(reading: _Reading) -> Checkpoint:
         raise IncompleteError("the model file is missing", path=path, expected="mp_rank_00_model_states.pt")
     reading.sources.check_distinct((inner.rank, inner.path) for inner in inners)
     model = (_read_stage3 if stage == 3 else _read_stage12)(reading, inners)
-    return _checkpoint(reading, model, inners, stage, world_size)
+    checkpoint = _checkpoint(reading, model, inners, stage, world_size)
+    return Slice(checkpoint, model.file)
 
 
 def _world_size(inner: RankFile) -> int:
@@ -210,7 +230,8 @@ def _name_for_rank(files: Mapping[int, str], rank: int, kind: str) -> str:
 def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
     assert reading.folder.model is not None
     file = reading.load(reading.folder.model, 0)
-    module, ties, buffers = model_file.module(file), model_file.ties(file), model_file.buffer_names(file)
+    module = model_file.module(file, reading.num_tensor_parallel)
+    ties, buffers = model_file.ties(file), model_file.buffer_names(file)
     groups = model_file.param_shapes(file)
     frozen = file.content.get("frozen_param_fragments") or {}
     for fqn, stored in {**frozen, **module}.items():

@@ -31,7 +31,10 @@ STEPS = {
 def fill(folder: Path, names: tuple[str, ...]) -> Path:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
+        if name.endswith(".pt"):
+            torch.save({}, folder / name)
+        else:
+            (folder / name).touch()
     return folder
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,10 +18,11 @@ from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
-from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, Tensor, Whole, flat_regions
+from ckpt.plan.tensors import Shape, Source, Tensor, Whole
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model_file import is_dealt, param_shapes
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup
+from converters.deepspeed.parts import Joined, Part
 from converters.deepspeed.pipeline.args import attributes
 from converters.deepspeed.pipeline.names import Layers, is_neox, is_recomputed, is_tied
 from converters.deepspeed.rank_files import (
@@ -126,62 +127,7 @@ def _put(files: dict[Any, str], key: Any, path: Path, name: str) -> None:
     files[key] = str(confined(path, name))
 
 
-# -- where a rank's tensor is in the whole one ---------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A rank's tensor of shape `shape`: where its elements are, and which boxes of the whole tensor they are.
-
-    `boxes` are the rank's part of the whole tensor, one behind the other along the first dim.  `ranks` are those of the
-    run that have it, by their data parallel rank, which is the one that `source` knows; None where that is not known.
-    """
-
-    shape: Shape
-    boxes: tuple[Box, ...]
-    source: Source
-    ranks: range | None
-
-    def fragments(self, shape: Shape) -> Iterator[Fragment]:
-        """Fragments that hold the rank's part of the whole tensor, which is of `shape`."""
-        for found in self.source.fragments(self.shape):
-            fragment = found._replace(rank=self.ranks[found.rank or 0] if self.ranks else None)
-            if isinstance(fragment.region, Box):  # a whole tensor of a layer's file
-                at = 0
-                for box in self.boxes:
-                    inner = Box((at, *(0,) * (len(box.sizes) - 1)), box.sizes) if box.sizes else box
-                    yield Fragment(box, fragment.extent.narrow(inner), fragment.rank)
-                    at += box.sizes[0] if box.sizes else 0
-                continue
-            begin = 0
-            for box in self.boxes:
-                start = max(fragment.region.start, begin)
-                stop = min(fragment.region.stop, begin + box.numel)
-                if start < stop:
-                    yield from _placed(fragment, box, shape, begin, start, stop)
-                begin += box.numel
-
-
-def _placed(fragment: Fragment, box: Box, shape: Shape, begin: int, start: int, stop: int) -> Iterator[Fragment]:
-    """Elements `start:stop` of a rank's tensor, in which `box` begins at element `begin`, in the whole tensor."""
-    assert isinstance(fragment.region, FlatRange)
-    for region, offset in flat_regions(box, shape, start - begin, stop - begin):
-        at = begin + offset - fragment.region.start
-        extent = fragment.extent.flat(at, at + region.numel)
-        yield Fragment(region, extent.reshape(region.sizes) if isinstance(region, Box) else extent, fragment.rank)
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A tensor of which each tensor parallel rank has a part."""
-
-    parts: tuple[Part, ...]
-
-    def fragments(self, shape: Shape) -> Iterator[Fragment]:
-        found = [fragment for part in self.parts for fragment in part.fragments(shape)]
-        if all(isinstance(fragment.region, FlatRange) for fragment in found):
-            found.sort(key=lambda fragment: fragment.region.start)  # type: ignore[union-attr]
-        yield from found
+# -- what ranks hold ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,196 @@
+"""DeepSpeed's AutoTP: tensor parallel ranks without a pipeline, each with ZeRO-1 or ZeRO-2 files of its own.
+
+    mp_rank_TT_model_states.pt, [bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt
+
+Each tensor parallel rank wrote what a run of its parts alone would write.  How the parts make up the model is recorded
+in its model file, for each parameter by name: `universal_checkpoint_info.affine_map`, pieces of the whole tensor and
+where they are in the rank's (deepspeed 0.19.8, checkpoint/affine.py, `ParamAffineMap`; module_inject/layers.py,
+`collect_autotp_universal_checkpoint_info`).  What is in no map, buffers, every rank has whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ckpt.containers.sources import RankFile
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.plan.checkpoint import BUFFER, Checkpoint, Key
+from ckpt.plan.tensors import Box, Shape, Source, Tensor, contiguous_strides
+from converters.deepspeed.folder import tensor_parallel
+from converters.deepspeed.keys import UNIVERSAL_INFO
+from converters.deepspeed.parts import Joined, Part
+from converters.deepspeed.rank_files import check_same
+
+_MAP_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one tensor parallel rank has: its parts as if they were a model, and its model file."""
+
+    checkpoint: Checkpoint
+    file: RankFile
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """How ranks share a tensor of `shape`: the boxes of it that each has, one behind the other in its own tensor."""
+
+    shape: Shape
+    shards: tuple[Shape, ...]
+    boxes: tuple[tuple[Box, ...], ...]
+    is_replicated: bool
+
+
+def joined(slices: Sequence[Slice], maps: Mapping[str, Map]) -> Checkpoint:
+    """The model that tensor parallel ranks have together.
+
+    Raises NotFoundError for a tensor of which no map tells, CorruptError where maps and tensors do not agree.
+    """
+    first = slices[0].checkpoint
+    for other in slices[1:]:
+        _check_alike(slices[0], other)
+    check_same("step", [(each.file, each.file.content.get("global_steps")) for each in slices])
+    dp = first.world_size or 1
+    tensors = {key: _tensor(key, slices, maps, dp) for key in first.tensors}
+    config = dict(first.state.ds_config or {})
+    config.pop("tensor_parallel", None)  # what is read are whole tensors
+    quantized = next((method for each in slices for method in each.checkpoint.quantized.values()), None)
+    if quantized is not None:
+        raise NotFoundError(
+            f"optimizer states of AutoTP's ranks that are stored quantized ({quantized}) are not supported",
+            path=first.path,
+        )
+    return replace(
+        first,
+        tensors=tensors,
+        files=tuple(file for each in slices for file in each.checkpoint.files),
+        world_size=dp * len(slices),
+        state=replace(first.state, ds_config=config or None),
+        notes=(*first.notes, f"parts of {len(slices)} tensor parallel ranks are put together as AutoTP recorded them"),
+    )
+
+
+def _check_alike(first: Slice, other: Slice) -> None:
+    """Ranks have parts of the same tensors in the same param groups, after the same steps."""
+    a, b = first.checkpoint, other.checkpoint
+    told = (
+        ("tensors", a.tensors.keys(), {key for key in b.tensors if key[0] not in a.ties}),  # rank 0 alone records ties
+        ("param groups", a.state.param_groups, b.state.param_groups),
+        ("states of one number", a.state.scalars, b.state.scalars),
+        ("data parallel ranks", a.world_size, b.world_size),
+        ("ZeRO stage", a.state.zero_stage, b.state.zero_stage),
+    )
+    for what, ours, theirs in told:
+        if ours != theirs:
+            raise CorruptError(
+                f"tensor parallel ranks have different {what}: files of different runs in one folder?",
+                path=other.file.path,
+                expected=f"as {first.file.path}",
+            )
+
+
+def _tensor(key: Key, slices: Sequence[Slice], maps: Mapping[str, Map], dp: int) -> Tensor:
+    fqn, role = key
+    held = [one.checkpoint.tensors[key] for one in slices]
+    first = held[0]
+    if role == BUFFER:
+        known = Map(first.shape, (first.shape,) * len(held), ((),) * len(held), True)
+    elif fqn not in maps:
+        raise tensor_parallel(slices[0].file.path, f", and nothing is recorded of {fqn}")
+    else:
+        known = maps[fqn]
+    for one, shard, slice_ in zip(held, known.shards, slices, strict=True):
+        if (one.shape, one.dtype) != (shard, first.dtype):
+            raise CorruptError(
+                f"a tensor parallel rank's part is not as it is recorded ({role})",
+                path=slice_.file.path,
+                fqn=fqn,
+                expected=f"{first.dtype} {list(shard)}",
+                found=f"{one.dtype} {list(one.shape)}",
+            )
+    if known.is_replicated:
+        replicas: tuple[Source, ...] = tuple(source for one in held for source in (one.source, *one.replicas))
+        return replace(first, replicas=replicas[1:])
+    # mesh of the engine: data parallel ranks of one tensor parallel rank are tp apart
+    parts = tuple(
+        Part(one.shape, boxes, one.source, range(tp, dp * len(held), len(held)))
+        for tp, (one, boxes) in enumerate(zip(held, known.boxes, strict=True))
+    )
+    return replace(first, shape=known.shape, source=Joined(parts), replicas=())
+
+
+# -- what is recorded --------------------------------------------------------------------------------------------------
+
+
+def recorded_maps(file: RankFile, ranks: Sequence[int]) -> dict[str, Map]:
+    """The map of each parameter, as the model file of the first of `ranks` has it.
+
+    NotFoundError where there is none, or none that is a cut.
+    """
+    info = file.content.get(UNIVERSAL_INFO)
+    recorded = info.get("affine_map") if isinstance(info, Mapping) else None
+    if not isinstance(recorded, Mapping) or recorded.get("version") != _MAP_VERSION:
+        raise tensor_parallel(file.path)
+    shapes: list[Any] = file.need("param_shapes")
+    names = {fqn for group in shapes for fqn in group} | set(file.need("module"))
+    # patterns are whole names, escaped
+    known = {f"^{re.escape(fqn)}$": fqn for fqn in names if isinstance(fqn, str)}
+    return {
+        known[pattern]: _map(known[pattern], entry, len(ranks), file)
+        for pattern, entry in recorded["params"].items()
+        if pattern in known
+    }
+
+
+def _map(fqn: str, entry: Mapping[str, Any], num_ranks: int, file: RankFile) -> Map:
+    shape = tuple(entry["logical_shape"])
+    ranks = {int(rank): one for rank, one in entry["ranks"].items()}
+    if sorted(ranks) != list(range(num_ranks)):
+        raise CorruptError(
+            "the tensor parallel ranks that share a parameter are not those that have files",
+            path=file.path,
+            fqn=fqn,
+            expected=f"{num_ranks} ranks",
+            found=", ".join(map(str, sorted(ranks))),
+        )
+    shards = tuple(tuple(ranks[rank]["shard_shape"]) for rank in range(num_ranks))
+    boxes = tuple(_boxes(fqn, ranks[rank]["pieces"], shape, shards[rank], file) for rank in range(num_ranks))
+    is_replicated = all(own == (Box((0,) * len(shape), shape),) for own in boxes)
+    return Map(shape, shards, boxes, is_replicated)
+
+
+def _boxes(
+    fqn: str, pieces: Sequence[Mapping[str, Any]], shape: Shape, shard: Shape, file: RankFile
+) -> tuple[Box, ...]:
+    """A rank's pieces as boxes of the whole tensor, if they lie one behind the other in the rank's own."""
+    found, at, strides = [], 0, contiguous_strides(shape)
+    for piece in pieces:
+        sizes, (start, steps) = tuple(piece["shape"]), piece["source"]
+        place, inner = piece["dest"]
+        follows = len(pieces) == 1 or sizes[1:] == shard[1:]
+        is_box = len(sizes) == len(shape) and tuple(steps) == strides and place == at and follows
+        if not is_box or tuple(inner) != contiguous_strides(shard) or piece.get("scale", 1.0) != 1.0:
+            reason = (
+                "a bias that ranks hold divided by their number" if piece.get("scale", 1.0) != 1.0 else "fused parts"
+            )
+            raise tensor_parallel(file.path, f": {fqn} is shared in a way that is no cut ({reason})")
+        offsets = []
+        for stride in strides:
+            offset, start = divmod(start, stride) if stride else (0, start)
+            offsets.append(offset)
+        found.append(Box(tuple(offsets), sizes))
+        at += prod(sizes)
+    if at != prod(shard):
+        raise CorruptError(
+            "the pieces of a parameter do not make up a rank's part of it",
+            path=file.path,
+            fqn=fqn,
+            expected=f"{prod(shard)} elements",
+            found=f"{at} elements",
+        )
+    return tuple(found)

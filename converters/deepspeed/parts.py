@@ -1,0 +1,63 @@
+"""A tensor of which tensor parallel ranks have parts, put together of them: arithmetic over boxes and extents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, flat_regions
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's tensor of shape `shape`: where its elements are, and which boxes of the whole tensor they are.
+
+    `boxes` are the rank's part of the whole tensor, one behind the other along the first dim.  `ranks` are those of the
+    run that have it, by their data parallel rank, which is the one that `source` knows; None where that is not known.
+    """
+
+    shape: Shape
+    boxes: tuple[Box, ...]
+    source: Source
+    ranks: range | None
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        """Fragments that hold the rank's part of the whole tensor, which is of `shape`."""
+        for found in self.source.fragments(self.shape):
+            fragment = found._replace(rank=self.ranks[found.rank or 0] if self.ranks else None)
+            if isinstance(fragment.region, Box):  # a whole tensor of a layer's file
+                at = 0
+                for box in self.boxes:
+                    inner = Box((at, *(0,) * (len(box.sizes) - 1)), box.sizes) if box.sizes else box
+                    yield Fragment(box, fragment.extent.narrow(inner), fragment.rank)
+                    at += box.sizes[0] if box.sizes else 0
+                continue
+            begin = 0
+            for box in self.boxes:
+                start = max(fragment.region.start, begin)
+                stop = min(fragment.region.stop, begin + box.numel)
+                if start < stop:
+                    yield from _placed(fragment, box, shape, begin, start, stop)
+                begin += box.numel
+
+
+def _placed(fragment: Fragment, box: Box, shape: Shape, begin: int, start: int, stop: int) -> Iterator[Fragment]:
+    """Elements `start:stop` of a rank's tensor, in which `box` begins at element `begin`, in the whole tensor."""
+    assert isinstance(fragment.region, FlatRange)
+    for region, offset in flat_regions(box, shape, start - begin, stop - begin):
+        at = begin + offset - fragment.region.start
+        extent = fragment.extent.flat(at, at + region.numel)
+        yield Fragment(region, extent.reshape(region.sizes) if isinstance(region, Box) else extent, fragment.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A tensor of which each tensor parallel rank has a part."""
+
+    parts: tuple[Part, ...]
+
+    def fragments(self, shape: Shape) -> Iterator[Fragment]:
+        found = [fragment for part in self.parts for fragment in part.fragments(shape)]
+        if all(isinstance(fragment.region, FlatRange) for fragment in found):
+            found.sort(key=lambda fragment: fragment.region.start)  # type: ignore[union-attr]
+        yield from found

@@ -1,0 +1,125 @@
+"""DeepSpeed's AutoTP, tensor parallel ranks without a pipeline: a committed run against what the engine gathered."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import api
+from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Layout
+from tests.support.describing import content
+from tests.support.engines import Truth
+from tests.support.stored import stored
+
+NAME, STEP = "autotp-zero1", "global_step2"
+
+
+@pytest.fixture
+def run(fixtures: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(fixtures / NAME, tmp_path / NAME))
+
+
+def truth_of(fixtures: Path) -> Truth:
+    return Truth.load(fixtures / NAME / "truth" / f"{STEP}.safetensors")
+
+
+def test_equals_what_deepspeed_puts_together(fixtures: Path) -> None:
+    truth, checkpoint = truth_of(fixtures), api.open(fixtures / NAME)
+    assert (checkpoint.format, checkpoint.world_size, checkpoint.state.step) == ("zero1", 4, 2)
+    assert {key: content(tensor) for key, tensor in checkpoint.tensors.items()} == truth.tensors
+    assert {role for _, role in truth.tensors} == {WEIGHT, MASTER, "exp_avg", "exp_avg_sq"}
+    (group,) = checkpoint.state.param_groups
+    assert set(group.fqns) == {fqn for fqn, _ in truth.tensors}
+    whole = [fqn for (fqn, role), tensor in checkpoint.tensors.items() if role == WEIGHT and tensor.replicas]
+    assert all("norm" in fqn or "embed" in fqn for fqn in whole) and len(whole) == 6
+    assert "tensor_parallel" not in (checkpoint.state.ds_config or {})
+    assert any("2 tensor parallel ranks" in note for note in checkpoint.notes)
+
+
+@pytest.mark.parametrize("target", ["zero3", "zero1", "universal", "dcp"])
+def test_everything_goes_on_to_other_formats(fixtures: Path, tmp_path: Path, target: str) -> None:
+    checkpoint, truth = api.open(fixtures / NAME), truth_of(fixtures)
+    api.plan(checkpoint, target, Layout(world_size=None if target == "universal" else 2)).run(tmp_path / "out")
+    written = api.open(tmp_path / "out", target)
+    for (fqn, role), expected in truth.tensors.items():
+        if role == WEIGHT and target in ("zero3", "dcp"):
+            continue  # the masters are the weights there
+        key = (fqn, WEIGHT if role == MASTER and target == "dcp" else role)
+        assert content(written.tensors[key]) == expected, key
+
+
+def test_weights_go_to_the_hub_as_the_engine_gathered_them(fixtures: Path, tmp_path: Path) -> None:
+    api.plan(api.open(fixtures / NAME), "hf").run(tmp_path / "out")
+    weights = {fqn: value for (fqn, role), value in truth_of(fixtures).tensors.items() if role == WEIGHT}
+    assert stored(tmp_path / "out") == weights
+
+
+def change(run: Path, rank: int, edit: Callable[[dict[str, Any]], object]) -> None:
+    path = run / STEP / f"mp_rank_{rank:02d}_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    edit(state)
+    torch.save(state, path)
+
+
+def info(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = state["universal_checkpoint_info"]
+    return found
+
+
+Q = r"^model\.layers\.0\.self_attn\.q_proj\.weight$"
+
+
+def params(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = info(state)["affine_map"]["params"]
+    return found
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], type[CkptError], str]] = {
+    "no record": (lambda run: change(run, 0, lambda s: s.pop("universal_checkpoint_info")), NotFoundError, "AutoTP"),
+    "another version": (
+        lambda run: change(run, 0, lambda s: info(s)["affine_map"].update(version=2)),
+        NotFoundError,
+        "",
+    ),
+    "a parameter without one": (
+        lambda run: change(run, 0, lambda s: params(s).pop(Q)),
+        NotFoundError,
+        "nothing is recorded of model.layers.0.self_attn.q_proj.weight",
+    ),
+    "a scaled bias": (
+        lambda run: change(run, 0, lambda s: params(s)[Q]["ranks"][0]["pieces"][0].update(scale=0.5)),
+        NotFoundError,
+        "divided by their number",
+    ),
+    "another shape": (
+        lambda run: change(run, 0, lambda s: params(s)[Q].update(logical_shape=[32, 16])),
+        CorruptError,
+        "",
+    ),
+    "another step": (lambda run: change(run, 1, lambda s: s.update(global_steps=3)), CorruptError, "different steps"),
+    "a rank gone": (
+        lambda run: (run / STEP / "mp_rank_01_model_states.pt").unlink(),
+        CkptError,
+        "model file is missing",
+    ),
+    "a partition gone": (
+        lambda run: next((run / STEP).glob("*_1_mp_rank_01_optim_states.pt")).unlink(),
+        CkptError,
+        "optim_states files are missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_refused(run: Path, fault: str) -> None:
+    damage, error, words = FAULTS[fault]
+    damage(run)
+    with pytest.raises(error) as caught:
+        api.plan(api.open(run), "zero1")
+    assert words in f"{caught.value.what} {caught.value.hint}"
