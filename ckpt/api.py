@@ -503,7 +503,7 @@ def plan(
     registry.check_options(target.name, layout.options)
     # What the reader has said is known; a writer sees no notes, and what is said on the way from names to names is new.
     if target.carries_optimizer:
-        _check_states_are_plain(checkpoint, to)
+        _check_states_are_plain(checkpoint, target, layout)
     named = to_namespace(replace(checkpoint, notes=()), _namespace(target, layout), layout)
     laid_out = target.lay_out(replace(named, notes=()), layout)
     check_casts(named, laid_out, layout)
@@ -515,6 +515,8 @@ def plan(
         )
         laid_out = replace(laid_out, notes=(*laid_out.notes, note))
     laid_out = replace(laid_out, notes=(*named.notes, *laid_out.notes), dropped=(*laid_out.dropped, *unread))
+    if named.blocks and target.carries_optimizer:
+        named = registry.service("as_stored")(named)
     made = make_plan(named, laid_out, carries_optimizer=target.carries_optimizer)
     return Conversion(made, resources or Resources(), to)
 
@@ -524,9 +526,16 @@ def _is_at_gradients_point(group: ParamGroup) -> bool:
     return group.options.get("train_mode") is True and "weight_sum" in group.options
 
 
-def _check_states_are_plain(checkpoint: Checkpoint, to: str) -> None:
-    """Raise LossError where optimizer states are stored quantized: another format's blocks are not theirs."""
-    if not checkpoint.quantized:
+def _check_states_are_plain(checkpoint: Checkpoint, target: Format, layout: Layout) -> None:
+    """Raise LossError where optimizer states are stored quantized, and the target has no place for them as they are.
+
+    It has one where it may hold blocks (its writer says which) and its names and shapes are the source's.
+    """
+    to, has_place = target.name, getattr(target, "carries_blocks", False)
+    is_renamed = _namespace(target, layout) not in (None, checkpoint.namespace) and checkpoint.namespace != OWN
+    if not checkpoint.quantized or (
+        has_place and not is_renamed and checkpoint.blocks.keys() == checkpoint.quantized.keys()
+    ):
         return
     (fqn, state), method = next(iter(checkpoint.quantized.items()))
     raise LossError(
@@ -545,7 +554,7 @@ def plain_states(checkpoint: Checkpoint) -> Checkpoint:
     """
     counts = Counter(checkpoint.quantized.values())
     notes = [f"{count} optimizer states dequantized from {method} to float32" for method, count in counts.items()]
-    return replace(checkpoint, quantized={}, notes=(*checkpoint.notes, *notes))
+    return replace(checkpoint, quantized={}, blocks={}, notes=(*checkpoint.notes, *notes))
 
 
 def _namespace(target: Format, layout: Layout) -> str | None:

@@ -45,6 +45,7 @@ OPTIONS = {
         ("megatron", "megatron-dist", "megatron-deepspeed"), "converters.names.megatron.options:MegatronOptions"
     ),
     **dict.fromkeys(("hf", "dcp"), "converters.names.options:NameOptions"),
+    "fsdp-ranks": "converters.pytorch.ranks_options:RanksOptions",
 }
 
 #: Other names that users type for these.
@@ -79,6 +80,8 @@ SERVICES = {
     # tensors that are parts of weights stored quantized, and plain weights in place of these
     "quantized_parts": "converters.quantized:parts",
     "dequantized": "converters.quantized.dequantize:dequantized",
+    # the tensors that quantized optimizer states are stored as, in place of the values computed of them
+    "as_stored": "converters.quantized.carry:as_stored",
 }
 
 

@@ -186,6 +186,8 @@ class Checkpoint:
     `own_module_order`: the modules are in another order than the framework's own, and its optimizers go by order.
     `computes_in`: the 16-bit dtype that the run computes in though its weights are kept in float32 alone, and what
     records it.
+    `dtensor` is one part of a tensor as torch has pickled it in files of ranks, a Record: each version does it its way.
+    `flat_parameters` are the fqns of each flat parameter that FSDP1's optimizer has, in its order.
     `ties` maps an alias to the fqn that owns the tensor, as the checkpoint records it.
     `folders` are the places in which the run's other files (config, tokenizer) may stand, nearest first.
     `origins` are the places that the user named, a run folder or adapters to be merged among them: nothing is written
@@ -195,8 +197,9 @@ class Checkpoint:
     `computed` maps a made-up path to a function that returns its bytes.  An extent with that path is computed when it
     is written; a merged LoRA weight is one.
     `quantized` are the optimizer states that are stored quantized, and by which method; their tensors are of the
-    plain values, which are computed.  `unread` is what no tensor is made of, a sentence for each that says why: a plan
-    says that it is not in the target.
+    plain values, which are computed.  `blocks` says how they are stored, where that is known: for writers of formats
+    that have a place for it (`carries_blocks`).  `unread` is what no tensor is made of, a sentence for each that says
+    why: a plan says that it is not in the target.
     """
 
     path: str
@@ -210,6 +213,8 @@ class Checkpoint:
     own_module_order: bool = False
     computes_in: tuple[DType, str] | None = None
     world_size: int | None = None
+    dtensor: Any = None
+    flat_parameters: tuple[tuple[str, ...], ...] = ()
     namespace: str = OWN
     ties: Mapping[str, str] = field(default_factory=dict)
     state: TrainingState = field(default_factory=TrainingState)
@@ -220,6 +225,7 @@ class Checkpoint:
     passed_over: tuple[str, ...] = ()
     computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
     quantized: Mapping[Key, str] = field(default_factory=dict)
+    blocks: Mapping[Key, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
 
     def get(self, fqn: str, role: str) -> Tensor | None:

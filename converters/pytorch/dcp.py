@@ -62,6 +62,7 @@ class DistributedCheckpoint:
     reads = True
     writes = True
     carries_optimizer = True
+    carries_blocks = True
     #: An engine that loads it asks for the names that the model has in memory.
     namespace: str | None = TRANSFORMERS
 
@@ -234,6 +235,7 @@ class _Reading:
             notes=(*self.notes, *self.data.notes),
             computed=self.states.computed,
             quantized=self.states.quantized,
+            blocks=self.states.blocks,
             unread=self.states.unread.sentences,
         )
 

@@ -1,7 +1,7 @@
-"""One torch file per rank, each with the rank's parts of the tensors (DTensor, ShardedTensor): read.
+"""One torch file per rank, each with the rank's parts of the tensors (DTensor, ShardedTensor).
 
-    model_world_size_W_rank_R.pt, optim_..., extra_state_...    verl: global_step_N/actor
-    pytorch_model_fsdp_0_rankR.bin, optimizer_0_rankR.bin       Accelerate with use_dcp=False
+    model_world_size_W_rank_R.pt, optim_..., extra_state_...    verl: global_step_N/actor; read and written
+    pytorch_model_fsdp_0_rankR.bin, optimizer_0_rankR.bin       Accelerate with use_dcp=False; read
 
 A part says which box of the tensor it is.  FSDP1's ShardedTensor records offsets and sizes; FSDP2's DTensor the mesh,
 this rank's coordinate in it, and along each axis how the tensor is placed, from which the box follows.  A box that
@@ -11,7 +11,8 @@ Optimizer states are numbered in `optim_` files, and no file has the names.  Wha
 (workers/fsdp_workers.py: `AdamW(module.parameters())`, up to 0.9): one param group, in the order of the model file,
 parameters that share their elements counted once.  That is taken where all numbers and all shapes agree, and recorded
 names where there are any; otherwise the states are left out, with a note.  Under FSDP1 such a state is the rank's slice
-of the parameter as one row; slices of rising ranks follow each other.
+of the parameter as one row; slices of rising ranks follow each other.  Or it is one of a flat parameter
+(`converters.pytorch.flat_parameters`).
 
 Format facts: torch 2.13 (distributed/tensor/_utils.py, placement_types.py, device_mesh.py, _mesh_layout.py;
 distributed/_shard/sharded_tensor/api.py; distributed/fsdp/_flat_param.py), verl 0.9.1
@@ -27,16 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.sources import RankFile, structure
-from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
 from ckpt.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.assemble import assemble
-from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ParamGroup, ReadRequest, Target
+from ckpt.plan.checkpoint import TRANSFORMERS, WEIGHT, Checkpoint, Layout, ParamGroup, ReadRequest, Target
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.steps import TRACKER, recorded_step, step_folders
+from converters.pytorch.flat_parameters import Units, read_flat, same_numbers
 from converters.pytorch.optimizer_states import OptimizerStates
 from converters.pytorch.state_dicts import Reading, clean_names, read_optimizer, tie_as_declared
 from converters.quantized.states import Quantized, torchao
@@ -57,9 +58,10 @@ class FsdpRanks:
     name = "fsdp-ranks"
     title = "per-rank files of FSDP (verl)"
     reads = True
-    writes = False
+    writes = True
     carries_optimizer = True
-    namespace: str | None = None
+    carries_blocks = True
+    namespace: str | None = TRANSFORMERS
 
     # -- find ------------------------------------------------------------------------------------------------
 
@@ -97,11 +99,12 @@ class FsdpRanks:
         _refuse_flat(models)
         folders = tuple(p for p in (request.config, path / "huggingface", path, path.parent) if p and p.is_dir())
         config = read_config(folders)
-        _read_models(reading, models)
+        parameters = _read_models(reading, models)
         # FSDP1 saves a tied parameter under each of its names, apart.
         tie_as_declared(reading.tensors, reading.ties, config)
+        units: Units = ()
         if optimizers := of("optim"):
-            _read_optimizers(reading, optimizers)
+            units = _read_optimizers(reading, optimizers, parameters)
         for file in of("extra"):
             _read_extra(reading, file)
         step = next((int(m[1]) for p in (path, path.parent) if (m := re.search(r"step[-_](\d+)$", p.name))), None)
@@ -112,6 +115,8 @@ class FsdpRanks:
             files=reading.sources.files,
             framework="verl" if "huggingface" in {p.name for p in folders} else None,
             world_size=len(models),
+            flat_parameters=units,
+            dtensor=_any_dtensor(models[0]),
             ties=reading.ties,
             state=reading.state(step),
             config=config,
@@ -119,11 +124,15 @@ class FsdpRanks:
             notes=tuple(reading.notes),
             computed=reading.states.computed,
             quantized=reading.states.quantized,
+            blocks=reading.states.blocks,
             unread=reading.states.unread.sentences,
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        raise NotFoundError(f"{self.name} cannot be written", hint="see `ckpt formats`")
+        """The files of a step of verl's, in the folders in which verl looks for them."""
+        from converters.pytorch.fsdp_ranks_write import lay_out  # only here: what is only read starts sooner
+
+        return lay_out(checkpoint, layout)
 
 
 FSDP_RANKS = FsdpRanks()
@@ -133,8 +142,8 @@ FSDP_RANKS = FsdpRanks()
 
 
 def _inside(folder: Path) -> Path | None:
-    """`folder`, or verl's `actor` in it, if it has files of ranks."""
-    for one in (folder, folder / "actor"):
+    """`folder`, or verl's `actor` or `critic` in it, if it has files of ranks."""
+    for one in (folder, folder / "actor", folder / "critic"):
         if one.is_dir() and any(_kind(entry.name) in ("model", "local") for entry in one.iterdir()):
             return one
     return None
@@ -342,7 +351,8 @@ def _cut(offsets: list[int], sizes: list[int], dim: int, count: int, index: int)
 # -- the model -----------------------------------------------------------------------------------------------
 
 
-def _read_models(reading: Reading, models: list[RankFile]) -> None:
+def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
+    """Add the model's tensors.  Returns the shapes of those that are parts on the ranks: no buffer is."""
     first = models[0]
     names = clean_names(first.content, first.path)
     for model in models[1:]:
@@ -353,6 +363,7 @@ def _read_models(reading: Reading, models: list[RankFile]) -> None:
             )
     reading.ties = _ties(models, names)
     extra: dict[str, Any] = {}
+    parameters: list[str] = []
     for name, fqn in names.items():
         if fqn in reading.ties:
             continue
@@ -362,8 +373,15 @@ def _read_models(reading: Reading, models: list[RankFile]) -> None:
             continue
         parts = [p for value, model in zip(values, models, strict=True) for p in _parts(value, model, fqn)]
         reading.tensors[fqn, WEIGHT] = assemble(fqn, WEIGHT, parts)
+        if all(map(is_part, values)):
+            parameters.append(fqn)
     if extra:
         reading.items["extra_state"] = extra
+    return {fqn: reading.tensors[fqn, WEIGHT].shape for fqn in parameters}
+
+
+def _any_dtensor(model: RankFile) -> Record | None:
+    return next((v for v in model.content.values() if isinstance(v, Record) and v.name == "DTensor"), None)
 
 
 def _ties(models: list[RankFile], names: Mapping[str, str]) -> dict[str, str]:
@@ -404,7 +422,13 @@ def _shape_of(value: Any) -> Any:
 # -- the optimizer -------------------------------------------------------------------------------------------
 
 
-def _read_optimizers(reading: Reading, files: list[RankFile]) -> None:
+def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mapping[str, Shape]) -> Units:
+    """Add the optimizer's states.  Returns the flat parameters that it has, if it has any."""
+    owned = {fqn: shape for fqn, shape in parameters.items() if fqn not in reading.ties}
+    if (flat := read_flat(files, owned)) is not None:
+        reading.tensors |= flat.tensors
+        reading.scalars, reading.groups = dict(flat.scalars), flat.groups
+        return flat.units
     order = [fqn for fqn, role in reading.tensors if role == WEIGHT]
     states: list[Mapping[str, Mapping[str, Any]]] = []
     groups: tuple[ParamGroup, ...] = ()
@@ -412,7 +436,7 @@ def _read_optimizers(reading: Reading, files: list[RankFile]) -> None:
         optimizer = read_optimizer(file.content, file.path, order)
         if optimizer is None or (_is_numbered(file) and not _fits(reading, optimizer.states)):
             reading.notes.append(_left_out(file.path))
-            return
+            return ()
         groups = groups or optimizer.groups
         _check_options(file, groups, optimizer.groups)
         states.append(optimizer.states)
@@ -432,7 +456,7 @@ def _read_optimizers(reading: Reading, files: list[RankFile]) -> None:
                 others.unread.add(name, f"each rank has {_class_of(odd[0])} of its own", [fqn])
                 continue
             if _is_scalar(name, values[0][1], shape):
-                numbers = _numbers(fqn, name, values)
+                numbers = same_numbers(fqn, name, values)
                 if all(number == numbers[0] for number in numbers):
                     scalars.setdefault(name, {})[fqn] = numbers[0]
                 else:
@@ -441,10 +465,11 @@ def _read_optimizers(reading: Reading, files: list[RankFile]) -> None:
             tensor = _state_tensor(fqn, name, shape, values)
             if tensor is None:
                 reading.notes.append(_left_out(files[0].path))
-                return
+                return ()
             tensors[fqn, name] = tensor
     reading.tensors |= tensors | others.tensors
     reading.scalars, reading.groups, reading.states = scalars, groups, others
+    return ()
 
 
 def _left_out(path: str) -> str:
@@ -536,23 +561,6 @@ def _read_wrapped(found: OptimizerStates, fqn: str, name: str, values: list[tupl
                 found.unread.add(name, f"parts of it are {kind}, in a form of which nothing is known", [fqn])
                 return
     found.add_quantized(fqn, name, shape, parts, tuple(one for one in plain.values() if one.extent.numel))
-
-
-def _numbers(fqn: str, name: str, values: list[tuple[RankFile, Any]]) -> list[Any]:
-    """The numbers that ranks have; all took the same steps."""
-    said = [(f, number_state(name, v.extent) if isinstance(v, StoredTensor) else v) for f, v in values]
-    first = said[0][1]
-    for file, value in said:
-        if value != first and name.endswith("step"):
-            raise CorruptError(
-                "ranks of different steps in one folder",
-                path=file.path,
-                rank=file.rank,
-                fqn=fqn,
-                expected=f"{name} {first}, as on rank {said[0][0].rank}",
-                found=f"{name} {value}",
-            )
-    return [value for _, value in said]
 
 
 def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile, Any]]) -> Tensor | None:

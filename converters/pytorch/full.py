@@ -72,6 +72,8 @@ from converters.pytorch.state_dicts import (
     step_of,
     tie_as_declared,
 )
+from converters.quantized.carry import Blocks, carried
+from converters.quantized.states import NESTED
 
 FSDP_MODEL = "pytorch_model_fsdp.bin"
 MODEL = "pytorch_model.bin"
@@ -112,6 +114,7 @@ class Full:
     reads = True
     writes = True
     carries_optimizer = True
+    carries_blocks = True
     namespace: str | None = TRANSFORMERS
 
     # -- find ------------------------------------------------------------------------------------------------
@@ -169,6 +172,7 @@ class Full:
             notes=tuple(reading.notes),
             computed=reading.states.computed,
             quantized=reading.states.quantized,
+            blocks=reading.states.blocks,
             unread=reading.states.unread.sentences,
         )
 
@@ -453,9 +457,18 @@ def _optimizer(checkpoint: Checkpoint) -> TargetFile:
                 value = number(value)
             states.setdefault(fqn, {})[name] = value
     for (fqn, role), tensor in checkpoint.tensors.items():
-        if role not in (WEIGHT, MASTER, BUFFER):
+        if role in (WEIGHT, MASTER, BUFFER):
+            continue
+        own, stored = states.setdefault(fqn, {}), checkpoint.blocks.get((fqn, role))
+        if stored is None:
             fill = (FromSource((fqn, role), whole(tensor.shape)),)
-            states.setdefault(fqn, {})[role] = NewTensor(tensor.dtype, tensor.shape, fill)
+            own[role] = NewTensor(tensor.dtype, tensor.shape, fill)
+        elif isinstance(one := carried((fqn, role), stored, whole(tensor.shape)), Blocks):
+            number_ = role.removeprefix("state")  # bitsandbytes' names
+            nested = {role: one.codes, f"absmax{number_}": one.factors, f"qmap{number_}": one.values}
+            own.setdefault(NESTED, {}).update(nested)
+        else:
+            own[role] = one
     groups = [{**group.options, "params": list(group.fqns)} for group in checkpoint.state.param_groups]
     stepped = {fqn: values for fqn, values in states.items() if values}
     return torch_file(OPTIMIZERS[0], {"state": stepped, "param_groups": groups})

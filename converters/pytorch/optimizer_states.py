@@ -16,6 +16,7 @@ from ckpt.plan.checkpoint import Key
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Fragment, Pieces, Shape, Tensor, Whole, whole
 from ckpt.state.unread import Unread
+from converters.quantized.carry import Stored
 from converters.quantized.states import NESTED, Quantized, is_unfinished, pieces, understood
 
 _UNFINISHED = (
@@ -32,6 +33,7 @@ class OptimizerStates:
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     computed: dict[str, Callable[[], memoryview]] = field(default_factory=dict)
     quantized: dict[Key, str] = field(default_factory=dict)
+    blocks: dict[Key, Stored] = field(default_factory=dict)
     unread: Unread = field(default_factory=Unread)
 
     def add(self, fqn: str, shape: Shape, states: Mapping[str, Any], path: str) -> None:
@@ -77,6 +79,7 @@ class OptimizerStates:
             self.computed |= one.blocks()
         self._add(Tensor(fqn, name, FLOAT32, shape, Pieces((*source.pieces, *plain))), "")
         self.quantized[fqn, name] = next(iter(parts.values())).method
+        self.blocks[fqn, name] = Stored(shape, parts, plain)
 
     def _add(self, tensor: Tensor, path: str) -> None:
         if (tensor.fqn, tensor.role) in self.tensors:

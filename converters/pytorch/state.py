@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ckpt.containers.dcp.metadata import Path_
@@ -28,6 +29,7 @@ from ckpt.plan.namespace import TORCHTITAN
 from ckpt.plan.precision import Choice, choices, describe
 from ckpt.state import adam
 from ckpt.state.plain import is_plain
+from converters.quantized.carry import carried_tensor
 
 #: Training state that engines load from where it stands, entry by entry; of other formats' only these are taken apart.
 _KNOWN = ("lr_scheduler", "train_state")
@@ -49,7 +51,7 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: b
 
     `flat_optimizer` has the options of a param group under each of its parameters, as torchtitan always has them.
     """
-    chosen = _choose(checkpoint, dtype)
+    chosen = kept_in_training(checkpoint, dtype)
     written = {choice.key for choice in chosen.values()}
     rest, dropped = _rest(checkpoint)
     if masters := sum(role == MASTER and (fqn, role) not in written for fqn, role in checkpoint.tensors):
@@ -63,7 +65,7 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: b
     )
 
 
-def _choose(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
+def kept_in_training(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
     """FSDP keeps its parameters in the precision that the optimizer steps: the masters, where there are any."""
     chosen = choices(checkpoint, dtype)
     if dtype is not None:
@@ -106,7 +108,9 @@ def _optimizer(checkpoint: Checkpoint, is_flat: bool) -> Iterator[tuple[Path_, A
             yield ("optimizer", "state", fqn, name), _number(value)
     for (fqn, role), tensor in checkpoint.tensors.items():
         if role not in (WEIGHT, MASTER, BUFFER):
-            yield ("optimizer", "state", fqn, role), Sharded((fqn, role), tensor.dtype, tensor.shape)
+            stored = checkpoint.blocks.get((fqn, role))
+            part = None if stored is None else partial(carried_tensor, (fqn, role), stored)
+            yield ("optimizer", "state", fqn, role), Sharded((fqn, role), tensor.dtype, tensor.shape, part=part)
     for index, group in enumerate(checkpoint.state.param_groups):
         options = {name: value for name, value in group.options.items() if name != "params"}
         options |= _missing(checkpoint, options)

@@ -18,7 +18,7 @@ buffer of many (ZeRO).  A value is that of its code times its block's factor, in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -57,7 +57,7 @@ class Quantized:
     """A state of `shape` in blocks of `block_size` elements, of which the last may be cut short.
 
     `codes` are one for each element, or with `num_bits` 4 one byte for two; `factors` one for each block, `values` one
-    for each code (None: the codes are numbers themselves).
+    for each code (None: the codes are numbers themselves).  `record` is torchao's object, None for bitsandbytes.
     """
 
     method: str
@@ -67,6 +67,7 @@ class Quantized:
     codes: Extent
     factors: Extent
     values: Extent | None
+    record: Record | None = None
 
     @property
     def numel(self) -> int:
@@ -178,7 +179,9 @@ def torchao(value: Any) -> Quantized | None:
     size = prod(shape)
     if not factors.numel or size % factors.numel or codes.numel * (8 // num_bits) != size:
         return None
-    return _checked(f"torchao {value.name}", shape, num_bits, size // factors.numel, codes, factors, values, num_codes)
+    block = size // factors.numel
+    found = _checked(f"torchao {value.name}", shape, num_bits, block, codes, factors, values, num_codes)
+    return None if found is None else replace(found, record=value)
 
 
 def _bitsandbytes(codes: Any, values: Any, factors: Any) -> Quantized | None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +14,6 @@ from ckpt.plan.checkpoint import MEGATRON, WEIGHT, Checkpoint
 from ckpt.testing import Declaration, Refusal, Tensors
 from tests.support import megatron_runs, pipeline_runs
 from tests.support.engines import Truth, raw
-from tests.support.fsdp_runs import run_ranks
 from tests.support.universal import ds_to_universal
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -84,26 +80,18 @@ def gathered_by_torch(folder: Path) -> tuple[Path, Tensors]:
     return path, truth
 
 
-@functools.cache
-def run_of_ranks() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="fsdp-ranks-"))
-    atexit.register(shutil.rmtree, folder)
-    run_ranks("fsdp2", 2, folder)
-    return folder
-
-
 def saved_by_ranks(folder: Path) -> tuple[Path, Tensors]:
     """What two ranks of FSDP2 wrote, each by itself, with the full state dicts that they gathered."""
     import torch
 
-    shutil.copytree(run_of_ranks(), folder, dirs_exist_ok=True)
-    weights, states = (torch.load(folder / "full" / name) for name in ("pytorch_model_fsdp.bin", "optimizer.bin"))
-    shutil.rmtree(folder / "full")
-    ties = ckpt.open(folder / "ranks").ties
+    source = FIXTURES / "verl-fsdp2"
+    shutil.copytree(source / "global_step_3/actor", folder / "actor")
+    weights, states = (torch.load(source / "truth" / name) for name in ("pytorch_model_fsdp.bin", "optimizer.bin"))
+    ties = ckpt.open(folder / "actor").ties
     truth = {(fqn, WEIGHT): raw(t) for fqn, t in weights.items() if fqn not in ties}
     for fqn, values in states["state"].items():
         truth |= {(fqn, name): raw(t) for name, t in values.items() if name != "step"}
-    return folder / "ranks", truth
+    return folder / "actor", truth
 
 
 def saved_by_peft(folder: Path) -> tuple[Path, Tensors]:
@@ -214,7 +202,7 @@ DECLARATIONS = [
         "fsdp-ranks",
         saved_by_ranks,
         ("model_world_size_2_rank_*.pt", "optim_world_size_2_rank_*.pt"),
-        marks=SLOW,
+        is_sharded=True,
     ),
     Declaration(
         "trainer",

@@ -18,7 +18,7 @@ import converters.quantized.states as states_module
 from ckpt import api
 from ckpt.errors import LossError
 from ckpt.move.lazy import LazyTensor
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, OneElement
 from tests.support.commands import ckpt
 from tests.support.engines import REPOSITORY, raw
 
@@ -90,7 +90,7 @@ def test_weights_are_converted_whatever_the_optimizer_has(source: str, tmp_path:
 @pytest.mark.parametrize("source", ["quantized-zero2/bnb8", "quantized-dcp/ao8"])
 def test_states_become_plain_only_where_that_is_asked_for(source: str, to: str, tmp_path: Path) -> None:
     args = ["convert", "auto", to, FIXTURES / source, "-o", tmp_path / "out"]
-    if source.endswith("bnb8") or to != "dcp":
+    if source.endswith("bnb8") or to not in ("full", "dcp"):
         done = ckpt(*args)
         assert done.code == LossError.exit_code and "--optimizer-dtype fp32" in done.err
         assert not (tmp_path / "out").exists()
@@ -98,6 +98,81 @@ def test_states_become_plain_only_where_that_is_asked_for(source: str, to: str, 
     assert done.code == 0, done.err
     assert "dequantized from" in done.err and "not in the target: optimizer" not in done.err
     assert_states_equal(api.open(tmp_path / "out"), truth(source))
+
+
+# -- carried as they are -------------------------------------------------------------------------------------
+
+
+def as_stored(checkpoint: Checkpoint) -> dict[tuple[str, str], dict[str, Any]]:
+    """The bytes of each quantized state in the order of its elements: codes, factors, and the values of codes."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for key, stored in checkpoint.blocks.items():
+        parts = [stored.parts[box] for box in sorted(stored.parts, key=lambda box: box.offsets)]
+        fragments = sorted(stored.plain, key=lambda fragment: fragment.region.offsets)
+        found[key] = {
+            "codes": b"".join(map(bytes_of, (part.codes for part in parts))),
+            "factors": b"".join(map(bytes_of, (part.factors for part in parts))),
+            "values": {part.values and bytes_of(part.values) for part in parts},
+            "plain": b"".join(map(bytes_of, (fragment.extent for fragment in fragments))),
+            "kinds": {(part.method, part.num_bits, part.block_size) for part in parts},
+        }
+    return found
+
+
+def bytes_of(extent: Any) -> bytes:
+    return Path(extent.path).read_bytes()[extent.offset : extent.offset + extent.nbytes]
+
+
+CARRIED = [
+    *((f"quantized-full/{kind}.pt", "full", None) for kind in METHODS),
+    *(("quantized-dcp/ao8", "dcp", ranks) for ranks in (1, 2, 4)),
+    ("quantized-dcp/ao4", "dcp", 4),
+    ("quantized-dcp/ao8", "full", None),
+    ("quantized-full/ao8.pt", "dcp", 2),
+    *(("quantized-ranks/ao8", "fsdp-ranks", ranks) for ranks in (1, 2, 4)),
+    ("quantized-ranks/ao8", "dcp", 4),
+    ("quantized-dcp/ao4", "fsdp-ranks", 2),
+]
+
+
+@pytest.mark.parametrize(("source", "to", "ranks"), CARRIED)
+def test_blocks_are_carried_bit_for_bit_where_they_fall_on_the_cuts(
+    source: str, to: str, ranks: int | None, tmp_path: Path
+) -> None:
+    checkpoint = api.open(FIXTURES / source)
+    conversion = api.plan(checkpoint, to, Layout(world_size=ranks))
+    assert not any("optimizer state" in line for line in conversion.plan.target.not_written)
+    conversion.run(tmp_path / "out")
+    again = api.open(tmp_path / "out", to)
+    assert again.quantized == checkpoint.quantized and again.quantized
+    assert as_stored(again) == as_stored(checkpoint)
+    assert_states_equal(again, truth(source))
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "ranks", "why"),
+    [
+        ("quantized-dcp/ao8", "dcp", 3, "blocks of 256 elements do not fall on the cuts"),
+        ("quantized-ranks/ao8", "fsdp-ranks", 3, "blocks of 256 elements do not fall on the cuts"),
+        ("quantized-full/bnb8.pt", "dcp", 2, "bitsandbytes keeps it in several tensors"),
+    ],
+)
+def test_blocks_that_cannot_be_carried_are_refused(source: str, to: str, ranks: int, why: str, tmp_path: Path) -> None:
+    done = ckpt("convert", "auto", to, FIXTURES / source, "-o", tmp_path / "out", "--world-size", ranks)
+    assert done.code == LossError.exit_code and why in done.err and "--optimizer-dtype fp32" in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_with_other_values_of_codes_are_not_put_together(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(FIXTURES / "quantized-ranks/ao8", tmp_path / "run"))
+    (part,) = (one for box, one in api.open(run).blocks["up.weight", "exp_avg"].parts.items() if box.offsets[0])
+    with open(part.values.path, "r+b") as file:
+        file.seek(part.values.offset)
+        file.write(b"\1")
+    with pytest.raises(LossError, match="cannot be carried") as caught:
+        api.plan(api.open(run), "fsdp-ranks", Layout(world_size=1))
+    assert "stored in different ways" in str(caught.value.found)
+    api.plan(api.open(run), "fsdp-ranks")  # each rank's part stays by itself
 
 
 def test_zero_for_another_number_of_ranks_holds_plain_values(tmp_path: Path) -> None:

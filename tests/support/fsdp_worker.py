@@ -2,16 +2,20 @@
 
     python -m tests.support.forked '' WORLD_SIZE tests.support.fsdp_worker KIND FOLDER
 
-KIND is fsdp2, hsdp, tp, fsdp1, fsdp1_untied or local; with load- before it, FOLDER is loaded as Accelerate does.
+KIND is fsdp2, unfrozen (the same, all trained), hsdp, tp, fsdp1, fsdp1_untied, local, or flat: FSDP1 as verl has it, on
+a device mesh, its layers wrapped, with flat parameters.  With load- before it, FOLDER is loaded as Accelerate does.
+KIND verl loads the folders in FOLDER, each for the kind that it is named by, as verl does.
 FOLDER/ranks has the files of all ranks as verl saves them, FOLDER/full what Accelerate saves with FULL_STATE_DICT (by
 the same functions of torch), which is the truth.  Imports nothing of ours.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +39,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -79,11 +84,17 @@ def build(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model: Any = Model(tied="untied" not in kind)
     world_size = dist.get_world_size()
-    if kind in ("fsdp1", "fsdp1_untied", "local"):
+    if kind in ("flat", "unfrozen"):
+        model.requires_grad_(True)  # FSDP1 makes no flat parameter of which some are frozen
+    if kind == "flat":
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
+        on = {"device_mesh": mesh, "device_id": torch.device("cpu")}
+        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **on)
+    elif kind in ("fsdp1", "fsdp1_untied", "local"):
         model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     else:
         mesh = None
-        if kind == "fsdp2":
+        if kind in ("fsdp2", "unfrozen"):
             mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
         if kind == "hsdp":
             mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("ddp", "fsdp"))
@@ -106,6 +117,18 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.zero_grad()
 
 
+def version(model: nn.Module) -> int:
+    return 1 if isinstance(model, FullyShardedDataParallel) else 2
+
+
+def sharded(model: nn.Module) -> Any:
+    """The context in which verl saves and loads."""
+    if version(model) == 2:
+        return nullcontext()
+    configs = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    return FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs)
+
+
 def save(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ranks, full = folder / "ranks", folder / "full"
@@ -116,12 +139,7 @@ def save(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: 
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()):
             torch.save(model.state_dict(), ranks / f"pytorch_model_fsdp_rank{rank}.bin")
         return
-    if kind.startswith("fsdp1"):
-        configs = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs):
-            state = model.state_dict()
-            optimizer_state = optimizer.state_dict()
-    else:
+    with sharded(model):
         state, optimizer_state = model.state_dict(), optimizer.state_dict()
     suffix = f"world_size_{world_size}_rank_{rank}.pt"
     torch.save(state, ranks / f"model_{suffix}")
@@ -131,7 +149,7 @@ def save(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: 
     gathered = get_model_state_dict(model, options=FULL)
     named = get_optimizer_state_dict(model, optimizer, options=FULL)
     if rank == 0:
-        (ranks / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": world_size}))
+        (ranks / "fsdp_config.json").write_text(json.dumps({"FSDP_version": version(model), "world_size": world_size}))
         torch.save(gathered, full / "pytorch_model_fsdp.bin")
         torch.save(named, full / "optimizer.bin")
         torch.save(scheduler.state_dict(), full / "scheduler.pt")
@@ -155,23 +173,44 @@ def load(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[An
 
     PartialState(cpu=True)  # for its logger
     torch.optim.lr_scheduler.StepLR(optimizer, 3)  # adds `initial_lr`, without which torch refuses a state that has it
-    version = 1 if isinstance(model, FullyShardedDataParallel) else 2
     accelerator = SimpleNamespace(
         process_index=dist.get_rank(),
         num_processes=dist.get_world_size(),
         is_main_process=dist.get_rank() == 0,
-        is_fsdp2=version == 2,
+        is_fsdp2=version(model) == 2,
         wait_for_everyone=dist.barrier,
     )
-    load_fsdp_model(accelerate_plugin(version), accelerator, model, folder)
-    load_fsdp_optimizer(accelerate_plugin(version), accelerator, optimizer, model, folder)
+    load_fsdp_model(accelerate_plugin(version(model)), accelerator, model, folder)
+    load_fsdp_optimizer(accelerate_plugin(version(model)), accelerator, optimizer, model, folder)
     return get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)
+
+
+def load_as_verl(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[Any, Any, Any]:
+    """By the calls of verl's checkpoint manager (0.9.1); returns what is gathered again, and the scheduler's state."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    name = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+    with sharded(model):
+        model.load_state_dict(torch.load(folder / f"model_{name}", weights_only=False), strict=True)
+        optimizer.load_state_dict(torch.load(folder / f"optim_{name}", weights_only=False))
+    scheduler.load_state_dict(torch.load(folder / f"extra_state_{name}", weights_only=False)["lr_scheduler"])
+    gathered = get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)
+    kept = copy.deepcopy(gathered)
+    train(model, optimizer, 1)  # the optimizer goes on
+    return *kept, scheduler.state_dict()
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")
     kind, folder = sys.argv[1:]
     dist.init_process_group("gloo")
+    if kind == "verl":  # FOLDER has a folder for each kind
+        for one in sorted(Path(folder).iterdir()):
+            weights, states, schedule = load_as_verl(*build(one.name), one)
+            if dist.get_rank() == 0:
+                torch.save({"model": weights, "optimizer": states, "scheduler": schedule}, one / "gathered.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+        return
     model, optimizer = build(kind.removeprefix("load-"))
     if kind.startswith("load-"):
         weights, states = load(model, optimizer, Path(folder))

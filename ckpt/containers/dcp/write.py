@@ -15,7 +15,7 @@ by itself and need not know; reading it again, that is how the tie is known.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -35,12 +35,16 @@ _VALUE_BYTES = 64  # what a value counts for when the ranks are filled evenly
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """A tensor of the source that is cut among the ranks; not `cut`, it goes to one of them."""
+    """A tensor of the source that is cut among the ranks; not `cut`, it goes to one of them.
+
+    `part` makes what is written of a box of it, where that is not the tensor's elements as they are.
+    """
 
     key: Key
     dtype: DType
     shape: Shape
     cut: bool = True
+    part: Callable[[Box], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,8 @@ class Writing:
         boxes = list(dim0_boxes(tensor.shape, self.num_ranks if tensor.cut else 1))
         self.tensors[key] = (tensor.dtype, tensor.shape, boxes)
         for number, box in enumerate(boxes):
-            new = NewTensor(tensor.dtype, box.sizes, (FromSource(tensor.key, box),))
+            plain = NewTensor(tensor.dtype, box.sizes, (FromSource(tensor.key, box),))
+            new = plain if tensor.part is None else tensor.part(box)
             rank = number if len(boxes) > 1 else self._emptiest(tensor.dtype.itemsize * box.numel)
             self.pieces.append((rank, _Item(key, box, new)))
 
@@ -190,7 +195,10 @@ class Writing:
             literals += ((at + offset, data) for offset, data in part.literals)
             for slot in part.slots:
                 extent = Extent.contiguous(path, at + slot.extent.offset, slot.extent.dtype, slot.extent.shape)
-                slots.append(Slot(item.root.fill[0].key, item.root.fill[0].region, extent))
+                key, region = (
+                    (slot.key, slot.region) if (one := _only_fill(item.root)) is None else (one.key, one.region)
+                )
+                slots.append(Slot(key, region, extent))
             info = {"relative_path": name, "offset": at, "length": part.size}
             where = None if item.box is None else item.box.offsets
             places[item.key, where] = Record(_FILESYSTEM, "_StorageInfo", state=info)
@@ -199,10 +207,10 @@ class Writing:
 
     def _laid_out(self, item: _Item) -> TargetFile:
         """The item as a file of its own.  Those of tensors of one dtype and shape differ in their slots only."""
-        root = item.root
-        if not isinstance(root, NewTensor) or not isinstance(root.fill[0], FromSource):
+        root, only = item.root, _only_fill(item.root)
+        if only is None:
             return torch_item("", 0, root)
-        region = root.fill[0].region
+        region = only.region
         kind = root.dtype, root.shape, whole(region.sizes) if isinstance(region, Box) else region
         alike = self._alike.get(kind)
         if alike is None:
@@ -230,6 +238,12 @@ class Writing:
             "version": "1.0.0",
         }
         return Record(_METADATA, "Metadata", state=state)
+
+
+def _only_fill(root: Any) -> FromSource | None:
+    """What fills a tensor, if that is one range of the source."""
+    fill = root.fill if isinstance(root, NewTensor) else ()
+    return fill[0] if len(fill) == 1 and isinstance(fill[0], FromSource) else None
 
 
 def _tensor_metadata(dtype: DType, shape: Shape, boxes: list[Box]) -> Record:

@@ -1,0 +1,22 @@
+"""Tensors of subclasses that wrap others and have no elements of their own: DTensor, torchao's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.containers.torchfile.pickler import Size
+from ckpt.containers.torchfile.values import Global, Record
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Shape, contiguous_strides
+
+
+def wrapper(module: str, name: str, dtype: DType, shape: Shape, state: Any) -> Record:
+    """A tensor of the subclass `module.name`, on the CPU, whose attributes are `state`; as torch 2.13 pickles it.
+
+    torch/_tensor.py, `_reduce_ex_internal` and `_rebuild_from_type_v2`; torch/_utils.py, `_rebuild_wrapper_subclass`.
+    """
+    kind = Global(module, name)
+    layout = Record("torch.serialization", "_get_layout", ("torch.strided",))
+    args = (kind, dtype, Size(shape), contiguous_strides(shape), 0, layout, Record("torch", "device", ("cpu",)), False)
+    function = Global("torch._utils", "_rebuild_wrapper_subclass")
+    return Record("torch._tensor", "_rebuild_from_type_v2", (function, kind, args, state))

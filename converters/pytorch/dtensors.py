@@ -1,0 +1,128 @@
+"""DTensors as torch pickles them: what a rank of FSDP has of a tensor, cut along its first dim over all ranks.
+
+Every version of torch pickles a device mesh and a placement in a form of its own, and reads no other's.  So where the
+source has one its form is kept, and only what depends on the number of ranks is made anew; otherwise it is torch 2.13's
+(distributed/device_mesh.py, distributed/_mesh_layout.py, distributed/tensor/_dtensor_spec.py, placement_types.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckpt.containers.torchfile.pickler import Size
+from ckpt.containers.torchfile.scalars import scalar_to_bytes
+from ckpt.containers.torchfile.subclass import wrapper
+from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.containers.torchfile.write import Bytes, NewTensor
+from ckpt.errors import LossError
+from ckpt.plan.dtypes import BY_NAME, DType
+from ckpt.plan.tensors import Box, Shape, contiguous_strides
+
+_TENSOR, _MESH = "torch.distributed.tensor", "torch.distributed.device_mesh"
+_SPEC, _LAYOUT = f"{_TENSOR}._dtensor_spec", "torch.distributed._mesh_layout"
+#: The default process group, of all ranks.
+_WORLD = "0"
+_AXIS = "fsdp"
+
+
+def shard(shape: Shape, num_ranks: int, rank: int) -> Box:
+    """The rank's part of a tensor, as `torch.chunk` cuts its first dim; without elements where there are too few."""
+    step = -(-shape[0] // num_ranks)
+    start = min(rank * step, shape[0])
+    return Box((start, *(0 for _ in shape[1:])), (min(step, shape[0] - start), *shape[1:]))
+
+
+class DTensors:
+    """Makes one rank's DTensors: all of them on one mesh of `num_ranks` devices.
+
+    `like` is a DTensor of the source's files, or None; `device` the mesh's type of device, or None for the source's.
+    Raises LossError for a source of a form of which nothing is known.
+    """
+
+    def __init__(self, like: Record | None, device: str | None, num_ranks: int, rank: int) -> None:
+        spec = None if like is None else like.attributes.get("_spec")
+        self._module = _TENSOR if like is None else like.module
+        self._spec = spec if isinstance(spec, Record) else None
+        mesh = None if self._spec is None else self._spec.get("mesh")
+        self._mesh = _mesh(mesh if isinstance(mesh, Record) else None, device, num_ranks, rank)
+
+    def make(self, dtype: DType, shape: Shape, local: NewTensor | Record) -> Record:
+        """The DTensor of `shape` of which this rank has `local`."""
+        state = {"_local_tensor": local, "_spec": self._placed(dtype, Size(shape), contiguous_strides(shape))}
+        return wrapper(self._module, "DTensor", dtype, shape, (None, state))
+
+    def _placed(self, dtype: DType, size: Size, strides: Shape) -> Record:
+        old = self._spec
+        module = _SPEC if old is None else old.module
+        placements = () if old is None else old.get("placements", ())
+        placed = placements[-1].module if placements else f"{_TENSOR}.placement_types"
+        known: dict[str, Callable[[], Any]] = {
+            "mesh": lambda: self._mesh,
+            "placements": lambda: (Record(placed, "Shard", state={"dim": 0}),),
+            "tensor_meta": lambda: Record(module, "TensorMeta", (size, strides, dtype)),
+            "shard_order": lambda: (Record(module, "ShardOrderEntry", (0, (0,))),),
+            "use_strided_shard_as_shard_order": lambda: False,
+            "_hash": lambda: None,
+        }
+        return Record(module, "DTensorSpec", state=_filled(known, old, "placement"))
+
+
+def _mesh(old: Record | None, device: str | None, num_ranks: int, rank: int) -> Record:
+    ranks = tuple(range(num_ranks))
+    kind = device or (old and (old.get("_device_type") or old.get("device_type"))) or "cuda"
+    names = old and (old.get("_mesh_dim_names") or old.get("mesh_dim_names"))
+    axes = None if old is None else (names[-1],) if names else None
+    axes = (_AXIS,) if old is None else axes
+    known: dict[str, Callable[[], Any]] = {
+        **dict.fromkeys(("_device_type", "device_type"), lambda: kind),
+        "_layout": lambda: _layout(None if old is None else old.get("_layout"), num_ranks),
+        **dict.fromkeys(("_rank_map", "mesh"), lambda: _numbers(old, ranks)),
+        **dict.fromkeys(("_mesh_dim_names", "mesh_dim_names"), lambda: axes),
+        "_root_mesh": lambda: None,
+        "_flatten_rank_map": lambda: ranks,
+        "_flatten_mesh_list": lambda: ranks,
+        "_thread_id": lambda: None,
+        "_flatten_mapping": dict,
+        "_dim_group_names": lambda: [_WORLD],
+        "_dim_group_infos": lambda: [("", list(ranks), _WORLD)],
+        "_rank": lambda: rank,
+        "_coordinate_on_dim": lambda: type(old.get("_coordinate_on_dim"))([rank]) if old is not None else (rank,),
+        "_hash": lambda: None,
+    }
+    if old is None:
+        known = {name: make for name, make in known.items() if name not in _EARLIER}
+    return Record(_MESH, "DeviceMesh", state=_filled(known, old, "mesh"))
+
+
+#: Attributes of a mesh in earlier versions.
+_EARLIER = frozenset({"device_type", "mesh", "mesh_dim_names", "_flatten_mesh_list", "_dim_group_infos"})
+
+
+def _filled(known: Mapping[str, Callable[[], Any]], old: Record | None, what: str) -> dict[str, Any]:
+    """Values for the attributes that `old` has, or without one for all that are `known`."""
+    names = list(known) if old is None else list(old.attributes)
+    for name in names:
+        if name not in known:
+            raise LossError(
+                f"the source's files have a {what} of a form that is not known, so none can be made for other ranks",
+                found=f"an attribute {name}",
+                hint="`dcp` holds weights and optimizer for any number of ranks, and its `.metadata` needs no mesh",
+            )
+    return {name: known[name]() for name in names}
+
+
+def _layout(old: Any, num_ranks: int) -> Record:
+    """The layout of one axis; torch leaves out axes of size 1 from 2.13 on."""
+    if not isinstance(old, Record) or "axes" in old:
+        sizes = ((num_ranks,), (1,)) if num_ranks > 1 else ((), ())
+        axis = Record(_LAYOUT, "_FlatLayout", state=dict(zip(("shape", "stride"), sizes, strict=True)))
+        return Record(_LAYOUT, "_MeshLayout", state={"axes": (axis,)})
+    return Record(old.module, old.name, state={"shape": (num_ranks,), "stride": (1,)})
+
+
+def _numbers(old: Record | None, ranks: tuple[int, ...]) -> NewTensor:
+    """The ranks of the mesh as a tensor of the source's dtype."""
+    stored = None if old is None else old.get("_rank_map", old.get("mesh"))
+    dtype = stored.dtype if isinstance(stored, StoredTensor) else BY_NAME["int32"]
+    return NewTensor(dtype, (len(ranks),), (Bytes(b"".join(scalar_to_bytes(rank, dtype) for rank in ranks)),))

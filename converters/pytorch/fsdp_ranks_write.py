@@ -1,0 +1,307 @@
+"""One torch file per rank, as verl writes them and as its own `load_checkpoint` takes them: see `fsdp_ranks`.
+
+    latest_checkpointed_iteration.txt                                  where the step is known
+    global_step_N/actor/model_world_size_W_rank_R.pt                   the state dict, a DTensor for each parameter
+    global_step_N/actor/optim_world_size_W_rank_R.pt                   optimizer.state_dict()
+    global_step_N/actor/extra_state_world_size_W_rank_R.pt             lr_scheduler, rng
+    global_step_N/actor/fsdp_config.json, huggingface/                 FSDP_version, world_size; config and tokenizer
+
+All parameters are cut along their first dim over all ranks (verl's `fsdp_size=-1`).  FSDP2's optimizer has DTensors of
+the same cuts, under the numbers that its param groups give the parameters; their names are recorded too
+(`param_names`, which torch takes since 2.6 and older versions carry along).  FSDP1's has slices of flat parameters.
+
+Format facts: those of `fsdp_ranks` and `flat_parameters`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.torchfile.values import Record, StoredDict
+from ckpt.containers.torchfile.write import (
+    FromSource,
+    NewTensor,
+    Part,
+    Zeros,
+    copy_of,
+    number,
+    one_element,
+    torch_file,
+)
+from ckpt.errors import LossError, UsageError
+from ckpt.move.files import confined
+from ckpt.move.source import read_file
+from ckpt.plan.checkpoint import (
+    BUFFER,
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Key,
+    Layout,
+    OneElement,
+    ParamGroup,
+    Target,
+    TargetFile,
+)
+from ckpt.plan.dtypes import DType
+from ckpt.plan.precision import Choice
+from ckpt.plan.tensors import FlatRange, Shape, Tensor
+from ckpt.run_folder.carried import model_files
+from ckpt.run_folder.steps import TRACKER
+from ckpt.state import adam
+from ckpt.state.plain import is_plain
+from converters.pytorch.dtensors import DTensors, shard
+from converters.pytorch.flat_parameters import slice_length, slice_pieces
+from converters.pytorch.ranks_options import RanksOptions
+from converters.pytorch.state import kept_in_training
+from converters.quantized.carry import Stored, carried_tensor
+
+_ROLES = ("actor", "critic")
+_RNG = "rng_state"
+_DATA = "data.pt"
+
+
+def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
+    """The files of one step.  UsageError where no number of ranks is known, or FSDP1 is asked for and unknown."""
+    options = layout.read(RanksOptions)
+    num_ranks = layout.world_size or checkpoint.world_size
+    if num_ranks is None:
+        raise UsageError("the source has no number of ranks of its own", hint="--world-size says how many there are")
+    version = options.fsdp_version or (1 if checkpoint.flat_parameters else 2)
+    if version == 1 and not checkpoint.flat_parameters:
+        raise UsageError(
+            "which parameters FSDP1 puts into which flat one is not known of this source",
+            path=checkpoint.path,
+            hint="--fsdp-version 2 writes files for FSDP2 (verl: strategy fsdp2)",
+        )
+    chosen = kept_in_training(checkpoint, layout.dtype)
+    states = _States.of(checkpoint, chosen)
+    folder = _folder(checkpoint)
+    files: list[TargetFile] = []
+    schedule, rng, dropped = _rest(checkpoint, num_ranks)
+    for rank in range(num_ranks):
+        dtensors = DTensors(checkpoint.dtensor, options.mesh_device, num_ranks, rank)
+        suffix = f"world_size_{num_ranks}_rank_{rank}.pt"
+        model = _model(checkpoint, chosen, dtensors, num_ranks, rank)
+        files.append(torch_file(f"{folder}model_{suffix}", model))
+        if states.groups:
+            optimizer = states.flat(num_ranks, rank) if version == 1 else states.sharded(dtensors, num_ranks, rank)
+            files.append(torch_file(f"{folder}optim_{suffix}", optimizer))
+        extra = {"lr_scheduler": schedule, **({"rng": rng[rank]} if rng else {})}
+        files.append(torch_file(f"{folder}extra_state_{suffix}", extra))
+    config = json.dumps({"FSDP_version": version, "world_size": num_ranks}, indent=4)
+    files.append(TargetFile.of_bytes(f"{folder}fsdp_config.json", config.encode()))
+    beside, notes = model_files(checkpoint, layout.dtype)
+    files += [replace(file, name=f"{folder}huggingface/{file.name}") for file in beside]
+    if checkpoint.state.step is not None:
+        files.append(TargetFile.of_bytes(TRACKER, str(checkpoint.state.step).encode()))
+        files += _position(checkpoint)
+    written = {choice.key for choice in chosen.values()}
+    if masters := sum(role == MASTER and (fqn, role) not in written for fqn, role in checkpoint.tensors):
+        dropped.append(f"fp32 masters of {masters} parameters, as --dtype asks for weights in {layout.dtype}")
+    return Target(
+        files=tuple(files),
+        left_out=states.left_out,
+        dropped=tuple(dropped),
+        notes=(*_notes(checkpoint, states, version, num_ranks), *notes),
+    )
+
+
+def _folder(checkpoint: Checkpoint) -> str:
+    """verl's folder of a step and a role, with a slash behind it; none where no step is known."""
+    if checkpoint.state.step is None:
+        return ""
+    own = Path(checkpoint.path).name
+    return f"global_step_{checkpoint.state.step}/{own if own in _ROLES else _ROLES[0]}/"
+
+
+def _position(checkpoint: Checkpoint) -> Iterator[TargetFile]:
+    """The position of the data, which verl has once for all roles beside their folders, as it is."""
+    path = Path(checkpoint.path)
+    if path.name in _ROLES and (path.parent / _DATA).is_file():
+        content = read_file(confined(path.parent, _DATA))
+        yield TargetFile.of_bytes(f"global_step_{checkpoint.state.step}/{_DATA}", content)
+
+
+def _notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks: int) -> Iterator[str]:
+    before = checkpoint.world_size
+    yield f"FSDP{version} on {num_ranks} ranks" + (f", from {before}" if before not in (None, num_ranks) else "")
+    path = Path(checkpoint.path)
+    for role in _ROLES:
+        if path.name in _ROLES and role != path.name and (path.parent / role).is_dir():
+            yield f"{role}/ beside it is a checkpoint of its own: convert {path.parent / role}, too, and put it here"
+    if len(states.groups) > 1:
+        yield f"{len(states.groups)} param groups, as the source has them; verl's own optimizer has one"
+    if checkpoint.dtensor is None:
+        yield "device meshes are pickled in the form of torch 2.13, which older versions do not load"
+
+
+def _rest(checkpoint: Checkpoint, num_ranks: int) -> tuple[Any, list[Any], list[str]]:
+    """The LR scheduler, the random states by rank, and what has no place in these files."""
+    state = checkpoint.state
+    dropped = []
+    schedule = state.lr_scheduler
+    if schedule is not None and not (isinstance(schedule, Mapping) and "last_epoch" in schedule and is_plain(schedule)):
+        dropped.append("training state lr_scheduler: it is not of torch's")
+        schedule = None
+    known = state.per_rank.get(_RNG, {})
+    ranks = [str(rank) for rank in range(num_ranks)]
+    rng = [known[rank] for rank in ranks] if list(known) == ranks else []
+    if known and not rng:
+        dropped.append(f"random states of {len(known)} ranks: they are those of another number of ranks")
+    others = replace(state, lr_scheduler=None, extra_state=None).entries().keys() - {_RNG}
+    dropped += [f"training state {name}: verl's files have no place for it" for name in sorted(others)]
+    return schedule, rng, dropped
+
+
+def _model(
+    checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtensors: DTensors, num_ranks: int, rank: int
+) -> StoredDict:
+    """A rank's state dict: tied names share one tensor, buffers are whole on every rank."""
+    state = StoredDict("OrderedDict")
+    for fqn, choice in chosen.items():
+        tensor = choice.tensor
+        is_whole = tensor.role == BUFFER
+        state[fqn] = (
+            copy_of(tensor, choice.dtype) if is_whole else _part(tensor, choice.dtype, dtensors, num_ranks, rank)
+        )
+    for alias, owner in checkpoint.ties.items():
+        if owner in chosen and alias not in chosen:
+            state[alias] = state[owner]
+    state.update(checkpoint.state.extra_state or {})
+    return state
+
+
+def _part(tensor: Tensor, dtype: DType, dtensors: DTensors, num_ranks: int, rank: int) -> Record | NewTensor:
+    """What a rank has of a parameter or of a state like it; one without dims is whole on every rank."""
+    if not tensor.shape:
+        return copy_of(tensor, dtype)
+    box = shard(tensor.shape, num_ranks, rank)
+    fill = (FromSource((tensor.fqn, tensor.role), box),) if box.numel or not tensor.numel else ()
+    return dtensors.make(dtype, tensor.shape, NewTensor(dtype, box.sizes, fill))
+
+
+# -- the optimizer ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """The optimizer's states by fqn: tensors shaped like their parameters, and numbers."""
+
+    groups: tuple[ParamGroup, ...]
+    units: tuple[tuple[str, ...], ...]
+    shapes: Mapping[str, Shape]
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    scalars: Mapping[str, Mapping[str, Any]]
+    blocks: Mapping[Key, Stored]
+    left_out: Mapping[Key, str]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> _States:
+        shapes = {fqn: choice.tensor.shape for fqn, choice in chosen.items()}
+        groups = tuple(
+            ParamGroup(tuple(dict.fromkeys(checkpoint.ties.get(fqn, fqn) for fqn in group.fqns)), group.options)
+            for group in checkpoint.state.param_groups
+        )
+        owned = {fqn for group in groups for fqn in group.fqns}
+        tensors: dict[str, dict[str, Tensor]] = {}
+        left_out: dict[Key, str] = {}
+        for (fqn, role), tensor in checkpoint.tensors.items():
+            if role in (WEIGHT, MASTER, BUFFER):
+                continue
+            if not groups:
+                left_out[fqn, role] = (
+                    "the optimizer's states: they are numbered in these files, in the order of the param groups, and "
+                    "the source records none"
+                )
+            elif fqn not in owned or tensor.shape != shapes.get(fqn):
+                left_out[fqn, role] = f"optimizer state {role} of {fqn}: not shaped like a parameter of a group"
+            else:
+                tensors.setdefault(fqn, {})[role] = tensor
+        scalars: dict[str, dict[str, Any]] = {}
+        for name, values in checkpoint.state.scalars.items():
+            for fqn, value in values.items():
+                scalars.setdefault(fqn, {})[name] = value
+        return cls(groups, checkpoint.flat_parameters, shapes, tensors, scalars, checkpoint.blocks, left_out)
+
+    def _options(self, group: ParamGroup) -> dict[str, Any]:
+        options = {name: value for name, value in group.options.items() if name not in ("params", "param_names")}
+        roles = {role for fqn in group.fqns for role in self.tensors.get(fqn, ())}
+        return options | (adam.missing_for_torch(options, None) if adam.is_adam(options, roles) else {})
+
+    def sharded(self, dtensors: DTensors, num_ranks: int, rank: int) -> dict[str, Any]:
+        """FSDP2's: by number, a DTensor for each tensor."""
+        states: dict[int, dict[str, Any]] = {}
+        groups, count = [], 0
+        for group in self.groups:
+            numbers = list(range(count, count + len(group.fqns)))
+            count += len(numbers)
+            for index, fqn in zip(numbers, group.fqns, strict=True):
+                held = {name: _number(name, value) for name, value in self.scalars.get(fqn, {}).items()}
+                for name, tensor in self.tensors.get(fqn, {}).items():
+                    if (stored := self.blocks.get((fqn, name))) is None:
+                        held[name] = _part(tensor, tensor.dtype, dtensors, num_ranks, rank)
+                        continue
+                    box = shard(tensor.shape, num_ranks, rank)
+                    held[name] = dtensors.make(tensor.dtype, tensor.shape, carried_tensor((fqn, name), stored, box))
+                if held:
+                    states[index] = held
+            groups.append({**self._options(group), "params": numbers, "param_names": list(group.fqns)})
+        return {"state": states, "param_groups": groups}
+
+    def flat(self, num_ranks: int, rank: int) -> dict[str, Any]:
+        """FSDP1's: by the numbers of its flat parameters, a rank's slice of each."""
+        if len(self.groups) != 1:
+            raise LossError("an optimizer of flat parameters with several param groups", found=str(len(self.groups)))
+        states: dict[int, dict[str, Any]] = {}
+        for index, unit in enumerate(self.units):
+            held = self._numbers(unit)
+            length = slice_length(unit, self.shapes, num_ranks)
+            pieces = list(slice_pieces(unit, self.shapes, num_ranks, rank))
+            for name in dict.fromkeys(name for fqn in unit for name in self.tensors.get(fqn, ())):
+                held[name] = self._slice(unit, name, length, pieces)
+            if held:
+                states[index] = held
+        (group,) = self.groups
+        return {
+            "state": states,
+            "param_groups": [{**self._options(group), "params": list(range(len(self.units)))}],
+        }
+
+    def _slice(self, unit: Sequence[str], name: str, length: int, pieces: Sequence[Any]) -> NewTensor:
+        found = {fqn: self.tensors.get(fqn, {}).get(name) for fqn in unit if self.shapes[fqn]}
+        dtypes = {tensor.dtype for tensor in found.values() if tensor is not None}
+        if None in found.values() or len(dtypes) != 1:
+            raise LossError(
+                f"parameters of one flat parameter have not the same optimizer states ({name})",
+                fqn=next(fqn for fqn, tensor in found.items() if tensor is None or len(dtypes) != 1),
+            )
+        fill: list[Part] = [FromSource((p.fqn, name), FlatRange(p.start, p.stop), p.at) for p in pieces]
+        reached = max((p.at + p.stop - p.start for p in pieces), default=0)
+        if reached < length:
+            fill.append(Zeros(length - reached, reached))
+        return NewTensor(dtypes.pop(), (length,), tuple(fill))
+
+    def _numbers(self, unit: Sequence[str]) -> dict[str, Any]:
+        """What is one number for a flat parameter.  LossError where its parameters have different ones."""
+        first = self.scalars.get(unit[0], {})
+        for fqn in unit:
+            if self.scalars.get(fqn, {}) != first:
+                raise LossError(
+                    "parameters of one flat one have taken different numbers of steps, which it cannot tell apart",
+                    fqn=fqn,
+                    expected=f"{first}, as of {unit[0]}",
+                    found=str(self.scalars.get(fqn, {})),
+                )
+        return {name: _number(name, value) for name, value in first.items()}
+
+
+def _number(name: str, value: Any) -> Any:
+    """Adam keeps its count as a tensor; what other optimizers keep is taken as it was read."""
+    if isinstance(value, OneElement):
+        return one_element(value)
+    return number(value) if name == "step" and isinstance(value, int | float) else value

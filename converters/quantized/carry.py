@@ -1,0 +1,178 @@
+"""Quantized optimizer states carried as they are stored: codes and factors, bit for bit, where blocks fall on the cuts.
+
+A target's part of a state can have the source's blocks if each lies in it as a whole: the part begins and ends between
+blocks of every part that the source has of it.  torchao's and bitsandbytes' optimizers count blocks from the beginning
+of what they have on a rank, in row-major order (`converters.quantized.states`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ckpt.containers.torchfile.pickler import Size
+from ckpt.containers.torchfile.subclass import wrapper
+from ckpt.containers.torchfile.values import Record
+from ckpt.containers.torchfile.write import Bytes, FromSource, NewTensor, Part
+from ckpt.errors import LossError
+from ckpt.move.source import open_file, read_at
+from ckpt.plan.checkpoint import Checkpoint, Key
+from ckpt.plan.dtypes import FLOAT32
+from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Shape, Tensor, Whole, flat_range
+from converters.quantized.states import Quantized
+
+_HINT = "--optimizer-dtype fp32 writes the values that the optimizer itself computes of them"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A state of a parameter of `shape`: the boxes that are quantized, and those that are kept in fp32."""
+
+    shape: Shape
+    parts: Mapping[Box, Quantized]
+    plain: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What a target has of a state that bitsandbytes has quantized."""
+
+    codes: NewTensor
+    factors: NewTensor
+    values: NewTensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements `start` to `stop` of the parameter, in row-major order, that are stored together, as part `number`."""
+
+    number: int
+    start: int
+    stop: int
+    quantized: Quantized | None
+
+
+# -- the tensors of a source -----------------------------------------------------------------------------------
+
+
+def as_stored(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` with the tensors that quantized states are stored as, in place of the values computed of them."""
+    tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in checkpoint.blocks}
+    for key, stored in checkpoint.blocks.items():
+        for number, extents in enumerate(_extents(stored)):
+            for name, extent in extents.items():
+                part = _key(key, name, number)
+                tensors[part] = Tensor(*part, extent.dtype, (extent.numel,), Whole(extent.reshape((extent.numel,))))
+    return replace(checkpoint, tensors=tensors)
+
+
+def _key(key: Key, name: str, number: int) -> Key:
+    return key[0], f"{key[1]}: {name} of part {number}"
+
+
+def _extents(stored: Stored) -> Iterator[dict[str, Extent]]:
+    for part in stored.parts.values():
+        yield {"codes": part.codes, "factors": part.factors}
+    for fragment in stored.plain:
+        yield {"values": fragment.extent}
+
+
+# -- the parts of a target -------------------------------------------------------------------------------------
+
+
+def carried(key: Key, stored: Stored, box: Box) -> NewTensor | Record | Blocks:
+    """What a target whose part of the state is `box` has there: an object of torchao's, `Blocks`, or plain fp32.
+
+    LossError where blocks do not fall on its ends, or where it is made of parts that are stored in different ways.
+    """
+    whole = flat_range(box, stored.shape)
+    pieces = None if whole is None else _pieces(stored)
+    if whole is None or pieces is None:
+        raise _refused(key, "it is not cut along the first dim alone")
+    held = [one for one in pieces if one.start < whole.stop and whole.start < one.stop]
+    if all(one.quantized is None for one in held):
+        fill = tuple(_from(key, "values", one, whole, 1) for one in held)
+        return NewTensor(FLOAT32, box.sizes, fill)
+    kinds = {_kind(one.quantized) for one in held}
+    if len(kinds) != 1 or held[0].quantized is None:
+        raise _refused(key, "parts of it are stored in different ways, and they would be together")
+    first = held[0].quantized
+    for one in held:
+        low, high, size = max(one.start, whole.start), min(one.stop, whole.stop), first.block_size
+        ends_with_both = high == whole.stop == one.stop
+        inside = (low - one.start, low - whole.start, *(() if ends_with_both else (high - one.start,)))
+        if any(offset % size for offset in inside):
+            raise _refused(key, f"blocks of {size} elements do not fall on the cuts between ranks")
+    return _put_together(key, first, held, whole, box.sizes)
+
+
+def carried_tensor(key: Key, stored: Stored, box: Box) -> NewTensor | Record:
+    """As `carried`, for formats that have a place for tensors alone, so for torchao's states and not bitsandbytes'."""
+    found = carried(key, stored, box)
+    if isinstance(found, Blocks):
+        raise _refused(key, "bitsandbytes keeps it in several tensors, which only `full` has places for")
+    return found
+
+
+def _pieces(stored: Stored) -> list[_Piece] | None:
+    found: list[_Piece] = []
+    regions = [*((box, part) for box, part in stored.parts.items()), *((one.region, None) for one in stored.plain)]
+    for number, (region, quantized) in enumerate(regions):
+        held = region if isinstance(region, FlatRange) else flat_range(region, stored.shape)
+        if held is None:
+            return None
+        found.append(_Piece(number, held.start, held.stop, quantized))
+    return sorted(found, key=lambda one: one.start)
+
+
+def _kind(part: Quantized | None) -> Any:
+    """What parts must have in common to be one: the method, the size of blocks, and the values of codes."""
+    return part and (part.method, part.num_bits, part.block_size, part.values and _read(part.values))
+
+
+def _read(extent: Extent) -> bytes:
+    descriptor = open_file(extent.path)
+    try:
+        return read_at(descriptor, extent.path, extent.offset, extent.nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _from(key: Key, name: str, one: _Piece, whole: FlatRange, per: int) -> FromSource:
+    """What `whole` takes of a piece's tensor `name`, of which an element stands for `per` of the state."""
+    low, high = max(one.start, whole.start), min(one.stop, whole.stop)
+    region = FlatRange((low - one.start) // per, -(-(high - one.start) // per))
+    return FromSource(_key(key, name, one.number), region, (low - whole.start) // per)
+
+
+def _put_together(key: Key, like: Quantized, held: list[_Piece], whole: FlatRange, sizes: Shape) -> Record | Blocks:
+    numel, per_byte = prod(sizes), 8 // like.num_bits
+    shape = sizes if per_byte == 1 else (numel // per_byte,)
+    codes = NewTensor(like.codes.dtype, shape, tuple(_from(key, "codes", one, whole, per_byte) for one in held))
+    factors: tuple[Part, ...] = tuple(_from(key, "factors", one, whole, like.block_size) for one in held)
+    scale = NewTensor(FLOAT32, (-(-numel // like.block_size),), factors)
+    values = like.values and NewTensor(FLOAT32, like.values.shape, (Bytes(_read(like.values)),))
+    if like.record is None:
+        assert values is not None
+        return Blocks(codes, scale, values)
+    if numel % like.block_size:
+        raise _refused(key, f"its part on a rank is no multiple of {like.block_size} elements, a block of torchao's")
+    made: dict[str, Any] = {"codes": codes, "scale": scale, "qmap": values, "_shape": Size(sizes)}
+    state = {name: made.get(name, value) for name, value in like.record.attributes.items()}
+    if odd := next(
+        (name for name, value in state.items() if name not in made and type(value) not in (int, bool)), None
+    ):
+        raise _refused(key, f"torchao keeps {odd} with it, of which nothing is known")
+    return wrapper(like.record.module, like.record.name, FLOAT32, sizes, state)
+
+
+def _refused(key: Key, why: str) -> LossError:
+    return LossError(
+        "an optimizer state is stored quantized, and its blocks cannot be carried to the target as they are",
+        fqn=key[0],
+        found=f"{key[1]}: {why}",
+        hint=_HINT,
+    )
