@@ -134,6 +134,8 @@ def _notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks: int
     for role in _ROLES:
         if path.name in _ROLES and role != path.name and (path.parent / role).is_dir():
             yield f"{role}/ beside it is a checkpoint of its own: convert {path.parent / role}, too, and put it here"
+    if not states.groups:
+        yield "no optimizer's files: the source records no param groups (verl: load_contents without optimizer)"
     if len(states.groups) > 1:
         yield f"{len(states.groups)} param groups, as the source has them; verl's own optimizer has one"
     if checkpoint.dtensor is None:
