@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-fast lint format docs faults bench table clean
+.PHONY: help env demo test test-fast lint format docs gpu-check faults bench table clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,9 @@ format: env  ## format and sort imports
 
 docs: env  ## the site, into build/docs, every link checked; no network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+gpu-check:  ## on a machine with GPUs: train, resume and convert on them; needs torch and the package's own needs
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu_check
 
 faults: env  ## damage checkpoints in ten thousand ways
 	$(BIN)/python -m tests.faults

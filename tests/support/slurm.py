@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,18 +139,19 @@ def _free_ports(count: int) -> list[int]:
 
 @contextmanager
 def _names() -> Iterator[None]:
-    """n1 and n2 resolve while this is open, unless they do anyway."""
-    try:
-        socket.gethostbyname("n1")
-    except OSError:
-        with _HOSTS.open("a") as file:
-            file.write(_LINE)
-        try:
-            yield
-        finally:
-            _HOSTS.write_text(_HOSTS.read_text().replace(_LINE, ""))
-    else:
+    """n1 and n2 are this machine while this is open, where they are not anyway."""
+    known: set[str] = set()
+    with suppress(OSError):
+        known = {socket.gethostbyname(node) for node in NODES}
+    if known == {"127.0.0.1"}:
         yield
+        return
+    with _HOSTS.open("a") as file:
+        file.write(_LINE)
+    try:
+        yield
+    finally:
+        _HOSTS.write_text(_HOSTS.read_text().replace(_LINE, ""))
 
 
 def _kill(pid_file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm cluster of two nodes."""
+"""Batch jobs on a real Slurm cluster of two nodes: a run is stopped, requeued with one node less, and cancelled."""
 
 from __future__ import annotations
 
@@ -8,9 +8,67 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.engines import REPOSITORY, launch
+from tests.support.resuming import losses
 from tests.support.slurm import Cluster
 
 pytestmark = pytest.mark.slow
+
+TRAIN = REPOSITORY / "train" / "slurm" / "multinode.sbatch"
+OPTIONS = {"strategy": "zero2", "model": "toy", "dtype": "fp32"}
+
+
+def test_a_run_goes_on_with_the_nodes_that_came_back(cluster: Cluster, tmp_path: Path) -> None:
+    run, logs = tmp_path / "outputs", tmp_path / "log"
+    words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
+    asked = ["--gpus-per-node=0", f"--output={logs}"]
+    name = f"--job-name={tmp_path / 'ranks'}"
+    number = cluster.submit(
+        *asked, name, TRAIN, run, "--until", "100000", *words, RANKS_PER_NODE="1", PREFLIGHT="--timeout 120"
+    )
+
+    def steps() -> int:
+        return len(losses(run)) if (run / "losses.jsonl").is_file() else 0
+
+    def wait_for_steps(count: int) -> None:
+        over = ("FAILED", "COMPLETED", "CANCELLED", "NODE_FAIL")
+        cluster.wait(lambda: steps() >= count or cluster.job(number)["JobState"] in over, f"{count} steps", 240)
+        printed = [file.read_text()[-2000:] for file in (logs, *tmp_path.glob("ranks-*/*.log")) if file.is_file()]
+        assert steps() >= count, "\n".join(printed)
+
+    try:
+        wait_for_steps(3)
+        job, step = cluster.job(number), cluster.ask("scontrol", "show", "step", f"{number}.1")
+        assert job["NumNodes"] == "2" and "mem=16000M" in job["TRES"], "all of both nodes' memory"
+        assert re.search(r"TRES=cpu=16\b", step), f"2 ranks with all CPUs of a node each\n{step}"
+
+        cluster.ask("scontrol", "update", "nodename=n2", "state=drain", "reason=broken")
+        cluster.ask("scancel", "--signal=USR1", number)  # as Slurm does ahead of the limit, to all ranks
+        cluster.wait(lambda: cluster.job(number).get("Restarts") == "1", "requeued")
+        saved = steps()
+        wait_for_steps(saved + 3)
+        assert cluster.job(number)["NumNodes"] == "1"
+        cluster.ask("scancel", number)
+        cluster.wait_for_state(number, "CANCELLED")
+    finally:
+        cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+        cluster.run("scancel", number)
+    log = logs.read_text()
+    assert re.search(r"start 0 on n\[1-2\]: 2 ranks", log) and re.search(r"start 1 on n1: 1 ranks", log), log
+    assert "written by 2 ranks, and there are 1" in log and "converted from" in log
+    ranks = {node: (tmp_path / f"ranks-{number}" / f"{node}.log").read_text() for node in ("n1", "n2")}
+    assert "SIGUSR1: saved" in ranks["n1"] and "SIGTERM: saved" in ranks["n1"]
+    assert "rank 0 of 2, 8 CPUs" in ranks["n1"] and "rank 0 of 1, 8 CPUs" in ranks["n1"]
+    assert re.fullmatch(r"\S+ rank 1 of 2, 8 CPUs\n", ranks["n2"]), ranks["n2"]
+
+    found = losses(run)
+    last = max(found)
+    assert list(found) == list(range(1, last + 1)), "every step once"
+    assert (run / "latest").read_text() == f"global_step{last}" and (run / f"global_step{saved}").is_dir()
+    launch([OPTIONS | {"output": str(tmp_path / "unbroken"), "steps": last}], 2, tmp_path)
+    whole = losses(tmp_path / "unbroken")
+    apart = max(abs(loss - whole[step]) / whole[step] for step, loss in found.items())
+    assert apart < 1e-6, "sums in another order, and nothing else"
 
 
 @pytest.fixture

@@ -1,0 +1,294 @@
+"""`python -m tests.gpu_check [FOLDER]`: what the bundled trainer writes on this machine's GPUs, resumed and converted.
+
+Every strategy that the GPUs and the packages here allow trains a tiny model on one rank for each GPU, stops and goes
+on, and what it wrote is converted and compared with what the live engine held. What cannot be tried is said. The small
+runs are left as fixtures, and the peak memory of larger ones is printed beside `ckpt estimate`. It needs torch and what
+the package itself needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pickletools
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+#: Options of every run; a batch divides among up to 8 ranks, which may be halved.
+COMMON: dict[str, Any] = {"model": "toy", "batch": 48, "truth": True}
+#: DeepSpeed's own Adam, which its compiler builds first.
+FUSED_ADAM = {"optimizer": {"params": {"torch_adam": False}}}
+_PLACE = re.compile(r"cpu|cuda(:\d+)?")
+_PACKAGES = {"deepspeed": "deepspeed", "transformers": "transformers", "megatron": "megatron-core", "safetensors": ""}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of run: what `ckpt` calls its format, the trainer's options, and what it takes."""
+
+    format: str
+    options: dict[str, Any]
+    needs: tuple[str, ...] = ()
+    even: bool = False
+    to: tuple[str, ...] = ("full",)
+
+
+_TRANSFORMER = {"model": "llama_even"}
+_ZERO = ("deepspeed",)
+CASES = {
+    **{f"zero{n}": Case(f"zero{n}", {"strategy": f"zero{n}"}, _ZERO, to=("full", f"zero{n}")) for n in (1, 2, 3)},
+    "zero2, torch's fused AdamW": Case("zero2", {"strategy": "zero2", "fused": True}, _ZERO),
+    "zero2, FusedAdam": Case("zero2", {"strategy": "zero2", "ds_config": "FUSED_ADAM"}, _ZERO),
+    "ddp": Case("full", {"strategy": "ddp"}, to=("full", "dcp")),
+    "ddp, fused": Case("full", {"strategy": "ddp", "fused": True}),
+    "fsdp1": Case("dcp", {"strategy": "fsdp1"}),
+    "fsdp2": Case("dcp", {"strategy": "fsdp2"}, to=("full", "dcp")),
+    "fsdp2, fused": Case("dcp", {"strategy": "fsdp2", "fused": True}),
+    "fsdp2, a file a rank": Case("fsdp-ranks", {"strategy": "fsdp2", "save": "ranks"}, to=("dcp",)),
+    "hsdp": Case("dcp", {"strategy": "hsdp"}, even=True),
+    "tp-fsdp": Case("dcp", {"strategy": "tp-fsdp", **_TRANSFORMER}, ("transformers",), even=True),
+    "megatron": Case(
+        "megatron-dist", {"strategy": "megatron", "tp": 1, **_TRANSFORMER}, ("megatron", "transformers"), to=("dcp",)
+    ),
+    "megatron-deepspeed": Case(
+        "megatron-deepspeed",
+        {"strategy": "megatron-deepspeed", "tp": 1, **_TRANSFORMER},
+        ("deepspeed", "transformers"),
+        to=("megatron-deepspeed",),
+    ),
+}
+#: Those whose peak memory is looked at, with a vocabulary that makes the model large enough to see it.
+MEASURED = ("zero1", "zero2", "zero3", "ddp", "fsdp2")
+VOCABULARY = 100_003
+#: The trainer's own sizes of ZeRO's buckets, without which the estimate is of DeepSpeed's defaults.
+BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000, "stage3_prefetch_bucket_size": 10_000}
+
+
+@dataclass
+class Outcome:
+    """A row of the table; `failed` says what went wrong, at the end of what was printed."""
+
+    cells: dict[str, str] = field(default_factory=dict)
+    failed: str = ""
+
+
+class CheckError(Exception):
+    """A command that failed, or a number that differs."""
+
+
+def train(jobs: list[dict[str, Any]], ranks: int, folder: Path) -> None:
+    """Runs of the trainer, one after the other in one launch, on a GPU for each rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "jobs.jsonl"
+    file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+    torchrun = ["torch.distributed.run", "--nproc-per-node", str(ranks)]
+    run("-m", *torchrun, "-m", "train", "--device", "cuda", "--jobs", file)
+
+
+def run(*words: str | Path) -> str:
+    """What a command of this Python prints on stdout. CheckError with its output where it fails."""
+    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True)
+    if done.returncode:
+        raise CheckError(
+            f"{' '.join(map(str, words))}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}"
+        )
+    return done.stdout
+
+
+def check(name: str, case: Case, ranks: int, folder: Path, missing: set[str]) -> dict[str, str]:
+    """Trains, resumes, looks at the files, converts; the row's cells. CheckError where anything is odd."""
+    whole, rest = folder / "run", folder / "resumed"
+    options = COMMON | {"truth": "safetensors" not in missing} | case.options
+    if options.get("ds_config"):
+        folder.mkdir(parents=True)
+        options["ds_config"] = str(folder / "ds_config.json")
+        (folder / "ds_config.json").write_text(json.dumps(FUSED_ADAM))
+    first = options | {"output": str(whole), "until": 4, "save_every": 2}
+    step = {"megatron": "iter_0000002", "native": "step-2"}.get(_kind(case), "global_step2")
+    again = options | {"output": str(rest), "until": 4, "resume": str(whole / step), "truth": False}
+    train([first, again], ranks, folder)
+    losses = [_losses(one) for one in (whole, rest)]
+    apart = max(abs(losses[0][number] - loss) for number, loss in losses[1].items())
+    cells = {"ranks": str(ranks), "resumed": f"{apart:.1e}" if apart else "equal"}
+    if sorted(losses[1]) != [3, 4] or apart > 1e-3:
+        raise CheckError(f"losses of the unbroken run {losses[0]}, after resuming {losses[1]}")
+    cells["tags"] = " ".join(sorted(set(_tags(whole)))) or "none"
+    cells["random states"] = " ".join(sorted(_random_states(case, whole)))
+    for target in case.to:
+        output = folder / f"to-{target}"
+        words = ("--world-size", str(ranks + 1)) if target in (case.format, "dcp") and ranks < 8 else ()
+        words = () if target == "megatron-deepspeed" else words
+        run("-m", "ckpt", "convert", case.format, target, whole, "-o", output, *words)
+        run("-m", "ckpt", "verify", whole, output)
+        if target == "full" and options["truth"]:
+            cells["truth"] = f"{_compare(whole, output)} tensors"
+    cells["converted"] = " ".join(case.to)
+    return cells
+
+
+def _kind(case: Case) -> str:
+    strategy = case.options["strategy"]
+    return strategy if strategy == "megatron" else "zero" if strategy.startswith(("zero", "megatron")) else "native"
+
+
+def _losses(output: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (output / "losses.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def _tags(output: Path) -> Iterator[str]:
+    """Where tensors of the torch files were when they were saved, as their pickles say."""
+    for file in (*output.rglob("*.pt"), *output.rglob("*.distcp")):
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as opened:
+                pickles = [opened.read(name) for name in opened.namelist() if name.endswith("data.pkl")]
+            words = (word for pickled in pickles for _, word, _ in pickletools.genops(pickled))
+            yield from (word for word in words if isinstance(word, str) and _PLACE.fullmatch(word))
+
+
+def _random_states(case: Case, output: Path) -> set[str]:
+    """Of which devices each rank's random states are in the last step. CheckError where a GPU's are missing."""
+    found: set[str] = set()
+    if _kind(case) == "zero":
+        for file in sorted((output / "random_states").rglob("*4/rng_state*.pth")):
+            found |= torch.load(file, map_location="cpu", weights_only=False).keys() & {"cpu", "cuda"}
+    elif (output / "step-4" / ".metadata").is_file():
+        keys = FileSystemReader(output / "step-4").read_metadata().state_dict_metadata
+        names = {"rng_state": "cpu", "cuda_rng_state": "cuda"}
+        found |= {names[key.partition(".")[0]] for key in keys if key.partition(".")[0] in names}
+    elif (output / "step-4" / "model.pt").is_file():
+        state = torch.load(output / "step-4" / "model.pt", map_location="cpu", weights_only=False)
+        found |= {kind for key, kind in (("rng_state", "cpu"), ("cuda_rng_state", "cuda")) if key in state}
+    else:
+        for file in output.rglob("extra_state*.pt"):
+            found |= torch.load(file, map_location="cpu", weights_only=False)["rng"].keys()
+        found |= {"cpu", "cuda"} if case.format == "megatron-dist" else set()  # megatron-core's own
+    if "cuda" not in found:
+        raise CheckError(f"random states of {', '.join(found) or 'nothing'} are in the checkpoint, and none of a GPU")
+    return found
+
+
+def _compare(whole: Path, converted: Path) -> int:
+    """How many tensors of the truth are bit for bit in a full state dict. CheckError for one that is not."""
+    from safetensors.torch import load_file
+
+    truth = load_file(next(path for path in sorted((whole / "truth").glob("*4.safetensors"))))
+    model, optimizer = (
+        torch.load(converted / file, map_location="cpu", weights_only=False)
+        for file in ("pytorch_model_fsdp.bin", "optimizer.bin")
+    )
+    number = 0
+    for key, expected in truth.items():
+        role, _, fqn = key.partition("/")
+        if role == "weight" and f"master/{fqn}" in truth:
+            continue  # a full state dict has the masters
+        found = model[fqn] if role in ("weight", "master", "buffer") else optimizer["state"][fqn][role]
+        if found.dtype != expected.dtype or not torch.equal(_bits(found), _bits(expected)):
+            raise CheckError(f"{key} is not that of the live engine")
+        number += 1
+    return number
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def measure(strategy: str, ranks: int, folder: Path) -> str:
+    """The most that a rank's GPU held in a step of a larger model, beside the estimate's total."""
+    output = folder / "run"
+    job = {"strategy": strategy, "model": "llama", "vocab": VOCABULARY, "steps": 3, "memory": True, "batch": 8 * ranks}
+    train([job | {"output": str(output)}], ranks, folder)
+    held = max(rank["allocated"] for rank in json.loads((output / "memory.json").read_text()))
+    words = ("--gpus", str(ranks), "--strategy", strategy, "--batch-size", "8", "--seq-len", "16", "--json")
+    if strategy.startswith("zero"):
+        (folder / "ds_config.json").write_text(
+            json.dumps({"zero_optimization": {"stage": int(strategy[-1])} | BUCKETS})
+        )
+        words = (*words, "--ds-config", str(folder / "ds_config.json"))
+    row = json.loads(run("-m", "ckpt", "estimate", output, *words))["rows"][0]
+    return f"{held / 1e6:,.1f} MB, estimated {row['total'] / 1e6:,.1f} MB ({row['buffers'] / 1e6:,.1f} MB of buffers)"
+
+
+def attempt(name: str, action: Callable[[], dict[str, str]]) -> Outcome:
+    """An outcome, printed as soon as it is there."""
+    try:
+        outcome = Outcome(action())
+    except Exception as error:  # the rest is tried all the same
+        outcome = Outcome(failed=f"{type(error).__name__}: {error}")
+    shown = outcome.failed or ", ".join(f"{title}: {cell}" for title, cell in outcome.cells.items())
+    print(f"{name:28} {'FAILED ' if outcome.failed else ''}{shown}", flush=True)
+    return outcome
+
+
+def main(words: list[str] | None = None) -> int:
+    """Everything in turn; 1 where anything failed, 2 where there is no GPU."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_check", description=__doc__.partition(":")[2])
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("gpu-check"), help="for all it writes (%(default)s)"
+    )
+    parser.add_argument("--only", metavar="CASE", nargs="*", help=f"of {'; '.join([*CASES, 'demo', 'memory'])}")
+    options = parser.parse_args(words)
+    ranks = min(torch.cuda.device_count(), 8)
+    if not ranks:
+        print(f"no GPU that torch {torch.__version__} sees", file=sys.stderr)
+        return 2
+    shutil.rmtree(options.folder, ignore_errors=True)
+    missing = {name for name in _PACKAGES if importlib.util.find_spec(name) is None}
+    print(f"torch {torch.__version__}, {ranks} x {torch.cuda.get_device_name(0)}")
+    for name in sorted(missing):
+        print(f"left out, {_PACKAGES[name] or name} is not installed: {', '.join(_needing(name))}")
+    if ranks % 2:
+        odd = [name for name, case in CASES.items() if case.even]
+        print(f"left out, {ranks} GPUs are no even number: {', '.join(odd)}")
+    outcomes = {}
+    for name, case in CASES.items():
+        asked = options.only is None or name in options.only
+        if asked and not missing & set(case.needs) and not (case.even and ranks % 2):
+            folder = options.folder / name.replace(", ", "-").replace(" ", "-").replace("'", "")
+            outcomes[name] = attempt(name, lambda n=name, c=case, f=folder: check(n, c, ranks, f, missing))
+    if (options.only is None or "memory" in options.only) and "transformers" not in missing:
+        for name in MEASURED:
+            if not missing & set(CASES[name].needs):
+                folder = options.folder / f"memory-{name}"
+                action = lambda n=name, f=folder: {"peak": measure(n, ranks, f)}  # noqa: E731
+                outcomes[f"memory, {name}"] = attempt(f"memory, {name}", action)
+    if (options.only is None or "demo" in options.only) and not missing:
+        outcomes["demo"] = attempt("demo", lambda: {"printed": run("-m", "train.demo").splitlines()[-1]})
+    keep_fixtures(options.folder, outcomes)
+    failed = [name for name, outcome in outcomes.items() if outcome.failed]
+    print(f"{len(outcomes)} tried, {len(failed)} failed; fixtures are in {options.folder / 'fixtures'}")
+    return 1 if failed or not outcomes else 0
+
+
+def _needing(package: str) -> list[str]:
+    cases = [name for name, case in CASES.items() if package in case.needs]
+    others = {"transformers": ["memory", "demo"], "deepspeed": ["demo"], "safetensors": ["truth", "demo"]}
+    return cases + others.get(package, [])
+
+
+def keep_fixtures(folder: Path, outcomes: dict[str, Outcome]) -> None:
+    """The last step of every small run that went well, with its truth, and what made it."""
+    kept = folder / "fixtures"
+    for run_folder in sorted(folder.glob("*/run")):
+        if (run_folder / "truth").is_dir():
+            ignored = shutil.ignore_patterns("*step2*", "*step-2*", "iter_0000002", "losses.jsonl", "zero_to_*")
+            shutil.copytree(run_folder, kept / f"{run_folder.parent.name}-cuda", ignore=ignored)
+    kept.mkdir(parents=True, exist_ok=True)
+    about = {"torch": torch.__version__, "GPU": torch.cuda.get_device_name(0), "outcomes": {}}
+    about["outcomes"] = {name: outcome.failed or outcome.cells for name, outcome in outcomes.items()}
+    (kept / "about.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
