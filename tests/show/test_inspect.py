@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ckpt import api
 from ckpt.containers.torchfile.values import Record
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, ParamGroup, SourceFile, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, BOOL, FLOAT32, DType
@@ -20,6 +21,7 @@ from ckpt.plan.tensors import Extent, FlatRange, Fragment, Pieces, Shape, Tensor
 from ckpt.show.overview import describe, lines, mesh, mesh_text, ranks_text
 from ckpt.show.parts import part_lines, parts_of
 from ckpt.text import one_line, summarise, summary_text
+from tests.support.golden import agrees
 
 
 def tensor(fqn: str, role: str, dtype: DType, shape: Shape, num_ranks: int = 0) -> Tensor:
@@ -312,6 +314,13 @@ def test_lines_are_folded_to_the_terminal(width: int) -> None:
         assert len(line) <= width
     folded, whole = " ".join(lines(trained(), width=width)), " ".join(lines(trained()))
     assert "".join(folded.split()) == "".join(whole.split())
+
+
+@pytest.mark.parametrize("name", ["toy-zero3", "megatron-fsdp"])
+def test_a_checkpoint_at_80_columns(fixtures: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(fixtures)
+    found = "".join(f"{line}\n" for line in lines(api.open(name), width=80))
+    agrees(Path(__file__).parent / "golden" / f"inspect-{name}.txt", found)
 
 
 def megatron(**args: int) -> Checkpoint:
