@@ -51,6 +51,7 @@ ELSEWHERE = {("hf-trainer-resume", "Tried")}
 STARTS = {
     "zero3": "trl-zero3/outputs/qwen3-sft",
     "dcp": "dcp-fsdp2/step-2",
+    "fsdp-ranks": "verl-fsdp1",
     "megatron-dist": "megatron-fsdp",
     "full": "dcp-fsdp2/step-2",
     "megatron": "trl-zero3/outputs/qwen3-sft",
