@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ckpt.show.rows import Only, Picture
     from ckpt.verify.digest import Digests
     from ckpt.verify.pairs import Report
+    from ckpt.verify.training import RunReport
     from ckpt.verify.transformers_loads import Loading
 
 AUTO = "auto"
@@ -596,6 +597,13 @@ def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
     a, b, notes = _as_saved_adapters(a, b)
     report = verify_same_names(*map(_with_computing_dtype, _comparable(a, b)), **options)
     return replace(report, notes=(*report.notes, *notes))
+
+
+def verify_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
+    """Compare what two checkpoints record beside their tensors; see `ckpt.verify.training`."""
+    from ckpt.verify.training import compare_runs
+
+    return compare_runs(a, b)
 
 
 def prove_names(path: Path) -> None:

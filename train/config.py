@@ -28,6 +28,9 @@ LAYOUTS = ("plain", "trainer")
 THROUGH = ("loop", "trainer")
 SAVES = ("native", "dcp", "full", "ranks", "torch", "torch_dist", "fsdp_dtensor")
 _MEGATRON_SAVES = ("torch", "torch_dist", "fsdp_dtensor")
+TRACKERS = ("none", "wandb", "tensorboard", "trackio")
+RESUME_CHECKS = ("error", "warn", "off")
+ON_SPIKE = ("keep", "stop", "off")
 OPTIMIZER_FORMATS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "dp_zero_gather_scatter")
 KEYS = ("nested", "flat", "ids", "torchtitan")
 PRECISIONS = ("mixed", "pure")
@@ -79,9 +82,29 @@ class Config:
     )
     until: int = _option(0, "the last step, counted from the very beginning, instead of --steps (0: off)", metavar="N")
     save_every: int = _option(0, "also save every N steps (0: only at the end)", metavar="N")
+    keep: int = _option(
+        0, "delete all checkpoints but the newest N and the last good one before a spike (0: none)", metavar="N"
+    )
     truth: bool = _option(False, "write the gathered truth beside every checkpoint")
     memory: bool = _option(False, "write what every rank holds in the last step into memory.json")
-    resume: str | None = _option(None, "continue from this run folder or checkpoint", metavar="PATH")
+    resume: str | None = _option(
+        None,
+        "continue from this run folder or checkpoint; auto: from the newest complete one in --output, if any",
+        metavar="PATH",
+    )
+    resume_check: str = _option(
+        "error",
+        "what a resumed run does whose settings, states or first losses are not those recorded with the checkpoint",
+        choices=RESUME_CHECKS,
+    )
+    skip_batches: str | None = _option(None, "leave batches A to B out, as metrics.jsonl numbers them", metavar="A:B")
+    on_spike: str = _option(
+        "keep",
+        "where the loss jumps: say so and keep the last good checkpoint, stop as well, or nothing",
+        choices=ON_SPIKE,
+    )
+    track: str = _option("none", "send metrics to a tracker too, besides metrics.jsonl", choices=TRACKERS)
+    beat: float = _option(5.0, "seconds between two heartbeats of a rank, for train.watch", metavar="S")
     reshard: bool = _option(False, "let DCP itself redistribute what another number of ranks saved")
 
     batch: int = _option(24, "sequences per optimizer step, over all ranks")
@@ -97,6 +120,7 @@ class Config:
     weight_decay: float = _option(0.1, "decay of matrices; vectors and scalars form a second group without")
     freeze: str | None = _option(None, "freeze parameters whose name matches", metavar="REGEX")
     lora: int = _option(0, "train a LoRA adapter of this rank instead of the model (0: off)", metavar="R")
+    dropout: float = _option(0.0, "probability of every dropout that the model has", metavar="P")
     initial_scale_power: int = _option(8, "fp16: first loss scale is 2**N; 40 overflows in every step", metavar="N")
     ds_config: str | None = _option(None, "JSON merged over the generated DeepSpeed config", metavar="FILE")
 
@@ -133,6 +157,16 @@ class Config:
                 raise UserError(f"--save {self.save}: DeepSpeed saves ZeRO files, --save native")
         else:
             self._check_torch_options()
+        if self.through == "trainer" and (
+            self.track != "none" or self.skip_batches or self.keep or self.resume == "auto"
+        ):
+            raise UserError(
+                "--track, --skip-batches, --keep and --resume auto are of our own loop; Trainer has its own"
+            )
+        if not 0 <= self.dropout < 1 or self.keep < 0 or self.beat <= 0:
+            raise UserError("--dropout is at least 0 and below 1, --keep not negative, --beat more than 0")
+        if self.dropout and (self.model == "toy" or self.strategy == "megatron-deepspeed"):
+            raise UserError("--dropout: neither --model toy nor the layers of --strategy megatron-deepspeed have any")
         if (self.lora or self.vocab) and self.model == "toy":
             raise UserError("--lora and --vocab need a transformer, not --model toy")
         if min(self.steps + 1, self.batch, self.accumulate, self.length) < 1:

@@ -5,9 +5,12 @@ curve do not depend on how many ranks share the work.
 """
 
 import random
+import re
 from typing import Any
 
 import torch
+
+from train.config import UserError
 
 BYTES = 256
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
@@ -31,6 +34,36 @@ def sequence(number: int, length: int, seed: int) -> list[int]:
 def batch(first: int, count: int, length: int, seed: int) -> torch.Tensor:
     """Sequences `first` to `first + count` as a (count, length) tensor of token ids."""
     return torch.tensor([sequence(first + i, length, seed) for i in range(count)])
+
+
+def parse_batches(words: str) -> tuple[int, int]:
+    """The first and the last batch of --skip-batches A:B, as metrics.jsonl numbers them."""
+    match = re.fullmatch(r"(\d+):(\d+)", words)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(f"--skip-batches {words}: not A:B, the numbers of the first and the last batch")
+    return int(match[1]), int(match[2])
+
+
+def position(trained: int, skipped: list[list[int]]) -> int:
+    """The sequence that comes next when `trained` were trained and those of the spans `skipped` were left out.
+
+    A span is [first, stop]; spans are sorted and do not touch.
+    """
+    for first, stop in skipped:
+        if trained >= first:
+            trained += stop - first
+    return trained
+
+
+def merged(spans: list[list[int]]) -> list[list[int]]:
+    """Spans sorted, those that meet made one."""
+    found: list[list[int]] = []
+    for first, stop in sorted(spans):
+        if found and first <= found[-1][1]:
+            found[-1][1] = max(stop, found[-1][1])
+        else:
+            found.append([first, stop])
+    return found
 
 
 def build_tokenizer() -> Any:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from train import data, folders, launch, memory, models, stopping, truth
 from train.config import STRATEGIES, ZERO, Config, UserError
+from train.operations import Operations, resolve
 
 # Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
 ENGINES = {strategy: "train.engines.zero" if strategy in ZERO else "train.engines.native" for strategy in STRATEGIES}
@@ -28,6 +29,10 @@ class Engine(Protocol):
     """Optimizer steps taken since the very beginning, resumed ones included."""
     sequences: int
     """Sequences consumed since the very beginning: the position in the data."""
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The gradient's norm in the last step, before clipping; None where the framework does not say."""
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -70,25 +75,29 @@ def run(config: Config) -> list[Path]:
     if config.through == "trainer":
         paths: list[Path] = importlib.import_module("train.trainer").run(config)
         return paths
+    config = resolve(config)
     resumed = folders.find_checkpoint(config) if config.resume else None
-    model = models.build_model(config)
-    engine: Engine = importlib.import_module(ENGINES[config.strategy]).open_engine(model, config)
-    try:
-        if resumed:
-            engine.load(*resumed)
-            folders.load_random_states(config, *resumed)
-        return _train(engine, model, config)
-    finally:
-        engine.close()
-        del engine, model
-        gc.collect()
+    with Operations(config) as operations:
+        model = models.build_model(config)
+        engine: Engine = importlib.import_module(ENGINES[config.strategy]).open_engine(model, config)
+        try:
+            if resumed:
+                operations.enter("loading")
+                engine.load(*resumed)
+                folders.load_random_states(config, *resumed)
+            operations.started(engine, resumed)
+            return _train(engine, model, config, operations)
+        finally:
+            operations.ended()
+            engine.close()
+            del engine, model
+            gc.collect()
 
 
-def _train(engine: Engine, model: nn.Module, config: Config) -> list[Path]:
+def _train(engine: Engine, model: nn.Module, config: Config, operations: Operations) -> list[Path]:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     shard, num_shards = engine.data_shard
     output = Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)
     saved: list[Path] = []
     losses: dict[int, float] = {}
     if config.steps == 0 and config.truth:
@@ -96,21 +105,22 @@ def _train(engine: Engine, model: nn.Module, config: Config) -> list[Path]:
     watch = None
     steps = config.until - engine.step if config.until else config.steps
     for number in tqdm(range(1, steps + 1), desc=str(output), disable=None if rank == 0 else True):
-        sequences = data.batch(engine.sequences, config.batch, config.length, config.seed)
-        mine = sequences.chunk(num_shards)[shard].to(launch.device())
+        mine = operations.next_batch().chunk(num_shards)[shard].to(launch.device())
         if config.memory and number == steps:
             watch = memory.Watch(engine)
             engine.observe(watch)
         loss = engine.train(list(mine.chunk(config.accumulate)))
+        own_loss = loss.item()
         dist.all_reduce(loss)
         losses[engine.step] = loss.item() / world_size
         if rank == 0:
             tqdm.write(f"step {engine.step}: loss {losses[engine.step]:.5f}", file=sys.stderr)
             with (output / "losses.jsonl").open("a") as file:
                 file.write(json.dumps({"step": engine.step, "loss": losses[engine.step]}) + "\n")
+        operations.after_step(losses[engine.step], own_loss)
         ends = stopping.asked() or number == steps
         if ends or (config.save_every and number % config.save_every == 0):
-            saved.append(_save(engine, model, config, losses))
+            saved.append(_save(engine, model, config, losses, operations))
         if ends:
             break
     if watch:
@@ -118,7 +128,8 @@ def _train(engine: Engine, model: nn.Module, config: Config) -> list[Path]:
     return saved
 
 
-def _save(engine: Engine, model: nn.Module, config: Config, losses: dict[int, float]) -> Path:
+def _save(engine: Engine, model: nn.Module, config: Config, losses: dict[int, float], operations: Operations) -> Path:
+    operations.enter("saving")
     folder = folders.checkpoint_folder(config, engine.step)
     folder.mkdir(parents=True, exist_ok=True)
     tag = engine.save(folder)
@@ -130,6 +141,7 @@ def _save(engine: Engine, model: nn.Module, config: Config, losses: dict[int, fl
     if config.truth:
         _write_truth(engine, config, tag)
     dist.barrier()
+    operations.saved(folder / tag)
     if dist.get_rank() == 0:
         print(f"saved {folder / tag}", flush=True)
     return folder / tag

@@ -180,6 +180,9 @@ def _transformer(config: Config) -> nn.Module:
     asked = {"n_layer" if architecture == "gpt2" else "num_hidden_layers": config.layers, "vocab_size": config.vocab}
     asked = {name: size for name, size in asked.items() if size}
     sizes = AutoConfig.for_model(architecture, **sizes_of(config.model) | asked)
+    for name in ("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"):
+        if config.dropout and hasattr(sizes, name):
+            setattr(sizes, name, config.dropout)
     # The plain implementations: every architecture has them, and they take odd sizes (grouped_mm does not).
     model = AutoModelForCausalLM.from_config(
         sizes, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"

@@ -32,6 +32,13 @@ def verify(
     cast: Annotated[
         bool, typer.Option("--cast", help="Where dtypes differ, round the wider to the narrower, then compare.")
     ] = False,
+    run: Annotated[
+        bool,
+        typer.Option(
+            "--run",
+            help="Compare the training states instead of the tensors: schedule, scaler, random states, data position.",
+        ),
+    ] = False,
     loads: Annotated[
         bool, typer.Option("--loads", help="Have transformers load A without data, and report what is wrong with it.")
     ] = False,
@@ -43,6 +50,8 @@ def verify(
     from ckpt import api
     from ckpt.move.standins import is_standin
 
+    if run and (b is None or loads or cast or only is not opt.Only.all):
+        raise UsageError("--run takes two runs or checkpoints, and neither --only, --cast nor --loads")
     if loads:
         if b is not None:
             raise UsageError("--loads takes one folder", found=f"{a} and {b}")
@@ -57,6 +66,10 @@ def verify(
     other = api.open(b, from_b, tag=tag_b, config=config)
     say_source(one, "A: ", quiet=quiet)
     say_source(other, "B: ", quiet=quiet)
+    if run:
+        states = api.verify_runs(one, other)
+        _conclude(states.to_json, lambda: states.lines(verbose), 0 if states.equal else opt.DIFFERENT, as_json, quiet)
+        return
     total = sum(tensor.nbytes for tensor in one.tensors.values())
     with progress_bar(total, quiet) as progress:
         report = api.verify(one, other, only=only.value, cast=cast, progress=progress)

@@ -40,6 +40,7 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "journeys/megatron-to-hf": {"": {"megatron-dist-flattened": "run"}},
     "journeys/trl-qwen3-moe": {"": {"trl-zero3": "."}},
     "journeys/verify-in-ci": {"": RUN},
+    "operations": {"": {"trainer-zero2": "outputs"}},
     "performance": {"": RUN},
     "picture": {"": {"toy-zero3": "outputs"}, "Checkpoints that are damaged": {"dcp-fsdp2/step-2": "step-2"}},
     "resume": {"": {"megatron-dist-flattened": "run", "moe-zero3": "outputs"}},

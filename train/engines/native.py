@@ -55,6 +55,7 @@ class NativeEngine:
     def __init__(self, model: nn.Module, config: Config) -> None:
         self.config, self.step, self.sequences = config, 0, 0
         self.watch: Callable[..., None] = lambda: None
+        self.grad_norm: float | None = None
         self.bare = model
         self.buffers = truth.persistent_buffers(model).keys()
         self.facts = {
@@ -175,12 +176,14 @@ class NativeEngine:
                 dist.all_reduce(gradient)
                 gradient /= dist.get_world_size()
         if isinstance(self.model, FullyShardedDataParallel):
-            self.model.clip_grad_norm_(1.0)
+            self.grad_norm = float(self.model.clip_grad_norm_(1.0))
             return
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
         norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-        scale = 1.0 / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        self.grad_norm = norm.item()
+        scale = 1.0 / (norm + 1e-6)
         if scale < 1.0:
             for gradient in gradients:
                 gradient.mul_(scale.item())

@@ -155,6 +155,12 @@ class ZeroEngine:
         return int(self.engine.global_samples)
 
     @property
+    def grad_norm(self) -> float | None:
+        """The gradient's norm before the last step's clipping."""
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    @property
     def data_shard(self) -> tuple[int, int]:
         """Which part of the batch is this rank's, of how many."""
         return dist.get_rank(), dist.get_world_size()

@@ -33,6 +33,7 @@ class MegatronEngine:
     def __init__(self, sizes: Any, config: Config) -> None:
         self.config, self.step, self.sequences = config, 0, 0
         self.watch: Callable[..., None] = lambda: None
+        self.grad_norm: float | None = None
         self.args = megatron_args.arguments(sizes, config)
         with on_this_machine():
             self._initialize()
@@ -106,7 +107,8 @@ class MegatronEngine:
             self.optimizer.zero_grad()
             losses = self._run(micro_batches, _train_step, forward_only=False)
             self.watch()
-            stepped, _, _ = self.optimizer.step()
+            stepped, norm, _ = self.optimizer.step()
+            self.grad_norm = None if norm is None else float(norm)
             if stepped:
                 self.scheduler.step(increment=self.config.batch)
             self.step += 1

@@ -1,0 +1,203 @@
+"""What docs/operations.md says, with real engines: killed and hung ranks, checked resumes, spikes, kept checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import ckpt
+from tests.support.engines import REPOSITORY, fork
+
+pytestmark = pytest.mark.slow
+
+TITLE = "Resumed after a kill: loss of each step"
+GPT2 = {"strategy": "fsdp2", "model": "gpt2", "dtype": "fp32", "dropout": 0.1}
+TOY = {"strategy": "ddp", "model": "toy", "dtype": "fp32", "lr": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("operations")
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Path) -> dict[str, Any]:
+    """A run of two ranks, of which one is stopped, goes on, and is killed; and what the watcher said of it."""
+    run, jobs = folder / "killed", folder / "endless.jsonl"
+    job = TOY | {"output": str(run), "steps": 100_000, "save_every": 10, "keep": 2, "beat": 0.2}
+    jobs.write_text(json.dumps(job) + "\n")
+    command = [sys.executable, "-m", "tests.support.forked", "train.engines.native", "2", "train.__main__"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([*command, "--jobs", str(jobs)], cwd=REPOSITORY, env=env, stdout=log, stderr=log)
+    try:
+        _wait_for(lambda: len(list((run / "records").glob("*.json"))) >= 2, process, folder / "log")
+        pid = json.loads((run / "heartbeats" / "rank-1.json").read_text())["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        stopped = _watch(run, "--silent", "6")
+        seconds = time.monotonic() - begin
+        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGKILL)
+        died = _watch(run)
+        process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+    return {"run": run, "pid": pid, "stopped": stopped, "seconds": seconds, "died": died}
+
+
+def _wait_for(condition: Any, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 300
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def _watch(run: Path, *options: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "train.watch", str(run), "--every", "0.2", *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, killed: dict[str, Any]) -> dict[str, str]:
+    """How each of the runs ended, all of them in one start of two ranks."""
+    gpt2 = GPT2 | {"output": str(folder / "gpt2")}
+    on = GPT2 | {"resume": str(folder / "gpt2" / "step-4"), "steps": 4}
+    toy = TOY | {"output": str(folder / "toy"), "save_every": 5, "keep": 1}
+    jobs: list[tuple[str, str | None, dict[str, Any]]] = [
+        ("unbroken", None, gpt2 | {"steps": 8, "save_every": 4}),
+        ("right", None, on | {"output": str(folder / "right")}),
+        ("option", None, on | {"output": str(folder / "option"), "dropout": 0.3, "lr": 0.5}),
+        *((plant, plant, on | {"output": str(folder / plant)}) for plant in PLANTED),
+        ("warned", "random state", on | {"output": str(folder / "warned"), "resume_check": "warn", "steps": 1}),
+        ("off", "random state", on | {"output": str(folder / "off"), "resume_check": "off", "steps": 1}),
+        ("spike", "bad batch", toy | {"steps": 30, "on_spike": "stop"}),
+        ("too late", None, toy | {"resume": str(folder / "toy" / "step-15"), "steps": 1, "skip_batches": "9:16"}),
+        ("skipped", "bad batch", toy | {"resume": "auto", "steps": 15, "skip_batches": "16:17"}),
+        ("auto", None, TOY | {"output": str(killed["run"]), "steps": 5, "resume": "auto"}),
+        ("fresh", None, TOY | {"output": str(folder / "fresh"), "steps": 1, "resume": "auto"}),
+    ]
+    file = folder / "jobs.jsonl"
+    lines = [json.dumps({"name": name, "plant": plant, "config": config}) for name, plant, config in jobs]
+    file.write_text("\n".join(lines))
+    _cut_off_the_newest(killed["run"])
+    fork(["tests.support.operations_worker", str(file)], 2, ["transformers.models.gpt2.modeling_gpt2"])
+    return dict(json.loads((folder / "results.json").read_text()))
+
+
+#: What is planted, and the setting that the refusal names.
+PLANTED = {
+    "attention dropout": "dropout.Dropout of rank 0: [0.1] recorded",
+    "random state": "rng.cpu of rank 1: ",
+    "schedule": "scheduler.last_batch_iteration of rank 0: 3 recorded, 0 now",
+    "position": "sequences (the position in the data): 96 recorded, 72 now",
+    "unseen random state": "loss of step ",
+    "another corpus": "data: sequences 96 to 120 of step 5 are others than those recorded",
+}
+
+
+def _cut_off_the_newest(run: Path) -> None:
+    """As if the kill had come while it was saved."""
+    newest = max((run / "records").glob("step-*.json"), key=lambda file: int(file.stem.partition("-")[2]))
+    record = json.loads(newest.read_text())
+    name = max(record["files"], key=record["files"].get)
+    os.truncate(run / record["checkpoint"] / name, 100)
+
+
+def _log(run: Path) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+
+
+def test_a_stopped_rank_is_named_within_the_bound(killed: dict[str, Any]) -> None:
+    code, out = killed["stopped"]
+    assert code == 1 and killed["seconds"] < 30
+    assert out.startswith(f"rank 1 (pid {killed['pid']} on ") and "no sign of life" in out
+    assert "rank 0" not in out and "in train" in out  # the stack of its last beat
+
+
+def test_a_killed_rank_is_named(killed: dict[str, Any]) -> None:
+    code, out = killed["died"]
+    assert code == 1 and out.startswith(f"rank 1 (pid {killed['pid']} on ") and "is gone" in out
+
+
+def test_the_newest_complete_checkpoint_is_taken_up(
+    killed: dict[str, Any], results: dict[str, str], tables: Any
+) -> None:
+    assert results["auto"] == ""
+    lines = [json.loads(line) for line in (killed["run"] / "metrics.jsonl").read_text().splitlines()]
+    again = lines[-5:]
+    first = again[0]["step"]
+    assert (first - 1) % 10 == 0 and [line["step"] for line in again] == list(range(first, first + 5))
+    before = {line["step"]: line for line in lines[:-5]}
+    for line in again:
+        assert (line["loss"], line["data"]) == (before[line["step"]]["loss"], before[line["step"]]["data"])
+        tables[TITLE]["before the kill"][str(line["step"])] = f"{before[line['step']]['loss']:.6f}"
+        tables[TITLE]["resumed"][str(line["step"])] = f"{line['loss']:.6f}"
+    assert len(before) - first >= 9, "the newest checkpoint is passed over: it is cut off"
+    assert results["fresh"] == "" and list(_log(killed["run"].parent / "fresh")) == [1]
+
+
+def test_a_resume_goes_on_as_the_unbroken_run_did(folder: Path, results: dict[str, str]) -> None:
+    assert results["unbroken"] == results["right"] == ""
+    unbroken, resumed = _log(folder / "gpt2"), _log(folder / "right")
+    assert list(resumed) == [5, 6, 7, 8]
+    for step, line in resumed.items():
+        for name in ("loss", "grad_norm", "lr", "data", "batch", "sequences"):
+            assert line[name] == unbroken[step][name], (step, name)
+        assert len(line["ranks"]["loss"]) == 2 and min(line["ranks"]["memory_bytes"]) > 1e7
+        assert line["tokens_per_second"] == pytest.approx(24 * 16 / max(line["ranks"]["step_seconds"]))
+
+
+def test_options_that_change_what_is_computed_are_refused(results: dict[str, str]) -> None:
+    assert "\n  dropout: 0.1 recorded, 0.3 now\n" in results["option"]
+    assert "\n  lr: 0.001 recorded, 0.5 now\n" in results["option"]
+    assert results["option"].endswith("where the change is meant, --resume-check warn")
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_what_was_reset_in_silence_is_named(results: dict[str, str], plant: str) -> None:
+    assert f"\n  {PLANTED[plant]}" in results[plant]
+    others = {
+        name for name in ("dropout", "rng", "scheduler", "sequences", "loss", "data") if f"\n  {name}" in results[plant]
+    }
+    assert others == {PLANTED[plant].partition(" ")[0].partition(".")[0].rstrip(":")}
+
+
+def test_the_check_can_warn_or_be_off(results: dict[str, str]) -> None:
+    assert results["warned"] == results["off"] == ""
+
+
+def test_runs_are_compared(folder: Path, results: dict[str, str]) -> None:
+    same = ckpt("verify", "--run", folder / "gpt2" / "step-8", folder / "right" / "step-8")
+    assert same.code == 0, same.out
+    assert "of the training state equal" in same.out
+    other = ckpt("verify", "--run", folder / "gpt2" / "step-8", folder / "warned" / "step-5")
+    assert other.code == 1
+    assert "differs  step: 8 and 5\n" in other.out and "differs  rng_state.1: uint8 [5056] " in other.out
+
+
+def test_a_spike_keeps_the_last_good_checkpoint_and_its_batches_can_be_left_out(
+    folder: Path, results: dict[str, str]
+) -> None:
+    run = folder / "toy"
+    assert results["spike"].startswith("the loss spiked in step 16: ")
+    assert results["spike"].endswith(f"hint: --resume {run}/step-15 --skip-batches 16:16")
+    (spike,) = map(json.loads, (run / "spikes.jsonl").read_text().splitlines())
+    assert (spike["step"], spike["batch"], spike["last_good"]) == (16, 16, str(run / "step-15"))
+    assert "batches up to 15 are trained already" in results["too late"]
+    assert results["skipped"] == ""
+    log = _log(run)
+    assert [log[step]["batch"] for step in range(14, 20)] == [14, 15, 18, 19, 20, 21]
+    assert max(log[step]["loss"] for step in range(16, 31)) < spike["limit"]
+    assert json.loads((run / "records" / "step-30.json").read_text())["skipped"] == [[360, 408]]
+    assert not (run / "step-25").exists() and (run / "step-30").exists()

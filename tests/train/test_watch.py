@@ -1,0 +1,157 @@
+"""`python -m train.watch` beside processes that beat as ranks do: stopped, killed, stuck, failed and done."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines import REPOSITORY
+from train.watch import is_waiting, main_stack
+
+#: A rank that beats, is in a "collective" or in its own code, and goes on when its standard input says so.
+RANK = """
+import sys
+from pathlib import Path
+from train.heartbeat import Heart
+
+def all_reduce(): sys.stdin.readline()
+def load_shard_7(): sys.stdin.readline()
+
+run, rank, where = sys.argv[1:]
+with Heart(Path(run), int(rank), 3, 0.1, 1.0) as heart:
+    heart.enter("training", 5)
+    if where == "fails": raise ValueError
+    {"waits": all_reduce, "hangs": load_shard_7}[where]()
+"""
+BOUND = 15.0  # seconds within which a finding must be there, on a busy machine
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def start(ranks: list[subprocess.Popen[str]], run: Path, *places: str) -> None:
+    for rank, where in enumerate(places):
+        command = [sys.executable, "-c", RANK, str(run), str(rank), where]
+        ranks.append(
+            subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        )
+    wanted = [(run / "heartbeats" / f"rank-{rank}.json") for rank in range(len(places))]
+    end = time.monotonic() + 60
+    while not all(file.is_file() and '"step": 5' in file.read_text() for file in wanted):
+        assert time.monotonic() < end, "the ranks do not beat"
+        time.sleep(0.02)
+
+
+def watch(run: Path, *options: str) -> tuple[int, str, float]:
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "train.watch", str(run), "--every", "0.1", *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=90)
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
+
+
+def test_a_stopped_rank_is_named_with_its_last_stack(tmp_path: Path, ranks: list[subprocess.Popen[str]]) -> None:
+    start(ranks, tmp_path, "waits", "hangs", "waits")
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    code, out, seconds = watch(tmp_path, "--silent", "1")
+    assert code == 1 and seconds < BOUND
+    first, file, *stack = out.splitlines()
+    assert first.startswith(f"rank 1 (pid {ranks[1].pid} on ") and "no sign of life for" in first
+    assert first.endswith("in step 5, phase 'training'")
+    assert file == f"stack: {tmp_path}/heartbeats/rank-1.stack" and "in load_shard_7" in "\n".join(stack)
+    assert "rank 0" not in out and "rank 2" not in out
+
+
+def test_of_ranks_that_all_stand_still_the_one_that_waits_for_nobody_is_named(
+    tmp_path: Path, ranks: list[subprocess.Popen[str]]
+) -> None:
+    start(ranks, tmp_path, "waits", "waits", "hangs")
+    code, out, seconds = watch(tmp_path, "--stuck", "1")
+    assert code == 1 and seconds < BOUND
+    first, file, *stack = out.splitlines()
+    assert first.startswith("rank 2 ") and "beats, but has been there for" in first
+    assert file == f"stack: {tmp_path}/heartbeats/rank-2.dump" and stack[0].endswith("(most recent call first):")
+    assert stack[1].endswith("in load_shard_7")
+    assert "rank 0" not in out and "rank 1" not in out
+
+
+def test_ranks_of_other_machines_dump_their_stacks_on_request(
+    tmp_path: Path, ranks: list[subprocess.Popen[str]]
+) -> None:
+    start(ranks, tmp_path, "waits")
+    (tmp_path / "heartbeats" / "request").touch()
+    dump, end = tmp_path / "heartbeats" / "rank-0.dump", time.monotonic() + BOUND
+    while "in all_reduce" not in dump.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_killed_rank_is_named_and_the_webhook_is_called(tmp_path: Path, ranks: list[subprocess.Popen[str]]) -> None:
+    posted = []
+
+    class Hook(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    start(ranks, tmp_path, "waits", "waits", "waits")
+    ranks[0].kill()
+    ranks[0].wait()
+    with http.server.HTTPServer(("127.0.0.1", 0), Hook) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        code, out, _ = watch(tmp_path, "--webhook", f"http://127.0.0.1:{server.server_port}/")
+    assert code == 1 and out.startswith(f"rank 0 (pid {ranks[0].pid} on ") and "is gone" in out
+    assert [(one["kind"], one["rank"], one["step"]) for one in posted[0]["findings"]] == [("dead", 0, 5)]
+    assert posted[0]["text"].startswith(f"{tmp_path}: rank 0 ")
+
+
+def test_a_rank_that_failed_is_named_and_ranks_that_are_done_end_the_watch(
+    tmp_path: Path, ranks: list[subprocess.Popen[str]]
+) -> None:
+    start(ranks, tmp_path, "waits", "fails")
+    code, out, _ = watch(tmp_path)
+    assert code == 1 and out.startswith("rank 1 ") and "failed: ValueError" in out
+    ranks[1].wait()
+    start(ranks, tmp_path / "again", "waits")
+    ranks[2].communicate("go on\n", timeout=60)
+    assert watch(tmp_path / "again")[:2] == (0, f"{tmp_path / 'again'}: all 1 ranks are done\n")
+
+
+def test_a_folder_without_heartbeats(tmp_path: Path) -> None:
+    code, out, _ = watch(tmp_path, "--silent", "0.2")
+    assert code == 3 and "hint: give the folder of --output" in out
+
+
+def test_stacks_of_faulthandler() -> None:
+    dump = (
+        "Thread 0x00000000000000b2 (most recent call first):\n"
+        '  File "h.py", line 1 in wait\n\n'
+        "Current thread 0x00000000000000a1 (most recent call first):\n"
+        '  File "t.py", line 2 in matmul\n  File "t.py", line 3 in all_reduce\n  File "t.py", line 4 in wait\n'
+    )
+    main = main_stack(dump, "0x00000000000000a1")
+    assert main.splitlines()[1:] == dump.splitlines()[4:]
+    assert main_stack(dump, "0x00000000000000c3") == ""
+    assert not is_waiting('  File "x.py", line 1 in awaited_items') and not is_waiting("")
+    assert is_waiting('  File "x.py", line 1 in _engine_run_backward')
+    assert is_waiting('  File "x.py", line 1 in broadcast\n  File "x.py", line 2 in main')
+    assert not is_waiting("\n".join(main.splitlines()[:2]))

@@ -1,0 +1,104 @@
+"""Signs of life of every rank, in files that `python -m train.watch` reads.
+
+    OUTPUT/heartbeats/rank-R.json     who and where the rank is, what it does since when, and a count that goes up
+    OUTPUT/heartbeats/rank-R.stack    where its main thread was at the last beat
+    OUTPUT/heartbeats/rank-R.dump     stacks of all its threads, written when SIGUSR2 or a request comes
+    OUTPUT/heartbeats/request         touched by a watcher that wants the dumps of ranks on other machines
+
+A thread beats, so a rank that only waits for others goes on beating; what it waits in is in its stack. A process that
+is stopped, or whose interpreter is held by C code, beats no more: then the last beat's stack is what is known of it.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+FOLDER = "heartbeats"
+REQUEST = "request"
+DONE = "done"
+
+
+class Heart:
+    """The beating thread of this process, and the dumps of its stacks. A context manager."""
+
+    def __init__(self, output: Path, rank: int, world_size: int, every: float, started: float) -> None:
+        """`every` and `started` are in seconds; `started` is the same on all ranks, and another one at each start."""
+        self.folder, self.rank, self.every = output / FOLDER, rank, every
+        self._main = threading.main_thread().ident or 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.facts: dict[str, Any] = {
+            "rank": rank,
+            "world_size": world_size,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "thread": f"0x{self._main:016x}",
+            "every": every,
+            "started": started,
+            "beats": 0,
+        }
+        self.enter("starting", 0)
+        self._stop = threading.Event()
+        self._asked = self._request()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> "Heart":
+        self._dump = self.path("dump").open("w")  # stays open: a signal handler opens no files
+        faulthandler.register(signal.SIGUSR2, file=self._dump, all_threads=True)
+        self._beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.enter(DONE if kind is None else f"failed: {kind.__name__}", self.facts["step"])
+        self._beat()
+        faulthandler.unregister(signal.SIGUSR2)
+        self._dump.close()
+
+    def enter(self, phase: str, step: int) -> None:
+        """Says what the main thread does from now on, in optimizer step `step`."""
+        self.facts |= {"phase": phase, "step": step, "since": time.time()}
+
+    def path(self, kind: str) -> Path:
+        """A file of this rank."""
+        return self.folder / f"rank-{self.rank}.{kind}"
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.every):
+            self._beat()
+            if (asked := self._request()) != self._asked:
+                self._asked = asked
+                faulthandler.dump_traceback(self._dump, all_threads=True)
+
+    def _beat(self) -> None:
+        self.facts["beats"] += 1
+        # The stack first: a watcher that sees this beat finds a stack that is at least as new.
+        frame = sys._current_frames().get(self._main)
+        if frame is not None:
+            _replace(self.path("stack"), "".join(traceback.format_stack(frame)))
+        _replace(self.path("json"), json.dumps(self.facts | {"time": time.time()}) + "\n")
+
+    def _request(self) -> int:
+        try:
+            return (self.folder / REQUEST).stat().st_mtime_ns
+        except OSError:
+            return 0
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file that nobody sees half written. A full disk stops no run: a watcher sees that beats are missing."""
+    new = path.with_name(path.name + ".new")
+    try:
+        new.write_text(text)
+        new.replace(path)
+    except OSError:
+        pass

@@ -1,0 +1,258 @@
+"""What the loop does beside training: heartbeats, the log, trackers, spikes, records, and checks of a resume.
+
+OUTPUT/metrics.jsonl     a line for each step: loss, grad norm, learning rate, tokens per second, the batch and a
+                         digest of its tokens, and for each rank the step's seconds, peak memory and own loss
+OUTPUT/spikes.jsonl      a line for each step whose loss was a spike
+OUTPUT/records/          what is known of each complete checkpoint (records.py)
+OUTPUT/heartbeats/       signs of life (heartbeat.py)
+"""
+
+import dataclasses
+import hashlib
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from train import data, launch, records, resume_check, tracking
+from train.config import Config, UserError
+from train.heartbeat import Heart
+from train.spikes import SpikeWatch
+
+
+def resolve(config: Config) -> Config:
+    """The configuration with --resume auto replaced by the newest complete checkpoint, or by None where there is none.
+
+    The first rank looks and tells the others, so that all go on from the same one.
+    """
+    tracking.require(config.track)
+    if config.resume != "auto":
+        return config
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        record, passed_over = records.newest_complete(Path(config.output))
+        for problem in passed_over:
+            _say(f"--resume auto: a checkpoint is not complete: {problem}")
+        _say(f"--resume auto: {'a fresh start' if record is None else record.checkpoint}")
+        found = [str(record.checkpoint) if record else None]
+    dist.broadcast_object_list(found)
+    return dataclasses.replace(config, resume=found[0])
+
+
+class Operations:
+    """One run's; a context manager. Methods are called by all ranks together."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.output = config, Path(config.output)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.output.mkdir(parents=True, exist_ok=True)
+        started: list[Any] = [time.time()]
+        dist.broadcast_object_list(started)
+        self.heart = Heart(self.output, self.rank, self.world_size, config.beat, started[0])
+        self.record: records.Record | None = None
+        self.recorded: dict[int, dict[str, Any]] = {}
+        self.to_check = 0
+        self.skipped: list[list[int]] = []
+        self.spikes = SpikeWatch()
+        self.tracker: tracking.Tracker | None = None
+        self.engine: Any = None
+        self.line: dict[str, Any] = {}
+
+    def __enter__(self) -> "Operations":
+        self.heart.__enter__()
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        if self.tracker:
+            self.tracker.close()
+        self.heart.__exit__(*reason)
+
+    def ended(self) -> None:
+        """The engine is about to be closed."""
+        self.enter("closing")
+        self.engine = None
+
+    def enter(self, phase: str) -> None:
+        """Says what comes now, for the watcher."""
+        self.heart.enter(phase, self.engine.step if self.engine else self.heart.facts["step"])
+
+    def started(self, engine: Any, resumed: tuple[Path, str] | None) -> None:
+        """The engine is there, and has loaded its checkpoint if it resumes one: holds it against the record."""
+        self.engine = engine
+        if resumed:
+            self._check_resumed(Path(*resumed))
+        elif (
+            self.config.dropout
+        ):  # all ranks made the model from one seed, and those that read other data drop other parts
+            torch.manual_seed(self.config.seed + engine.data_shard[0])
+        if self.config.skip_batches:
+            self._skip(self.config.skip_batches)
+        if self.rank == 0:
+            self.tracker = tracking.open_tracker(self.config)
+
+    def next_batch(self) -> torch.Tensor:
+        """The token ids of the next global batch, (sequences, tokens)."""
+        self.enter("data")
+        config, begin = self.config, time.perf_counter()
+        first = data.position(self.engine.sequences, self.skipped)
+        batch = data.batch(first, config.batch, config.length, config.seed)
+        self.line = {
+            "begin": begin,
+            "lr": float(self.engine.optimizer.param_groups[0]["lr"]),
+            "batch": first // config.batch + 1,
+            "sequences": [first, first + config.batch],
+            "data": hashlib.blake2b(batch.numpy().tobytes(), digest_size=8).hexdigest(),
+        }
+        self.enter("training")
+        return batch
+
+    def after_step(self, loss: float, own_loss: float) -> None:
+        """Logs a step, of which `loss` is the mean over all ranks, and looks for a spike."""
+        seconds = time.perf_counter() - self.line.pop("begin")
+        mine = torch.tensor([seconds, _peak_memory(), own_loss], dtype=torch.float64, device=launch.device())
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine)
+        columns = torch.stack(everyone).T.tolist()
+        norm = self.engine.grad_norm
+        line = {"step": self.engine.step, "loss": loss, "grad_norm": None if norm is None else float(norm)}
+        line |= self.line | {
+            "tokens_per_second": self.config.batch * self.config.length / max(columns[0]),
+            "time": time.time(),
+            "ranks": dict(zip(("step_seconds", "memory_bytes", "loss"), columns, strict=True)),
+        }
+        if self.rank == 0:
+            _append(self.output / "metrics.jsonl", line)
+            if self.tracker:
+                self.tracker.log(line["step"], tracking.flat(line))
+        self._check_loss(line)
+        if self.config.on_spike != "off":
+            self._look_for_spike(line)
+
+    def saved(self, checkpoint: Path) -> None:
+        """Every rank has saved: records the checkpoint and deletes those that --keep does not keep."""
+        ranks = self._of_all_ranks(resume_check.live(self.engine))
+        if self.rank == 0:
+            layout = {name: getattr(self.config, name) for name in ("strategy", "tp", "pp", "vpp", "ep", "etp")}
+            facts = {
+                "step": self.engine.step,
+                "sequences": self.engine.sequences,
+                "skipped": self.skipped,
+                "world_size": self.world_size,
+                "layout": layout,
+                "settings": resume_check.settings(self.config),
+                "calm": self.spikes.first is None,
+                "losses": self.spikes.history,
+                "ranks": ranks,
+            }
+            records.write(self.output, checkpoint, facts)
+            if self.config.keep:
+                for deleted in records.keep(self.output, self.config.keep):
+                    _say(f"deleted {deleted}: --keep {self.config.keep}")
+
+    def _check_resumed(self, checkpoint: Path) -> None:
+        """Holds the state against the record of the checkpoint; of a converted one, against that of --output's step."""
+        engine, mode = self.engine, self.config.resume_check
+        home = checkpoint.parent
+        homes = [home.parent if home.name.startswith("checkpoint-") else home, self.output]
+        found = next((record for home in homes if (record := records.read(home, engine.step))), None)
+        ranks = self._of_all_ranks(resume_check.live(engine))
+        if found is None:
+            if mode != "off":
+                self._say(f"--resume: no record of step {engine.step} beside {checkpoint}, so nothing is checked")
+            return
+        self.record = found
+        self.skipped = [list(span) for span in found.facts["skipped"]]
+        self.spikes = SpikeWatch(list(found.facts["losses"]))
+        if mode != "off":
+            good = self._judge(resume_check.state_problems(found, self.config, engine, ranks))
+            # Under dropout, other ranks draw other numbers.
+            if resume_check.same_ranks(found, self.config, self.world_size) or not self.config.dropout:
+                self.recorded = resume_check.recorded_losses(found.output / "metrics.jsonl", engine.step)
+                self.to_check = resume_check.FIRST
+            if good:
+                known = f"{len(self.recorded)} losses after it are known"
+                self._say(f"--resume: the state of step {engine.step} is as recorded; {known}")
+        dist.barrier()  # all ranks have read
+        if found.output.resolve() == self.output.resolve() and self.rank == 0:
+            for later in records.abandon_after(self.output, engine.step):
+                _say(f"--resume: {later} is of the run before; --resume auto passes it over from now on")
+
+    def _check_loss(self, line: dict[str, Any]) -> None:
+        if self.to_check and (recorded := self.recorded.get(line["step"])):
+            self.to_check -= 1
+            problem = resume_check.loss_problem(line, recorded, self.config.dtype)
+            self._judge([problem] if problem else [])
+
+    def _judge(self, problems: list[str]) -> bool:
+        """Whether all is as recorded. UserError, or a warning, where not; problems are the same on all ranks."""
+        if not problems:
+            return True
+        text = "the run does not go on as it was recorded\n" + "\n".join(f"  {problem}" for problem in problems)
+        if self.config.resume_check == "error":
+            raise UserError(
+                f"--resume {self.config.resume}: {text}\n"
+                "hint: give the options of the first run; where the change is meant, --resume-check warn"
+            )
+        self._say(f"warning: {text}")
+        return False
+
+    def _skip(self, words: str) -> None:
+        first, last = data.parse_batches(words)
+        span = [(first - 1) * self.config.batch, last * self.config.batch]
+        done = data.position(self.engine.sequences, self.skipped)
+        if self.engine.sequences % self.config.batch:
+            raise UserError(
+                f"--skip-batches {words}: the run's batches were not always of {self.config.batch} sequences"
+            )
+        if span[0] < done:
+            raise UserError(
+                f"--skip-batches {words}: batches up to {done // self.config.batch} are trained already\n"
+                "hint: --resume a checkpoint from before them"
+            )
+        self.skipped = data.merged([*self.skipped, span])
+
+    def _look_for_spike(self, line: dict[str, Any]) -> None:
+        limit, before = self.spikes.limit(), self.spikes.first
+        if not self.spikes.is_spike(line["batch"], line["loss"]):
+            return
+        good = records.last_good(self.output)
+        resume = f"--resume {good.checkpoint} " if good else ""
+        way_out = f"{resume}--skip-batches {self.spikes.first}:{line['batch']}"
+        if self.rank == 0:
+            found = {"step": line["step"], "batch": line["batch"], "loss": line["loss"], "limit": limit}
+            _append(self.output / "spikes.jsonl", found | {"last_good": str(good.checkpoint) if good else None})
+        text = f"the loss spiked in step {line['step']}: {line['loss']:.4f}, and {limit:.4f} would be usual"
+        if self.config.on_spike == "stop":
+            raise UserError(f"{text}\nhint: {way_out}")
+        if before is None:
+            self._say(f"warning: {text}; to leave the batch out: {way_out}")
+
+    def _of_all_ranks(self, mine: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, mine)
+        return found
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            _say(text)
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _peak_memory() -> int:
+    """Bytes: the most that tensors on the GPU took, or this process on a machine without."""
+    if launch.on_gpu():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,247 @@
+"""`python -m train.watch RUN`: names the rank that died or stalled, with its stack, and ends when the run does.
+
+A rank is dead when its process is gone, frozen when it beats no more (a stopped process, a machine that is down), and
+stuck when it beats but has been in the same step and phase for too long. All ranks of a run are stuck when one is;
+the one named is not in a collective while others wait there, or is behind them.
+
+Exit codes: 0 the run is done, 1 a rank died or stalled, 2 a mistake on the command line, 3 nobody has beaten there.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from train.heartbeat import DONE, FOLDER, REQUEST
+
+DEAD, FROZEN, STUCK, FAILED = "dead", "frozen", "stuck", "failed"
+#: Words in the names of functions in which a rank waits for others: torch.distributed's, DDP's, and those that wait for
+#: a GPU, whose collectives run on their own. Backward passes are among them, as DDP's C++ waits in these.
+_WAITING = frozenset(
+    ["reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv", "wait", "backward", "synchronize", "item"]
+)
+_INNERMOST = 2  # frames that are looked at
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a rank: since when (seconds ago), in what, and where its stack is."""
+
+    kind: str
+    rank: int
+    host: str
+    pid: int
+    step: int
+    phase: str
+    seconds: float
+    stack: str
+    stack_file: str
+
+    def __str__(self) -> str:
+        what = {
+            DEAD: "is gone: its process has ended",
+            FROZEN: f"has given no sign of life for {self.seconds:.0f} s",
+            STUCK: f"beats, but has been there for {self.seconds:.0f} s",
+        }.get(self.kind, "ended with an error")
+        return (
+            f"rank {self.rank} (pid {self.pid} on {self.host}) {what}, in step {self.step}, phase {self.phase!r}\n"
+            f"stack: {self.stack_file}\n{self.stack.rstrip()}"
+        )
+
+
+@dataclass
+class Seen:
+    """A rank as last read, and when (on this machine's clock) its beat and its place last changed."""
+
+    facts: dict[str, Any]
+    beat: float
+    moved: float
+
+
+class Watcher:
+    """Reads a run's heartbeats again and again. Times are this machine's: clocks of others may differ."""
+
+    def __init__(self, run: Path, silent: float, stuck: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder, self.silent, self.stuck, self.clock = run / FOLDER, silent, stuck, clock
+        self.ranks: dict[int, Seen] = {}
+
+    def look(self) -> None:
+        """Reads every rank's beat."""
+        now = self.clock()
+        for file in self.folder.glob("rank-*.json"):
+            try:
+                facts = json.loads(file.read_text())
+            except (OSError, ValueError):  # being replaced, on a file system that does not do so at once
+                continue
+            known = self.ranks.get(facts["rank"])
+            if known is None or known.facts["started"] < facts["started"]:
+                self.ranks[facts["rank"]] = Seen(facts, now, now)
+            elif known.facts["beats"] != facts["beats"]:
+                same = all(known.facts[key] == facts[key] for key in ("step", "phase", "since"))
+                self.ranks[facts["rank"]] = Seen(facts, now, known.moved if same else now)
+        # An earlier start has left the files of its ranks.
+        newest = max((seen.facts["started"] for seen in self.ranks.values()), default=0.0)
+        self.ranks = {rank: seen for rank, seen in self.ranks.items() if seen.facts["started"] == newest}
+
+    @property
+    def finished(self) -> bool:
+        """Whether every rank has said that it is done."""
+        return bool(self.ranks) and all(seen.facts["phase"] == DONE for seen in self.ranks.values())
+
+    def findings(self) -> list[Finding]:
+        """The ranks that are to blame, by the surest sign there is: ended, silent, or in one place for too long."""
+        now = self.clock()
+        running = [seen for seen in self.ranks.values() if seen.facts["phase"] != DONE]
+        failed = [seen for seen in running if seen.facts["phase"].startswith(FAILED)]
+        running = [seen for seen in running if seen not in failed]
+        dead = [seen for seen in running if _is_gone(seen.facts)]
+        if dead or failed:  # who was first is to blame; the others lost it, or were ended by torchrun
+            found = [(DEAD, seen) for seen in dead] + [(FAILED, seen) for seen in failed]
+            found.sort(key=lambda one: one[1].facts["time"])
+            return [self._finding(kind, seen, now - seen.beat) for kind, seen in found]
+        if frozen := [seen for seen in running if now - seen.beat > max(self.silent, 2 * seen.facts["every"])]:
+            # One that only waits, in C code that holds the interpreter, still answers a signal.
+            return [self._finding(FROZEN, seen, now - seen.beat, dump) for seen, dump in self._suspects(frozen, 3.0)]
+        if running and all(now - seen.moved > self.stuck for seen in running):
+            return [self._finding(STUCK, seen, now - seen.moved, dump) for seen, dump in self._suspects(running, 10.0)]
+        return []
+
+    def _suspects(self, stuck: list[Seen], patience: float) -> list[tuple[Seen, str]]:
+        """The ranks that do not say that they wait for others, or else all that are behind; with what they dumped."""
+        dumps = self._dumps(stuck, patience)
+        with_dumps = [(seen, dumps.get(seen.facts["rank"], "")) for seen in stuck]
+        first = min(seen.facts["step"] for seen in stuck)
+        behind = [(seen, dump) for seen, dump in with_dumps if seen.facts["step"] == first]
+        return [(seen, dump) for seen, dump in with_dumps if not is_waiting(dump)] or behind
+
+    def _dumps(self, ranks: list[Seen], patience: float) -> dict[int, str]:
+        """The main threads' stacks of ranks, which write them now; those that come within `patience` seconds.
+
+        Asked for by signal on this machine, and by the request file elsewhere.
+        """
+        files = {seen.facts["rank"]: self._file(seen.facts, "dump") for seen in ranks}
+        before = {rank: _size(file) for rank, file in files.items()}
+        (self.folder / REQUEST).touch()
+        for seen in ranks:
+            if seen.facts["host"] == socket.gethostname():
+                with contextlib.suppress(OSError):
+                    os.kill(seen.facts["pid"], signal.SIGUSR2)
+        threads = {seen.facts["rank"]: seen.facts["thread"] for seen in ranks}
+        found: dict[int, str] = {}
+        end = time.monotonic() + patience
+        while time.monotonic() < end and len(found) < len(ranks):
+            for rank, file in files.items():
+                if rank not in found and _size(file) > before[rank]:
+                    stack = main_stack(file.read_bytes()[before[rank] :].decode(errors="replace"), threads[rank])
+                    found |= {rank: stack} if stack else {}
+            time.sleep(0.05)
+        return found
+
+    def _finding(self, kind: str, seen: Seen, seconds: float, dump: str = "") -> Finding:
+        facts = seen.facts
+        file = self._file(facts, "dump" if dump else "stack")
+        stack = dump or (file.read_text() if file.exists() else "(no stack was written)")
+        return Finding(
+            *(kind, facts["rank"], facts["host"], facts["pid"], facts["step"], facts["phase"]),
+            *(round(seconds, 1), stack, str(file)),
+        )
+
+    def _file(self, facts: dict[str, Any], kind: str) -> Path:
+        return self.folder / f"rank-{facts['rank']}.{kind}"
+
+
+def main_stack(dump: str, thread: str) -> str:
+    """The part of faulthandler's dump that is thread `thread`, most recent call first; empty while it is not whole."""
+    for part in re.split(r"\n(?=\n?(?:Current thread|Thread) 0x)", dump.rstrip() + "\n"):
+        if re.match(rf"\s*(Current thread|Thread) {thread} ", part) and part.endswith("\n"):
+            return part.strip()
+    return ""
+
+
+def is_waiting(stack: str) -> bool:
+    """Whether a rank waits for others, by the innermost functions of faulthandler's stack of it."""
+    innermost = re.findall(r" in (\S+)$", stack, re.MULTILINE)[:_INNERMOST]
+    return any(word in _WAITING for name in innermost for word in name.split("_"))
+
+
+def _is_gone(facts: dict[str, Any]) -> bool:
+    """Whether a rank of this machine has ended without saying so."""
+    if facts["host"] != socket.gethostname():
+        return False
+    try:
+        state = Path(f"/proc/{facts['pid']}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return not Path(f"/proc/{facts['pid']}").exists()
+    return state[0] in "ZX"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def call(webhook: str, run: Path, findings: list[Finding]) -> None:
+    """Posts the findings as JSON; `text` is what chat services show."""
+    text = "\n".join(str(finding).partition("\n")[0] for finding in findings)
+    body = {"text": f"{run}: {text}", "run": str(run), "findings": [asdict(finding) for finding in findings]}
+    request = urllib.request.Request(webhook, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=10):
+            pass
+    except (OSError, urllib.error.URLError, ValueError) as error:
+        print(f"watch: the webhook was not reached: {error}", file=sys.stderr)
+
+
+def main() -> int:
+    """Watches one run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m train.watch", description="Names the rank of a run that died or stalled, with its stack."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's --output")
+    parser.add_argument(
+        "--silent",
+        type=float,
+        default=30,
+        metavar="S",
+        help="seconds without a beat before a rank counts as frozen (30)",
+    )
+    parser.add_argument(
+        "--stuck",
+        type=float,
+        default=600,
+        metavar="S",
+        help="seconds in one step and phase before a run is stuck (600)",
+    )
+    parser.add_argument("--every", type=float, default=2, metavar="S", help="seconds between two looks (2)")
+    parser.add_argument("--webhook", metavar="URL", help="post what was found there, as JSON")
+    options = parser.parse_args()
+    watcher = Watcher(options.run, options.silent, options.stuck)
+    begin = time.monotonic()
+    while True:
+        watcher.look()
+        if watcher.finished:
+            print(f"{options.run}: all {len(watcher.ranks)} ranks are done")
+            return 0
+        if findings := watcher.findings():
+            print("\n".join(map(str, findings)), flush=True)
+            if options.webhook:
+                call(options.webhook, options.run, findings)
+            return 1
+        if not watcher.ranks and time.monotonic() - begin > options.silent:
+            print(f"watch: no heartbeat in {watcher.folder}\nhint: give the folder of --output", file=sys.stderr)
+            return 3
+        time.sleep(options.every)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
