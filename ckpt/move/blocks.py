@@ -22,6 +22,7 @@ from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move import standins
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
+from ckpt.move.ranges import Ranges
 from ckpt.move.reading import in_shape, read_bits, strided
 from ckpt.move.source import read_into, truncated
 from ckpt.plan.checkpoint import Slot
@@ -103,9 +104,11 @@ class SpanBatch:
                     source, at = _descriptor(sources, path), int(spans.source[start])
                     with contextlib.suppress(OSError):  # while others have their turn to write; only advice
                         os.posix_fadvise(source, at, size, os.POSIX_FADV_WILLNEED)
-                    # what is fetched from a store is fetched side by side, and not while the others wait to write
-                    with contextlib.nullcontext() if standins.is_standin(path) else output.writing:
-                        _copy_span(source, path, at, output.descriptor, int(spans.target[start]), size, buffer_size)
+                    if (remote := standins.behind(source)) is not None:
+                        _fetch_span(remote, path, at, output, int(spans.target[start]), size)
+                    else:
+                        with output.writing:
+                            _copy_span(source, path, at, output.descriptor, int(spans.target[start]), size, buffer_size)
                     yield size
                 else:
                     bits = gather(rows(spans, slice(start, stop)), sources)
@@ -213,6 +216,17 @@ def _descriptor(sources: OpenFiles, path: str) -> int:
         return sources.descriptor(path)
     except NotFoundError:
         raise CorruptError("the file has gone while it was being read", path=path) from None
+
+
+def _fetch_span(source: Ranges, path: str, read_at: int, output: Target, write_at: int, size: int) -> None:
+    """Copy a range of an object in a store, which others do not wait for while it is fetched."""
+    end = write_at + size
+    for part in source.parts(read_at, read_at + size):
+        with output.writing:
+            write_all(output.descriptor, part, write_at)
+        write_at += len(part)
+    if write_at < end:
+        raise truncated(path, read_at + size - (end - write_at))
 
 
 def _copy_span(source: int, path: str, read_at: int, target: int, write_at: int, left: int, buffer_size: int) -> None:

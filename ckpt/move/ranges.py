@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import pairwise
@@ -38,13 +38,19 @@ class Ranges:
 
     def read_into(self, offset: int, *buffers: memoryview) -> int:
         """Fill `buffers` one after the other from `offset` on; returns the number of bytes that there were."""
-        stop = min(self.size, offset + sum(map(len, buffers)))
-        done = offset
-        while done < stop:
-            for part in self._parts(done, stop):
-                buffers = _scatter(part, buffers)
-                done += len(part)
-        return max(0, done - offset)
+        done = 0
+        for part in self.parts(offset, offset + sum(map(len, buffers))):
+            buffers = _scatter(part, buffers)
+            done += len(part)
+        return done
+
+    def parts(self, start: int, stop: int) -> Iterator[memoryview]:
+        """The bytes from `start` to `stop`, or as many as there are, one part after the other."""
+        stop = min(self.size, stop)
+        while start < stop:
+            for part in self._parts(start, stop):
+                yield part
+                start += len(part)
 
     def _parts(self, start: int, stop: int) -> list[memoryview]:
         """The bytes from `start` to `stop`, or the first of them."""
