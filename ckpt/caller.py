@@ -14,18 +14,26 @@ from ckpt.run_folder.companions import read_json
 #: Number of processes: torchrun, accelerate and deepspeed; a step of srun; Open MPI; MPICH and Intel MPI.  Of Slurm not
 #: SLURM_NTASKS, which a batch script has too that starts torchrun once on each node.
 _SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+#: torch's StateDictType, which FSDP's plugin of Accelerate has.
+_KINDS = {"SHARDED_STATE_DICT": "dcp", "FULL_STATE_DICT": "full"}
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`format` is what its engine saves and loads; None where nothing tells, as `world_size`."""
+    """`format` is what its engine saves and loads, `dtype` the precision in which a DeepSpeed engine keeps the model,
+    which its files are named by; None where nothing tells, as `world_size`.
+    """
 
     format: str | None = None
     world_size: int | None = None
+    dtype: str | None = None
 
 
 def caller(environment: Mapping[str, str] = os.environ) -> Caller:
     """What this process and its environment tell."""
+    config = _deepspeed_config(environment)
+    if config is not None:
+        return Caller(_zero(config), _world_size(environment), _precision(config))
     return Caller(_format(environment), _world_size(environment))
 
 
@@ -37,22 +45,29 @@ def _world_size(environment: Mapping[str, str]) -> int | None:
     return next((int(size) for size in sizes if size.isdecimal() and int(size)), None)
 
 
-def _format(environment: Mapping[str, str]) -> str | None:
-    """As Accelerate's launcher and Trainer's arguments record it (accelerate/utils/launch.py, 1.15)."""
+def _deepspeed_config(environment: Mapping[str, str]) -> Any:
+    """The one that Trainer's arguments or Accelerate's launcher was given; None without."""
     trainers = sys.modules.get("transformers.integrations.deepspeed")
     config = trainers.deepspeed_config() if trainers is not None else None
-    if config is not None:
-        return _zero(config)
+    path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if config is None and path != "none" and _is_true(environment.get("ACCELERATE_USE_DEEPSPEED")):
+        config = read_json(Path(path))
+    return config
+
+
+def _format(environment: Mapping[str, str]) -> str | None:
+    """As Accelerate's launcher records it (accelerate/utils/launch.py, 1.15), or its plugin of FSDP."""
     if _is_true(environment.get("ACCELERATE_USE_DEEPSPEED")):
-        path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        if path != "none":
-            return _zero(read_json(Path(path)))
         stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         return f"zero{stage}" if stage in ("0", "1", "2", "3") else None
+    accelerate = sys.modules.get("accelerate.state")
+    plugin = accelerate.AcceleratorState._shared_state.get("fsdp_plugin") if accelerate is not None else None
+    if plugin is not None:  # made of arguments, as Trainer does, or of the environment
+        return _KINDS.get(getattr(plugin.state_dict_type, "name", plugin.state_dict_type))
     if _is_true(environment.get("ACCELERATE_USE_FSDP")):
         default = "SHARDED_STATE_DICT" if environment.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
         kind = environment.get("FSDP_STATE_DICT_TYPE", default)
-        return {"SHARDED_STATE_DICT": "dcp", "FULL_STATE_DICT": "full"}.get(kind)
+        return _KINDS.get(kind)
     return None
 
 
@@ -65,3 +80,12 @@ def _zero(config: Any) -> str | None:
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     return f"zero{stage}" if stage in (0, 1, 2, 3) else None
+
+
+def _precision(config: Any) -> str | None:
+    """In which DeepSpeed keeps the model under `config`; None where that is not decided yet ("auto")."""
+    sections = {name: config.get(name) for name in ("bf16", "fp16")} if isinstance(config, Mapping) else {"": "auto"}
+    enabled = {name: one.get("enabled", False) if isinstance(one, Mapping) else one for name, one in sections.items()}
+    if "auto" in enabled.values():
+        return None
+    return next((name for name, is_on in enabled.items() if is_on), "fp32")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from ckpt import api, registry
 from ckpt.caller import caller
@@ -38,6 +38,8 @@ _AXES = {
     "vpp": "virtual_pipeline_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
+#: Ends of names of files that hold tensors.
+_OF_TENSORS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
 
 
 def say_on_stderr(line: str) -> None:
@@ -45,6 +47,21 @@ def say_on_stderr(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
 
+@overload
+def resume(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = ...,
+    world_size: int | None = ...,
+    tag: str | None = ...,
+    config: str | None = ...,
+    dtype: str | None = ...,
+    missing_ok: Literal[False] = ...,
+    say: Callable[[str], None] = ...,
+    **options: Any,
+) -> str: ...
+@overload
+def resume(path: str | os.PathLike[str], *, missing_ok: bool, **options: Any) -> str | None: ...
 def resume(
     path: str | os.PathLike[str],
     *,
@@ -53,19 +70,24 @@ def resume(
     tag: str | None = None,
     config: str | None = None,
     dtype: str | None = None,
+    missing_ok: bool = False,
     say: Callable[[str], None] = say_on_stderr,
     **options: Any,
-) -> str:
+) -> str | None:
     """The folder to resume from: of the run folder or checkpoint `path`, on the engine and ranks that there are now.
 
     That is the newest complete checkpoint of `path` itself if it fits.  Otherwise it is converted, into a hidden folder
     beside `path` (`.NAME.ckpt-resume`), where the next call finds it again; conversions whose source has gone are
     removed there.  `format` and `world_size` are found out: the process group of torch.distributed, the environment of
     torchrun, deepspeed, srun, mpirun and accelerate, HF Trainer's DeepSpeed config; failing that they are the source's.
-    `dtype` is that of weights (`bf16`), `options` are those of the format, as `tp` and `pp` of Megatron's.
+    `dtype` is that of weights (`bf16`), failing that the
+    DeepSpeed config's; `options` are those of the format, as `tp` and `pp` of Megatron's.
 
     Called by every process of an initialized torch.distributed, the first one converts, and all return the same path or
     raise the same error.  `say` is given what was done, a line each, in the first process.
+
+    With `missing_ok` it is None where `path` does not exist or holds no file of tensors: the run begins.  A checkpoint
+    that is not complete, or of no known format, is an error all the same.
 
     Raises what `ckpt.open` and `ckpt.plan` do, StorageError where processes do not see the same files, and UsageError
     where several processes were started and torch.distributed is not initialized.
@@ -76,6 +98,10 @@ def resume(
     path = Path(path)
     now = caller()
     with the_callers() as group:
+        if missing_ok and not any(group.gather(_holds_tensors(path))):
+            if group.rank == 0:
+                say(f"{path} holds no checkpoint: the run begins")
+            return None
         if group.size == 1 and os.environ.get("RANK", "0") != "0":
             raise UsageError(
                 "several processes were started, and they cannot agree on one that converts",
@@ -86,6 +112,7 @@ def resume(
         found: str | None = None
         error: Exception | None = None
         if group.rank == 0:
+            dtype = dtype or now.dtype
             layout = Layout(CASTABLE[dtype] if dtype else None, world_size=world_size or now.world_size, **options)
             try:
                 found = _resume(path, format or now.format, layout, tag, config, say)
@@ -95,6 +122,10 @@ def resume(
         place: str = group.gather(found)[0]  # type: ignore[assignment]
         _check_seen_by_all(place, group)
         return place
+
+
+def _holds_tensors(path: Path) -> bool:
+    return any(file.suffix in _OF_TENSORS for file in path.rglob("*"))
 
 
 def _raise_together(error: Exception | None, path: Path, group: Alone) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import ckpt
 from ckpt.caller import Caller, caller
-from ckpt.errors import NotFoundError, SeveralRunsError, UsageError
+from ckpt.errors import CkptError, NotFoundError, SeveralRunsError, UsageError
 from ckpt.resuming import RECORD
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import snapshot
@@ -95,12 +95,41 @@ class TestOneProcess:
         assert run_ckpt("resume", run, "-q").out == f"{run}\n"
         assert run_ckpt("resume", run.parent / "nowhere").code == 3
 
+    def test_a_run_that_has_no_checkpoint_yet(self, run: Path) -> None:
+        said: list[str] = []
+        for path in (run.parent / "nowhere", run.parent / "begun"):
+            assert ckpt.resume(path, missing_ok=True, say=said.append) is None
+            (run.parent / "begun").mkdir(exist_ok=True)
+            (run.parent / "begun" / "config.json").write_text("{}")
+        assert "holds no checkpoint: the run begins" in said[0] and len(said) == 2
+        result = run_ckpt("resume", run.parent / "begun", "--missing-ok")
+        assert (result.code, result.out) == (0, "") and "the run begins" in result.err
+        (run.parent / "begun" / "unknown.pt").write_bytes(b"?")
+        with pytest.raises(CkptError):  # something is there, and must not be trained over
+            ckpt.resume(run.parent / "begun", missing_ok=True)
+        assert ckpt.resume(run, missing_ok=True) == str(run)
+
+    def test_fsdps_kind_is_what_a_live_accelerator_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Trainer makes the plugin of its arguments, and the environment says nothing of the kind."""
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        for kind, format in (("SHARDED_STATE_DICT", "dcp"), ("FULL_STATE_DICT", "full")):
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+            monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
+            assert caller({"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2"}) == Caller(format, 2)
+
     def test_several_processes_that_cannot_agree(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RANK", "1")
         with pytest.raises(UsageError, match="cannot agree"):
             ckpt.resume(run)
 
 
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    "bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "fp16": {"enabled": False}},
+    "fp32": {"zero_optimization": {"stage": 3}},
+    "auto": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}},
+}
 CALLERS: dict[str, tuple[dict[str, str], Caller]] = {
     "nothing": ({}, Caller()),
     "torchrun": ({"WORLD_SIZE": "8", "RANK": "3"}, Caller(None, 8)),
@@ -112,15 +141,29 @@ CALLERS: dict[str, tuple[dict[str, str], Caller]] = {
         {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "WORLD_SIZE": "2"},
         Caller("zero3", 2),
     ),
+    "a DeepSpeed config": (
+        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{}/bf16.json"},
+        Caller("zero2", None, "bf16"),
+    ),
+    "a DeepSpeed config of fp32": (
+        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{}/fp32.json"},
+        Caller("zero3", None, "fp32"),
+    ),
+    "a DeepSpeed config with auto": (
+        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{}/auto.json"},
+        Caller("zero3", None, None),
+    ),
     "accelerate, FSDP2": ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, Caller("dcp")),
     "accelerate, FSDP, full": ({"ACCELERATE_USE_FSDP": "1", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, Caller("full")),
 }
 
 
 @pytest.mark.parametrize("name", CALLERS)
-def test_what_the_caller_runs_on(name: str) -> None:
+def test_what_the_caller_runs_on(name: str, tmp_path: Path) -> None:
     environment, expected = CALLERS[name]
-    assert caller(environment) == expected
+    for title, config in DEEPSPEED.items():
+        (tmp_path / f"{title}.json").write_text(json.dumps(config))
+    assert caller({name: value.format(tmp_path) for name, value in environment.items()}) == expected
 
 
 SCRIPT = """

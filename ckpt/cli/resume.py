@@ -30,6 +30,9 @@ def resume(
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
     dtype: Annotated[opt.DType, typer.Option(help="Precision of weights, where it is converted.")] = opt.DType.keep,
+    missing_ok: Annotated[
+        bool, typer.Option("--missing-ok", help="Print nothing where there is no checkpoint yet: the run begins.")
+    ] = False,
     quiet: opt.QuietOption = False,
     options: Mapping[str, Any],
 ) -> None:
@@ -44,7 +47,9 @@ def resume(
         tag=tag,
         config=config,
         dtype=None if dtype is opt.DType.keep else dtype.value,
+        missing_ok=missing_ok,
         say=(lambda _: None) if quiet else say_on_stderr,
         **options,
     )
-    print(printable(found))
+    if found is not None:
+        print(printable(found))

@@ -28,7 +28,7 @@ from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, TRANSFORMERS, WEIGHT, Chec
 from ckpt.plan.dtypes import BFLOAT16
 from ckpt.plan.tensors import Extent
 from tests.support.describing import content
-from tests.support.engines import Truth, launch
+from tests.support.engines import Truth, launch_in_turn
 from tests.support.universal import ds_to_universal
 
 Raw = tuple[str, tuple[int, ...], bytes]
@@ -365,16 +365,20 @@ class Matrix:
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    """One launch of trainers and one of loading engines per number of ranks."""
+    """One launch of trainers and one of loading engines."""
     folder = tmp_path_factory.mktemp("matrix")
-    for ranks in RANKS:
-        launch([source.job(folder) for source in USED if source.ranks == ranks], ranks, folder)
+    launch_in_turn(
+        [(ranks, [source.job(folder) for source in USED if source.ranks == ranks]) for ranks in RANKS], folder
+    )
     written = {cell.name: cell.convert(folder) for cell in CELLS}
     written |= {damage.name: damage.make(folder) for damage in DAMAGES}
-    for ranks in RANKS:
-        jobs = [cell.job(folder) for cell in CELLS if cell.ranks == ranks]
-        jobs += [damage.job(folder) for damage in DAMAGES if damage.cell.ranks == ranks]
-        launch(jobs, ranks, folder / "converted", "tests.support.matrix_loading")
+    loads = [(cell.ranks, cell.job(folder)) for cell in CELLS]
+    loads += [(damage.cell.ranks, damage.job(folder)) for damage in DAMAGES]
+    launch_in_turn(
+        [(ranks, [job for on, job in loads if on == ranks]) for ranks in RANKS],
+        folder / "converted",
+        "tests.support.matrix_loading",
+    )
     return Matrix(folder, written)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engines import Truth, launch
+from tests.support.engines import Truth, launch_in_turn
 from train import folders
 from train.config import Config, UserError
 from train.megatron.truth import Piece, Place, assemble
@@ -39,13 +39,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job(GRID, "torch-on", steps=1, save="torch", resume=str(folder / "torch" / "iter_0000002")),
         job(GRID, "chunks", steps=3, vpp=2, save="torch_dist"),
     ]
-    launch(grid, 4, folder)
     alone = [
         job(ALONE, "start-alone", steps=0),
         job(ALONE, "alone", steps=3, save="torch"),
         job(ALONE, "chunks-alone", steps=0, resume=str(folder / "chunks")),
     ]
-    launch(alone, 1, folder)
+    launch_in_turn([(4, grid), (1, alone)], folder)
     return folder
 
 

@@ -34,7 +34,7 @@ import pytest
 from ckpt import api
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Layout
 from tests.support.commands import ckpt
-from tests.support.engines import launch
+from tests.support.engines import launch_in_turn
 from tests.support.resuming import BOUNDS, Row, Run, apart, format_of, losses, options, shown, side_by_side, title
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,7 @@ TABLE = [*REFUSED, *BY_HAND, *OTHERS, *map(in_fp32, REFUSED)]
 
 @pytest.fixture(scope="session")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every engine, unbroken over 8 steps and stopped after 4, in one launch per number of ranks."""
+    """Every engine, unbroken over 8 steps and stopped after 4, in one launch."""
     folder = tmp_path_factory.mktemp("resume")
     jobs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     sources = {one.source for one in TABLE}
@@ -93,14 +93,13 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs[run.ranks].append(run.job(folder / "unbroken" / run.folder, 8))
         if run in sources:
             jobs[run.ranks].append(run.job(folder / "stopped" / run.folder, 4))
-    for ranks, its in sorted(jobs.items()):
-        launch(its, ranks, folder, module="tests.support.resume_worker")
+    launch_in_turn(sorted(jobs.items()), folder, module="tests.support.resume_worker")
     return folder
 
 
 @pytest.fixture(scope="session")
 def resumed(stopped: Path) -> Path:
-    """Every conversion, and every run that goes on, in one launch per number of ranks."""
+    """Every conversion, and every run that goes on, in one launch."""
     jobs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for one in [*TABLE, FORGETFUL]:
         # The name has a space, which the hint has to quote; the output of the conversion comes to lie beside it.
@@ -121,8 +120,7 @@ def resumed(stopped: Path) -> Path:
         if one.own is not None:
             again = job | one.own | {"resume": str(checkpoint), "refused": False, "output": str(home / "own")}
             jobs[one.target.ranks].append(again)
-    for ranks, its in sorted(jobs.items()):
-        launch(its, ranks, stopped, module="tests.support.resume_worker")
+    launch_in_turn(sorted(jobs.items()), stopped, module="tests.support.resume_worker")
     return stopped
 
 

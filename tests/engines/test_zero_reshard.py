@@ -23,7 +23,7 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, Tra
 from ckpt.plan.dtypes import BFLOAT16
 from ckpt.plan.planner import make_plan
 from converters.deepspeed.universal import UNIVERSAL
-from tests.support.engines import Truth, launch
+from tests.support.engines import Truth, launch_in_turn
 
 STAGES = (1, 2, 3)
 STEPS = 2
@@ -170,20 +170,19 @@ def convert(cell: Cell, run: Path, output: Path) -> None:
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All real runs, one launch per number of ranks."""
+    """All real runs, in one launch."""
     folder = tmp_path_factory.mktemp("reshard")
     by_ranks: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
     for cell in CELLS:
         source = cell.source
         by_ranks[source.world_size].setdefault(source.name, source.job(folder / source.name))
-    for ranks, jobs in sorted(by_ranks.items()):
-        launch(list(jobs.values()), ranks, folder)
+    launch_in_turn([(ranks, list(jobs.values())) for ranks, jobs in sorted(by_ranks.items())], folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def loaded(sources: Path) -> Path:
-    """All conversions, and one launch of unmodified engines per number of ranks that load them."""
+    """All conversions, and one launch of unmodified engines that load them."""
     by_ranks: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for cell in CELLS:
         source, output = cell.source, sources / "converted" / cell.name
@@ -194,8 +193,7 @@ def loaded(sources: Path) -> Path:
         job = {"strategy": f"zero{cell.stage}", "model": source.model, "resume": str(output), "output": str(output)}
         job |= source.options | written(config, sources / f"{cell.name}.json")
         by_ranks[cell.world_size].append(job | {"load": cell.load, "refused": cell.refused})
-    for ranks, jobs in sorted(by_ranks.items()):
-        launch(jobs, ranks, sources / "converted", "tests.support.zero_gathering")
+    launch_in_turn(sorted(by_ranks.items()), sources / "converted", "tests.support.zero_gathering")
     return sources
 
 

@@ -28,7 +28,7 @@ from ckpt.verify.compare import Reader
 from ckpt.verify.compare import check_replicas as compare_replicas
 from converters.pytorch.dcp import DCP
 from tests.support.dcp_folders import edit, nested, read, save, trained, write
-from tests.support.engines import Truth, launch, raw
+from tests.support.engines import Truth, launch, launch_in_turn, raw
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -553,9 +553,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"strategy": strategy, "model": model, "keys": keys, "output": str(folder / name), **common}
         for name, (strategy, model, keys) in RUNS.items()
     ]
-    launch(jobs, 4, folder)
     zero = {"strategy": "zero3", "model": "qwen2", "output": str(folder / "zero3"), "truth": True, "steps": 2}
-    launch([zero | {"length": 8}], 3, folder)
+    launch_in_turn([(4, jobs), (3, [zero | {"length": 8}])], folder)
     return folder
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,21 +62,36 @@ def raw(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
 def launch(jobs: list[dict[str, Any]], world_size: int, folder: Path, module: str = "train") -> None:
     """Run the trainer, or another module that takes a file of jobs, once on `world_size` processes for all jobs.
 
-    The processes are forked from one that has imported the engines.  AssertionError with its output where it fails.
+    AssertionError with its output where it fails.
+    """
+    launch_in_turn([(world_size, jobs)], folder, module)
+
+
+def launch_in_turn(starts: Iterable[tuple[int, list[dict[str, Any]]]], folder: Path, module: str = "train") -> None:
+    """`launch` of several numbers of processes and their jobs, one after the other.
+
+    All are forked from one process that has imported the engines.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"jobs-{world_size}.jsonl"
-    file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
-    preload = [module for words, module in PRELOADED.items() if re.search(words, file.read_text())]
-    models = [name for name in ARCHITECTURES if f'"model": "{name}"' in file.read_text()]
+    words, forked = "", []
+    for number, (world_size, jobs) in enumerate(starts):
+        file = folder / f"jobs-{number}-on-{world_size}.jsonl"
+        file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+        words += file.read_text()
+        own = ["train.__main__", ["--jobs", str(file)]] if module == "train" else [module, [str(file)]]
+        forked.append((world_size, *own))
+    preload = [module for pattern, module in PRELOADED.items() if re.search(pattern, words)]
+    models = [name for name in ARCHITECTURES if f'"model": "{name}"' in words]
     preload += [f"transformers.models.{name}.modeling_{name}" for name in models]
-    arguments = ["train.__main__", "--jobs", str(file)] if module == "train" else [module, str(file)]
-    fork(arguments, world_size, preload)
+    fork(forked, preload, 1200 * len(forked))
 
 
-def fork(arguments: list[str], world_size: int, preload: Sequence[str] = (), timeout: float = 1200) -> None:
-    """Run a module's `main()` with its arguments on all ranks.  AssertionError with their output where one fails."""
-    command = [sys.executable, "-m", "tests.support.forked", ",".join(preload), str(world_size), *arguments]
+def fork(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout: float = 1200) -> None:
+    """Run modules' `main()` on ranks: each start is a number of them, a module and its arguments.
+
+    AssertionError with the output where one fails.
+    """
+    command = [sys.executable, "-m", "tests.support.forked", ",".join(preload), json.dumps(starts)]
     # Compiling megatron-core's small fused functions takes longer than all that they do here.
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout)

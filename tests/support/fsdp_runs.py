@@ -8,4 +8,4 @@ from tests.support.engines import fork
 def run_ranks(kind: str, num_ranks: int, folder: Path) -> None:
     """All ranks of one run, to the end.  AssertionError with its output where one fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    fork(["tests.support.fsdp_worker", kind, str(folder)], num_ranks, timeout=300)
+    fork([(num_ranks, "tests.support.fsdp_worker", [kind, str(folder)])], timeout=300)

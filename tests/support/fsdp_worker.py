@@ -1,6 +1,6 @@
 """One rank that trains a small model under torch's own FSDP and saves it: the files that the tests read.
 
-    python -m tests.support.forked '' WORLD_SIZE tests.support.fsdp_worker KIND FOLDER
+    python -m tests.support.forked '' '[[WORLD_SIZE, "tests.support.fsdp_worker", ["KIND", "FOLDER"]]]'
 
 KIND is fsdp2, unfrozen (the same, all trained), hsdp, tp, fsdp1, fsdp1_untied, local, or flat: FSDP1 as verl has it, on
 a device mesh, its layers wrapped, with flat parameters.  With load- before it, FOLDER is loaded as Accelerate does.

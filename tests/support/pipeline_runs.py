@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.support.engines import Truth, launch
+from tests.support.engines import Truth, launch, launch_in_turn
 
 RANKS, TAG = 4, "global_step2"
 
@@ -143,7 +143,7 @@ def as_neox(step: Path) -> None:
 
 
 def load_all(loads: Sequence[tuple[Run, Path, int]], folder: Path) -> list[Path]:
-    """Resume each run from a checkpoint, in one launch per number of ranks; returns the run folders.
+    """Resume each run from a checkpoint, in one launch; returns the run folders.
 
     The number is of steps to take: with 0, the engine saves what it has loaded, beside the truth of it.
     """
@@ -152,8 +152,7 @@ def load_all(loads: Sequence[tuple[Run, Path, int]], folder: Path) -> list[Path]
     for (run, path, steps), output in zip(loads, outputs, strict=True):
         job = run.job(output, resume=str(path), steps=steps, save_every=1)
         jobs.setdefault(run.ranks, []).append(job | ({"save_every": 0} if steps else {}))
-    for ranks, its in jobs.items():
-        launch(its, ranks, folder, module="tests.support.pipeline_worker")
+    launch_in_turn(jobs.items(), folder, module="tests.support.pipeline_worker")
     return outputs
 
 

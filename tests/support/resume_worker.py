@@ -9,6 +9,8 @@ A line has options of the trainer.  Besides,
     commands  command lines of `ckpt` to run first
     refused   true where the trainer is to refuse `resume`: the command of its hint is then run as it stands, which
               goes to `refused.json`, and the run goes on from what the command wrote
+    anywhere  arguments of ckpt.resume, which all ranks call: what it returns is resumed from
+    loaded    true where the truth of what was loaded is written before the first step, as truth/loaded.safetensors
     forget    true where Megatron's optimizer states are then set to zero in what is resumed from
 
 `output/options.json` gets, for each step, the options of every param group before it.
@@ -32,6 +34,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from ckpt import resume
 from tests.support.commands import Result, ckpt
 from train import launch, loop, truth
 from train.config import ZERO, Config, UserError
@@ -51,12 +54,14 @@ def main() -> None:
         dist.barrier()
         for command in job.pop("commands", ()):
             run_command(command)
-        forgets = job.pop("forget", False)
+        forgets, writes = job.pop("forget", False), job.pop("loaded", False)
+        if "anywhere" in job:
+            job["resume"] = resume(**job.pop("anywhere"))
         if job.pop("refused", False):
             job["resume"] = follow_the_hint(job)
         if forgets:
             forget(Path(job["resume"]))
-        with recorded(Config(**job)) as config, saving_at(save_at):
+        with recorded(Config(**job), writes) as config, saving_at(save_at):
             loop.run(config)
         dist.barrier()
         gc.freeze()  # modules: a run collects garbage twice, and need not go through all of theirs again
@@ -64,13 +69,18 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def recorded(config: Config) -> Iterator[Config]:
-    """While this is open, the engines of a run note the options of their param groups before every step."""
+def recorded(config: Config, writes: bool = False) -> Iterator[Config]:
+    """While this is open, the engines of a run note the options of their param groups before every step.
+
+    With `writes`, the truth of what an engine has loaded as well, before the first.
+    """
     module = importlib.import_module(loop.ENGINES[config.strategy])
     kind: Any = getattr(module, ENGINES.get(config.strategy, "NativeEngine"))
     original, used = kind.train, []
 
     def train(engine: Any, micro_batches: list[torch.Tensor]) -> torch.Tensor:
+        if writes and not used:
+            loop._write_truth(engine, config, "loaded")
         groups = engine.optimizer.param_groups
         used.append(truth.describe_groups(groups, [[] for _ in groups]))
         return original(engine, micro_batches)

@@ -1,0 +1,118 @@
+"""`ckpt.resume` in live engines: a run that goes from engine to engine and from one number of ranks to another.
+
+At each change the state that the next engine has loaded is held, bit for bit, against the one that the last engine
+gathered when it saved; but not where Megatron fuses parameters, which the tests of its formats take apart.  The losses
+beside those of an unbroken run show that it is all of the state.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines import REPOSITORY, Truth, fork, launch_in_turn
+from tests.support.resuming import losses
+
+pytestmark = pytest.mark.slow
+
+TITLE = "ckpt.resume, two steps on each: loss of each step, and of the unbroken run"
+COMMON = {"model": "llama_wide", "vocab": 512, "dtype": "fp32", "scheduler": "torch", "schedule_steps": 24, "lr": 2e-3}
+GRID = {"tp": 2, "pp": 2, "transformer_impl": "local"}
+#: Strategy, ranks, what ckpt.resume is told that this trainer does not record, the trainer's own options.
+CHAIN: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    ("zero3", 4, {}, {}),
+    ("zero2", 3, {"format": "zero2"}, {}),
+    ("fsdp2", 2, {"format": "dcp"}, {"reshard": True}),
+    ("zero3", 4, {"format": "zero3", "dtype": "fp32"}, {}),
+    ("megatron", 4, {"format": "megatron"} | GRID, {"tp": 2, "pp": 2, "save": "torch", "vocab_multiple": 128}),
+    ("zero1", 2, {"format": "zero1"}, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of every run of the chain, `N`, and of the one that was not stopped."""
+    folder = tmp_path_factory.mktemp("anywhere")
+    starts: list[tuple[int, list[dict[str, Any]]]] = []
+    for number, (strategy, ranks, told, options) in enumerate(CHAIN):
+        job = {"strategy": strategy, "output": str(folder / str(number)), "steps": 2, "truth": True} | COMMON | options
+        if number:
+            job |= {"anywhere": {"path": str(folder / str(number - 1))} | told, "loaded": True}
+        starts.append((ranks, [job]))
+    steps = 2 * len(CHAIN)
+    unbroken = {"strategy": "zero3", "output": str(folder / "unbroken"), "steps": steps, "save_at": 0} | COMMON
+    starts[0][1].append(unbroken)
+    launch_in_turn(starts, folder, "tests.support.resume_worker")
+    return folder
+
+
+def gathered(truth: Path) -> dict[tuple[str, str], Any]:
+    """Every tensor of a truth file in fp32 training: the weights that the optimizer steps, and its states."""
+    tensors = Truth.load(truth).tensors
+    masters = {(fqn, "weight"): one for (fqn, role), one in tensors.items() if role == "master"}
+    return {key: one for key, one in tensors.items() if key[1] != "master"} | masters
+
+
+CHANGES = [n for n in range(1, len(CHAIN)) if "megatron" not in (CHAIN[n - 1][0], CHAIN[n][0])]
+
+
+@pytest.mark.parametrize("number", CHANGES, ids=lambda n: f"{CHAIN[n - 1][0]}-to-{CHAIN[n][0]}")
+def test_what_is_loaded_is_what_was_saved(number: int, chain: Path) -> None:
+    (saved,) = (path for path in (chain / str(number - 1) / "truth").glob("*.safetensors") if is_of_a_step(path))
+    before, after = gathered(saved), gathered(chain / str(number) / "truth" / "loaded.safetensors")
+    assert {role for _, role in before} >= {"weight", "exp_avg", "exp_avg_sq"}
+    assert before.keys() == after.keys()
+    assert [key for key in before if before[key] != after[key]] == []
+
+
+def is_of_a_step(path: Path) -> bool:
+    return path.stem != "loaded" and not path.stem.endswith("-logits")
+
+
+def test_losses_are_those_of_the_unbroken_run(chain: Path, tables: Any) -> None:
+    unbroken = losses(chain / "unbroken")
+    for number, (strategy, ranks, _, _) in enumerate(CHAIN):
+        steps = losses(chain / str(number))
+        assert list(steps) == [2 * number + 1, 2 * number + 2]
+        cells = {f"step {1 + step % 2}": f"{loss:.6f} {unbroken[step]:.6f}" for step, loss in steps.items()}
+        tables[TITLE][f"{number}: {strategy} on {ranks}"] = cells
+        for step, loss in steps.items():
+            assert math.isclose(loss, unbroken[step], rel_tol=1e-6), (strategy, step)
+
+
+def test_the_script_of_the_document(tmp_path: Path, tables: Any) -> None:
+    """HF Trainer in one folder, on whatever there is: ZeRO-3 on 4, ZeRO-2 on 3, FSDP2 on 2, ZeRO-3 on 4."""
+    script = re.search(r"```python\n(.*?)```", (REPOSITORY / "docs" / "resume.md").read_text(), re.DOTALL)
+    assert script
+    (tmp_path / "finetune.py").write_text(script[1])
+    parts = [("zero3", 4), ("zero2", 3), ("fsdp2", 2), ("zero3", 4)]
+    starts: list[tuple[int, str, list[str]]] = []
+    for folder in ("outputs", "unbroken"):
+        (tmp_path / folder).mkdir()
+    worker = "tests.support.user_script"
+    for number, (engine, ranks) in enumerate(parts, 1):
+        starts.append((ranks, worker, [str(2 * number), str(tmp_path), "finetune.py", engine, "outputs"]))
+    starts.append((4, worker, ["0", str(tmp_path), "finetune.py", "zero3", "unbroken"]))
+    fork(starts, ["train.trainer"])
+    history, unbroken = (
+        {
+            line["step"]: line
+            for line in json.loads((tmp_path / of / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
+        }
+        for of in ("outputs", "unbroken")
+    )
+    assert list(history) == list(unbroken) == list(range(1, 9))
+    assert {folder.name for folder in (tmp_path / "outputs").glob("checkpoint-*")} == {
+        f"checkpoint-{n}" for n in (2, 4, 6, 8)
+    }
+    for step, line in history.items():
+        assert (line["learning_rate"], line["epoch"]) == (unbroken[step]["learning_rate"], unbroken[step]["epoch"])
+        in_bf16 = parts[(step - 1) // 2][0] == "fsdp2"  # under which the model's own loss is a bf16 number
+        assert math.isclose(line["loss"], unbroken[step]["loss"], rel_tol=2**-8 if in_bf16 else 5e-4), step
+    for name, lines in (("HF Trainer, from engine to engine", history), ("HF Trainer, unbroken", unbroken)):
+        tables[f"{TITLE}, HF Trainer"][name] = {str(step): f"{line['loss']:.6f}" for step, line in lines.items()}
