@@ -50,3 +50,7 @@ def main() -> None:
     setattr(TrainingArguments, "__post_init__", post_init)  # noqa: B010
     del sys.argv[:3]
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
