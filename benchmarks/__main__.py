@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks import dcp, hashing, load, lora, megatron, plans, reshard, stores, universal, zero
+from benchmarks import dcp, hashing, load, lora, megatron, plans, processes, reshard, stores, universal, zero
 from benchmarks.measure import CKPT, Case, rounds
 from benchmarks.runner import Bench
 
@@ -29,6 +29,7 @@ SECTIONS = {
     "hash": hashing,
     "plans": plans,
     "stores": stores,
+    "processes": processes,
 }
 
 

@@ -39,6 +39,7 @@ from ckpt.stores import places
 from ckpt.text import HUB_ID, did_you_mean, scheme_of
 
 if TYPE_CHECKING:
+    from ckpt.move.group import Alone
     from ckpt.move.views import Views
     from ckpt.move.workers import FileDigests, Progress, Resources
     from ckpt.plan.planner import Plan
@@ -427,15 +428,18 @@ class Conversion:
         resume: bool = False,
         progress: Progress | None = None,
         manifest: bool = True,
+        phase: Callable[[str], None] = lambda _: None,
         check: bool = False,
         describe: Callable[[Path], Mapping[str, bytes]] = lambda _: {},
+        group: Alone | None = None,
     ) -> int:
         """Write it to `destination`, which must not overlap the source; see `ckpt.move.run.execute`.
 
         `resume` goes on where a run that was killed stopped, and keeps what is done if it fails; returned is how many
         bytes were there already.  `check` first compares masters with the weights stored beside them
         (`ckpt.verify.compare.check_masters`); `manifest` adds `ckpt-manifest.json`, the digests of what was written;
-        `describe` makes further files of the filled folder: their content by name.
+        `describe` makes further files of the filled folder: their content by name.  Where all processes of a `group`
+        call it, each writes its share.
         """
         from ckpt.move.run import execute
 
@@ -453,12 +457,16 @@ class Conversion:
             if overwrite or resume:
                 asked = "--overwrite" if overwrite else "--resume"
                 raise UsageError(f"{asked} is for local folders, and not for a store", path=place)
+            if group is not None and group.size > 1:
+                raise UsageError(f"a store is written by one process, and there are {group.size}", path=place)
+            phase("move")
             upload(self.plan, self.views, place, **what)
             return 0
-        if overwrite:
+        if overwrite and (group is None or group.rank == 0):
             _check_replaceable(place)
         try:
-            return execute(self.plan, place, overwrite=overwrite, resume=resume, resources=self.resources, **what)
+            what |= {"phase": phase, "group": group, "resources": self.resources}
+            return execute(self.plan, place, overwrite=overwrite, resume=resume, **what)
         except (CorruptError, NotFoundError):
             for file in self.plan.checkpoint.files:
                 file.check_unchanged()  # a file that was replaced meanwhile explains whatever else went wrong

@@ -27,6 +27,7 @@ from ckpt.cli.mount import mount
 from ckpt.cli.options import Command, Commands, guarded, with_options
 from ckpt.cli.resume import resume
 from ckpt.cli.verify import check, hash_, verify
+from ckpt.launch import silence_all_but_one
 
 
 def _dashes(name: str) -> str:
@@ -80,6 +81,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of any language on a terminal of any
+    if "convert" in sys.argv[1:2]:
+        silence_all_but_one()
     # A description has hundreds of thousands of small objects, none in circles: collecting took half of a plan's time.
     gc.set_threshold(200_000, 50, 1000)
     quick.command(app)()

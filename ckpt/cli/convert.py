@@ -14,6 +14,7 @@ import typer
 from ckpt import registry
 from ckpt.cli import complete
 from ckpt.cli import options as opt
+from ckpt.cli.progress import progress
 from ckpt.cli.text import carry_out, say_source
 from ckpt.errors import UsageError, printable, shown
 from ckpt.plan.options import MAX_SIZE
@@ -79,36 +80,44 @@ def convert(
 ) -> None:
     """Convert a checkpoint from one format to another."""
     from ckpt import api
-    from ckpt.move.files import check_destination
+    from ckpt.launch import joined, launch
+    from ckpt.move.files import check_destination, translate_os_errors
     from ckpt.move.workers import Resources
     from ckpt.plan.checkpoint import Layout
     from ckpt.plan.dtypes import CASTABLE
 
-    source, target, path = _meant(source, target, path, tag, config)
-    destination = output or default_output(path, target)
-    check_destination(destination, path)  # before the source is read, which may take long
-    layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), world_size, options)
-    checkpoint: Checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
-    if dequantize:
-        checkpoint = api.dequantized(checkpoint, layout.dtype)
-    if optimizer_dtype is opt.OptimizerDType.fp32:
-        checkpoint = api.plain_states(checkpoint)
-    conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
-    say_source(checkpoint, quiet=quiet)
-    if output is None and not overwrite:
-        destination = beside_another(path, target, checkpoint.state.step, quiet=quiet)
-    report = carry_out(
-        conversion,
-        destination,
-        dry_run=dry_run,
-        as_json=as_json,
-        quiet=quiet,
-        verbose=verbose,
-        overwrite=overwrite,
-        manifest=manifest,
-        check=check,
-        resume=resume,
-    )
+    start = launch()
+    if start is not None and not quiet:
+        print(f"converting with {start}", file=sys.stderr)
+    with joined(start) as group, translate_os_errors():
+        source, target, path = _meant(source, target, path, tag, config)
+        destination = output or default_output(path, target)
+        check_destination(destination, path)  # before the source is read, which may take long
+        layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), world_size, options)
+        with progress(0, "plan", quiet=quiet):
+            checkpoint: Checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
+            if dequantize:
+                checkpoint = api.dequantized(checkpoint, layout.dtype)
+            if optimizer_dtype is opt.OptimizerDType.fp32:
+                checkpoint = api.plain_states(checkpoint)
+            conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
+        say_source(checkpoint, quiet=quiet)
+        if output is None and not overwrite:
+            destination = beside_another(path, target, checkpoint.state.step, quiet=quiet)
+            destination = group.gather(destination)[0]  # before any process can have written there
+        report = carry_out(
+            conversion,
+            destination,
+            dry_run=dry_run,
+            as_json=as_json,
+            quiet=quiet,
+            verbose=verbose,
+            overwrite=overwrite,
+            manifest=manifest,
+            check=check,
+            resume=resume,
+            group=group,
+        )
     if report is not None:
         print(shown(json.dumps(report, indent=2)) if as_json else printable(str(destination)))
 

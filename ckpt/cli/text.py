@@ -1,23 +1,23 @@
-"""What the commands print: plans, outcomes, sources, and a bar of progress."""
+"""What the commands print: plans, outcomes and sources."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from ckpt.cli.progress import progress
 from ckpt.errors import printable, shown
 from ckpt.sizes import show_size
 from ckpt.text import aligned
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion
-    from ckpt.move.workers import Progress
+    from ckpt.move.group import Alone
     from ckpt.plan.checkpoint import Checkpoint
 
 
@@ -61,6 +61,7 @@ def carry_out(
     check: bool = False,
     resume: bool = False,
     describe: Callable[[Path], Mapping[str, bytes]] = lambda _: {},
+    group: Alone | None = None,
 ) -> dict[str, Any] | None:
     """Run a conversion and say on stderr what was written; its report for stdout.
 
@@ -75,15 +76,17 @@ def carry_out(
         return None
     if not resume and not quiet and is_filled(staging_folder(destination)):
         say_notes([f"{staging_folder(destination)}, which a run left that was killed, is not used"])
-    with progress_bar(conversion.plan.moved_bytes, quiet) as progress:
+    with progress(conversion.plan.moved_bytes, "check", quiet=quiet) as meter:
         num_done = conversion.run(
             destination,
             overwrite=overwrite,
             resume=resume,
-            progress=progress,
+            progress=meter,
+            phase=meter.phase,
             manifest=manifest,
             check=check,
             describe=describe,
+            group=group,
         )
     if not quiet:
         if resume:
@@ -180,19 +183,3 @@ def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False)
     framework = f" ({checkpoint.framework})" if checkpoint.framework else ""
     print(printable(f"{prefix}{checkpoint.path}: {checkpoint.format}{framework}{ranks}{step}"), file=sys.stderr)
     say_notes(checkpoint.notes)
-
-
-@contextlib.contextmanager
-def progress_bar(total: int, quiet: bool) -> Iterator[Progress | None]:
-    """A bar of bytes on stderr, where that is a terminal; otherwise nothing."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
-
-        def advance(count: int) -> None:
-            bar.update(count)
-
-        yield advance

@@ -12,7 +12,8 @@ import typer
 from ckpt import registry
 from ckpt.cli import complete
 from ckpt.cli import options as opt
-from ckpt.cli.text import progress_bar, say_source
+from ckpt.cli.progress import progress
+from ckpt.cli.text import say_source
 from ckpt.errors import UsageError, printable, shown
 
 
@@ -71,8 +72,8 @@ def verify(
         _conclude(states.to_json, lambda: states.lines(verbose), 0 if states.equal else opt.DIFFERENT, as_json, quiet)
         return
     total = sum(tensor.nbytes for tensor in one.tensors.values())
-    with progress_bar(total, quiet) as progress:
-        report = api.verify(one, other, only=only.value, cast=cast, progress=progress)
+    with progress(total, "compare", quiet=quiet) as meter:
+        report = api.verify(one, other, only=only.value, cast=cast, progress=meter)
     _conclude(report.to_json, lambda: report.lines(verbose), 0 if report.equal else opt.DIFFERENT, as_json, quiet)
 
 
@@ -88,8 +89,8 @@ def _verify_manifest(path: Path, as_json: bool, quiet: bool) -> None:
     from ckpt.verify import manifest
 
     path = local(path)
-    with progress_bar(manifest.expected_bytes(path), quiet) as progress:
-        checked = manifest.check(path, registry.all_formats(), progress)
+    with progress(manifest.expected_bytes(path), "hash", quiet=quiet) as meter:
+        checked = manifest.check(path, registry.all_formats(), meter)
     _conclude(checked.to_json, checked.lines, 0 if checked.good else opt.DIFFERENT, as_json, quiet)
 
 
@@ -119,8 +120,8 @@ def check(
     from ckpt import checking
 
     total = checking.expected_bytes(path, tag) if every_byte else 0
-    with progress_bar(total, quiet or not every_byte) as progress:
-        report = checking.check(path, format, tag=tag, every_byte=every_byte, progress=progress)
+    with progress(total, "check", quiet=quiet or not every_byte) as meter:
+        report = checking.check(path, format, tag=tag, every_byte=every_byte, progress=meter)
     _conclude(report.to_json, report.lines, report.exit_code, as_json, quiet)
 
 
@@ -148,8 +149,8 @@ def hash_(
 
     checkpoint = api.open(path, format, tag=tag, config=config)
     say_source(checkpoint, quiet=quiet)
-    with progress_bar(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), quiet) as progress:
-        found = api.digests(checkpoint, dtype=CASTABLE.get(dtype.value), workers=workers, progress=progress)
+    with progress(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), "hash", quiet=quiet) as meter:
+        found = api.digests(checkpoint, dtype=CASTABLE.get(dtype.value), workers=workers, progress=meter)
     if as_json:
         content = {"algorithm": ALGORITHM, "digests": found.whole, "tensors": [t.to_json() for t in found.tensors]}
         print(json.dumps(content, indent=2))

@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -143,6 +143,7 @@ class Staging:
         self._old = self.destination.with_name(f".{self.destination.name}.ckpt-old")
         self._overwrite = overwrite
         self._total_bytes = total_bytes
+        self._is_shared = False
         self._lock = -1
 
     def __enter__(self) -> Staging:
@@ -176,17 +177,26 @@ class Staging:
                 if str(path.relative_to(self.path)) not in names:
                     path.unlink()
 
+    def share(self, files: Iterable[tuple[str, int]]) -> None:
+        """Make all files of these names and sizes, for other processes to write in by a `SharedStaging`.
+
+        One process makes them, so that no other node remembers that one is not there (NFS).
+        """
+        for name, size in files:
+            self.create(name, size).close()
+        self._is_shared = True
+
     def create(self, name: str, size: int) -> FileIO:
         """Create the file `name` with `size` bytes, all zero, open for reading and writing, or take what is there.
 
-        Only where `resume` may it be there.
+        Only where `resume`, or behind `share`, may it be there.
 
         An object and no bare descriptor: wherever Ctrl-C strikes, it is closed when nobody has it any more.
         """
         path = confined(self.path, name)
         with _writing(self.destination / name):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = FileIO(path, "r+" if self._resume else "x+", opener=_open_or_create)
+            file = FileIO(path, "r+" if self._resume or self._is_shared else "x+", opener=_open_or_create)
             try:
                 os.ftruncate(file.fileno(), size)
             except BaseException:
@@ -311,6 +321,26 @@ class Staging:
                 os.rename(self._old, self.destination)
         finally:
             os.close(lock)
+
+
+class SharedStaging:
+    """The staging folder for `destination` as a process sees it that only writes in files that another one makes."""
+
+    def __init__(self, destination: Path) -> None:
+        self.destination = Path(os.path.abspath(destination))
+        self.path = staging_folder(self.destination)
+
+    def create(self, name: str, size: int) -> FileIO:
+        """The file `name`, which has `size` bytes, open for reading and writing.
+
+        Raises StorageError where it does not: the processes see other files.
+        """
+        with _writing(self.destination / name):
+            file = FileIO(confined(self.path, name), "r+")
+            if os.fstat(file.fileno()).st_size != size:
+                file.close()
+                raise OSError(errno.ESTALE, "the file is not as another process made it")
+            return file
 
 
 def _open_or_create(path: str, flags: int) -> int:

@@ -1,16 +1,30 @@
-"""The processes that carry something out together: torch.distributed's, where a script has started it."""
+"""The processes that carry something out together, over torch.distributed.
+
+In each of them a thread exchanges what there is to say with all others, a few times a second: values that are gathered,
+bytes that are done, an error.  So a process that fails or dies is known to all within that time, whatever they are at,
+and no process waits for one that is no more.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from ckpt.errors import CkptError, StorageError
+
 T = TypeVar("T")
 
-_PATIENCE = timedelta(days=2)  # that a process may be waited for which converts
+_INTERVAL = 0.25  # seconds between exchanges while nobody waits for one
+_SILENCE = timedelta(minutes=5)  # after which a process counts as dead whose node or network is gone
+_ROLL_CALL = timedelta(seconds=2)  # that is waited for those who live, when one has died
 
 
 class Alone:
@@ -22,35 +36,153 @@ class Alone:
         """What each process gives, by rank; called by all of them."""
         return [value]
 
+    def counted(self, progress: Callable[[int], None]) -> Callable[[int], None]:
+        """What is to be called instead of `progress`, which the first process then hears of all of them."""
+        return progress
+
 
 class TorchGroup(Alone):
-    """All processes of torch.distributed, over gloo: what is exchanged stays off the GPUs."""
+    """All processes of torch.distributed, over gloo: what is exchanged stays off the GPUs.
 
-    def __init__(self, distributed: Any) -> None:
-        self._distributed = distributed
-        self._group = distributed.new_group(backend="gloo", timeout=_PATIENCE)
+    `store` is torch.distributed's, to find out who has died; without it that is not told.  An error of any process is
+    raised in all of them: from `gather`, from what `counted` returns, or when the group is left.  Use as a context
+    manager; only what happens inside of it is told to the others.
+    """
+
+    def __init__(self, distributed: Any, store: Any = None) -> None:
+        self._distributed, self._store = distributed, store
+        self._group = distributed.new_group(backend="gloo", timeout=_SILENCE)
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self._values: list[deque[Any]] = [deque() for _ in range(self.size)]
+        self._outgoing: list[Any] = []
+        self._failure: BaseException | None = None  # of this process, to be told
+        self._error: BaseException | None = None  # of any
+        self._is_lost = False  # whether a process has died
+        self._is_leaving = False
+        self._done = self._told = 0  # bytes of this process; of all, as far as they were told
+        self._progress: Callable[[int], None] = lambda _: None
+        self._changed = threading.Condition()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._exchange, daemon=True)
+
+    def __enter__(self) -> TorchGroup:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait until all are here, or tell an error to them.
+
+        Raises the error that all others raise, too; but not in the first process where it has done what was to be done
+        and another one has died since, nor where this one was interrupted itself.
+        """
+        with self._changed:
+            self._failure, self._is_leaving = error, True
+        self._wake.set()
+        self._thread.join()
+        with contextlib.suppress(RuntimeError):
+            self._distributed.destroy_process_group(self._group)
+        is_done = error is None and self._is_lost and self.rank == 0
+        if self._error is not None and not is_done and not isinstance(error, KeyboardInterrupt):
+            raise self._error from None
 
     def gather(self, value: T) -> list[T]:
-        """As `Alone.gather`.  Raises RuntimeError where a process has ended."""
-        values: list[Any] = [None] * self.size
-        self._distributed.all_gather_object(values, value, group=self._group)
-        return values
+        """As `Alone.gather`.  Raises what another process raised, StorageError where one has died."""
+        with self._changed:
+            self._outgoing.append(value)
+            self._wake.set()
+            self._changed.wait_for(lambda: self._error is not None or all(self._values))
+            self._raise_error()
+            return [values.popleft() for values in self._values]
 
-    def close(self) -> None:
-        """Called by all processes."""
-        self._distributed.destroy_process_group(self._group)
+    def counted(self, progress: Callable[[int], None]) -> Callable[[int], None]:
+        """As `Alone.counted`.  It raises what another process raised."""
+        self._progress = progress if self.rank == 0 else self._progress
+        return self._count
+
+    def _count(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _exchange(self) -> None:
+        """The thread: until all leave, or one has failed."""
+        while True:
+            self._wake.wait(_INTERVAL)
+            with self._changed:
+                outgoing, self._outgoing = self._outgoing, []
+                message = outgoing, _portable(self._failure, self.rank, self.size), self._is_leaving, self._done
+            messages: list[Any] = [None] * self.size
+            try:
+                self._distributed.all_gather_object(messages, message, group=self._group)
+                self._progress(sum(done for *_, done in messages) - self._told)
+                self._told = sum(done for *_, done in messages)
+            except RuntimeError as error:  # what torch raises where a process has ended or says nothing
+                lost = self._lost(error)
+                with self._changed:
+                    self._error, self._is_lost = lost, True
+            except Exception as error:  # of `progress`
+                self._failure = error
+                continue
+            with self._changed:
+                if self._error is None:
+                    for values, (new, *_) in zip(self._values, messages, strict=True):
+                        values.extend(new)
+                    self._error = next((error for _, error, *_ in messages if error is not None), None)
+                if all(self._values) and not self._is_leaving:  # otherwise who waits for a value does not wait longer
+                    self._wake.clear()
+                self._changed.notify_all()
+                if self._error is not None or all(is_leaving for _, _, is_leaving, _ in messages):
+                    return
+
+    def _lost(self, error: RuntimeError) -> StorageError:
+        """The error for processes that have died: those that do not answer in the store any more."""
+        missing: list[int] = []
+        if self._store is not None:
+            keys = [f"alive/{rank}" for rank in range(self.size)]
+            try:
+                self._store.set(keys[self.rank], "")
+                with contextlib.suppress(RuntimeError):
+                    self._store.wait(keys, _ROLL_CALL)
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            except RuntimeError:  # the store was in the first process
+                missing = [0]
+        who = f"rank {', '.join(map(str, missing))} of {self.size}" if missing else f"one of {self.size}"
+        return StorageError(
+            f"another process of this conversion has ended, or cannot be reached any more: {who}",
+            found=str(error).partition(". This is")[0],
+            hint="what it, or its system, printed says why; with --resume what is done stays, and is gone on with",
+        )
 
 
-@contextmanager
+def _portable(error: BaseException | None, rank: int, size: int) -> BaseException | None:
+    """`error` as it can be told to other processes, and with the rank that it is of."""
+    if error is None or getattr(error, "is_told", False):
+        return error
+    portable: Any = error
+    where = f"in rank {rank} of {size}, on {socket.gethostname()}"
+    if isinstance(error, CkptError):
+        error.what = f"{error.what} ({where})"
+    elif not isinstance(error, KeyboardInterrupt | MemoryError):
+        places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-3:]]
+        portable = RuntimeError(f"{where}: {type(error).__name__}: {error}, at {', '.join(places)}")
+    try:
+        pickle.dumps(portable)
+    except Exception:
+        portable = RuntimeError(f"{where}: {type(error).__name__}: {error}")
+    portable.is_told = True
+    found: BaseException = portable
+    return found
+
+
+@contextlib.contextmanager
 def the_callers() -> Iterator[Alone]:
     """The processes of the script that is running: those of torch.distributed if it is initialized."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         yield Alone()
         return
-    group = TorchGroup(distributed)
-    try:
+    with TorchGroup(distributed) as group:
         yield group
-    finally:
-        group.close()

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ckpt.move.parts import Pieces
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import Key, SourceFile
 from ckpt.plan.planner import Plan
+from ckpt.version import __version__
 
 JOURNAL = ".ckpt-journal"
 
@@ -32,8 +34,8 @@ Digests = dict[str, dict[Piece, str]]
 
 
 def header(plan: Plan) -> dict[str, Any]:
-    """What must be equal for a conversion to go on where another stopped: the source's files, and the plan."""
-    return {"plan": _digest(plan), "sources": [_facts(file) for file in plan.checkpoint.files]}
+    """What must be equal for a conversion to go on where another stopped: the version, the files, the plan."""
+    return {"version": __version__, "plan": _digest(plan), "sources": [_facts(file) for file in plan.checkpoint.files]}
 
 
 def _facts(file: SourceFile) -> list[Any]:
@@ -67,27 +69,40 @@ def _digest(plan: Plan) -> str:
 
 
 class Journal:
-    """What a process has written; `add` is called from several threads."""
+    """What the process `rank` has written; `add` is called from several threads."""
 
-    def __init__(self, folder: Path, begin: Mapping[str, Any]) -> None:
-        self._path = folder / JOURNAL
+    def __init__(self, folder: Path, begin: Mapping[str, Any], rank: int = 0) -> None:
+        self._path = _place(folder, rank)
         self._lock = threading.Lock()
+        with translate_os_errors(self._path), open(self._path, "xb"):
+            pass
         self._write([begin])
 
     def add(self, name: str, digests: Mapping[Piece, str]) -> None:
         """Pieces of the target file `name` have been written."""
         self._write([name, *piece, digest] for piece, digest in digests.items())
 
-    def remove(self) -> None:
-        """The conversion is complete."""
-        with translate_os_errors(self._path):
-            self._path.unlink()
-
     def _write(self, lines: Iterable[Any]) -> None:
         # Opened each time, so that other nodes see it (NFS); and a line that was cut off before does not swallow this.
         content = "".join(f"\n{json.dumps(line)}" for line in lines) + "\n"
-        with self._lock, translate_os_errors(self._path), open(self._path, "ab", 0) as file:
+        # Never made anew: the folder may be another's by now, or gone.
+        with self._lock, translate_os_errors(self._path), FileIO(self._path, "a", opener=_open_there) as file:
             file.write(content.encode())
+
+
+def remove_journals(folder: Path, size: int) -> None:
+    """Those of `size` processes: the conversion is complete."""
+    for path in (_place(folder, rank) for rank in range(size)):
+        with translate_os_errors(path):
+            path.unlink()
+
+
+def _place(folder: Path, rank: int) -> Path:
+    return folder / (f"{JOURNAL}.{rank}" if rank else JOURNAL)
+
+
+def _open_there(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_CREAT)
 
 
 def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
@@ -119,6 +134,9 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], folder: P
     if begun == expected:
         return
     hint = "without --resume it starts over"
+    if begun.get("version") != expected["version"]:
+        what, found = "what was begun there is of another version of ckpt", begun.get("version", "an older one")
+        raise UsageError(what, path=folder, expected=expected["version"], found=found, hint=hint)
     known = {path: facts for path, *facts in begun.get("sources", ())}
     for path, *facts in expected["sources"]:
         if path in known and known[path] != facts:

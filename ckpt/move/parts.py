@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,6 +64,46 @@ class Part:
         return self.is_whole or self._is_todo[bisect_right(self._starts, slot.extent.offset) - 1]
 
 
-def parts(files: Sequence[TargetFile], pieces: Pieces, todo: Mapping[str, Collection[Piece]]) -> list[Part]:
-    """What is to be done of each file."""
-    return [Part(file, pieces[file.name], todo[file.name]) for file in files]
+def deal(
+    files: Sequence[TargetFile],
+    pieces: Pieces,
+    todo: Mapping[str, Collection[Piece]],
+    nodes: Sequence[Hashable],
+    rank: int,
+) -> list[Part]:
+    """What process `rank` is to do of each file; `nodes` are those of all processes, by rank.
+
+    A node gets whole files: two that write into one page of a file would each put the other's bytes back as they had
+    read them (NFS).  Processes of a node have one page cache, and each gets about as many bytes in a row.
+    """
+    sizes = {file.name: _own_size(file, pieces) + sum(length for _, length in todo[file.name]) for file in files}
+    members: dict[Hashable, list[int]] = {}
+    for number, node in enumerate(nodes):
+        members.setdefault(node, []).append(number)
+    loads = dict.fromkeys(members, 0)
+    taken: dict[Hashable, set[str]] = {node: set() for node in members}
+    for file in sorted(files, key=lambda file: -sizes[file.name]):
+        node = min(loads, key=lambda node: (loads[node] + sizes[file.name]) / len(members[node]))
+        loads[node] += sizes[file.name]
+        taken[node].add(file.name)
+    mine = nodes[rank]
+    place, count, total, reached, found = members[mine].index(rank), len(members[mine]), max(1, loads[mine]), 0, []
+
+    def is_mine(size: int) -> bool:
+        """Whether the middle of the next so many bytes lies in this process's share."""
+        nonlocal reached
+        reached += size
+        return min(count - 1, (2 * reached - size) * count // (2 * total)) == place
+
+    for file in files:
+        if file.name in taken[mine]:
+            is_owner = is_mine(_own_size(file, pieces))
+            wanted = [p for p in pieces[file.name] if p in todo[file.name] and is_mine(p[1])]
+            if is_owner or wanted:
+                found.append(Part(file, pieces[file.name], set(wanted), is_owner))
+    return found
+
+
+def _own_size(file: TargetFile, pieces: Pieces) -> int:
+    """Bytes that lie in no piece."""
+    return file.size - sum(length for _, length in pieces[file.name])

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+import ckpt
 from ckpt.errors import CorruptError, UsageError
-from ckpt.move import blocks
+from ckpt.move import blocks, journal
 from ckpt.move.files import staging_folder
 from ckpt.move.journal import JOURNAL
 from ckpt.move.run import execute
@@ -170,6 +171,13 @@ class TestRefused:
         with pytest.raises(CorruptError, match="the source has changed") as caught:
             run(changed, tmp_path / "out")
         assert caught.value.path == str(victim) and "--resume" in str(caught.value.hint)
+        assert staging_folder(tmp_path / "out").exists() and not (tmp_path / "out").exists()
+
+    def test_another_version(self, tmp_path: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(journal, "__version__", "99.0")
+        with pytest.raises(UsageError, match="another version of ckpt") as caught:
+            run(case.plan, tmp_path / "out")
+        assert caught.value.expected == "99.0" and caught.value.found == ckpt.__version__
         assert staging_folder(tmp_path / "out").exists() and not (tmp_path / "out").exists()
 
     def test_another_conversion(self, tmp_path: Path, case: Case) -> None:

@@ -55,3 +55,8 @@ def snapshot(folder: Path) -> dict[str, tuple[str, int, int]]:
             content = str(path.readlink()) if path.is_symlink() else "folder"
         found[str(path.relative_to(folder))] = (content, info.st_mode, info.st_mtime_ns if content != "folder" else 0)
     return found
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """The content of every file in `folder`, as a digest, by relative path."""
+    return {name: content for name, (content, *_) in snapshot(folder).items()}

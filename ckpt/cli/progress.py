@@ -1,0 +1,73 @@
+"""How far a command is: one bar on a terminal, elsewhere a line every ten seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+_EVERY = 10.0  # seconds between lines
+_LINE = "{desc}: {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
+
+
+class Meter:
+    """Of bytes; called with the number of those done since the last call.  It shows nothing where it is `quiet`."""
+
+    def __init__(self, total: int, phase: str, *, quiet: bool) -> None:
+        self._total, self._phase, self._done = total, phase, 0
+        self._start = time.monotonic()
+        self._bar = None
+        self._end = threading.Event()
+        if not quiet and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(desc=phase, total=total, unit="B", unit_scale=True, leave=False, file=sys.stderr)
+        elif not quiet:
+            threading.Thread(target=self._print_lines, daemon=True).start()
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        if self._bar is not None:
+            self._bar.update(count)
+
+    def phase(self, name: str) -> None:
+        """What begins is shown by this name; only the first and `move` are measured in bytes."""
+        self._phase, self._start = name, time.monotonic()
+        if name != "move":
+            self._total = 0
+        if self._bar is not None:
+            self._bar.set_description(name)
+
+    def close(self) -> None:
+        self._end.set()
+        if self._bar is not None:
+            self._bar.close()
+
+    def line(self) -> str:
+        """What there is to say now: phase, bytes, rate, time that remains; or the time since the phase began."""
+        seconds = time.monotonic() - self._start
+        if not self._total:
+            return f"{self._phase}: {seconds:.0f} s"
+        from tqdm import tqdm
+
+        return str(
+            tqdm.format_meter(
+                self._done, self._total, seconds, prefix=self._phase, unit="B", unit_scale=True, bar_format=_LINE
+            )
+        )
+
+    def _print_lines(self) -> None:
+        while not self._end.wait(_EVERY):
+            print(self.line(), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def progress(total: int, phase: str, *, quiet: bool) -> Iterator[Meter]:
+    """A meter of `total` bytes on stderr; of time where that is 0."""
+    meter = Meter(total, phase, quiet=quiet)
+    try:
+        yield meter
+    finally:
+        meter.close()

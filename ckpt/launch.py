@@ -1,0 +1,165 @@
+"""Several processes of one command, as torchrun, srun and mpirun start them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+from ckpt.errors import CkptError, StorageError, UsageError
+from ckpt.move.group import Alone, TorchGroup
+
+_JOINING = timedelta(minutes=5)  # that processes wait for each other to start
+_PORT = 29500  # as torchrun's default
+
+#: What launchers tell each process: who is it, its rank, the number of all, the number of those on its node.  The last
+#: ones are of the processes of one step: SLURM_NTASKS would be there in the shell of `salloc`, and in a batch script.
+_LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among `size`; `by` says who started them, and `variables` by what that is known."""
+
+    by: str
+    rank: int
+    size: int
+    variables: tuple[str, str]
+    #: Where the first process listens; None where nothing tells.
+    address: str | None = None
+    port: int = _PORT
+
+    def __str__(self) -> str:
+        return f"{self.size} processes of {self.by} (by {' and '.join(self.variables)})"
+
+
+def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
+    """How this process was started; None where it is the only one, or stands in a script that has its own group."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return None
+    for by, *names in _LAUNCHERS:
+        rank, size, local_size = (environment.get(name, "") for name in names)
+        if not (rank.isdecimal() and size.isdecimal()):
+            continue
+        if int(size) < 2:
+            return None
+        address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", "")
+        found = int(port) if port.isdecimal() else _PORT
+        if by == "srun" and not port:
+            step = int(environment.get("SLURM_JOB_ID", "0")) * 31 + int(environment.get("SLURM_STEP_ID", "0"))
+            found = 20000 + step % 20000  # so that two steps on one node do not collide
+        if not address:
+            nodes = environment.get("SLURM_STEP_NODELIST", "") if by == "srun" else ""
+            address = _first_host(nodes) or ("127.0.0.1" if size == local_size else None)
+        return Launch(by, int(rank), int(size), (names[0], names[1]), address, found)
+    return None
+
+
+def _first_host(nodes: str) -> str:
+    """Of `rack[03-05,7]n[1-2],other`: rack03n1."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def silence_all_but_one() -> None:
+    """Let only the first of several processes print, what all of them would say alike."""
+    start = launch()
+    if start is not None and start.rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+@contextlib.contextmanager
+def joined(start: Launch | None) -> Iterator[Alone]:
+    """The processes that were started with this one.
+
+    Raises UsageError where torch is missing, or nothing tells where they meet, StorageError where not all of them come;
+    and in each process the error that one of them raises inside.
+    """
+    if start is None:
+        yield Alone()
+        return
+    try:
+        distributed, group = _join(start)
+    except CkptError:
+        sys.stderr = sys.__stderr__ or sys.stderr  # each tells by itself what keeps it apart from the first
+        raise
+    try:
+        with group:
+            yield group
+    finally:
+        with contextlib.suppress(RuntimeError):
+            distributed.destroy_process_group()
+
+
+def _join(start: Launch) -> tuple[Any, TorchGroup]:
+    alone = f"where one process is to do it by itself, start it without {' and '.join(start.variables)}"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of torch's own warnings; errors are raised, too
+    try:
+        import torch.distributed as distributed
+    except ImportError as error:
+        raise UsageError(
+            "several processes take torch to work together, and it cannot be imported",
+            expected=f"torch in the environment of all {start}",
+            found=str(error),
+            hint=f"pip install torch; {alone}",
+        ) from None
+    if start.address is None:
+        raise UsageError(
+            "nothing tells where the processes meet",
+            expected="MASTER_ADDR, the host of the first process",
+            found=str(start),
+            hint=f"mpirun -x MASTER_ADDR=HOST (Open MPI), or -genv MASTER_ADDR HOST; {alone}",
+        )
+    os.environ |= {"MASTER_ADDR": start.address, "MASTER_PORT": str(start.port)}
+    os.environ |= {"RANK": str(start.rank), "WORLD_SIZE": str(start.size)}
+    try:
+        store, rank, size = next(distributed.rendezvous("env://", timeout=_JOINING))
+        store = distributed.PrefixStore(_attempt(store, rank, size), store)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_JOINING)
+        return distributed, TorchGroup(distributed, store)
+    except RuntimeError as error:
+        raise StorageError(
+            "the processes did not find each other",
+            path=f"{start.address}:{start.port}",
+            rank=start.rank,
+            expected=str(start),
+            found=str(error).splitlines()[0],
+            hint=f"do all of them run `ckpt convert`, and reach that port? {alone}",
+        ) from None
+
+
+def _attempt(store: Any, rank: int, size: int) -> str:
+    """A name for what these processes write in the store, which nobody has had before.
+
+    An agent of torchrun that starts its processes again has the same store for them (torch 2.13), in which are the
+    addresses of those that have ended.  So the first one answers each token that it finds; who finds its own answered
+    knows the name, and says that it does.
+    """
+    mine = uuid4().hex
+    if rank:
+        store.set(f"ckpt/joins/{rank}", mine)
+        store.wait([f"ckpt/answer/{mine}"], _JOINING)
+        name: str = store.get(f"ckpt/answer/{mine}").decode()
+        store.set(f"{name}/{rank}", "")
+        return name
+    missing, name, end = set(range(1, size)), f"ckpt/{mine}", time.monotonic() + _JOINING.total_seconds()
+    while missing := {other for other in missing if not store.check([f"{name}/{other}"])}:
+        if time.monotonic() > end:
+            raise RuntimeError(f"of {size} ranks did not come: {', '.join(map(str, sorted(missing)[:8]))}")
+        for other in (other for other in missing if store.check([f"ckpt/joins/{other}"])):
+            store.set(f"ckpt/answer/{store.get(f'ckpt/joins/{other}').decode()}", name)
+        time.sleep(0.01)
+    return name

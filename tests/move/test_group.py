@@ -1,0 +1,111 @@
+"""Several processes that write one checkpoint: the same bytes, the same error, and an end when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+from ckpt.move.parts import Part, deal
+from ckpt.plan.checkpoint import Layout, TargetFile
+from tests.support.commands import contents
+from tests.support.engines import REPOSITORY
+from tests.support.group_worker import SIZE
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What three processes wrote together, and what each of them said of it."""
+    folder = tmp_path_factory.mktemp("group")
+    source = REPOSITORY / "fixtures" / "toy-zero3"
+    ckpt.plan(ckpt.open(source), "zero3", Layout(world_size=SIZE)).run(folder / "alone")
+    command = [sys.executable, "-m", "tests.support.forked", "ckpt.api", str(RANKS), "tests.support.group_worker"]
+    start = time.monotonic()
+    done = subprocess.run(
+        [*command, str(source), str(folder)], cwd=REPOSITORY, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode and "exit code 9" in done.stderr, done.stderr[-3000:]  # the one that is to die
+    assert time.monotonic() - start < 120, "those that are left do not wait for the one that died"
+    return folder
+
+
+def said(folder: Path, name: str) -> list[Any]:
+    """What each process returned or raised."""
+    return [json.loads((folder / f"{rank}.json").read_text()).get(name) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", ["one node", "two nodes", "goes on"])
+def test_it_is_what_one_process_writes(folder: Path, name: str) -> None:
+    alone = contents(folder / "alone")
+    assert len(alone) > 9 and contents(folder / name) == alone
+
+
+def test_what_is_done_is_gone_on_with(folder: Path) -> None:
+    first, *others = said(folder, "goes on")
+    assert [first] * 2 == others and 1000 < first < 20000
+
+
+@pytest.mark.parametrize("name", ["fails", "fails, and is kept"])
+def test_an_error_of_one_is_the_error_of_all(folder: Path, name: str) -> None:
+    first, *others = said(folder, name)
+    assert others == [first] * 2
+    assert first[0] == "StorageError" and f"no space on the disk (in rank {1 + (name != 'fails')} of 3" in first[1]
+    assert not (folder / name).exists()
+
+
+def test_nothing_is_left_of_what_failed(folder: Path) -> None:
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
+        "alone",
+        "goes on",
+        "one node",
+        "two nodes",
+    ]
+
+
+def test_another_plan_is_refused(folder: Path) -> None:
+    first, *others = said(folder, "other plan")
+    assert others == [first] * 2 and "made different plans (in rank 2 of 3" in first[1]
+
+
+def test_one_that_dies_is_named(folder: Path) -> None:
+    first, dead, last = said(folder, "dies")
+    assert dead is None and first[0] == last[0] == "StorageError"
+    assert "has ended" in first[1] and "rank 1 of 3" in first[1] and "rank 1 of 3" in last[1]
+    assert not (folder / "dies").exists()
+
+
+FILES = tuple(TargetFile(f"f{i}", size) for i, size in enumerate((100, 100, 40, 30, 20, 0)))
+PIECES = {file.name: [(at, 10) for at in range(10, file.size, 10)] for file in FILES}  # the first 10 are in none
+
+
+class TestDealing:
+    def dealt(self, nodes: list[Hashable]) -> list[list[Part]]:
+        return [deal(FILES, PIECES, PIECES, nodes, rank) for rank in range(len(nodes))]
+
+    @pytest.mark.parametrize("nodes", [["a"], ["a"] * 4, ["a", "b"], ["a", "a", "b"], ["a", "b"] * 4, ["a"] * 50])
+    def test_everything_is_dealt_out_once(self, nodes: list[Hashable]) -> None:
+        shares = self.dealt(nodes)
+        for file in FILES:
+            found = [part for share in shares for part in share if part.file is file]
+            assert sum(part.is_owner for part in found) == 1, file.name
+            assert sorted(piece for part in found for piece in part.todo) == PIECES[file.name]
+        sizes = [sum(10 * (len(part.todo) + part.is_owner) for part in share) for share in shares]
+        assert max(sizes) <= 290 / len(nodes) + 30
+
+    def test_nodes_share_no_file(self) -> None:
+        of_a, of_b = self.dealt(["a", "b"])
+        assert not {part.file.name for part in of_a} & {part.file.name for part in of_b}
+
+    def test_only_what_is_to_be_done(self) -> None:
+        todo = {name: [] for name in PIECES} | {"f1": [(50, 10), (60, 10)]}
+        shares = [deal(FILES, PIECES, todo, ["a", "a"], rank) for rank in range(2)]
+        assert [piece for share in shares for part in share for piece in part.todo] == [(50, 10), (60, 10)]

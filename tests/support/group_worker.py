@@ -1,0 +1,81 @@
+"""Run under `tests.support.forked`: conversions that three ranks carry out together, and what goes wrong in one.
+
+    python -m tests.support.forked ckpt.api 3 tests.support.group_worker SOURCE FOLDER
+
+Each rank writes `FOLDER/RANK.json`: by scenario, the bytes that were there already, or the error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from ckpt import api
+from ckpt.errors import StorageError
+from ckpt.move import run
+from ckpt.move.group import TorchGroup
+from ckpt.plan.checkpoint import Layout
+
+SIZE = 4  # ranks of the target
+
+
+def main() -> None:
+    source, folder = map(Path, sys.argv[1:])
+    store, rank, num_ranks = next(dist.rendezvous("env://"))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    found: dict[str, Any] = {}
+
+    def together(name: str, size: int = SIZE, to: str | None = None, resume: bool = False) -> None:
+        """What a conversion to the folder `to` returns or raises, as `name`."""
+        conversion = api.plan(api.open(source), "zero3", Layout(world_size=size))
+        try:
+            with TorchGroup(dist, store) as group:
+                found[name] = conversion.run(folder / (to or name), group=group, resume=resume)
+        except Exception as error:
+            found[name] = [type(error).__name__, str(error)]
+
+    together("one node")
+    with mock.patch.object(run, "_page_cache", lambda _: "ab"[rank // 2]):
+        together("two nodes")
+    with failing_at(2, rank == 1, disk_is_full):
+        together("fails")
+    together("other plan", SIZE + rank // 2)
+    with failing_at(3, rank == 2, disk_is_full):
+        together("fails, and is kept", to="goes on", resume=True)
+    together("goes on", resume=True)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as where no launcher ends the others
+    with failing_at(2, rank == 1, lambda: os._exit(9)):
+        together("dies")
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)  # what torch does at its end takes all ranks
+
+
+def disk_is_full() -> None:
+    raise StorageError("no space on the disk")
+
+
+def failing_at(number: int, is_here: bool, fail: Callable[[], None]) -> Any:
+    """In the rank where it is `is_here`, what is to happen when it begins its file of this number."""
+    create, left = run._create, number
+
+    def create_or_fail(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if is_here and not left:
+            fail()
+        return create(*arguments)
+
+    return mock.patch.object(run, "_create", create_or_fail)
+
+
+if __name__ == "__main__":
+    main()

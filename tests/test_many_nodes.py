@@ -1,0 +1,132 @@
+"""One conversion on several processes, as launchers start them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from ckpt.errors import UsageError
+from ckpt.launch import Launch, joined, launch
+from tests.support.commands import contents, process
+from tests.support.engines import REPOSITORY
+
+ZERO3 = REPOSITORY / "fixtures" / "toy-zero3"
+PAGE = (REPOSITORY / "docs" / "many-nodes.md").read_text()
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}
+STARTS: dict[str, tuple[dict[str, str], tuple[str, int, int, str | None, int] | None]] = {
+    "nothing": ({}, None),
+    "torchrun": (
+        {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1234"},
+        ("torchrun", 1, 4, "a", 1234),
+    ),
+    "torchrun, one process": ({"RANK": "0", "WORLD_SIZE": "1", **SRUN}, None),
+    "torchrun in srun": (
+        {"RANK": "5", "WORLD_SIZE": "16", "MASTER_ADDR": "a", **SRUN},
+        ("torchrun", 5, 16, "a", 29500),
+    ),
+    "srun": (SRUN | {"SLURM_STEP_NODELIST": "n[1-2]"}, ("srun", 3, 8, "n1", 20219)),
+    "srun, racks": (SRUN | {"SLURM_STEP_NODELIST": "r[03-05,7]n[1-2],b"}, ("srun", 3, 8, "r03n1", 20219)),
+    "srun, single nodes": (SRUN | {"SLURM_STEP_NODELIST": "login,n[1-2]"}, ("srun", 3, 8, "login", 20219)),
+    "srun, and told where": (SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "99"}, ("srun", 3, 8, "a", 99)),
+    "the shell of salloc": ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}, None),
+    "its interactive step": ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}, None),
+    "a batch script": ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
+    "mpirun": (
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        ("mpirun", 1, 2, "127.0.0.1", 29500),
+    ),
+    "mpirun on two nodes": (
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+        ("mpirun", 1, 2, None, 29500),
+    ),
+    "MPICH": ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a"}, ("mpirun", 1, 2, "a", 29500)),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_who_started_it(name: str) -> None:
+    environment, expected = STARTS[name]
+    found = launch(environment)
+    assert (found and (found.by, found.rank, found.size, found.address, found.port)) == expected
+
+
+def test_where_they_meet_has_to_be_told() -> None:
+    start = Launch("mpirun", 0, 2, ("PMI_RANK", "PMI_SIZE"))
+    with pytest.raises(UsageError, match="where the processes meet") as caught, joined(start):
+        pass
+    assert "MASTER_ADDR" in str(caught.value.hint) and "without PMI_RANK and PMI_SIZE" in str(caught.value.hint)
+
+
+def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    script = "import sys; sys.modules['torch'] = None; from ckpt.__main__ import main; main()"
+    done = process("convert", "zero3", "hf", ZERO3, "-o", tmp_path / "out", script=script)
+    assert done.code == 2 and "take torch to work together" in done.err and "pip install torch" in done.err
+
+
+def test_two_agents_of_torchrun_and_a_process_that_is_killed(tmp_path: Path) -> None:
+    """The agents start all of it again, which goes on from the journals."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    convert = ["convert", "zero3", "zero3", str(ZERO3), "--world-size", "4", "-o"]
+    agent = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
+    agent += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two", "--monitor-interval", "0.1"]
+    command = [
+        *TORCHRUN,
+        *agent,
+        "-m",
+        "tests.support.dying",
+        "1",
+        str(tmp_path / "died"),
+        *convert,
+        str(tmp_path / "together"),
+        "--resume",
+    ]
+    agents = [
+        subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        assert process(*convert, tmp_path / "alone").code == 0
+        printed = [agent.communicate(timeout=120) for agent in agents]
+    finally:
+        for one in agents:
+            one.terminate()
+    assert [agent.returncode for agent in agents] == [0, 0], printed
+    assert contents(tmp_path / "together") == contents(tmp_path / "alone")
+    out, err = ("".join(parts) for parts in zip(*printed, strict=True))
+    assert out == f"{tmp_path / 'together'}\n", "one process prints"
+    assert err.count("wrote ") == 1 and "exitcode: -9" in err and "rank 1 of 2" in err, err
+    there = re.search(r"(\S+ \S?B) were there already", err)
+    assert there and not there[1].startswith("0"), err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "died", "together"]
+
+
+def test_the_page_on_many_nodes(tmp_path: Path) -> None:
+    """Its lines of a terminal, the first of which the README has too, are run, one after the other."""
+    shutil.copytree(ZERO3, tmp_path / "outputs", ignore=shutil.ignore_patterns("truth"))
+    lines = re.findall(r"^\$ (.+)$", PAGE, re.MULTILINE)
+    assert len(lines) == 2
+    assert f"$ {lines[0].replace('-o model', '-o outputs-hf')}\n" in (REPOSITORY / "README.md").read_text()
+    run(["bash", "-c", "set -e\n" + "\n".join(lines).replace("torchrun", " ".join(TORCHRUN))], tmp_path)
+    assert {"ckpt-manifest.json", "model.safetensors"} <= set(contents(tmp_path / "model"))
+    assert (tmp_path / "resharded" / "latest").is_file()
+
+
+def run(command: Sequence[str], folder: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
