@@ -31,6 +31,7 @@ from ckpt.plan.tensors import Box, Extent, Shape
 #: What differs between items that are otherwise alike: checksums behind records and in the directory, and the id.
 _VARYING = re.compile(rb"PK\x07\x08(.{4})|PK\x01\x02.{12}(.{4})|/\.data/serialization_idFB..Z*([0-9]{40})", re.DOTALL)
 _SMALL = 8 << 10  # bytes of an item that is read at once
+_AHEAD = 64 << 10  # bytes that are read with an item that stands right behind the one before
 _MAX_TAIL = 4 << 10
 _MAX_ALIKE = 8  # kinds of items that are kept per dtype and shape
 _MAX_SHARED = 16 << 10  # bytes of an item whose value is kept for items of the same bytes
@@ -56,6 +57,8 @@ class Items:
         self.files: dict[str, SourceFile] = {}
         self._path = ""
         self._fd = -1
+        self._reached = -1  # the end of what was read last
+        self._ahead: tuple[int, bytes] = 0, b""
         self._kinds: dict[tuple[int, DType, Shape], list[_Kind]] = {}
         self._values: dict[bytes, Any] = {}
 
@@ -68,7 +71,18 @@ class Items:
     def _close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
-        self._fd, self._path = -1, ""
+        self._fd, self._path, self._reached, self._ahead = -1, "", -1, (0, b"")
+
+    def _read(self, offset: int, length: int) -> bytes:
+        """As `read_up_to`, many small items that stand one behind the other with one call."""
+        start, data = self._ahead
+        if offset < start or offset + length > start + len(data):
+            if offset != self._reached:
+                self._reached = offset + length
+                return read_up_to(self._fd, offset, length)
+            start, data = self._ahead = offset, read_up_to(self._fd, offset, max(length, _AHEAD))
+        self._reached = offset + length
+        return data[offset - start : self._reached - start]
 
     def _open(self, place: Place, key: str, box: Box | None) -> None:
         """Make `place.path` the open file and prove that it is long enough."""
@@ -114,7 +128,7 @@ class Items:
     def _is_alike(self, place: Place, kind: _Kind) -> bool:
         head_size, tail_size = len(kind.head), len(kind.tail)
         if place.length <= _SMALL:
-            item = read_up_to(self._fd, place.offset, place.length)
+            item = self._read(place.offset, place.length)
             return len(item) == place.length and kind.fits(item[:head_size], item[-tail_size:])
         head = read_up_to(self._fd, place.offset, head_size)
         return kind.fits(head, read_up_to(self._fd, place.offset + place.length - tail_size, tail_size))
@@ -145,7 +159,7 @@ class Items:
     def value(self, place: Place, key: str) -> Any:
         """The value of an item that is no tensor.  Equal values are the same object: they are not to be changed."""
         self._open(place, key, None)
-        item = read_up_to(self._fd, place.offset, place.length) if place.length <= _MAX_SHARED else b""
+        item = self._read(place.offset, place.length) if place.length <= _MAX_SHARED else b""
         if item in self._values:
             return self._values[item]
         with _about(key, None, place):

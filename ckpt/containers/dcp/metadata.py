@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ckpt.containers.torchfile.unpickle import load_pickle
 from ckpt.containers.torchfile.values import Record
@@ -44,8 +44,7 @@ _MAX_DEPTH = 32
 _MODULE = "torch.distributed.checkpoint."
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """An item, which is a torch file of its own: `length` bytes at `offset` of the file `path`."""
 
     path: str
@@ -193,7 +192,7 @@ class _Parser:
         return places
 
     def _info(self, key: str, info: Record) -> Place:
-        name, offset, length = (info.get(part) for part in ("relative_path", "offset", "length"))
+        name, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if transforms := info.get("transform_descriptors"):
             raise NotFoundError(
                 "the data were transformed when they were saved (compressed, for example), which is not supported",
@@ -273,7 +272,9 @@ class _Parser:
         if isinstance(planner_data, Mapping):
             wanted = set(keys)
             for key, steps in planner_data.items():
-                if key in wanted:
+                if self._spells(steps, key) and key in wanted:
+                    known[key] = steps
+                elif key in wanted:
                     known[key] = self._steps(key, steps)
                     if (joined := ".".join(map(str, known[key]))) != key:
                         self.fault("the path of a value in the state dict is not that of its key", key, key, joined)
@@ -283,6 +284,13 @@ class _Parser:
         for key in keys:
             known.setdefault(key, (key,))
         return known, is_nested
+
+    def _spells(self, steps: Any, key: Any) -> bool:
+        """Whether these are names alone, as nearly everywhere, and those of the key."""
+        try:
+            return type(steps) is tuple and 0 < len(steps) <= _MAX_DEPTH and ".".join(steps) == key
+        except TypeError:  # an index of a list
+            return False
 
     def _steps(self, key: str, steps: Any) -> Path_:
         if type(steps) is list:

@@ -111,6 +111,8 @@ def check_tree(root: Any, length: int) -> None:
 def _plain_record(record: Record) -> int:
     """The elements of a record that holds nothing but a few plain fields and shapes, at most 3 deep; otherwise 0."""
     args, state = record.args, record.state
+    if state is None:  # DCP's record of a value that is no tensor
+        return 0 if args or record.kwargs else 4
     if args or record.kwargs or type(state) is not dict or len(state) > 8:
         return 0
     elements = 4 + len(state)

@@ -128,8 +128,8 @@ class Record:
     def get(self, key: str, default: Any = None) -> Any:
         """The attribute `key` of the object that was pickled, or `default`."""
         state = self.state
-        if type(state) is dict and key in state:
-            return state[key]
+        if type(state) is dict and (key in state or not (self.args or self.kwargs)):
+            return state.get(key, default)
         return self.attributes.get(key, default)
 
     def __contains__(self, key: str) -> bool:

@@ -57,6 +57,8 @@ _PLACE = re.compile(r"\((\d+), (\d+)\)")
 _PREFIX, _MODEL, _OPTIMIZER = "module.", "model", "optimizer"
 _STATES, _GROUPS = "state", "param_to_group_meta"
 _RNG = "rng_state"
+#: Where in a path the name of a parameter stands.
+_NAMED: Mapping[Any, int] = {_MODEL: 1, (_OPTIMIZER, _STATES): 2, (_OPTIMIZER, _GROUPS): 2}
 #: The one of Transformer Engine's states that is a copy of the parameter.
 _MASTER_STATE = "master_param"
 _SINKS = ".softmax_offset"
@@ -126,7 +128,8 @@ class _Stored:
         dtypes = {"bf16": BFLOAT16, "fp16": FLOAT16}
         reading.native = next((dtype for name, dtype in dtypes.items() if reading.args.get(name)), None)
         grid = Grid.recorded(reading.args, folder)
-        names = _meanings(name for path in metadata.paths.values() if (name := _parameter(path)) is not None)
+        about = dict.fromkeys(map(_parameter, metadata.paths.values()))
+        names = _meanings(name for name in about if name is not None)
         return cls(reading, metadata, tensors, values, rest, names, grid)
 
     def under(self, *top: str | int) -> Iterator[tuple[str, Path_]]:
@@ -154,8 +157,7 @@ def _refuse_flat(metadata: Metadata) -> None:
 
 def _parameter(path: Path_) -> str | None:
     """The name of the parameter that an entry is about."""
-    named: dict[Any, int] = {_MODEL: 1, (_OPTIMIZER, _STATES): 2, (_OPTIMIZER, _GROUPS): 2}
-    at = named.get(path[0], named.get(path[:2], len(path)))
+    at = _NAMED.get(path[0], _NAMED.get(path[:2], len(path)))
     return str(path[at]) if at < len(path) else None
 
 
