@@ -3,7 +3,8 @@
 - `<!-- README: Formats -->` on a page is that section of the README.
 - `<!-- made: architectures -->` is the table that `MADE["architectures"]` makes of the code.
 - CONTRIBUTING.md and CHANGELOG.md are pages.
-- Links go on to where their files are on the site; one that leads to no page is left as it is, and `--strict` names it.
+- Links go on to where their files are on the site. One to another file of the repository becomes the name of that file;
+  one to nothing is left as it is, and `--strict` names it.
 - A page of docs/ that the nav does not name stands in its section Guides.
 """
 
@@ -25,7 +26,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 FOLDERS = {"examples": "examples.md"}
 COPIED = ("CONTRIBUTING.md", "CHANGELOG.md")
 OTHERS = "Guides"
-_LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
+_LINK = re.compile(r"\[([^]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")
 _MARK = re.compile(r"^<!-- (README|made): (.+) -->$", re.MULTILINE)
 
 
@@ -71,12 +72,13 @@ def relinked(markdown: str, written_in: str, shown_in: str) -> str:
     """`markdown`, whose links start from a file of the repository, with links that start from a page of the site."""
 
     def one(link: re.Match[str]) -> str:
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(written_in), link[1]))
+        words, target, anchor = link.groups()
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(written_in), target))
         folder = path.partition("/")[0]
         page = PAGES.get(path) or FOLDERS.get(folder) or (path[len("docs/") :] if folder == "docs" else None)
-        if page is None:
-            return link[0]
-        return posixpath.relpath(page, posixpath.dirname(shown_in) or ".") + (link[2] or "")
+        if page is not None:
+            return f"[{words}]({posixpath.relpath(page, posixpath.dirname(shown_in) or '.')}{anchor or ''})"
+        return f"{words} (`{path}`)" if (ROOT / path).is_file() else link[0]
 
     return _LINK.sub(one, markdown)
 

@@ -1,4 +1,7 @@
-"""`action.yml` and the pre-commit hook: their lines are run by a shell, as GitHub and pre-commit would run them."""
+"""`action.yml` and the pre-commit hook: their lines are run by a shell, as GitHub and pre-commit would run them.
+
+How the action installs ckpt is not run: it downloads what ckpt requires.
+"""
 
 from __future__ import annotations
 

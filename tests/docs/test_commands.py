@@ -177,6 +177,20 @@ def test_the_commands_of_every_page_are_run() -> None:
     assert set(PLACES) <= set(pages())
 
 
+def test_what_other_commands_name_is_there() -> None:
+    """Targets of make, sections and options of the benchmarks, files of tests, extras of the package; none is run."""
+    text = "\n".join(path.read_text() for path in DOCS.rglob("*.md"))
+    targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    assert {"bench"} <= set(re.findall(r"^    make ([a-z-]+)", text, re.MULTILINE)) <= set(targets)
+    source = (REPOSITORY / "benchmarks/__main__.py").read_text()
+    for line in re.findall(r"^    python -m benchmarks (.*?)(?: {2,}#.*)?$", text, re.MULTILINE):
+        words = [word for word in line.split() if not word.isdecimal()]
+        assert words and all(f'"{word}"' in source for word in words), line
+    assert all((REPOSITORY / name).is_file() for name in re.findall(r"\btests/[\w/]+\.py\b", text))
+    extras = re.findall(r"^(\w+) = \[", (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
+    assert set(re.findall(r"(?:'\.|ckpt-toolkit)\[(\w+)\]", text)) <= set(extras)
+
+
 def test_every_command_is_found() -> None:
     page = "text\n\n    $ ckpt a b  # exit 3\n    said\n    ...\n    $ other\n    not\n    ckpt c\n    not\n\n"
     page += "## Next\n\n```\n$ ckpt d\nx\n```\n```python\nckpt e\n```\n"

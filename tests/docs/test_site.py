@@ -8,6 +8,7 @@ import subprocess
 import sys
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,21 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     for path in site.rglob("*.html"):
         assert re.findall(fetched, path.read_text()) == [], path
     assert not any("https://fonts" in path.read_text() for path in site.rglob("*.css"))
+
+
+def test_a_link_leads_to_the_page_of_its_file() -> None:
+    code = (DOCS / "hooks.py").read_text()
+    names: dict[str, Any] = {"__name__": "hooks", "__file__": str(DOCS / "hooks.py")}
+    exec(compile(code, "hooks.py", "exec"), names)
+    for written_in, shown_in, link, expected in (
+        ("docs/journeys/a.md", "journeys/a.md", "[b](../resume.md#c)", "[b](../resume.md#c)"),
+        ("docs/ja/journeys/a.md", "ja/journeys/a.md", "[b](../../../examples/trl)", "[b](../../examples.md)"),
+        ("README.md", "formats.md", "![b](docs/picture.svg)", "![b](picture.svg)"),
+        ("README.md", "ja/index.md", "[b](CONTRIBUTING.md)", "[b](../contributing.md)"),
+        ("docs/a.md", "a.md", "[b](../train/__main__.py)", "b (`train/__main__.py`)"),
+        ("docs/a.md", "a.md", "[b](../nowhere.py), [c](https://d)", "[b](../nowhere.py), [c](https://d)"),
+    ):
+        assert names["relinked"](link, written_in, shown_in) == expected
 
 
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
