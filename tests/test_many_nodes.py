@@ -109,7 +109,7 @@ def test_two_agents_of_torchrun_and_a_process_that_is_killed(tmp_path: Path) -> 
     assert contents(tmp_path / "together") == contents(tmp_path / "alone")
     out, err = ("".join(parts) for parts in zip(*printed, strict=True))
     assert out == f"{tmp_path / 'together'}\n", "one process prints"
-    assert err.count("wrote ") == 1 and "exitcode: -9" in err and "rank 1 of 2" in err, err
+    assert err.count("wrote ") == 1 and "exitcode: -9" in err, err
     there = re.search(r"(\S+ \S?B) were there already", err)
     assert there and not there[1].startswith("0"), err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "died", "together"]
