@@ -7,11 +7,13 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from tests.support import slurm
+if TYPE_CHECKING:
+    from tests.support import slurm
 
 # Before anything imports deepspeed or torch: no accelerator is probed, and processes share the cores.  Engines and
 # libraries alike compute on the CPU, whatever GPUs the machine has.
@@ -58,6 +60,8 @@ def fixtures() -> Path:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
     """A Slurm cluster of two nodes on this machine, for all tests of batch scripts."""
+    from tests.support import slurm  # not by every test: some run where only the base package is
+
     if lacking := slurm.missing():
         pytest.skip(f"no Slurm cluster: {lacking}")
     with slurm.started(tmp_path_factory.mktemp("slurm")) as started:
