@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import ckpt
-from tests.support.engines import REPOSITORY, fork
+from tests.support.engines import REPOSITORY, fork, forked
 
 pytestmark = pytest.mark.slow
 
@@ -34,10 +34,10 @@ def killed(folder: Path) -> dict[str, Any]:
     run, jobs = folder / "killed", folder / "endless.jsonl"
     job = TOY | {"output": str(run), "steps": 100_000, "save_every": 10, "keep": 2, "beat": 0.2}
     jobs.write_text(json.dumps(job) + "\n")
-    command = [sys.executable, "-m", "tests.support.forked", "train.engines.native", "2", "train.__main__"]
+    command = forked([(2, "train.__main__", ["--jobs", str(jobs)])], ["train.engines.native"])
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen([*command, "--jobs", str(jobs)], cwd=REPOSITORY, env=env, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=log, stderr=log)
     try:
         _wait_for(lambda: len(list((run / "records").glob("*.json"))) >= 2, process, folder / "log")
         pid = json.loads((run / "heartbeats" / "rank-1.json").read_text())["pid"]
@@ -91,7 +91,7 @@ def results(folder: Path, killed: dict[str, Any]) -> dict[str, str]:
     lines = [json.dumps({"name": name, "plant": plant, "config": config}) for name, plant, config in jobs]
     file.write_text("\n".join(lines))
     _cut_off_the_newest(killed["run"])
-    fork(["tests.support.operations_worker", str(file)], 2, ["transformers.models.gpt2.modeling_gpt2"])
+    fork([(2, "tests.support.operations_worker", [str(file)])], ["transformers.models.gpt2.modeling_gpt2"])
     return dict(json.loads((folder / "results.json").read_text()))
 
 

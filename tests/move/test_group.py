@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Hashable
 from pathlib import Path
@@ -16,7 +15,7 @@ import ckpt
 from ckpt.move.parts import Part, deal
 from ckpt.plan.checkpoint import Layout, TargetFile
 from tests.support.commands import contents
-from tests.support.engines import REPOSITORY
+from tests.support.engines import REPOSITORY, forked
 from tests.support.group_worker import SIZE
 
 RANKS = 3
@@ -28,11 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("group")
     source = REPOSITORY / "fixtures" / "toy-zero3"
     ckpt.plan(ckpt.open(source), "zero3", Layout(world_size=SIZE)).run(folder / "alone")
-    command = [sys.executable, "-m", "tests.support.forked", "ckpt.api", str(RANKS), "tests.support.group_worker"]
+    command = forked([(RANKS, "tests.support.group_worker", [str(source), str(folder)])], ["ckpt.api"])
     start = time.monotonic()
-    done = subprocess.run(
-        [*command, str(source), str(folder)], cwd=REPOSITORY, capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode and "exit code 9" in done.stderr, done.stderr[-3000:]  # the one that is to die
     assert time.monotonic() - start < 120, "those that are left do not wait for the one that died"
     return folder

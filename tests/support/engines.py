@@ -73,25 +73,27 @@ def launch_in_turn(starts: Iterable[tuple[int, list[dict[str, Any]]]], folder: P
     All are forked from one process that has imported the engines.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    words, forked = "", []
+    words, runs = "", []
     for number, (world_size, jobs) in enumerate(starts):
         file = folder / f"jobs-{number}-on-{world_size}.jsonl"
         file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
         words += file.read_text()
         own = ["train.__main__", ["--jobs", str(file)]] if module == "train" else [module, [str(file)]]
-        forked.append((world_size, *own))
+        runs.append((world_size, *own))
     preload = [module for pattern, module in PRELOADED.items() if re.search(pattern, words)]
     models = [name for name in ARCHITECTURES if f'"model": "{name}"' in words]
     preload += [f"transformers.models.{name}.modeling_{name}" for name in models]
-    fork(forked, preload, 1200 * len(forked))
+    fork(runs, preload, 1200 * len(runs))
+
+
+def forked(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()) -> list[str]:
+    """The command that runs modules' `main()` on ranks: each start is a number of them, a module and its arguments."""
+    return [sys.executable, "-m", "tests.support.forked", ",".join(preload), json.dumps(starts)]
 
 
 def fork(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout: float = 1200) -> None:
-    """Run modules' `main()` on ranks: each start is a number of them, a module and its arguments.
-
-    AssertionError with the output where one fails.
-    """
-    command = [sys.executable, "-m", "tests.support.forked", ",".join(preload), json.dumps(starts)]
+    """Run what `forked` says.  AssertionError with the output where a rank fails."""
+    command = forked(starts, preload)
     # Compiling megatron-core's small fused functions takes longer than all that they do here.
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout)

@@ -28,7 +28,7 @@ def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         file = folder / "jobs.jsonl"
         file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
         preload = ["train.engines.zero", "train.engines.native", "tests.support.fake_cuda"]
-        engines.fork(["train.__main__", "--device", "cuda", "--jobs", str(file)], ranks, preload)
+        engines.fork([(ranks, "train.__main__", ["--device", "cuda", "--jobs", str(file)])], preload)
 
     installed = importlib.util.find_spec
     monkeypatch.setattr(gpu_check, "train", train)
