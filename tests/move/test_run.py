@@ -419,7 +419,8 @@ class TestExecute:
         real = files.sync
 
         def sync(descriptor: int) -> None:
-            names = [path for _, path in open_files() if ".ckpt-staging/" in path and JOURNAL not in path]
+            names = [path for _, path in open_files() if str(tmp_path) in path and ".ckpt-staging/" in path]
+            names = [path for path in names if JOURNAL not in path]
             staged.append(len(names))
             real(descriptor)
             synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)

@@ -38,10 +38,11 @@ def write(folder: Path, **entries: Any) -> None:
 
 
 def config_of(checkpoint: Checkpoint, target: str, dtype: DType | None, out: Path) -> dict[str, Any]:
-    layout = Layout(dtype=dtype, world_size=2 if target.startswith("zero") else None)
+    layout = Layout(dtype=dtype, world_size=2 if target.startswith(("zero", "fsdp-ranks")) else None)
     ckpt.plan(checkpoint, target, layout).run(out)
-    assert (out / "tokenizer.json").read_text() == "{}"
-    return dict(json.loads((out / "config.json").read_text()))
+    folder = next(out.rglob("huggingface"), out)  # where verl keeps them
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    return dict(json.loads((folder / "config.json").read_text()))
 
 
 @pytest.mark.parametrize(("dtype", "true"), [(None, "bfloat16"), (FLOAT32, "float32")])
