@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         subprocess.run([*install, "--target", site, copy], check=True)
 
     def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
         command = [folder / "venv" / "bin" / "python", "-m", *arguments]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == code, done.stdout + done.stderr

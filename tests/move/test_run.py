@@ -419,9 +419,9 @@ class TestExecute:
         real = files.sync
 
         def sync(descriptor: int) -> None:
-            names = [path for _, path in open_files() if str(tmp_path) in path and ".ckpt-staging/" in path]
-            names = [path for path in names if JOURNAL not in path]
-            staged.append(len(names))
+            # In both lists is what was open between them; one alone is not of one moment.
+            names = {path for _, path in open_files()} & {path for _, path in open_files()}
+            staged.append(len([path for path in names if ".ckpt-staging/" in path and JOURNAL not in path]))
             real(descriptor)
             synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
 

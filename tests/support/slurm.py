@@ -48,7 +48,8 @@ class Cluster:
     @property
     def env(self) -> dict[str, str]:
         """The environment of users: of this Python and this checkout, without what the tests themselves run in."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        ours = ("SLURM", "SBATCH", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         return inherited | {
             "SLURM_CONF": str(self.folder / "slurm.conf"),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), _path()]),
