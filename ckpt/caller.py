@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt.move.group import LAUNCHERS
 from ckpt.run_folder.companions import read_json
 
-#: Number of processes: torchrun, accelerate and deepspeed; a step of srun; Open MPI; MPICH and Intel MPI.  Of Slurm not
-#: SLURM_NTASKS, which a batch script has too that starts torchrun once on each node.
-_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 #: torch's StateDictType, which FSDP's plugin of Accelerate has.
 _KINDS = {"SHARDED_STATE_DICT": "dcp", "FULL_STATE_DICT": "full"}
 
@@ -41,7 +39,7 @@ def _world_size(environment: Mapping[str, str]) -> int | None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_world_size())
-    sizes = (environment.get(name, "") for name in _SIZES)
+    sizes = (environment.get(name, "") for _, _, name, _ in LAUNCHERS)
     return next((int(size) for size in sizes if size.isdecimal() and int(size)), None)
 
 

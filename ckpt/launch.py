@@ -14,19 +14,10 @@ from typing import Any
 from uuid import uuid4
 
 from ckpt.errors import CkptError, StorageError, UsageError
-from ckpt.move.group import Alone, TorchGroup
+from ckpt.move.group import LAUNCHERS, Alone, TorchGroup
 
 _JOINING = timedelta(minutes=5)  # that processes wait for each other to start
 _PORT = 29500  # as torchrun's default
-
-#: What launchers tell each process: who is it, its rank, the number of all, the number of those on its node.  The last
-#: ones are of the processes of one step: SLURM_NTASKS would be there in the shell of `salloc`, and in a batch script.
-_LAUNCHERS = (
-    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
-    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-)
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,7 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return None
-    for by, *names in _LAUNCHERS:
+    for by, *names in LAUNCHERS:
         rank, size, local_size = (environment.get(name, "") for name in names)
         if not (rank.isdecimal() and size.isdecimal()):
             continue

@@ -22,6 +22,16 @@ from ckpt.errors import CkptError, StorageError
 
 T = TypeVar("T")
 
+#: What launchers tell each process: its rank, the number of all, the number of those on its node.  torchrun's are
+#: accelerate's and deepspeed's, too; srun's are of the processes of one step: SLURM_NTASKS would be there in the shell
+#: of `salloc`, and in a batch script that starts torchrun once on each node.
+LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+
 _INTERVAL = 0.25  # seconds between exchanges while nobody waits for one
 _SILENCE = timedelta(minutes=5)  # after which a process counts as dead whose node or network is gone
 _ROLL_CALL = timedelta(seconds=2)  # that is waited for those who live, when one has died
