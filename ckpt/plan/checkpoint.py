@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
-from ckpt.errors import CorruptError
+from ckpt.errors import CorruptError, UsageError
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
 
@@ -287,6 +287,14 @@ class Layout:
         """What was asked for of the options that a format declares, as that dataclass.  Other options are ignored."""
         names = {one.name for one in fields(cast(Any, declaration))}
         return declaration(**{name: value for name, value in self.options.items() if name in names})
+
+    def num_ranks(self, checkpoint: Checkpoint) -> int:
+        """For how many ranks files are written that are made for each.  UsageError where nothing tells."""
+        found = self.world_size or checkpoint.world_size
+        if found is None:
+            what, hint = "the source has no number of ranks of its own", "--world-size says how many there are"
+            raise UsageError(what, hint=hint)
+        return found
 
 
 class Slot(NamedTuple):

@@ -29,7 +29,6 @@ from ckpt.containers.torchfile.write import (
     pickled,
     torch_file,
 )
-from ckpt.errors import UsageError
 from ckpt.plan.checkpoint import (
     BUFFER,
     MASTER,
@@ -65,9 +64,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
 
     Raises UsageError where no number of ranks is known, LossError for what ZeRO cannot represent.
     """
-    num_ranks = layout.world_size or checkpoint.world_size
-    if num_ranks is None:
-        raise UsageError("the source has no number of ranks of its own", hint="--world-size says how many there are")
+    num_ranks = layout.num_ranks(checkpoint)
     model = zero_model.describe(checkpoint, layout.dtype)
     config, notes = zero_model.ds_config(model, stage, layout.dtype)
     tag = step_folder(checkpoint)

@@ -68,9 +68,7 @@ _DATA = "data.pt"
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     """The files of one step.  UsageError where no number of ranks is known, or FSDP1 is asked for and unknown."""
     options = layout.read(RanksOptions)
-    num_ranks = layout.world_size or checkpoint.world_size
-    if num_ranks is None:
-        raise UsageError("the source has no number of ranks of its own", hint="--world-size says how many there are")
+    num_ranks = layout.num_ranks(checkpoint)
     version = options.fsdp_version or (1 if checkpoint.flat_parameters else 2)
     if version == 1 and not checkpoint.flat_parameters:
         raise UsageError(
