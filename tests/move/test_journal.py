@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,26 +37,18 @@ def run(
 ) -> tuple[int, FileDigests]:
     """Bytes that were there already, and the digests; the process is killed when that part of the bytes is moved.
 
-    Where `num_lines` is given, it is killed as soon thereafter as the journal has so many: the threads that hash follow
-    those that move as fast as a busy machine lets them.
+    Where `num_lines` is given, those that move wait then until the journal has so many: the threads that hash follow
+    them as fast as a busy machine lets them.
     """
     digests, moved = [], [0]
 
-    def kill_when_journalled() -> None:
-        while (staging_folder(out) / JOURNAL).read_bytes().count(b"\n") < num_lines:
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_when_journalled, daemon=True)
-
     def progress(count: int) -> None:
         moved[0] += count
-        if moved[0] >= kill_at * plan.moved_bytes:
-            if num_lines:
-                if not killer.is_alive():
-                    killer.start()
-                return
-            os.kill(os.getpid(), signal.SIGKILL)
+        if moved[0] < kill_at * plan.moved_bytes:
+            return
+        while num_lines and sum(map(bool, (staging_folder(out) / JOURNAL).read_bytes().splitlines())) < num_lines:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def describe(_: Path, found: FileDigests) -> dict[str, bytes]:
         digests.append(found)
