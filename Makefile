@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Processes that test at once; each may start engines of eight ranks.
+WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help env demo test test-fast lint format docs gpu-check faults bench table clean
@@ -22,7 +24,7 @@ demo: env  ## train with ZeRO-3, convert to Hugging Face, verify, load
 	$(BIN)/python -m train.demo
 
 test: env lint  ## lint, type check, and the whole test suite
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test-fast: env  ## the tests that start no engine
 	$(BIN)/python -m pytest

@@ -7,7 +7,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -32,10 +32,31 @@ settings.load_profile("shared machine")
 TABLES: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes test: a file stays in one, and the cluster too; files that start engines go first."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+    for item in items:
+        group = "cluster" if "cluster" in getattr(item, "fixturenames", ()) else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def tables() -> dict[str, dict[str, dict[str, str]]]:
     """`tables[title][row][column] = cell` is printed when all tests are done."""
     return TABLES
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:  # one of several processes that test
+        output["tables"] = {title: dict(rows) for title, rows in TABLES.items()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for title, rows in getattr(node, "workeroutput", {}).get("tables", {}).items():
+        for name, row in rows.items():
+            TABLES[title][name].update(row)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
