@@ -295,9 +295,9 @@ def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Row]
         yield offloaded
     if not (data_parallel or model_parallel):
         more = _more_gpus(subject, setup, gpu_memory, [row.strategy for row in mine])
-        yield (
-            more or f"nothing fits on up to {_MAX_GPUS} such GPUs: a shorter --seq-len or a smaller --batch-size helps"
-        )
+        nothing = "nothing else" if offloaded else "nothing"
+        helps = "a shorter --seq-len or a smaller --batch-size helps"
+        yield more or f"{nothing} fits on up to {_MAX_GPUS} such GPUs: {helps}"
 
 
 def _first(rows: Sequence[Row], gpu_memory: int) -> str | None:
@@ -319,9 +319,11 @@ def _words(row: Row, gpu_memory: int, checkpointing: bool) -> str:
 def _more_gpus(subject: Subject, setup: Setup, gpu_memory: int, strategies: Sequence[str]) -> str | None:
     """The fewest GPUs on which what shards most fits, in whole nodes where that is more than one."""
 
+    searched = [s for s in (FSDP2, ZERO3) if s in strategies] or [s for s in _PREFERRED if s in strategies]
+
     def fitting(gpus: int) -> str | None:
         more = replace(setup, gpus=gpus)
-        rows = [_row(subject, strategy, more) for strategy in (FSDP2, ZERO3) if strategy in strategies]
+        rows = [_row(subject, strategy, more) for strategy in searched]
         if MEGATRON in strategies:
             rows += _megatron_rows(subject, more)
         return _first(rows, gpu_memory)

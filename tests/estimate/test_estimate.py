@@ -38,7 +38,7 @@ from ckpt.estimate.setup import (
 )
 from converters.names.parameters import in_memory, megatron_stages
 from converters.names.transformers import installed
-from tests.estimate.models import PUBLIC
+from tests.estimate.models import LLM_JP_13B, PUBLIC
 from tests.support.commands import ckpt, process
 from tests.support.engines import REPOSITORY, launch
 from train.config import ARCHITECTURES
@@ -377,6 +377,14 @@ def test_where_nothing_fits_offload_and_more_gpus_are_suggested() -> None:
     assert more.startswith("on 4 GPUs: ")
     (nothing,) = suggestions(PUBLIC["DeepSeek-V3"][1], Setup(1), GB // 2)
     assert nothing.startswith("nothing fits on up to")
+
+
+def test_what_was_asked_for_is_looked_for_on_more_gpus() -> None:
+    subject = sizing.Subject("13B", in_memory(LLM_JP_13B), LLM_JP_13B)
+    (more,) = sizing.size(subject, Setup(2), 80 * GB, [ZERO2]).suggestions
+    assert more.startswith("on 6 GPUs: zero2 with activation checkpointing, data parallel 6: 64.6 GB")
+    fits, nothing_else = sizing.size(subject, Setup(2), 24 * GB, [DDP, ZERO3_OFFLOAD]).suggestions
+    assert fits.startswith("zero3-offload with") and nothing_else.startswith("nothing else fits on up to 4096")
 
 
 def test_lora_and_its_targets(llama: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,13 @@ for step in (1, 2, 3):
     line = {LINE!r} | {{"step": step, "loss": step / 2, "grad_norm": None if step == 3 else 1.25}}
     tracker.log(step, tracking.flat(line))
 tracker.close()
+"""
+#: What trackio itself finds in a folder, as the last line.
+READ_TRACKIO = f"""
+import json, trackio
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = trackio.Api().runs({tracking.PROJECT!r})
+print(json.dumps([run.name, run.config, SQLiteStorage.get_logs(run.project, run.name, run_id=run.id)], default=str))
 """
 
 
@@ -127,6 +135,23 @@ def test_a_tensorboard_run_is_read_back(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == set(WANTED)
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
     assert [event.value for event in events.Scalars("rank_1/memory_bytes")] == [2.0**31] * 3
+
+
+def test_a_trackio_run_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    tracked("trackio", tmp_path / "run-9")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "run-9" / "trackio"))  # read while trackio is imported
+    done = process(script=READ_TRACKIO)
+    assert done.code == 0, done.err
+    name, config, lines = json.loads(done.out.splitlines()[-1])
+    assert name == "run-9" and (config["lr"], config["track"]) == (0.125, "trackio")
+    assert [(line["step"], line["loss"], line.get("grad_norm")) for line in lines] == [
+        (1, 0.5, 1.25),
+        (2, 1.0, 1.25),
+        (3, 1.5, None),
+    ]
+    assert {name: lines[0][name] for name in WANTED} == WANTED | {"loss": 0.5}
 
 
 @pytest.mark.parametrize("name", tracking.PACKAGES)
