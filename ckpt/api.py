@@ -285,8 +285,8 @@ def _with_config(checkpoint: Checkpoint, request: ReadRequest) -> Checkpoint:
 
 
 def find_config(where: str) -> Path:
-    """The folder of a model's config: a folder, the folder of a config.json, or a Hub id's files in the local cache."""
-    path = Path(where)
+    """The folder of a model's config: a folder or URL, that of a config.json, or a Hub id's files in the cache."""
+    path = places.local(where)
     if where and path.is_dir():
         return path
     if path.is_file():

@@ -28,6 +28,7 @@ from ckpt.run_folder.steps import (
     trainer_step,
 )
 from ckpt.sizes import show_size
+from ckpt.stores.places import local
 from ckpt.text import counted
 from ckpt.verify.files import (
     DAMAGED,
@@ -160,7 +161,7 @@ def check(
     compared too.  `progress` is told of bytes.  Raises NotFoundError where there is nothing, UsageError for several
     runs.
     """
-    path = Path(path)
+    path = local(path)
     with translate_os_errors(path):
         places = [_tagged(path, tag, format)] if tag is not None else checkpoints_of(path)
         count = Bytes() if every_byte else None
@@ -186,8 +187,9 @@ def _counted(place: Path, root: Path, every: list[Path]) -> Checked | None:
     return Checked(str(place.relative_to(root)), None, trainer_step(place), len(files), size, (told,))
 
 
-def expected_bytes(path: Path, tag: str | None = None) -> int:
+def expected_bytes(path: str | Path, tag: str | None = None) -> int:
     """Bytes of all files that `check` looks at."""
+    path = local(path)
     with translate_os_errors(path):
         return sum(file.stat().st_size for file in files_below(path / tag if tag is not None else path))
 

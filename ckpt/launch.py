@@ -128,7 +128,7 @@ def _join(start: Launch) -> tuple[Any, TorchGroup]:
             rank=start.rank,
             expected=str(start),
             found=str(error).splitlines()[0],
-            hint=f"do all of them run `ckpt convert`, and reach that port? {alone}",
+            hint=f"do all of them run this command, and reach that port? {alone}",
         ) from None
 
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from ckpt import api, registry
 from ckpt.caller import caller
-from ckpt.errors import CkptError, IncompleteError, NotFoundError, StorageError, UsageError, printable
-from ckpt.move.files import translate_os_errors
+from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, StorageError, UsageError, printable
+from ckpt.move.files import Staging, is_filled, staging_folder, translate_os_errors
 from ckpt.move.group import Alone, the_callers
-from ckpt.plan.checkpoint import Checkpoint, Layout
+from ckpt.plan.checkpoint import Checkpoint, Layout, SourceFile
 from ckpt.plan.dtypes import CASTABLE
+from ckpt.progress import progress
 from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.steps import ANY_STEP, LATEST, TRACKER, TRAINER_STATE, recorded_step
-from ckpt.text import scheme_of
+from ckpt.sizes import show_size
+from ckpt.text import counted, scheme_of
+
+T = TypeVar("T")
 
 #: In each converted folder, what it was made of.
 RECORD = "ckpt-resume.json"
@@ -77,14 +83,14 @@ def resume(
     """The folder to resume from: of the run folder or checkpoint `path`, on the engine and ranks that there are now.
 
     That is the newest complete checkpoint of `path` itself if it fits.  Otherwise it is converted, into a hidden folder
-    beside `path` (`.NAME.ckpt-resume`), where the next call finds it again; conversions whose source has gone are
-    removed there.  `format` and `world_size` are found out: the process group of torch.distributed, the environment of
-    torchrun, deepspeed, srun, mpirun and accelerate, HF Trainer's DeepSpeed config; failing that they are the source's.
-    `dtype` is that of weights (`bf16`), failing that the
-    DeepSpeed config's; `options` are those of the format, as `tp` and `pp` of Megatron's.
+    beside `path` (`.NAME.ckpt-resume`), where the next call finds it again, or goes on where it was killed; conversions
+    whose source has gone or changed are removed there.  `format` and `world_size` are found out: the process group of
+    torch.distributed, the environment of torchrun, deepspeed, srun, mpirun and accelerate, HF Trainer's DeepSpeed
+    config; failing that they are the source's.  `dtype` is that of weights (`bf16`), failing that the DeepSpeed
+    config's; `options` are those of the format, as `tp` and `pp` of Megatron's.
 
-    Called by every process of an initialized torch.distributed, the first one converts, and all return the same path or
-    raise the same error.  `say` is given what was done, a line each, in the first process.
+    Called by every process of an initialized torch.distributed, each converts its share, and all return the same path
+    or raise the same error.  `say` is given what was done, a line each, in the first process.
 
     With `missing_ok` it is None where `path` does not exist or holds no file of tensors: the run begins.  A checkpoint
     that is not complete, or of no known format, is an error all the same.
@@ -109,88 +115,182 @@ def resume(
                 hint="call ckpt.resume behind init_process_group (deepspeed.initialize, TrainingArguments), "
                 "or give the path that `ckpt resume` prints",
             )
-        found: str | None = None
-        error: Exception | None = None
+        dtype = dtype or now.dtype
+        layout = Layout(CASTABLE[dtype] if dtype else None, world_size=world_size or now.world_size, **options)
+        opened = partial(api.open, path, tag=tag, config=config)
+        way = None
         if group.rank == 0:
-            dtype = dtype or now.dtype
-            layout = Layout(CASTABLE[dtype] if dtype else None, world_size=world_size or now.world_size, **options)
-            try:
-                found = _resume(path, format or now.format, layout, tag, config, say)
-            except Exception as raised:
-                error = raised
-        _raise_together(error, path, group)
-        place: str = group.gather(found)[0]  # type: ignore[assignment]
-        _check_seen_by_all(place, group)
-        return place
+            way = partial(_way, path, opened, format or now.format, layout, say)
+        found: _Way = group.gather(_in_all(way, path, group))[0]  # type: ignore[assignment]
+        if found.layout is not None:
+            _convert(found, partial(_planned, opened, found), path, say, group)
+            group.gather(None)  # the first process has moved it to its place
+        if group.rank == 0:
+            say(f"resuming from {found.place}, {found.why}")
+            _remove_orphans(_kept_folder(path), say)
+        _check_seen_by_all(found, group)
+        return found.place
 
 
 def _holds_tensors(path: Path) -> bool:
     return any(file.suffix in _OF_TENSORS for file in path.rglob("*"))
 
 
-def _raise_together(error: Exception | None, path: Path, group: Alone) -> None:
-    """Raise the first process's error in all of them, or what explains it: that they see other files."""
-    first = group.gather(error)[0]
+# -- what all processes do together ------------------------------------------------------------------------------------
+
+
+def _in_all(action: Callable[[], T] | None, path: Path, group: Alone) -> T | None:
+    """What `action` returns here, if it has succeeded wherever there is one.
+
+    Otherwise all processes raise the first one's error, or what explains it: that they do not see the same files.
+    """
+    result, error = None, None
+    try:
+        result = action() if action is not None else None
+    except CkptError as raised:
+        error = raised
+    errors = group.gather(error)
+    first = next((rank for rank, error in enumerate(errors) if error is not None), None)
     if first is None:
+        return result
+    if group.size > 1 and isinstance(errors[first], NotFoundError | IncompleteError):
+        _check_same_files(path, group)
+    if error is not None and group.rank == first:
+        raise error
+    group.gather(None)  # where that one's error is raised
+    raise AssertionError
+
+
+def _check_same_files(path: Path, group: Alone) -> None:
+    """Raise StorageError, in all processes the same, where some lack files below `path` that others see."""
+    seen = group.gather((socket.gethostname(), _files_below(path)))
+    every = frozenset[str]().union(*(names for _, names in seen))
+    lacking: dict[tuple[str, frozenset[str]], list[int]] = {}
+    for rank, (host, names) in enumerate(seen):
+        if names != every:
+            lacking.setdefault((host, every - names), []).append(rank)
+    if not lacking:
         return
-    if group.size > 1 and isinstance(first, NotFoundError | IncompleteError):
-        seen = group.gather((socket.gethostname(), _files_below(path)))
-        if len({names for _, names in seen}) > 1:
-            every = frozenset[str]().union(*(names for _, names in seen))
-            lacking = {host: sorted(every - names) for host, names in seen if every - names}
-            found = "; ".join(f"{host} lacks {len(n)}, as {', '.join(n[:3])}" for host, n in lacking.items())
-            raise StorageError(
-                "the nodes do not see the same files: the checkpoint lies on storage of single nodes",
-                path=path,
-                found=found,
-                hint="copy the files of all nodes to storage that they share, and give that path",
-            ) from error
-    raise first
+    error: Any = StorageError(
+        "the nodes do not see the same files: the checkpoint lies on storage of single nodes",
+        path=path,
+        found="; ".join(
+            f"{host} (rank {', '.join(map(str, ranks))}) lacks {counted(len(names), 'file')}, as "
+            f"{', '.join(sorted(names)[:3])}"
+            for (host, names), ranks in lacking.items()
+        ),
+        hint="copy the files of all nodes to storage that they share, and give that path; where each rank loads what "
+        "its own node wrote (DeepSpeed's use_node_local_storage, on as many ranks), give the engine the path itself",
+    )
+    error.is_told = True  # it is of no single rank
+    raise error
 
 
 def _files_below(path: Path) -> frozenset[str]:
     return frozenset(str(found.relative_to(path)) for found in path.rglob("*") if found.is_file())
 
 
-def _check_seen_by_all(place: str, group: Alone) -> None:
-    without = [host for host, is_seen in group.gather((socket.gethostname(), os.path.exists(place))) if not is_seen]
+def _check_seen_by_all(found: _Way, group: Alone) -> None:
+    """Raise StorageError where a node does not see the folder, or files in it; the first process of each looks."""
+    hosts = group.gather(socket.gethostname())
+    looks = hosts.index(hosts[group.rank]) == group.rank
+    lacking = group.gather([file for file in (found.place, *found.files) if looks and not os.path.exists(file)])
+    without = [f"{hosts[rank]} (rank {rank}) lacks {files[0]}" for rank, files in enumerate(lacking) if files]
     if without:
         raise StorageError(
-            "other nodes do not see the folder to resume from: it is not on storage that all of them share",
-            path=place,
-            found=f"not there on {', '.join(sorted(set(without)))}",
+            "other nodes do not see what is to be resumed from: it is not on storage that all of them share",
+            path=found.place,
+            found="; ".join(without[:8]),
             hint="keep the run on shared storage",
         )
 
 
-def _resume(
-    path: Path, format: str | None, layout: Layout, tag: str | None, config: str | None, say: Callable[[str], None]
-) -> str:
-    checkpoint = api.open(path, tag=tag, config=config)
+# -- what there is, and what it becomes --------------------------------------------------------------------------------
+
+
+class _Way(NamedTuple):
+    """The folder to resume from, and why that; to be converted to `format` by `layout` first, unless that is None.
+
+    `files` are those that are loaded, where that is known.
+    """
+
+    place: str
+    why: str
+    files: Sequence[str] = ()
+    format: str = ""
+    layout: Layout | None = None
+
+
+def _way(
+    path: Path, opened: Callable[[], Checkpoint], format: str | None, layout: Layout, say: Callable[[str], None]
+) -> _Way:
+    checkpoint = opened()
     for note in (*checkpoint.passed_over, *(note for note in checkpoint.notes if note not in checkpoint.passed_over)):
         say(f"note: {note}")
     wanted = registry.get(format or checkpoint.format).name
     as_it_is = _folder_to_load(path, checkpoint)
     misfit = _misfit(checkpoint, wanted, layout)
     if as_it_is is not None and misfit is None:
-        say(f"resuming from {as_it_is}, as it is")
-        return str(as_it_is)
+        return _Way(str(as_it_is), "as it is", [file.path for file in checkpoint.files])
     say(f"{checkpoint.path} does not fit: {misfit or f'{LATEST} or a tracker names another step'}")
-    kept = _kept_folder(path)
     size = layout.world_size if wanted in (*_OF_RANKS, "megatron", "megatron-dist") else None
     layout = Layout(layout.dtype, layout.max_shard_size, size, layout.options)
-    destination = kept / _name(checkpoint, wanted, layout)
+    destination = _kept_folder(path) / _name(checkpoint, wanted, layout)
     if destination.is_dir():
-        say(f"resuming from {destination}, which was converted before")
+        return _Way(str(destination), "which was converted before")
+    return _Way(str(destination), f"converted from {checkpoint.path}", (), wanted, layout)
+
+
+def _planned(opened: Callable[[], Checkpoint], way: _Way) -> api.Conversion:
+    return api.plan(opened(), way.format, way.layout)
+
+
+def _convert(
+    way: _Way, planned: Callable[[], api.Conversion], path: Path, say: Callable[[str], None], group: Alone
+) -> None:
+    """Convert, each process its share; a conversion that was killed is gone on with."""
+    conversion: api.Conversion = _in_all(planned, path, group)  # type: ignore[assignment]
+    destination, plan = Path(way.place), conversion.plan
+    if group.rank == 0:
+        _settle_left_over(conversion, destination, say)
+    record = json.dumps({"source": [astuple(file) for file in plan.checkpoint.files]}).encode()
+    is_quiet = group.rank > 0 or say is not say_on_stderr
+    with progress(plan.moved_bytes, "check", quiet=is_quiet) as meter:
+        num_done = conversion.run(
+            destination,
+            resume=True,
+            describe=lambda _: {RECORD: record},
+            group=group,
+            progress=meter,
+            phase=meter.phase,
+        )
+    if group.rank == 0:
+        if num_done:
+            say(f"{show_size(num_done)} were there already, and are as they were written")
+        for line in (*plan.target.notes, *plan.target.not_written):
+            say(f"note: {line}" if line in plan.target.notes else f"not in the target: {line}")
+
+
+def _settle_left_over(conversion: api.Conversion, destination: Path, say: Callable[[str], None]) -> None:
+    """Name what a killed conversion to `destination` left, and remove it where it cannot be gone on with."""
+    from ckpt.move.journal import header, read_journals
+
+    left_over = staging_folder(destination)
+    if not is_filled(left_over):
+        return
+    try:
+        read_journals(left_over, header(conversion.plan))
+    except (CorruptError, UsageError) as error:
+        _remove_staging(destination)
+        say(f"removed {left_over}, which a resume left that was killed: {error.what}")
     else:
-        conversion = api.plan(checkpoint, wanted, layout)
-        record = json.dumps({"source": [file.path for file in checkpoint.files]}).encode()
-        conversion.run(destination, resume=True, describe=lambda _: {RECORD: record})
-        for line in (*conversion.plan.target.notes, *conversion.plan.target.not_written):
-            say(f"note: {line}" if line in conversion.plan.target.notes else f"not in the target: {line}")
-        say(f"resuming from {destination}, converted from {checkpoint.path}")
-    _remove_orphans(kept, say)
-    return str(destination)
+        say(f"going on with {left_over}, which a resume left that was killed")
+
+
+def _remove_staging(destination: Path) -> None:
+    """Remove the staging folder for `destination`.  StorageError where a living process is writing it."""
+    with Staging(destination, overwrite=True, total_bytes=0):
+        pass
 
 
 def _folder_to_load(path: Path, checkpoint: Checkpoint) -> Path | None:
@@ -239,22 +339,32 @@ def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
     from xxhash import xxh3_64
 
     asked = (layout.dtype, layout.world_size, sorted(layout.options.items()))
-    facts = repr((wanted, asked, [astuple(file) for file in checkpoint.files]))
+    facts = repr((wanted, asked, checkpoint.config, [astuple(file) for file in checkpoint.files]))
     step = f"step{checkpoint.state.step}" if checkpoint.state.step is not None else Path(checkpoint.path).name
     ranks = f"-on-{layout.world_size}" if layout.world_size else ""
     return f"{step}-{wanted}{ranks}-{xxh3_64(facts.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def _remove_orphans(kept: Path, say: Callable[[str], None]) -> None:
-    """Remove conversions of which a file of the source has gone."""
+    """Remove conversions, and what is left of killed ones, of which a file of the source has gone or changed."""
+    from ckpt.move.journal import sources_of
+
     for record in sorted(kept.glob(f"*/{RECORD}")):
-        try:
-            content = read_json(record)
-            sources = content["source"]
-            is_orphan = not all(os.path.exists(source) for source in sources)
-        except (CkptError, KeyError, TypeError):
-            continue
-        if is_orphan:
-            with translate_os_errors(record.parent):
+        with contextlib.suppress(CkptError, KeyError, TypeError), translate_os_errors(record):
+            if not all(_is_as_it_was(SourceFile(*facts)) for facts in read_json(record)["source"]):
                 shutil.rmtree(record.parent)
-            say(f"removed {record.parent}, whose source has gone")
+                say(f"removed {record.parent}, whose source has gone or changed")
+    for left_over in sorted(kept.glob(staging_folder(kept / "*").name)):
+        with contextlib.suppress(CkptError), translate_os_errors(left_over):
+            if not all(map(_is_as_it_was, sources_of(left_over))):
+                _remove_staging(kept / left_over.name.removeprefix(".").removesuffix(".ckpt-staging"))
+                say(f"removed {left_over}, which a resume left that was killed: its source has gone or changed")
+            else:
+                say(f"note: {left_over} is of another resume, one that was killed or is not done yet")
+
+
+def _is_as_it_was(file: SourceFile) -> bool:
+    try:
+        return SourceFile.stat(file.path) == file
+    except (FileNotFoundError, NotADirectoryError):
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 
 import ckpt
+from ckpt import api
 from ckpt.caller import Caller, caller
-from ckpt.errors import CkptError, NotFoundError, SeveralRunsError, UsageError
+from ckpt.errors import CkptError, NotFoundError, SeveralRunsError, StorageError, UsageError
+from ckpt.move.journal import JOURNAL
+from ckpt.plan.checkpoint import Layout
 from ckpt.resuming import RECORD
 from tests.support.commands import ckpt as run_ckpt
-from tests.support.commands import snapshot
+from tests.support.commands import contents, snapshot
 from tests.support.engines import REPOSITORY
 
 FIXTURES = REPOSITORY / "fixtures"
@@ -56,7 +60,43 @@ class TestOneProcess:
         (run / "latest").write_text("global_step3")
         again = Path(ckpt.resume(run, say=said.append))
         assert [path.name for path in again.parent.iterdir()] == [again.name] and again != found
-        assert f"removed {found}, whose source has gone" in said
+        assert f"removed {found}, whose source has gone or changed" in said
+
+    def test_what_a_killed_one_left_is_gone_on_with_or_removed(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def is_killed(world_size: int) -> Path:
+            """The staging folder that is left: all but the manifest was written."""
+            with monkeypatch.context() as patch, pytest.raises(StorageError):
+                patch.setattr(api.Conversion, "_described", disk_is_full)
+                patch.setenv("WORLD_SIZE", str(world_size))
+                ckpt.resume(run, say=said.append)
+            (left,) = (run.parent / ".outputs.ckpt-resume").glob(f".*-on-{world_size}-*.ckpt-staging")
+            return left
+
+        def disk_is_full(*_: object) -> None:
+            raise StorageError("no space on the disk")
+
+        said = list[str]()
+        left = is_killed(2)
+        found = ckpt.resume(run, world_size=2, say=said.append)
+        assert any(line.startswith(f"going on with {left}") for line in said)
+        assert any("B were there already" in line for line in said) and not left.exists()
+        ckpt.plan(ckpt.open(run), "zero3", Layout(world_size=2)).run(run.parent / "unbroken")
+        assert ckpt.verify(ckpt.open(found), ckpt.open(run.parent / "unbroken")).equal
+        left = is_killed(4)  # by another version of ckpt
+        begin, *rest = (left / JOURNAL).read_text().splitlines(keepends=True)[1:]
+        (left / JOURNAL).write_text("".join(["\n", json.dumps(json.loads(begin) | {"version": "0"}), "\n", *rest]))
+        assert ckpt.open(ckpt.resume(run, world_size=4, say=said.append)).world_size == 4
+        assert any(line.startswith(f"removed {left}") and "another version of ckpt" in line for line in said)
+        left = is_killed(5)
+        assert ckpt.resume(run, say=said.append) == str(run)
+        assert f"note: {left} is of another resume, one that was killed or is not done yet" in said and left.exists()
+        (run / "global_step2" / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
+        kept = sorted(path.name for path in left.parent.iterdir())
+        assert ckpt.resume(run, say=said.append) == str(run)
+        assert len(kept) == 3 and list(left.parent.iterdir()) == []
+        assert f"removed {left}, which a resume left that was killed: its source has gone or changed" in said
 
     def test_a_torn_checkpoint_is_passed_over_and_named(self, run: Path, tmp_path: Path) -> None:
         outputs = Path(shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "trainer"))
@@ -167,21 +207,32 @@ def test_what_the_caller_runs_on(name: str, tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import json, sys, torch.distributed as dist, ckpt
+import json, os, socket, sys, torch, torch.distributed as dist, ckpt
+from ckpt.move import run
 rank, folder = int(sys.argv[1]), sys.argv[2]
+os.chdir(f"{folder}/node{rank}")
+socket.gethostname = lambda: f"node{rank}"
 dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-told, found = [], {}
-for name in ("outputs", "nowhere"):
+told, found, shares, deal = [], {}, [], run.deal
+run.deal = lambda *what: shares.append(deal(*what)) or shares[-1]
+for name, size in ((f"{folder}/outputs", 2), (f"{folder}/nowhere", 2), ("run", 3), ("run", 2), ("other", 3)):
     try:
-        found[name] = ckpt.resume(f"{folder}/{name}", say=told.append)
+        found[f"{os.path.basename(name)} on {size}"] = ckpt.resume(name, say=told.append, world_size=size)
     except ckpt.errors.CkptError as error:
-        found[name] = [type(error).__name__, str(error)]
-print(json.dumps([found, told]))
+        found[f"{os.path.basename(name)} on {size}"] = [type(error).__name__, str(error)]
+total = torch.ones(1)
+dist.all_reduce(total)  # the script's own group goes on
+print(json.dumps([found, told, sum(length for part in shares[-1] for _, length in part.todo), total.item()]))
 dist.destroy_process_group()
 """
 
 
-def test_every_process_returns_the_same_or_raises_the_same(run: Path) -> None:
+def test_every_process_does_its_share_and_returns_the_same_or_raises_the_same(run: Path) -> None:
+    """`run` is whole on the first node alone; of `other` each of the two nodes has what its own ranks wrote."""
+    for node, name in itertools.product((0, 1), ("run", "other")):
+        there = Path(shutil.copytree(run, run.parent / f"node{node}" / name))
+        for rank in () if (node, name) == (0, "run") else (1,) if node else (0, 2):
+            next((there / "global_step2").glob(f"*zero_pp_rank_{rank}_*optim_states.pt")).unlink()
     words = [sys.executable, "-c", SCRIPT]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     started = [
@@ -189,10 +240,23 @@ def test_every_process_returns_the_same_or_raises_the_same(run: Path) -> None:
         for rank in range(2)
     ]
     results: list[Any] = [json.loads(one.communicate(timeout=240)[0]) for one in started]
-    (first, told), (second, silent) = results
-    assert first == second and told and not silent
-    assert ".outputs.ckpt-resume" in first["outputs"] and ckpt.open(first["outputs"]).world_size == 2
-    assert first["nowhere"][0] == "NotFoundError"
+    (first, told, one_share, total), (second, silent, other_share, _) = results
+    assert first == second and told and not silent and total == 2
+    assert ".outputs.ckpt-resume" in first["outputs on 2"] and ckpt.open(first["outputs on 2"]).world_size == 2
+    ckpt.plan(ckpt.open(run), "zero3", Layout(world_size=2)).run(run.parent / "alone")
+    of_others = {RECORD, "ckpt-manifest.json"}
+    together, alone = (contents(Path(folder)) for folder in (first["outputs on 2"], run.parent / "alone"))
+    assert {name for name in together if together[name] != alone.get(name)} == of_others
+    assert 0.3 < one_share / (one_share + other_share) < 0.7, "the work is dealt out"
+    assert first["nowhere on 2"][0] == "NotFoundError"
+    lacks = {
+        "run on 3": ("do not see what is to be resumed from", "node1 (rank 1) lacks "),
+        "run on 2": ("do not see the same files", "node1 (rank 1) lacks 1 file, as global_step2/"),
+        "other on 3": ("do not see the same files", "node0 (rank 0) lacks 2 files, as global_step2/"),
+    }
+    for name, words in lacks.items():
+        kind, text = first[name]
+        assert kind == "StorageError" and "optim_states.pt" in text and all(word in text for word in words), text
 
 
 def test_errors_go_from_process_to_process() -> None:

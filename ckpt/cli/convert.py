@@ -14,10 +14,10 @@ import typer
 from ckpt import registry
 from ckpt.cli import complete
 from ckpt.cli import options as opt
-from ckpt.cli.progress import progress
 from ckpt.cli.text import carry_out, say_source
 from ckpt.errors import UsageError, printable, shown
 from ckpt.plan.options import MAX_SIZE
+from ckpt.progress import progress
 from ckpt.sizes import parse_size
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import typer
 from ckpt.cli import options as opt
 from ckpt.cli.convert import beside_another, default_output
 from ckpt.cli.text import carry_out, files_of, say_notes, say_source
-from ckpt.errors import UsageError, printable
+from ckpt.errors import UsageError, printable, shown
 from ckpt.sizes import parse_size, show_size
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def merge_lora(
     for one in opened if quiet else found:
         say_notes(one.checkpoint.passed_over if quiet else one.notes)
     say_source(model, "merging into ", quiet=quiet)
-    facts = {"base": base or found[0].config.base or model.path, "adapters": ", ".join(made_of)}
+    facts = {"base": shown(base or found[0].config.base or model.path), "adapters": shown(", ".join(made_of))}
     report = carry_out(
         conversion,
         destination,

@@ -12,7 +12,7 @@ import typer
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import lost_lines, plan_report, say_source
-from ckpt.errors import printable
+from ckpt.errors import UsageError, printable
 from ckpt.plan.options import MAX_SIZE
 from ckpt.sizes import parse_size
 
@@ -55,9 +55,13 @@ def mount(
     """
     from ckpt import api
     from ckpt.mount import mount as mount_conversion
+    from ckpt.move import standins
     from ckpt.plan.checkpoint import Layout
     from ckpt.plan.dtypes import CASTABLE
 
+    if standins.is_standin(str(path)) and not foreground:
+        hint = "--foreground serves it from this process; in a shell, with & behind the command"
+        raise UsageError("what is in a store is not served by another process", path=path, hint=hint)
     layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), world_size, options)
     checkpoint: Checkpoint = api.open(path, format, tag=tag, config=config)
     if dequantize:

@@ -124,26 +124,38 @@ VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Print ever
 
 
 #: Arguments that may be URLs, by the function of the command.
-_TAKES_URLS = {"convert": ("path", "output"), "inspect": ("path",), "hash_": ("path",), "verify": ("a", "b")}
+_TAKES_URLS = {
+    "convert": ("path", "output", "config"),
+    "resume": ("config",),
+    "mount": ("path", "config"),
+    "merge_lora": ("sources", "base", "config"),
+    "inspect": ("path", "config"),
+    "check": ("path",),
+    "hash_": ("path", "config"),
+    "verify": ("a", "b", "config"),
+}
 #: Those that are no places, whatever they look like.
 _TEXTS = ("commit_message", "tensor")
 
 
 def _with_urls(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """`arguments` with a place for what is at each URL.  UsageError where none is taken: it would be a local path."""
-    for name, value in arguments.items():
-        if name in _TEXTS:
-            continue
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, (str, Path)) and (scheme := scheme_of(one)) is not None:
-                url = f"{scheme}://" + str(one).partition(":")[2].lstrip("/")
-                if name not in _TAKES_URLS.get(command, ()):
-                    said = f"`ckpt {command.strip('_').replace('_', '-')}` takes no URL here"
-                    raise UsageError(said, found=url, hint="give a local path, or copy it there first")
-                from ckpt.move import standins
 
-                arguments = {**arguments, name: standins.place(url)}
-    return arguments
+    def placed(value: Any, is_taken: bool) -> Any:
+        if isinstance(value, list):
+            return [placed(one, is_taken) for one in value]
+        if not isinstance(value, (str, Path)) or (scheme := scheme_of(value)) is None:
+            return value
+        url = f"{scheme}://" + str(value).partition(":")[2].lstrip("/")
+        if not is_taken:
+            said = f"`ckpt {command.strip('_').replace('_', '-')}` takes no URL here"
+            raise UsageError(said, found=url, hint="give a local path, or copy it there first")
+        from ckpt.move import standins
+
+        return type(value)(standins.place(url))
+
+    taken = _TAKES_URLS.get(command, ())
+    return {name: value if name in _TEXTS else placed(value, name in taken) for name, value in arguments.items()}
 
 
 def guarded(function: Function) -> Function:

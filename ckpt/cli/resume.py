@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -37,19 +38,24 @@ def resume(
     options: Mapping[str, Any],
 ) -> None:
     """Print the folder to resume from: the newest complete checkpoint, converted only if it does not fit."""
+    from ckpt.launch import joined, launch
     from ckpt.resuming import resume as find
     from ckpt.resuming import say_on_stderr
 
-    found = find(
-        path,
-        format=format,
-        world_size=world_size,
-        tag=tag,
-        config=config,
-        dtype=None if dtype is opt.DType.keep else dtype.value,
-        missing_ok=missing_ok,
-        say=(lambda _: None) if quiet else say_on_stderr,
-        **options,
-    )
+    start = launch()
+    if start is not None and not start.rank and not quiet:
+        print(f"resuming with {start}", file=sys.stderr)
+    with joined(start):
+        found = find(
+            path,
+            format=format,
+            world_size=world_size,
+            tag=tag,
+            config=config,
+            dtype=None if dtype is opt.DType.keep else dtype.value,
+            missing_ok=missing_ok,
+            say=(lambda _: None) if quiet else say_on_stderr,
+            **options,
+        )
     if found is not None:
-        print(printable(found))
+        print(f"{printable(found)}\n", end="")  # in one piece: the other processes print it, too

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ckpt.cli.progress import progress
 from ckpt.errors import printable, shown
+from ckpt.progress import progress
 from ckpt.sizes import show_size
 from ckpt.text import aligned
 

@@ -12,9 +12,9 @@ import typer
 from ckpt import registry
 from ckpt.cli import complete
 from ckpt.cli import options as opt
-from ckpt.cli.progress import progress
 from ckpt.cli.text import say_source
 from ckpt.errors import UsageError, printable, shown
+from ckpt.progress import progress
 
 
 def verify(

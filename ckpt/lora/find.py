@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckpt import api, registry
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
+from ckpt.move import standins
 from ckpt.move.files import translate_os_errors
 from ckpt.move.lazy import LazyTensor
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
@@ -20,6 +21,7 @@ from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import trainer_steps
 from ckpt.state import adapter as names
 from ckpt.state.adapter import AdapterConfig, parse_name
+from ckpt.stores.places import local
 from ckpt.text import HUB_ID
 
 if TYPE_CHECKING:
@@ -80,19 +82,19 @@ class Adapter:
 
 
 def open_adapter(where: str, *, config: str | None = None, tag: str | None = None) -> Adapter:
-    """The adapter at `where`: a PEFT folder, a run folder (the newest in it), a sharded checkpoint, or a Hub id.
+    """The adapter at `where`: a PEFT folder, a run folder (the newest in it), a sharded checkpoint, a URL, or a Hub id.
 
     `config` is the folder that has `adapter_config.json`, where the checkpoint's own do not; `tag` names a step.  Hub
     ids are looked up in the local cache only.
     """
-    path = Path(where)
+    path = local(where)
     if not path.exists() and HUB_ID.fullmatch(where):
         path = cached_snapshot(where, None)
     with translate_os_errors(path):
         if not path.exists():
             raise NotFoundError("no such adapter", path=where, expected="a folder, or a Hub id in the local cache")
         checkpoint = _open(path, config, tag)
-    folders = [config] if config and Path(config).is_dir() else []
+    folders = [place] if config and (place := local(config)).is_dir() else []
     found = names.find_config([*folders, *checkpoint.folders])
     if found is None:
         raise NotFoundError(
@@ -226,7 +228,7 @@ def open_base(adapter: Adapter, where: str | None, *, config: str | None = None,
             path=adapter.config.path,
             hint="give it with --base",
         )
-    path = Path(given)
+    path = local(given) if where else Path(given)
     if not path.exists():
         if not HUB_ID.fullmatch(given):
             raise NotFoundError(
@@ -305,6 +307,9 @@ def _is_quantized(repo_id: str) -> bool:
 
 
 def _hub_id(path: Path) -> str | None:
+    url = standins.url_of(path)
+    if url is not None and url.startswith("hf://"):
+        return "/".join(url.split("/")[2:4]).partition("@")[0]
     match = _SNAPSHOT.search(f"{path.resolve()}/")
     return match["id"].replace("--", "/") if match else None
 

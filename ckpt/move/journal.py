@@ -6,6 +6,7 @@ every piece again and compares its digest, so that it does not matter what a cra
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -119,6 +120,15 @@ def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
                 name, offset, length, digest = line
                 found.setdefault(name, {})[offset, length] = digest
     return found
+
+
+def sources_of(folder: Path) -> list[SourceFile]:
+    """The files that the conversion in `folder` was begun with; none where no journal says."""
+    for path in sorted(folder.glob(f"{JOURNAL}*")):
+        for line in _lines(path):
+            with contextlib.suppress(KeyError, TypeError):
+                return [SourceFile(*facts) for facts in line["sources"]]
+    return []
 
 
 def _lines(path: Path) -> Iterator[Any]:

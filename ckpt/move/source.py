@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
+from typing import Any
 
 from ckpt.errors import CorruptError, NotFoundError, StorageError
 from ckpt.move import standins
@@ -45,6 +47,45 @@ def read_file(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
         return read_at(descriptor, name, 0, size if limit is None else min(size, limit))
     finally:
         os.close(descriptor)
+
+
+def open_stream(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """A file to be read from its start on.  Raises as `open_file` does, and as `read_into` when it is read."""
+    descriptor = open_file(os.fspath(path))
+    if standins.behind(descriptor) is None:
+        return open(descriptor, "rb")
+    return io.BufferedReader(_Remote(descriptor))
+
+
+class _Remote(io.RawIOBase):
+    """What is in a store, as a file."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._at = descriptor, 0
+        self._size = os.fstat(descriptor).st_size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, to: int, whence: int = os.SEEK_SET) -> int:
+        self._at = to + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = read_into(self._descriptor, self._at, memoryview(buffer).cast("B"))
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
 
 
 def read_into(fd: int, offset: int, *buffers: memoryview) -> int:

@@ -23,7 +23,7 @@ from ckpt.containers.safetensors import read_header
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.weights import MAX_INDEX, parse_index
 from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsafeError
-from ckpt.move.source import open_file, read_file
+from ckpt.move.source import open_stream, read_file
 from ckpt.run_folder.companions import MAX_JSON, parse_json
 
 #: A file is missing, empty or cut off; it contradicts itself; it cannot be looked into, so that nothing is known.
@@ -175,7 +175,7 @@ def read_all(root: Path, files: Iterable[Path], count: Bytes, progress: Callable
             if path.suffix == ".distcp":
                 _read_items(path, count)
             elif path.suffix in _TORCH and _is_zip(path):
-                with open(open_file(str(path)), "rb") as file:
+                with open_stream(path) as file:
                     _compare(file, path, count)
             else:
                 for block in _blocks(path):
@@ -188,13 +188,13 @@ def read_all(root: Path, files: Iterable[Path], count: Bytes, progress: Callable
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    with open(open_file(str(path)), "rb") as file:
+    with open_stream(path) as file:
         while block := file.read(_BLOCK):
             yield block
 
 
 def _is_zip(path: Path) -> bool:
-    with open(open_file(str(path)), "rb") as file:
+    with open_stream(path) as file:
         return file.read(4) == _ZIP
 
 
@@ -204,7 +204,7 @@ def _read_items(path: Path, count: Bytes) -> None:
     places = [*metadata.values.values()]
     for entry in metadata.entries.values():
         places += [*entry.chunks.values(), *(place for _, place in entry.replicas)]
-    with open(open_file(str(path)), "rb") as file:
+    with open_stream(path) as file:
         for offset, length in sorted({(p.offset, p.length) for p in places if Path(p.path).name == path.name}):
             file.seek(offset)
             if file.read(4) == _ZIP:

@@ -6,6 +6,9 @@ import filecmp
 import os
 import re
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import fsspec
@@ -25,6 +28,7 @@ from ckpt.stores import objects, places
 from tests.support.commands import ckpt as command
 from tests.support.commands import process
 from tests.support.object_store import BUCKET, Faults, ObjectStore
+from tests.test_mount import no_fuse, unmount
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SAMPLES = (
@@ -79,12 +83,64 @@ def test_the_command_line(store: ObjectStore, tmp_path: Path, monkeypatch: pytes
     assert command("verify", f"s3://{BUCKET}/cli/hf").code == 1
 
 
+def test_adapters_bases_and_configs(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = FIXTURES / "trl-lora-zero3"
+    url = store.upload(here, "adapters")
+    run, base = "outputs/qwen3-lora", "Qwen/Qwen3-30B-A3B"
+    done = command("merge-lora", f"{url}/{run}", "--base", f"{url}/{base}")
+    assert (done.code, done.out) == (0, "qwen3-lora-merged\n"), done
+    assert "ckpt-stores-" not in done.err
+    done = command("merge-lora", here / run, "--base", here / base, "-o", "expected", "-q")
+    assert done.code == 0 and same_files(tmp_path / "qwen3-lora-merged", tmp_path / "expected"), done
+    here, name = FIXTURES / "trl-fsdp2", "meta-llama/Llama-3.1-8B"
+    for config, out in ((store.upload(here / name, "configs/llama"), "there"), (here / name, "here")):
+        done = command("convert", "dcp", "hf", here / "outputs", "--config", config, "-o", out, "-q")
+        assert done.code == 0, done
+    assert same_files(tmp_path / "there", tmp_path / "here")
+
+
+def test_whether_it_is_whole(store: ObjectStore) -> None:
+    url = store.upload(FIXTURES / "trainer-zero2", "whole")
+    for words in (("check", url), ("check", url, "--bytes")):
+        done = command(*words)
+        assert done.code == 0 and "ckpt-stores-" not in done.out + done.err, done
+    assert "of records are as their checksums say" in done.out
+    (key,) = (key for key in store.objects("whole/checkpoint-2") if key.endswith("mp_rank_00_model_states.pt"))
+    content = store.objects("whole/checkpoint-2")[key]
+    store.put(f"whole/checkpoint-2/{key}", content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
+    done = command("check", url, "--bytes")
+    assert done.code == CorruptError.exit_code and "checkpoint-2: damaged" in done.out, done
+    store.put(f"whole/checkpoint-2/{key}", content[:-1])
+    assert command("check", url).code == CorruptError.exit_code
+
+
+def test_a_mount(store: ObjectStore, tmp_path: Path) -> None:
+    url, view = store.upload(FIXTURES / "moe-zero3", "mounted"), tmp_path / "view"
+    done = command("mount", "hf", url, view)
+    assert done.code == UsageError.exit_code and "--foreground" in done.err and not view.exists()
+    if no_fuse():
+        pytest.skip(no_fuse())
+    ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(tmp_path / "out", manifest=False)
+    words = [sys.executable, "-m", "ckpt", "mount", "hf", url, str(view), "--foreground"]
+    with subprocess.Popen(words, env=os.environ | {"PYTHONPATH": str(FIXTURES.parent)}) as serving:
+        try:
+            while not os.path.ismount(view):
+                assert serving.poll() is None
+                time.sleep(0.05)
+            assert same_files(view, tmp_path / "out")
+            unmount(view)
+            assert serving.wait(60) == 0
+        finally:
+            serving.kill()
+
+
 def test_the_commands_of_the_page(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     store.upload(FIXTURES / "moe-zero3", "page/run")
     page = (FIXTURES.parent / "docs" / "stores.md").read_text()
     lines = re.findall(r"^(?:\$ |    )ckpt (.*)$", page, re.MULTILINE)
-    assert len(lines) == 5
+    assert len(lines) == 6
     for line in lines:
         if "hf://" not in line:  # which tests/stores/test_hub.py reads
             done = command(*line.replace("s3://bucket/", f"s3://{BUCKET}/page/").split())
@@ -95,12 +151,11 @@ def test_the_commands_of_the_page(store: ObjectStore, tmp_path: Path, monkeypatc
 def test_a_url_is_never_a_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for words in (
-        ("convert", "auto", "hf", ".", "-o", "here", "--config", "s3://runs/x"),
+        ("convert", "auto", "hf", ".", "--tag", "s3://runs/x"),
         ("resume", "s3://runs/x"),
-        ("mount", "hf", "s3://runs/x", "view"),
+        ("mount", "hf", ".", "s3://runs/x"),
         ("push", "s3://runs/x"),
-        ("merge-lora", "s3://runs/x"),
-        ("merge-lora", "--base", "hf://org/name", "adapter"),
+        ("merge-lora", "adapter", "-o", "s3://runs/x"),
         ("estimate", "hf://org/name"),
         ("inspect", ".", "--picture", "s3://runs/x.svg"),
     ):

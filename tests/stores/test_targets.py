@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import ckpt
 from ckpt.errors import CkptError, CorruptError, StorageError, UsageError
 from ckpt.stores import upload
 from tests.support.commands import ckpt as command
+from tests.support.engines import REPOSITORY, forked
 from tests.support.object_store import BUCKET, Faults, ObjectStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -48,6 +52,23 @@ def test_the_command_line(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, t
         done = command("convert", "zero3", "hf", source, *words)
         assert (done.code, what in done.err) == (UsageError.exit_code, True), done
     assert store.objects("to/model") == files_in(tmp_path / "here")
+
+
+def test_several_processes(store: ObjectStore, tmp_path: Path) -> None:
+    """All of them read a store; one process alone writes there.  `ckpt resume` is told to all of them, too."""
+    run = shutil.copytree(FIXTURES / "toy-zero3", tmp_path / "outputs", ignore=shutil.ignore_patterns("truth"))
+    url, out = store.upload(run, "several/outputs"), tmp_path / "out"
+    words = [["resume", str(run)], *(["convert", "zero3", "hf", url, "-o", str(to)] for to in (out, f"{url}-hf"))]
+    command = forked([(2, "ckpt.__main__", one) for one in words], ["ckpt.api"])
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=240)
+    resumed, same, written = done.stdout.splitlines()
+    assert resumed == same and ckpt.open(resumed).world_size == 2 and written == str(out), done
+    assert done.stderr.count("resuming with 2 processes of torchrun") == 1
+    ckpt.plan(ckpt.open(run), "hf").run(tmp_path / "alone")
+    assert files_in(out) == files_in(tmp_path / "alone")
+    assert "a store is written by one process, and there are 2" in done.stderr and "exit code 2" in done.stderr
+    assert store.objects("several/outputs-hf") == {}
 
 
 def test_the_index_comes_last(store: ObjectStore) -> None:
