@@ -361,7 +361,10 @@ class _Hub:
             yield
         except CkptError:
             raise
-        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        except RevisionNotFoundError as error:
+            what = "the repository has no such branch, tag or commit"
+            raise NotFoundError(what, path=f"{self._url}/{key}".rstrip("/")) from error
+        except RepositoryNotFoundError as error:
             hint = "a private or gated one takes a token: `hf auth login`, or HF_TOKEN"
             raise NotFoundError("there is no such repository", path=self._url, hint=hint) from error
         except Exception as error:  # the library's own, those of its HTTP client, and OS errors

@@ -57,6 +57,10 @@ class Repo:
         return hashlib.sha1(repr(self.branches).encode()).hexdigest()
 
 
+class _NoRevisionError(LookupError):
+    """A branch or commit that a repository does not have."""
+
+
 class HubServer:
     """Use as a context manager; `endpoint` is its address.
 
@@ -143,7 +147,10 @@ class _Handler(BaseHTTPRequestHandler):
             if match:
                 if "/api/models/" in pattern and match[1] not in self.hub.repos:
                     return self._answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
-                return answer(self, body, *map(unquote, match.groups()))
+                try:
+                    return answer(self, body, *map(unquote, match.groups()))
+                except _NoRevisionError:
+                    return self._answer({"error": "Revision not found"}, 404, {"X-Error-Code": "RevisionNotFound"})
         return self._answer({"error": f"no such place: {method} {self.path}"}, 404)
 
     def _answer(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
@@ -345,9 +352,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def _tree_of(self, repo_id: str, revision: str) -> dict[str, File]:
-        """The tree of a branch; a commit is the newest one of the first branch, or there is none of its name."""
+        """The tree of a branch, or of the newest commit of the first one; no older commit is kept."""
         repo = self.hub.repos[repo_id]
-        return repo.branches["main" if revision == repo.commit else revision]
+        branch = "main" if revision == repo.commit else revision
+        if branch not in repo.branches:
+            raise _NoRevisionError
+        return repo.branches[branch]
 
     def _info(self, body: bytes, repo_id: str) -> None:
         self._answer(
