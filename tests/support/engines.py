@@ -27,7 +27,7 @@ PRELOADED = {
     r'"through": "trainer"': "train.trainer",
     r'"zero\d': "train.engines.zero",
     r'"(ddp|fsdp\d|hsdp|tp-fsdp)"': "train.engines.native",
-    r'"megatron"': "train.megatron.open",
+    r'"megatron"': "tests.support.megatron_imports",
     r'"megatron-deepspeed"': "train.engines.pipeline",
 }
 

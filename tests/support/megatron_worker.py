@@ -51,11 +51,7 @@ def _prepare(jobs: list[dict[str, Any]]) -> None:
             import train.engines.zero
         else:
             import train.engines.native
-    if any("loader" in job for job in jobs):
-        pass
-
-    import train.loop
-    import train.megatron.open  # noqa: F401
+    import train.loop  # noqa: F401
 
 
 def _rank(rank: int, jobs: list[dict[str, Any]], ranks: int, listening: int) -> None:
@@ -65,23 +61,18 @@ def _rank(rank: int, jobs: list[dict[str, Any]], ranks: int, listening: int) -> 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     mine = {"master_listen_fd": listening} if rank == 0 else {}
     store = dist.TCPStore(host, port, ranks, is_master=rank == 0, use_libuv=True, **mine)
-    for number, job in enumerate(jobs):
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    for job in jobs:
         start, output = time.perf_counter(), job["output"]
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=ranks)
         try:
             _run(job)
         except Exception as error:
             error.add_note(f"in the job {job}")
             raise
         dist.barrier()
-        if job["strategy"] == "megatron":
-            # megatron-core only forgets its groups, of which each has a thread that goes on looking for work.
-            dist.destroy_process_group()
         if rank == 0:
             print(f"{output}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def _run(job: dict[str, Any]) -> None:

@@ -30,6 +30,8 @@ _WARMUP = 3
 class MegatronEngine:
     """The loop's Engine, on top of megatron-core's GPTModel."""
 
+    keeps_groups = False  #: whether process groups are still there for the next run in these processes
+
     def __init__(self, sizes: Any, config: Config) -> None:
         self.config, self.step, self.sequences = config, 0, 0
         self.watch: Callable[..., None] = lambda: None
@@ -208,8 +210,12 @@ class MegatronEngine:
         from megatron.core import parallel_state
 
         del self.chunks, self.bare, self.optimizer, self.scheduler, self.transformer
-        parallel_state.destroy_model_parallel()
         gc.collect()
+        if not self.keeps_groups:  # megatron-core only forgets most of them, while their threads go on polling
+            for group in parallel_state._global_process_group_list or ():
+                if group is not None:  # the default one
+                    dist.destroy_process_group(group)
+        parallel_state.destroy_model_parallel()
 
     def _run(self, micro_batches: list[torch.Tensor], step: Any, **options: Any) -> list[Any]:
         """The schedule over some micro batches; what the last stage returned for each."""
