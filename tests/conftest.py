@@ -32,6 +32,7 @@ settings.load_profile("shared machine")
 TABLES: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes test: a file stays in one, and the cluster too; files that start engines go first."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
