@@ -24,7 +24,7 @@ demo: env  ## train with ZeRO-3, convert to Hugging Face, verify, load
 	$(BIN)/python -m train.demo
 
 test: env lint  ## lint, type check, and the whole test suite
-	$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-fast: env  ## the tests that start no engine
 	$(BIN)/python -m pytest

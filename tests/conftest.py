@@ -32,14 +32,10 @@ settings.load_profile("shared machine")
 TABLES: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes test: a file stays in one, and the cluster too; files that start engines go first."""
+    """Files that start engines go first, so that none of them is left for the end where several processes test."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-    for item in items:
-        group = "cluster" if "cluster" in getattr(item, "fixturenames", ()) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
