@@ -30,7 +30,7 @@ from ckpt.plan.checkpoint import (
     Target,
 )
 from ckpt.plan.dtypes import DType
-from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
+from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN, in_words
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.precision import computing_dtype
 from ckpt.run_folder.runs import run_below
@@ -219,11 +219,21 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
                 continue
             others += [one.name] if found else []
     hint = f"what is here looks like {' or '.join(others)}" if others else "see `ckpt formats`"
+    if path.is_file() and not others and (around := _found_around(path)):
+        hint = f"it is a file of what is {around[1]} in {around[0]}: give that folder"
     if tag is None and not others and (inside := _checkpoints_inside(path, format)):
         hint = "there are checkpoints here that stand by themselves, give one: " + ", ".join(inside[:8])
     if tag is not None and not others and (steps := trainer_steps(path)):
         hint = "there is " + ", ".join(folder.name for folder in steps[:8])
     return NotFoundError(f"no {wanted} here", path=path, hint=hint)
+
+
+def _found_around(path: Path) -> tuple[Path, str] | None:
+    """The folder around a file that is a checkpoint, and of which format."""
+    for one in registry.all_formats():
+        if one.reads and _finds(one, path.parent, None):
+            return path.parent, one.name
+    return None
 
 
 def _checkpoints_inside(path: Path, format: str) -> list[str]:
@@ -339,7 +349,7 @@ def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
     model_type = (checkpoint.config or {}).get("model_type")
     if not model_type:
         raise NotFoundError(
-            f"it takes the model's config.json to go from the names {checkpoint.namespace!r} to {namespace!r}",
+            f"it takes the model's config.json to turn {in_words(checkpoint.namespace)} into {in_words(namespace)}",
             path=checkpoint.path,
             expected="a config.json with a model_type",
             found="none beside the checkpoint" if checkpoint.config is None else "a config.json without a model_type",

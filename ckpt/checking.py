@@ -33,6 +33,7 @@ from ckpt.text import counted
 from ckpt.verify.files import (
     DAMAGED,
     INCOMPLETE,
+    LEFT,
     UNKNOWN,
     Bytes,
     Problem,
@@ -56,7 +57,8 @@ _DEEPSPEED_STEP = re.compile(r"global_step\d+")
 class Checked:
     """One checkpoint of a run: `path` relative to what was asked about, and what is wrong with it.
 
-    `format` is None where it cannot be read.  `exit_code` is of the first error that told nothing about it.
+    `format` is None where it cannot be read.  Files that were not looked into stand last in `problems`; with
+    these alone it is whole.
     """
 
     path: str
@@ -65,7 +67,11 @@ class Checked:
     num_files: int
     num_bytes: int
     problems: tuple[Problem, ...]
-    exit_code: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """That of the first error that told nothing about it."""
+        return next((problem.exit_code for problem in self.problems if problem.kind == UNKNOWN), 0)
 
     @property
     def state(self) -> str:
@@ -113,7 +119,7 @@ class Report:
         problems = [*self.problems, *(problem for one in self.checkpoints for problem in one.problems)]
         if any(problem.kind in (INCOMPLETE, DAMAGED) for problem in problems):
             return CorruptError.exit_code
-        return next((one.exit_code for one in self.checkpoints if one.problems), 0)
+        return next((one.exit_code for one in self.checkpoints if one.exit_code), 0)
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
@@ -171,11 +177,10 @@ def check(
         return Report(str(path), tuple(found), tuple(_run_problems(path, places)) if tag is None else (), count)
 
 
-def survey(path: Path, places: list[Path]) -> list[Checked]:
-    """What each of the checkpoints `places` in `path` is; those of very many files are counted and not looked into."""
+def survey(path: Path, every: list[Path], limit: int | None = None) -> list[Checked]:
+    """What the first `limit` of all checkpoints in `path` are; those of very many files are counted alone."""
     with translate_os_errors(path):
-        every = checkpoints_of(path)
-        return [_counted(place, path, every) or _check_one(place, path, every, api.AUTO) for place in places]
+        return [_counted(place, path, every) or _check_one(place, path, every, api.AUTO) for place in every[:limit]]
 
 
 def _counted(place: Path, root: Path, every: list[Path]) -> Checked | None:
@@ -199,13 +204,12 @@ def checkpoints_of(path: Path) -> list[Path]:
 
     Steps are known by their names and not opened.  Raises SeveralRunsError for the folder of several runs.
     """
-    steps = step_folders(path)
-    own = [path] if not steps or _is_checkpoint(path) else []
     recorded = [path / name for name in _recorded(path).values() if (path / name).is_dir()]
-    found = list(dict.fromkeys([*own, *steps, *recorded]))
-    if found == [path] and not _is_checkpoint(path) and (run := run_below(path, api.is_run)) is not None:
-        return checkpoints_of(run)
-    return found
+    inside = list(dict.fromkeys([*step_folders(path), *recorded]))
+    if _is_checkpoint(path):
+        return [path, *inside]
+    run = None if inside else run_below(path, api.is_run)
+    return inside or ([path] if run is None else checkpoints_of(run))
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -263,13 +267,12 @@ def _check_one(
 ) -> Checked:
     files = files_below(place, [other for other in every if other != place])
     problems: list[Problem] = []
-    checkpoint, code = None, 0
+    checkpoint = None
     try:
         checkpoint = api.open(place, format)
         problems += _damaged_tensors(checkpoint)
     except CkptError as error:
         problems.append(problem_of(error, place))
-        code = error.exit_code
     sound = {file.path for file in checkpoint.files} if checkpoint is not None else set()
     problems += problems_of(place, files, sound)
     problems += _lacking_beside(place)
@@ -279,14 +282,14 @@ def _check_one(
     told: dict[str, Problem] = {}
     for problem in problems:  # what the reader says of a file, and not what is said of it again
         told.setdefault(problem.where, problem)
+    problems = sorted(told.values(), key=lambda problem: problem.kind == LEFT)
     return Checked(
         str(place.relative_to(root)) if place != root else str(root),
         checkpoint.format if checkpoint is not None else None,
         checkpoint.state.step if checkpoint is not None else trainer_step(place) if place.is_dir() else None,
         len(files),
         sum(file.stat().st_size for file in files),
-        tuple(told.values()),
-        code,
+        tuple(problems),
     )
 
 

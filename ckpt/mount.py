@@ -30,7 +30,7 @@ def mount(conversion: Conversion, view: Path, *, foreground: bool = False) -> No
     NotFoundError where the library or the device is missing, UsageError for a folder that is not to be had,
     StorageError.
     """
-    fuse = _library()
+    fuse = library()
     conversion.check_destination(view)
     if view.is_symlink() or (view.exists() and not view.is_dir()) or is_filled(view) or os.path.ismount(view):
         raise UsageError("this is no empty folder", path=view, hint="give one, or a name that is not there yet")
@@ -46,8 +46,8 @@ def mount(conversion: Conversion, view: Path, *, foreground: bool = False) -> No
             raise StorageError("the folder could not be mounted", path=view, hint=hint) from error
 
 
-def _library() -> Any:
-    """mfusepy, with libfuse and the device that it needs."""
+def library() -> Any:
+    """mfusepy, with libfuse and the device that it needs.  NotFoundError where one of them is missing."""
     try:
         import mfusepy
     except ImportError:

@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Iterator
 
+from ckpt.sizes import show_size
+
 _EVERY = 10.0  # seconds between lines
-_LINE = "{desc}: {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
 
 
 class Meter:
@@ -47,16 +48,11 @@ class Meter:
 
     def line(self) -> str:
         """What there is to say now: phase, bytes, rate, time that remains; or the time since the phase began."""
-        seconds = time.monotonic() - self._start
-        if not self._total:
+        seconds = max(time.monotonic() - self._start, 1e-3)
+        if not self._total or not self._done:
             return f"{self._phase}: {seconds:.0f} s"
-        from tqdm import tqdm
-
-        return str(
-            tqdm.format_meter(
-                self._done, self._total, seconds, prefix=self._phase, unit="B", unit_scale=True, bar_format=_LINE
-            )
-        )
+        done, rate = f"{show_size(self._done)} of {show_size(self._total)}", self._done / seconds
+        return f"{self._phase}: {done}, {show_size(int(rate))}/s, {(self._total - self._done) / rate:.0f} s left"
 
     def _print_lines(self) -> None:
         while not self._end.wait(_EVERY):

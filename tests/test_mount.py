@@ -30,7 +30,7 @@ ZERO3 = REPOSITORY / "fixtures" / "moe-zero3"
 def no_fuse() -> str:
     """Why nothing can be mounted here; nothing where it can."""
     try:
-        mount._library()
+        mount.library()
     except NotFoundError as error:
         return f"{error.what} ({error.hint})"
     if os.geteuid() and not shutil.which("fusermount3") and not shutil.which("fusermount"):
@@ -220,7 +220,7 @@ def test_without_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_where_nothing_is_mounted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Over files, over a file, and in the run itself."""
-    monkeypatch.setattr(mount, "_library", lambda: None)
+    monkeypatch.setattr(mount, "library", lambda: None)
     shutil.copytree(ZERO3, tmp_path / "run")
     conversion = ckpt.plan(ckpt.open(tmp_path / "run"), "hf")
     (tmp_path / "filled").mkdir()

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from ckpt import __version__
-from ckpt.cli import quick
+from ckpt.cli import complete, quick
 from ckpt.cli.convert import convert
 from ckpt.cli.look import estimate_, formats, inspect
 from ckpt.cli.lora import merge_lora, push
@@ -85,4 +85,5 @@ def main() -> None:
         silence_all_but_one()
     # A description has hundreds of thousands of small objects, none in circles: collecting took half of a plan's time.
     gc.set_threshold(200_000, 50, 1000)
+    complete.offer_at_the_first_tab()
     quick.command(app)()

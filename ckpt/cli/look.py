@@ -8,7 +8,7 @@ import sys
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,7 @@ from ckpt import registry
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import print_table, say_notes, terminal_width
-from ckpt.errors import CorruptError, UsageError, printable, shown
+from ckpt.errors import CorruptError, UnsafeError, UsageError, printable, shown
 from ckpt.sizes import parse_size
 from ckpt.text import did_you_mean
 
@@ -90,27 +90,31 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds, and with --picture which ranks hold which parts of it."""
     from ckpt import api
-    from ckpt.checking import HEADS as CHECKPOINTS
     from ckpt.show import overview as inspection
     from ckpt.show.parts import part_lines, parts_of
 
     if picture is None and (only is not opt.Only.all or overwrite):
         raise UsageError("--only and --overwrite go with --picture")
-    checkpoint = api.open(path, format, tag=tag, config=config)
+    try:
+        checkpoint = api.open(path, format, tag=tag, config=config)
+    except (CorruptError, UnsafeError):  # it is about the newest; the table is of the others too
+        if run := _run(path, tag, everything):
+            _print_run(run, {} if as_json else None)
+            sys.stdout.flush()
+        raise
     damaged = _draw(checkpoint, picture, only, overwrite) if picture is not None else None
     wanted = _matching(checkpoint, tensor or [])
     run = _run(path, tag, everything)
     if as_json:
         found = inspection.describe(checkpoint, tensors=tensors, everything=everything)
         parts = {"parts": [parts_of(one) for one in wanted]} if tensor else {}
-        steps = {"checkpoints": [one.to_json() for one in run]} if run else {}
-        print(shown(json.dumps(found | parts | steps, indent=2)))
+        _print_run(run, found | parts)
     else:
         for line in inspection.lines(checkpoint, everything=everything, width=terminal_width()):
             print(shown(line))
         if run:
             print()
-            print_table(CHECKPOINTS, [one.row() for one in run], right=("step", "size"))
+            _print_run(run)
         if tensors:
             print()
             print_table(inspection.HEADS, inspection.rows(checkpoint), right=inspection.RIGHT)
@@ -138,8 +142,19 @@ def _run(path: Path, tag: str | None, everything: bool) -> list[Checked]:
     """All checkpoints of a run folder, where that holds several."""
     from ckpt import checking
 
-    places = checking.checkpoints_of(path) if tag is None and path.is_dir() else []
-    return checking.survey(path, places if everything else places[:_MAX_STEPS]) if len(places) > 1 else []
+    every = checking.checkpoints_of(path) if tag is None and path.is_dir() else []
+    return checking.survey(path, every, None if everything else _MAX_STEPS) if len(every) > 1 else []
+
+
+def _print_run(run: list[Checked], others: dict[str, Any] | None = None) -> None:
+    """A run's checkpoints as a table; as JSON, if any, behind what `others` says."""
+    if others is None:
+        from ckpt.checking import HEADS
+
+        print_table(HEADS, [one.row() for one in run], right=("step", "size"))
+    else:
+        steps = {"checkpoints": [one.to_json() for one in run]} if run else {}
+        print(shown(json.dumps(others | steps, indent=2)))
 
 
 def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool) -> CorruptError | None:
@@ -148,7 +163,13 @@ def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool
     from ckpt.move import files
     from ckpt.show.svg import draw
 
-    api.check_apart(picture, checkpoint)
+    if picture.suffix.lower() != ".svg":
+        raise UsageError("a picture is an SVG file", found=str(picture), hint=f"give {picture.with_suffix('.svg')}")
+    try:
+        api.check_apart(picture, checkpoint)
+    except UsageError as error:
+        error.expected, error.hint = "a file that does not lie in the source", "give another place"
+        raise
     if picture.is_file() and not _is_drawing(picture):
         raise UsageError(
             "the file is no picture, and --overwrite would replace it", path=picture, expected="an SVG file"

@@ -25,7 +25,7 @@ def merge_lora(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[ADAPTER]...",
+            metavar="ADAPTER",
             help="A PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache. "
             "[default: this folder]",
         ),

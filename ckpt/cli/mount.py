@@ -54,11 +54,13 @@ def mount(
     `fusermount3 -u VIEW` ends it.
     """
     from ckpt import api
+    from ckpt.mount import library
     from ckpt.mount import mount as mount_conversion
     from ckpt.move import standins
     from ckpt.plan.checkpoint import Layout
     from ckpt.plan.dtypes import CASTABLE
 
+    library()  # before anything is said
     if standins.is_standin(str(path)) and not foreground:
         hint = "--foreground serves it from this process; in a shell, with & behind the command"
         raise UsageError("what is in a store is not served by another process", path=path, hint=hint)

@@ -32,7 +32,7 @@ _SECTIONS = {
     "What is written": "output dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
     "How it is done": "max_memory workers check resume dry_run foreground cast loads every_byte weights combination "
     "density seed",
-    "What is shown": "tensors tensor everything picture only",
+    "What is shown": "tensors tensor everything picture only run",
     "The Hub": "push repo_id private revision create_pr commit_message",
     "The run": "strategy run_config ds_config batch_size seq_len dtype pure fused_cross_entropy eager_attention "
     "activation_offload recompute_modules",

@@ -50,4 +50,8 @@ class _Param:
                 return Path(value)
             if isinstance(annotation, type) and issubclass(annotation, Enum) and value in [e.value for e in annotation]:
                 return annotation(value)
-        return self.validated(self.parameter).coerce(value, **context)
+        try:
+            return self.validated(self.parameter).coerce(value, **context)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # pydantic's
+            raise

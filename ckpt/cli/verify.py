@@ -61,6 +61,11 @@ def verify(
         _verify_loads(a, as_json, quiet)
         return
     if b is None:
+        asked = {"--only": only is not opt.Only.all, "--cast": cast, "--config": config, "--tag-a": tag_a}
+        asked |= {"--from-a": from_a != "auto", "--from-b": from_b != "auto", "--tag-b": tag_b}
+        if of_two := " ".join(name for name, given in asked.items() if given):
+            what = "a folder is held against its manifest as a whole: these options are for two checkpoints"
+            raise UsageError(what, path=a, found=of_two, hint="give a second checkpoint, or leave them out")
         _verify_manifest(a, as_json, quiet)
         return
     one = api.open(a, from_a, tag=tag_a, config=config)

@@ -94,14 +94,8 @@ def open_adapter(where: str, *, config: str | None = None, tag: str | None = Non
         if not path.exists():
             raise NotFoundError("no such adapter", path=where, expected="a folder, or a Hub id in the local cache")
         checkpoint = _open(path, config, tag)
-    folders = [place] if config and (place := local(config)).is_dir() else []
-    found = names.find_config([*folders, *checkpoint.folders])
-    if found is None:
-        raise NotFoundError(
-            f"there is no {names.CONFIG}, and the weights do not tell alpha or the adapter's other options",
-            path=checkpoint.path,
-            hint="give the folder that has it with --config",
-        )
+    place = local(config) if config else None
+    found = names.config_path(checkpoint, place if place is not None and place.is_dir() else None)
     settings = names.read_config(found)
     chosen = names.tensors(checkpoint, settings.raw)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent

@@ -43,13 +43,13 @@ def translate_os_errors(path: str | os.PathLike[str] | None = None) -> Iterator[
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(path: Path, how: str = "place with -o") -> Iterator[None]:
     """Turn an OSError into a StorageError for `path`: where the user will find what is staged elsewhere."""
     try:
         yield
     except OSError as error:
-        is_denied = error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS)
-        hint = "nothing can be written there; choose another place with -o" if is_denied else None
+        is_denied = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS)
+        hint = f"nothing can be written there; choose another {how}" if is_denied else None
         raise _storage_error(error, path, hint) from error
 
 
@@ -360,7 +360,7 @@ def write_file(path: Path, content: bytes, *, overwrite: bool) -> None:
     if not overwrite and os.path.lexists(path):
         raise UsageError("the file exists", path=path, hint="give another name, or --overwrite to replace it")
     staged = path.with_name(f".{path.name}.{os.getpid()}.ckpt-staging")
-    with translate_os_errors(path):
+    with _writing(path, "place"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(staged, "xb") as file:

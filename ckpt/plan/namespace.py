@@ -29,3 +29,9 @@ class Namespace:
     adapted: Callable[[Checkpoint, Layout], Checkpoint] = lambda checkpoint, _: checkpoint
     comparable: Callable[[Checkpoint, Checkpoint], tuple[Checkpoint, Checkpoint]] = lambda a, b: (a, b)
     padding: Callable[[Checkpoint], Mapping[str, Box]] = lambda _: {}
+
+
+def in_words(namespace: str) -> str:
+    """Whose names they are, for a message."""
+    known = {OWN: "the checkpoint's own names", HUB: "the Hub's names", TRANSFORMERS: "transformers' names"}
+    return known.get(namespace, f"{namespace}'s names")

@@ -20,7 +20,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import CorruptError, LossError, UsageError
+from ckpt.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import BUFFER, MASTER, OWN, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import DType
@@ -199,6 +199,23 @@ def find_config(folders: Iterable[str | Path]) -> Path | None:
         if (folder / CONFIG).exists():
             return confined(folder, CONFIG)
     return None
+
+
+def config_path(checkpoint: Checkpoint, folder: Path | None = None) -> Path:
+    """`adapter_config.json` of the adapter in `checkpoint`: in `folder`, or in its own ones.
+
+    Raises UsageError where there is no adapter, NotFoundError where it lacks the file.
+    """
+    path = find_config([*filter(None, [folder]), *checkpoint.folders])
+    if path is not None:
+        return path
+    if not is_adapter(fqn for fqn, _ in checkpoint.tensors):
+        raise UsageError("this checkpoint holds no LoRA adapter", path=checkpoint.path)
+    raise NotFoundError(
+        f"there is no {CONFIG}, and the weights do not tell alpha or the adapter's other options",
+        path=checkpoint.path,
+        hint="give the folder that has it with --config",
+    )
 
 
 def read_config(path: Path) -> AdapterConfig:

@@ -7,7 +7,6 @@ and every other file is read to its end.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
@@ -22,15 +21,19 @@ from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.containers.safetensors import read_header
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.weights import MAX_INDEX, parse_index
-from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsafeError
+from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, StorageError, UnsafeError
 from ckpt.move.source import open_stream, read_file
 from ckpt.run_folder.companions import MAX_JSON, parse_json
 
 #: A file is missing, empty or cut off; it contradicts itself; it cannot be looked into, so that nothing is known.
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
+#: What no reader needed is none of torch's files, or holds objects that only a program could make: nothing is wrong.
+LEFT = "not looked into"
 
 #: What errors say of files that are not all there.
 _WORDS = ("missing", "truncated", "shorter", "too short", "ends within", "ends before", "zeros", "not complete")
+#: And of zip archives that contradict themselves.
+_CONTRADICTS = "no data was read"
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _SHARD = re.compile(r"(?P<stem>(?!shard-).+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.safetensors|\.bin)")
 #: What HF Trainer saves of each rank (transformers/trainer.py, `_save_rng_state`).
@@ -42,11 +45,15 @@ _ZIP = b"PK\x03\x04"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with a file, or with a set of them; `where` is relative to the folder that was looked at."""
+    """What is wrong with a file, or with a set of them; `where` is relative to the folder that was looked at.
+
+    `exit_code` is of the error that told it, 0 where none did.
+    """
 
     kind: str
     where: str
     what: str
+    exit_code: int = 0
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}"
@@ -78,7 +85,7 @@ def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -
             try:
                 _check_file(path)
             except CkptError as error:
-                yield problem_of(error, root, path)
+                yield _left(error, root, path) or problem_of(error, root, path)
     for folder, names in by_folder.items() if root.is_dir() else ():  # one file is no set
         for name, what in _missing(folder, names):
             yield Problem(INCOMPLETE, relative(folder / name, root), what)
@@ -90,7 +97,15 @@ def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Proble
     where = Path(error.path) if error.path is not None else path or root
     parts = [f"{name} {facts[name]}" for name in ("tensor", "rank", "expected", "found") if name in facts]
     what = error.what + (f" ({', '.join(parts)})" if parts else "")
-    return Problem(_kind(error), relative(where, root), what)
+    return Problem(_kind(error), relative(where, root), what, error.exit_code)
+
+
+def _left(error: CkptError, root: Path, path: Path) -> Problem | None:
+    """That a file was not looked into: it is another kind of pickle, or one of objects in a sound zip archive."""
+    is_pickle = isinstance(error, NotFoundError | UnsafeError) and path.suffix in _TORCH
+    if not is_pickle or _CONTRADICTS in error.what:
+        return None
+    return Problem(LEFT, relative(path, root), f"{LEFT}: {error.what}")
 
 
 def _kind(error: CkptError) -> str:
@@ -106,7 +121,10 @@ def relative(path: Path, root: Path) -> str:
 
 
 def _check_file(path: Path) -> None:
-    """Raise CorruptError where a file is not whole, as far as its kind is told by its name and its first bytes."""
+    """Raise CorruptError where a file is not whole, as far as its kind is told by its name and its first bytes.
+
+    Raises NotFoundError or UnsafeError for a pickle that is not looked into.
+    """
     if path.suffix == ".safetensors":
         read_header(path)
     elif path.suffix == ".json":
@@ -116,9 +134,7 @@ def _check_file(path: Path) -> None:
             raise IncompleteError("the file is empty", path=path, expected="JSON")
         parse_json(content, path, max_bytes=limit)
     elif path.suffix in _TORCH:
-        # another kind of pickle, or one of objects that are not looked into: then its directory was sound
-        with contextlib.suppress(NotFoundError, UnsafeError):
-            torchfile.read(path)
+        torchfile.read(path)
 
 
 # -- sets of files ---------------------------------------------------------------------------------------------
@@ -181,7 +197,8 @@ def read_all(root: Path, files: Iterable[Path], count: Bytes, progress: Callable
                 for block in _blocks(path):
                     count.without += len(block)
         except OSError as error:
-            yield Problem(UNKNOWN, relative(path, root), f"the file cannot be read: {error.strerror}")
+            what = f"the file cannot be read: {error.strerror}"
+            yield Problem(UNKNOWN, relative(path, root), what, StorageError.exit_code)
         except CkptError as error:
             yield problem_of(error, root, path)
         progress(size)

@@ -113,7 +113,7 @@ class HuggingFace:
         if all(file.name != CONFIG for file in beside):
             notes = [
                 "no config.json was found, so none is written and nothing vouches for the names, which are the "
-                "checkpoint's own; --config names the folder that has it"
+                "checkpoint's own; from_pretrained does not load a folder without it: --config names one that has it"
             ]
         notes = (
             describe(chosen, checkpoint, layout.dtype, computes_in)

@@ -163,19 +163,8 @@ def _check_pairs(fqns: Iterable[str], path: Path) -> None:
 # -- writing -------------------------------------------------------------------------------------------------
 
 
-def _config_path(checkpoint: Checkpoint) -> Path:
-    path = adapter.find_config(checkpoint.folders)
-    if path is None:
-        raise NotFoundError(
-            f"there is no {adapter.CONFIG}, and the weights do not tell alpha or the adapter's other options",
-            path=checkpoint.path,
-            hint="give the folder that has it with --config",
-        )
-    return path
-
-
 def _config(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    path = _config_path(checkpoint)
+    path = adapter.config_path(checkpoint)
     config = read_json(path)
     if not isinstance(config, dict):
         raise CorruptError("the adapter's config is not a JSON object", path=path, found=type(config).__name__)
@@ -183,7 +172,7 @@ def _config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def _config_bytes(checkpoint: Checkpoint) -> bytes:
-    return read_file(_config_path(checkpoint))
+    return read_file(adapter.config_path(checkpoint))
 
 
 def _base_model(checkpoint: Checkpoint, left: list[Key]) -> str:

@@ -8,6 +8,7 @@ After Megatron-LM of August 2026, training/checkpointing.py: `get_checkpoint_tra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,11 @@ RELEASE = "release"
 def iteration_folder(step: int | None) -> str:
     """The folder's name; a model without a step is a release."""
     return RELEASE if step is None else f"iter_{step:07d}"
+
+
+def is_iterations_name(name: str) -> bool:
+    """Whether Megatron-LM calls an iteration's folder so."""
+    return name == RELEASE or re.fullmatch(r"iter_\d{7,}", name) is not None
 
 
 def find_iteration(path: Path, tag: str | None, is_iteration: Callable[[Path], bool]) -> Path | None:

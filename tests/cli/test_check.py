@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,12 @@ CASES: dict[str, tuple[str, Damage, str, str]] = {
         "checkpoint-2: incomplete",
         "optim_states files are missing",
     ),
+    "a random state that contradicts itself": (
+        "trainer-zero2",
+        flipped("checkpoint-2/rng_state_1.pth", 40),
+        "checkpoint-2: unknown",
+        "rng_state_1.pth: the header of a record contradicts the directory",
+    ),
     "half a rank's": (
         "trainer-zero2",
         cut("checkpoint-2/*/*rank_1*"),
@@ -152,7 +159,7 @@ def test_what_is_not_whole_is_told_with_its_reason(fixtures: Path, tmp_path: Pat
     run = Path(shutil.copytree(fixtures / name, tmp_path / "run"))
     damage(run)
     result = run_ckpt("check", run)
-    assert result.code == 4, result.out
+    assert result.code == (5 if "unknown" in where else 4), result.out
     assert where in result.out and why in result.out, result.out
     if name == "trainer-zero2":
         assert "checkpoint-1: whole" in result.out
@@ -249,6 +256,22 @@ def test_what_is_refused_as_unsafe_is_not_said_to_be_whole(tmp_path: Path) -> No
     assert result.code == 5 and ": unknown (" in result.out and "posix" in result.out, result
 
 
+def test_pickles_that_are_not_looked_into_are_told(fixtures: Path, tmp_path: Path) -> None:
+    """The `training_args.bin` that Axolotl wrote names a class of its own: nothing is wrong, and nothing is known."""
+    run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
+    theirs = fixtures / "axolotl-lora-fsdp2/outputs/gpt-oss-lora/checkpoint-2"
+    shutil.copy(theirs / "training_args.bin", run / "checkpoint-2")
+    (run / "checkpoint-1/state.bin").write_bytes(pickle.dumps([1]))
+    result = run_ckpt("check", run)
+    assert result.code == 0 and ckpt.check(run).whole
+    assert "checkpoint-2: whole (" in result.out
+    assert "- training_args.bin: not looked into: the pickle names axolotl.utils.dict.DictDefault" in result.out
+    assert "- state.bin: not looked into: this is a plain pickle" in result.out
+    shutil.copy(run / "checkpoint-2/training_args.bin", run / "checkpoint-2/global_step2/mp_rank_00_model_states.pt")
+    result = run_ckpt("check", run)  # it is needed now
+    assert result.code == 5 and "checkpoint-2: unknown" in result.out and "checkpoint-1: whole" in result.out
+
+
 @pytest.mark.parametrize("path", ["nowhere", "empty", "empty/x.txt"])
 def test_what_is_no_checkpoint(tmp_path: Path, path: str) -> None:
     (tmp_path / "empty").mkdir()
@@ -276,3 +299,20 @@ def test_inspecting_a_run_lists_its_checkpoints(
     found = json.loads(run_ckpt("inspect", "run", "--json").out)["checkpoints"]
     assert [one["state"] for one in found][-2:] == ["whole", "incomplete"]
     assert "\n\n" not in run_ckpt("inspect", "run/checkpoint-2").out
+
+
+def test_inspecting_a_run_whose_newest_is_damaged_lists_the_others(
+    fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path(shutil.copytree(fixtures / "trainer-zero2", "run"))
+    damaged = run / "checkpoint-2/global_step2/mp_rank_00_model_states.pt"
+    damaged.write_bytes(damaged.read_bytes().replace(b"module", b"Module", 1))
+    result = run_ckpt("inspect", "run")
+    head, newest, older = result.out.splitlines()
+    assert result.code == 4 and result.err.startswith("error: ")
+    assert "--tag checkpoint-1 takes the checkpoint before" in result.err
+    assert head.startswith("checkpoint ") and newest.startswith("checkpoint-2  ?") and older.endswith("whole")
+    assert "damaged: global_step2/mp_rank_00_model_states.pt: " in newest
+    found = json.loads(run_ckpt("inspect", "run", "--json").out)
+    assert [one["state"] for one in found["checkpoints"]] == ["damaged", "whole"]

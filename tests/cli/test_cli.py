@@ -467,3 +467,43 @@ def test_mistakes_in_python_raise_the_same_errors(run: Path) -> None:
             mistake()
     with pytest.raises(AttributeError):
         ckpt.convert  # noqa: B018
+
+
+# -- what a new user types, and what is said ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        (("convert", "auto", "hf", "outputs/latest"), 3, "a file of what is zero3 in outputs: give that folder"),
+        (
+            ("check", "outputs/global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt"),
+            3,
+            "in outputs/global_step2: give",
+        ),
+        (("convert", "auto", "hf", "outputs", "-o", "outputs/latest/x"), 2, "overlap"),
+        (("convert", "auto", "hf", "outputs", "-o", "file/x"), 7, "choose another place with -o"),
+        (("convert", "auto", "megatron", "outputs"), 3, "turn the checkpoint's own names into megatron's names"),
+        (("convert", "auto", "peft", "outputs"), 2, "this checkpoint holds no LoRA adapter"),
+        (("inspect", "outputs", "--picture", "out.png"), 2, "hint: give out.svg"),
+        (("inspect", "outputs", "--picture", "outputs/out.svg"), 2, "hint: give another place\n"),
+        (("inspect", "outputs", "--picture", "file/out.svg"), 7, "choose another place\n"),
+        (("verify", "outputs", "--only", "weights", "--tag-a", "x"), 2, "found: --only --tag-a"),
+    ],
+)
+def test_mistakes_are_told_with_what_to_do(
+    fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: tuple[str, ...], code: int, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(fixtures / "toy-zero3", "outputs")
+    Path("file").touch()
+    before = sorted(os.listdir())
+    result = run_ckpt(*typed)
+    assert (result.code, result.out) == (code, ""), result.err
+    assert said in result.err
+    assert sorted(os.listdir()) == before
+
+
+def test_a_value_that_is_no_choice_is_told_in_plain_words() -> None:
+    result = process("hash", "outputs", "--dtype", "float32")
+    assert result.code == 2 and "'--dtype': 'float32' is not one of 'keep'" in result.err

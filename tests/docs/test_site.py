@@ -8,7 +8,7 @@ import subprocess
 import sys
 from html import unescape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -123,12 +123,28 @@ def test_a_page_in_japanese_has_the_blocks_of_the_english_one(site: Path) -> Non
     assert pages == {Path("index.md"), *(path.relative_to(DOCS) for path in DOCS.glob("journeys/*.md"))}
     for page in pages:
         assert blocks((DOCS / page).read_text()) == blocks((DOCS / "ja" / page).read_text()), page
+        english, japanese = (prose((folder / page).read_text()) for folder in (DOCS, DOCS / "ja"))
+        assert english.code == japanese.code and english.numbers <= japanese.numbers, f"{page} says something else"
         assert '<html lang="ja"' in html(site, f"ja/{page}") and '<html lang="en"' in html(site, str(page))
         assert re.search(r"[ぁ-ん]", text(site, f"ja/{page}"))
 
 
 def blocks(page: str) -> list[str]:
     return re.findall(r"^(?:    [^\n]+\n)+|^```.*?^```", page, re.MULTILINE | re.DOTALL)
+
+
+class Prose(NamedTuple):
+    code: set[str]
+    numbers: set[str]
+
+
+def prose(page: str) -> Prose:
+    """Pieces of code and numbers outside of a page's blocks: what is the same in every language."""
+    text = re.sub(r"\]\([^)]*\)", "]", page)
+    for block in blocks(page):
+        text = text.replace(block, "")
+    code = {" ".join(piece.split()) for piece in re.findall(r"`([^`]+)`", text)}
+    return Prose(code, set(re.findall(r"\d+(?:\.\d+)*", re.sub(r"`[^`]*`", "", text))))
 
 
 def test_what_was_never_run_is_said() -> None:

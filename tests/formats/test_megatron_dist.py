@@ -253,6 +253,12 @@ def test_megatrons_plain_dcp_is_told_from_torch_dist(tmp_path: Path) -> None:
     assert ckpt.open(run / FOLDER).format == "dcp"
 
 
+def test_a_plain_step_of_dcp_is_taken_by_its_name(fixtures: Path) -> None:
+    """Only what Megatron-LM calls an iteration is one of its own."""
+    done = commands.ckpt("verify", fixtures / "dcp-fsdp2", fixtures / "dcp-fsdp2/step-2", "--tag-a", "step-2")
+    assert done.code == 0 and done.out.startswith("equal: "), done.err
+
+
 @pytest.mark.slow
 def test_buckets_without_arguments_are_refused(tmp_path: Path) -> None:
     """Nothing else says which ranks there were."""

@@ -31,7 +31,7 @@ from converters.megatron.dist.optimizer import is_optimizers, read_optimizer
 from converters.megatron.dist.read import BACKENDS, COMMON, Reading, is_iteration, read_folder
 from converters.megatron.dist.write import lay_out
 from converters.megatron.entries import OF_RANKS, read_state
-from converters.megatron.folder import find_iteration
+from converters.megatron.folder import find_iteration, is_iterations_name
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 
@@ -50,7 +50,7 @@ class MegatronDist:
         found = find_iteration(path, tag, _is_read)
         if found is None:
             other = find_iteration(path, tag, _is_plain)
-            if other not in (None, path):
+            if other is not None and other != path and is_iterations_name(other.name):
                 raise NotFoundError(
                     "PyTorch's distributed checkpoint without megatron-core's files: Megatron-LM writes such with "
                     "--ckpt-format torch_dcp, whose names in Megatron are not read",

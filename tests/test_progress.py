@@ -1,0 +1,50 @@
+"""How far a command is, where nobody sees a bar: lines, and none under `--quiet`."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from ckpt import progress
+
+
+@pytest.mark.parametrize(
+    ("total", "done", "seconds", "line"),
+    [
+        (4_000_000_000, 1_000_000_000, 5.0, "move: 1.00 GB of 4.00 GB, 200.0 MB/s, 15 s left"),
+        (100, 100, 2.0, "move: 100 B of 100 B, 50 B/s, 0 s left"),
+        (100, 0, 12.4, "move: 12 s"),
+        (0, 0, 12.4, "move: 12 s"),
+    ],
+)
+def test_what_a_line_says(monkeypatch: pytest.MonkeyPatch, total: int, done: int, seconds: float, line: str) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.progress(total, "check", quiet=True) as meter:
+        meter.phase("move")
+        meter(done)
+        now[0] += seconds
+        assert meter.line() == line
+
+
+def test_a_line_every_ten_seconds_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert progress._EVERY == 10
+    monkeypatch.setattr(progress, "_EVERY", 0.01)
+    said, until = "", time.monotonic() + 60
+    with progress.progress(100, "hash", quiet=False) as meter:
+        meter(40)
+        while said.count("hash: 40 B of 100 B") < 2:
+            assert time.monotonic() < until, said
+            captured = capsys.readouterr()
+            said += captured.err
+            assert captured.out == ""
+
+
+def test_nothing_where_it_is_quiet() -> None:
+    before = threading.active_count()
+    with progress.progress(100, "hash", quiet=True):
+        assert threading.active_count() == before
