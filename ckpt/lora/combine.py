@@ -137,6 +137,7 @@ def _check(
             ("modules_to_save", config.saved),
             ("trained biases", config.bias != "none"),
             ("trained tokens", config.token_indices),
+            ("another merge than W + BA", config.is_of_peft),
         ):
             if is_there:
                 raise UsageError(f"adapters with {what} are not combined", path=config.path)

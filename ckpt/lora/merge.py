@@ -144,7 +144,8 @@ class _Merge:
             if name.kind in (names.BASE, names.SAVED):
                 self._replace(adapter, fqn, name, factor)
             else:
-                modules.setdefault(name.module, {})[name.kind] = factor
+                kind = f"{name.kind}.{name.rest}" if name.kind == names.SAMPLER else name.kind
+                modules.setdefault(name.module, {})[kind] = factor
         nested: dict[str, list[str]] = {}
         # an embedding before its tied output head, as the model registers them
         for module in sorted(modules, key=lambda m: names.EMBEDDING_A not in modules[m]):
@@ -219,6 +220,9 @@ class _Merge:
     def _place_linear(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
         """A linear layer or a convolution."""
         a, b, magnitude = parts[names.A], parts[names.B], parts.get(names.MAGNITUDE)
+        if adapter.config.is_of_peft:
+            self._place_by_peft(adapter, module, parts)
+            return
         owner = self._weight(adapter, module)
         shape, rank = self.shapes[owner], adapter.config.rank_of(module)
         scaling = adapter.config.scaling(module)
@@ -246,12 +250,41 @@ class _Merge:
             return lora_math.merge_linear_dora(weight, low, high, scaling, size, transposed=transposed)
 
         if owner in self.updates and (magnitude is not None or owner in self.normed):
-            raise UsageError("DoRA is not merged onto a weight that is adapted twice", path=adapter.path, fqn=owner)
+            raise UsageError(
+                "DoRA (or a kind that PEFT merges) is not merged onto a weight that is adapted twice",
+                path=adapter.path,
+                fqn=owner,
+            )
         if magnitude is not None:
             self.normed.add(owner)
         self._update(owner, update)
         if names.BIAS in parts:
             self._place_bias(adapter, module, parts[names.BIAS], scaling)
+
+    def _place_by_peft(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
+        """A linear layer that PEFT itself merges."""
+        if any(find_spec(needed) is None for needed in ("peft", "transformers")):
+            raise UsageError("merging this kind of adapter takes PEFT", hint="pip install peft transformers")
+        owner = self._weight(adapter, module)
+        if len(self.shapes[owner]) > 2 or names.BIAS in parts:
+            raise UsageError(
+                "of this kind only linear layers without a bias of their own are merged", path=adapter.path, fqn=module
+            )
+        if owner in self.updates or owner in self.normed:
+            raise UsageError(
+                "this kind of adapter is not merged onto a weight that is adapted twice", path=adapter.path, fqn=owner
+            )
+        self.normed.add(owner)
+        a, b = parts[names.A], parts[names.B]
+        transposed = self._is_transposed(adapter, module, self.shapes[owner], a, b)
+
+        def update(weight: torch.Tensor) -> torch.Tensor:
+            from ckpt.lora.layer import merge_layer
+
+            state = {factor.fqn: factor.load() for factor in parts.values()}
+            return merge_layer(adapter.config, module, weight, state, transposed=transposed)
+
+        self._update(owner, update)
 
     def _place_bias(self, adapter: Adapter, module: str, factor: Factor, scaling: float) -> None:
         fqn = f"{module}.bias"

@@ -34,36 +34,39 @@ PREFIX = "base_model.model."
 
 A, B, BIAS, EMBEDDING_A, EMBEDDING_B = "lora_A", "lora_B", "lora_B.bias", "lora_embedding_A", "lora_embedding_B"
 MAGNITUDE, TOKENS, SAVED, BASE = "lora_magnitude_vector", "trainable_tokens_delta", "modules_to_save", "base"
+SAMPLER = "lora_monteclora_sampler"
 
 _NAME = r"(?:\.(?P<name>[^.]+))?"
 _KINDS = (
     re.compile(rf"(?P<module>.+)\.(?P<kind>lora_[AB]){_NAME}\.(?P<rest>weight|bias)"),
     re.compile(rf"(?P<module>.+)\.(?P<kind>lora_embedding_[AB]){_NAME}"),
     re.compile(r"(?P<module>.+)\.(?P<kind>lora_magnitude_vector)(?:\.(?P<name>(?!weight$)[^.]+))?(?:\.weight)?"),
+    re.compile(rf"(?P<module>.+)\.(?P<kind>lora_(?:diag|velora_embed)){_NAME}"),
+    re.compile(r"(?P<module>.+)\.(?P<kind>lora_monteclora_sampler)(?:\.(?P<name>[^.]+(?=\.)))?\.(?P<rest>[^.]+)"),
     re.compile(rf"(?P<module>.+)\.token_adapter\.(?P<kind>trainable_tokens_delta){_NAME}"),
     re.compile(r"(?P<module>.+)\.(?P<kind>modules_to_save)\.(?P<name>[^.]+)\.(?P<rest>.+)"),
 )
 #: What a wrapped module calls the module that it wraps.
 _WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter\.base_layer)(?=\.)")
 #: Names of other methods' tensors, which no LoRA has: DoRA, embeddings and tokens are known above.
-_UNKNOWN = re.compile(r"\.(lora_(?!A\b|B\b|embedding_|magnitude_vector)\w+|token_adapter)\b")
+_UNKNOWN = re.compile(r"\.(lora_(?!A\b|B\b|embedding_|magnitude_vector|diag\b|velora_|monteclora_)\w+|token_adapter)\b")
 
 #: Options of LoraConfig under which a merge is something else than W + BA.  For each, what it is called.
 _VARIANTS = {
     "arrow_config": "Arrow, which routes each token",
-    "use_bdlora": "block-diagonal LoRA",
     "alora_invocation_tokens": "activated LoRA, which no merged model can express",
-    "velora_config": "VeLoRA",
-    "monteclora_config": "MonteCLoRA",
-    "kasa_config": "KaSA",
     "use_qalora": "QA-LoRA",
     "layer_replication": "layer replication, which PEFT does not merge either",
     "megatron_config": "LoRA over Megatron's parallel layers",
 }
 #: Modules of which PEFT saves the base weights too, where they are targeted (`EMBEDDING_LAYER_NAMES`).
 _EMBEDDINGS = ("embed_tokens", "lm_head")
-#: Inits that PEFT runs again when it loads the adapter, and that change the base weights.
-_MUTATING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+#: Inits that PEFT runs again when it loads the adapter, and that change the base weights: at random, or by data.
+_MUTATING_INITS = ("pissa_niter_", "corda", "loftq", "lora_ga")
+#: Options and inits under which PEFT itself merges, layer by layer (`ckpt.lora.layer`): block-diagonal LoRA, VeLoRA,
+#: MonteCLoRA, KaSA, and inits that are made of the base weight.
+OF_PEFT = ("use_bdlora", "velora_config", "monteclora_config", "kasa_config")
+_INITS_OF_PEFT = ("pissa", "olora", "mica")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ class AdapterName:
             return f"{PREFIX}{self.module}.token_adapter.{TOKENS}"
         if self.kind == SAVED:
             return f"{PREFIX}{self.module}.{self.rest}"
+        if self.kind == SAMPLER:
+            return f"{PREFIX}{self.module}.{self.kind}.{self.rest}"
         return f"{PREFIX}{self.module}.{self.kind}"
 
 
@@ -100,7 +105,7 @@ def parse_name(fqn: str) -> AdapterName:
         if match is not None:
             found = match.groupdict()
             kind = BIAS if found["kind"] == B and found.get("rest") == "bias" else found["kind"]
-            rest = found.get("rest", "") if kind == SAVED else ""
+            rest = found.get("rest", "") if kind in (SAVED, SAMPLER) else ""
             return AdapterName(kind, found["module"], rest, found.get("name"))
     return AdapterName(BASE, _WRAPPED.sub("", name))
 
@@ -175,6 +180,11 @@ class AdapterConfig:
         rank = self.rank_of(key)
         alpha = self.alpha_pattern.get(self._pattern(self.alpha_pattern, key), self.alpha)
         return alpha / sqrt(rank) if self.use_rslora else alpha / rank
+
+    @property
+    def is_of_peft(self) -> bool:
+        """Whether PEFT itself merges it, as its arithmetic is not W + BA of the base as it is."""
+        return any(map(self.raw.get, OF_PEFT)) or self.raw.get("init_lora_weights") in _INITS_OF_PEFT
 
     def _pattern(self, patterns: Iterable[str], key: str) -> str:
         """The first pattern that matches the end of `key` (peft `get_pattern_key`)."""

@@ -124,6 +124,19 @@ def kinds(model: str) -> dict[str, list[dict[str, Any]]]:
         "exclude_modules": [{"target_modules": n.linear, "exclude_modules": rf".*1\..*{last}"}],
         "two in turn": [{"target_modules": n.linear}, {"target_modules": [last], "use_rslora": True}],
     }
+    if model == "llama":
+        from peft import KasaConfig, MontecloraConfig, VeloraConfig
+        from peft.tuners.lora.config import BdLoraConfig
+
+        blocks = BdLoraConfig(target_modules_bd_a=n.linear[::2], target_modules_bd_b=n.linear[1::2], nblocks=5)
+        found["KaSA"] = [{"target_modules": n.linear, "kasa_config": KasaConfig()}]
+        found["VeLoRA"] = [{"target_modules": n.linear, "velora_config": VeloraConfig(num_groups=2)}]
+        found["MonteCLoRA"] = [{"target_modules": n.linear, "monteclora_config": MontecloraConfig(num_samples=2)}]
+        found["block-diagonal"] = [{"target_modules": n.linear, "use_bdlora": blocks, "rank_pattern": {".*": 5}}]
+        found["OLoRA"] = [{"target_modules": n.linear, "init_lora_weights": "olora"}]
+        found["MiCA"] = [{"target_modules": [*n.linear, n.embedding], "init_lora_weights": "mica"}]
+    if model in ("llama", "gpt2"):
+        found["PiSSA"] = [{"target_modules": n.linear, "init_lora_weights": "pissa", "rank_pattern": {last: 2}}]
     if model in BIASED:
         found["lora_bias"] = [{"target_modules": [first], "lora_bias": True}]
         found["bias=all"] = [{"target_modules": [first], "bias": "all"}]
@@ -481,7 +494,6 @@ def test_shards_and_little_memory(bases: dict[str, Path], tmp_path: Path) -> Non
         ({"arrow_config": {"top_k": 1}}, "it uses Arrow"),
         ({"use_qalora": True}, "it uses QA-LoRA"),
         ({"alora_invocation_tokens": [1]}, "it uses activated LoRA"),
-        ({"kasa_config": {"beta": 1}}, "it uses KaSA"),
         ({"layer_replication": [[0, 2]]}, "it uses layer replication"),
         ({"init_lora_weights": "pissa_niter_4"}, "takes part of the base weights"),
     ],
