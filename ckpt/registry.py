@@ -45,6 +45,7 @@ OPTIONS = {
         ("megatron", "megatron-dist", "megatron-deepspeed"), "converters.names.megatron.options:MegatronOptions"
     ),
     **dict.fromkeys(("hf", "dcp"), "converters.names.options:NameOptions"),
+    "universal": "converters.deepspeed.options:UniversalOptions",
     "fsdp-ranks": "converters.pytorch.ranks_options:RanksOptions",
 }
 

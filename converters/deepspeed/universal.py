@@ -47,6 +47,7 @@ from converters.deepspeed import write as zero_writer
 from converters.deepspeed.folder import list_step_folder
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model import Model
+from converters.deepspeed.options import UniversalOptions
 from converters.deepspeed.rank_files import known_structure
 
 FP32 = "fp32"
@@ -98,7 +99,7 @@ class Universal:
                 "a universal checkpoint has no ranks: any number of them loads it",
                 found=f"--world-size {layout.world_size}",
             )
-        return _lay_out(checkpoint, layout)
+        return _lay_out(checkpoint, layout, is_step=layout.read(UniversalOptions).step_folder)
 
 
 UNIVERSAL = Universal()
@@ -290,19 +291,21 @@ def _param_groups(model: RankFile, state: RankFile, shapes: Sequence[Mapping[str
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
+def _lay_out(checkpoint: Checkpoint, layout: Layout, *, is_step: bool) -> Target:
+    """A run's folder, or where it `is_step` that of the step alone."""
     model = zero_model.describe(checkpoint, layout.dtype)
     stage = _stage(checkpoint)
     num_ranks = checkpoint.world_size or 1
     config, notes = zero_model.ds_config(model, stage or 3, layout.dtype)
     folder = f"{zero_writer.step_folder(checkpoint)}_universal"
+    prefix = "" if is_step else f"{folder}/"
     beside = run_companions(checkpoint, num_ranks, layout.dtype)
     _, dropped = zero_model.client_state(model)
     return Target(
         files=(
-            *(torch_file(f"{folder}/{name}", root) for name, root in _files(model, config, num_ranks, stage)),
+            *(torch_file(f"{prefix}{name}", root) for name, root in _files(model, config, num_ranks, stage)),
             *beside.files,
-            TargetFile.of_bytes(LATEST_UNIVERSAL, folder.encode()),
+            *([] if is_step else [TargetFile.of_bytes(LATEST_UNIVERSAL, folder.encode())]),
         ),
         left_out=model.left_out,
         dropped=(*dropped, *_dropped_numbers(model), *beside.dropped),

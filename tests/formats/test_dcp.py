@@ -300,6 +300,29 @@ def test_safetensors_that_torch_writes(tmp_path: Path) -> None:
     assert_true(read(tmp_path / "step"), {(fqn, WEIGHT): raw(t) for fqn, t in model.state_dict().items()})
 
 
+def test_the_file_system_writers_safetensors(tmp_path: Path) -> None:
+    """With values in front of them, and a piece that is not where the metadata says refused."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    model, optimizer = trained()
+    weights, states = nested(model, optimizer)
+    folder = tmp_path / "step-1"
+    writer = dcp.FileSystemWriter(folder, serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"model": weights, "optimizer": states, "step": 1}, storage_writer=writer, no_dist=True)
+    checkpoint = read(folder)
+    assert checkpoint.state.step == 1
+    assert_true(checkpoint, expected(model, optimizer))
+    (data,) = folder.glob("*.distcp")
+    content = data.read_bytes()
+    for old, new in ((b'"model.0.weight"', b'"model.0.waight"'), (b"[0, 0]", b"[1, 0]"), (b'"F32"', b'"I32"')):
+        assert old in content
+        data.write_bytes(content.replace(old, new))
+        with pytest.raises(CkptError) as caught:
+            read(folder)
+        assert caught.value.exit_code == 4, new
+
+
 def test_tied_parameters_are_those_that_the_config_declares(tmp_path: Path) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -18,6 +18,7 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, Rea
 from ckpt.plan.planner import make_plan
 from converters.deepspeed.universal import UNIVERSAL
 from converters.deepspeed.zero import ZERO1, ZERO2, ZERO3
+from tests.support.commands import ckpt, contents
 from tests.support.describing import content
 from tests.support.universal import ds_to_universal
 
@@ -117,6 +118,20 @@ def test_weights_alone_keep_the_engines_hyperparameters(fixtures: Path, tmp_path
 def test_it_has_no_ranks(fixtures: Path) -> None:
     with pytest.raises(UsageError, match="no ranks"):
         UNIVERSAL.lay_out(source(fixtures, "toy-zero2"), Layout(world_size=2))
+
+
+def test_a_steps_own_folder_as_deepspeeds_converter_writes_it(fixtures: Path, tmp_path: Path) -> None:
+    """`--output_folder` of ds_to_universal.py, which DeepSpeed's users have beside the step that it is made of."""
+    run = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / "run"))
+    step, out = run / "global_step2", run / "global_step2_universal"
+    done = ckpt("convert", "zero2", "universal", step, "-o", out, "--step-folder", "--no-manifest")
+    assert done.code == 0, done.err
+    execute(
+        make_plan(checkpoint := source(fixtures, "toy-zero2"), UNIVERSAL.lay_out(checkpoint, Layout())), run / "own"
+    )
+    assert contents(out) == contents(run / "own" / "global_step2_universal")
+    assert UNIVERSAL.find(run, out.name) == out
+    assert_same(read(out), checkpoint)
 
 
 def test_damage_is_named(fixtures: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The items of a DCP checkpoint's data files: where each tensor's elements are, and what the plain values are.
 
 Facts from torch's `distributed/checkpoint/filesystem.py` (2.13): a data file is a row of items without padding between
-them, each written by `torch.save` on its own: a tensor, or any other value.
+them, each written by `torch.save` on its own: a tensor, or any other value.  With `SerializationFormat.SAFETENSORS` a
+file has values, and behind them all tensors as a file of safetensors, at whose start the metadata places each.
 
 A checkpoint has as many tensor items as it has tensors times ranks, so the way to the elements must be short.  Items of
 tensors of one dtype and shape that one version of torch wrote are alike but for the elements, checksums and an id made
@@ -18,7 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt.containers import safetensors as st
 from ckpt.containers.dcp.metadata import Entry, Place
+from ckpt.containers.dcp.shards import saved_offsets
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.scalars import scalar_from_bytes
 from ckpt.containers.torchfile.values import Record, StoredTensor
@@ -61,6 +64,7 @@ class Items:
         self._ahead: tuple[int, bytes] = 0, b""
         self._kinds: dict[tuple[int, DType, Shape], list[_Kind]] = {}
         self._values: dict[bytes, Any] = {}
+        self._shards: dict[tuple[str, int], dict[str, tuple[Shape, st.Entry]]] = {}
 
     def __enter__(self) -> Items:
         return self
@@ -112,6 +116,8 @@ class Items:
         for kind in known:
             if self._is_alike(place, kind):
                 return _moved(kind.extent, place)
+        if (in_shard := self._in_shard(place, key, box, dtype)) is not None:
+            return in_shard
         with _about(key, box, place):
             found = torchfile.read(place.path, place.offset, place.length)
         stored = found.root
@@ -124,6 +130,25 @@ class Items:
         if len(known) < _MAX_ALIKE and (kind_ := self._kind(place, found, stored.extent)):
             known.append(kind_)
         return stored.extent
+
+    def _in_shard(self, place: Place, key: str, box: Box, dtype: DType) -> Extent | None:
+        """The elements of a chunk in the file of safetensors that begins at `place`; None where none does."""
+        where = place.path, place.offset
+        if where not in self._shards:
+            head = read_up_to(self._fd, place.offset, 9)
+            length, size = int.from_bytes(head[:8], "little"), self.files[place.path].size - place.offset
+            if head[8:] != b"{" or length + 8 > min(size, st.MAX_HEADER):
+                return None
+            header = st.parse_header(read_up_to(self._fd, place.offset + 8, length), size, place.path)
+            begin = saved_offsets(header, place.path)
+            self._shards[where] = {one.name: (begin.get(one.name, ()), one) for one in header.entries}
+        begins, entry = self._shards[where].get(key, ((), None))
+        if entry is None or (begins, entry.shape, entry.dtype) != (box.offsets, box.sizes, dtype):
+            found = (
+                "no such tensor" if entry is None else f"{entry.dtype} of shape {list(entry.shape)} at {list(begins)}"
+            )
+            raise _other(place, key, box, dtype, found)
+        return Extent.contiguous(place.path, place.offset + entry.start, dtype, box.sizes)
 
     def _is_alike(self, place: Place, kind: _Kind) -> bool:
         head_size, tail_size = len(kind.head), len(kind.tail)

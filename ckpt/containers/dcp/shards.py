@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.safetensors import Entry, read_header
+from ckpt.containers.safetensors import Entry, Header, read_header
 from ckpt.errors import CorruptError
 from ckpt.move.files import confined
 from ckpt.plan.dtypes import DType
@@ -41,13 +41,15 @@ def read_shards(folder: Path, names: tuple[str, ...]) -> list[Sharded]:
     for name in names:
         path = str(confined(folder, name))
         header = read_header(path)
-        offsets = _offsets(header.metadata.get(_KEY), path)
+        offsets = saved_offsets(header, path)
         for entry in header.entries:
             _add(found, entry, offsets.get(entry.name), path)
     return list(found.values())
 
 
-def _offsets(text: str | None, path: str) -> dict[str, Shape]:
+def saved_offsets(header: Header, path: str) -> dict[str, Shape]:
+    """Where in its tensor each piece of a file begins, by name.  CorruptError where the header does not say so."""
+    text = header.metadata.get(_KEY)
     if text is None:
         raise CorruptError("the file does not say which parts of tensors it holds", path=path, expected=_KEY)
     try:

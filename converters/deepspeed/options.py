@@ -1,0 +1,18 @@
+"""What is asked for of universal checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt.plan.options import option
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalOptions:
+    """False is a run's folder: the step's in it, and `latest_universal` beside that."""
+
+    step_folder: bool = option(
+        "The output is the step's own folder, with zero/ in it, as --output_folder of ds_to_universal.py is: "
+        "load_checkpoint takes the folder around it, and its name as the tag.",
+        default=False,
+    )
