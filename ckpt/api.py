@@ -32,7 +32,7 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.dtypes import DType
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN, in_words
 from ckpt.run_folder.companions import read_config
-from ckpt.run_folder.precision import computing_dtype
+from ckpt.run_folder.precision import with_computing_dtype
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import RECORDS, enclosing_folders, step_folders, trainer_steps
 from ckpt.stores import places
@@ -291,7 +291,7 @@ def _with_config(checkpoint: Checkpoint, request: ReadRequest) -> Checkpoint:
     found = replace(checkpoint, folders=tuple(map(str, distinct)), config=config, namespace=namespace)
     if namespace == TRANSFORMERS and (own := registry.service("namespace_of")(found)):
         found = replace(found, namespace=own)
-    return replace(found, computes_in=computing_dtype(found))
+    return with_computing_dtype(found)
 
 
 def find_config(where: str) -> Path:

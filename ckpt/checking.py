@@ -49,6 +49,8 @@ _MANY_FILES = 1000  # of one checkpoint, in the list of all of a run
 _MAX_SHOWN = 20  # tensors whose parts do not make them up
 #: What a step was called until it was written to its end (transformers before 4.40).
 _STAGING = "tmp-checkpoint-*"
+#: What Megatron-LM's tracker says of a model that is given away (megatron/training/checkpointing.py).
+_RELEASE = "release"
 #: DeepSpeed's own name of a step (runtime/engine.py, `save_checkpoint`).
 _DEEPSPEED_STEP = re.compile(r"global_step\d+")
 
@@ -237,10 +239,14 @@ def _recorded(path: Path) -> dict[str, str]:
 
 def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
     """What is wrong with the record of which step is meant, and steps that never got their name."""
-    for name in (LATEST, LATEST_UNIVERSAL):
-        if recorded_step(path / name) == "":
+    recorded = _recorded(path)
+    for name in (LATEST, LATEST_UNIVERSAL, TRACKER):
+        said = recorded_step(path / name)
+        if said == "":
             yield Problem(INCOMPLETE, name, "the file is empty")
-    for name, tag in _recorded(path).items():
+        elif said and (not said.isdecimal() and said != _RELEASE if name == TRACKER else name not in recorded):
+            yield Problem(DAMAGED, name, f"it names no step: {said[:40]!r}")
+    for name, tag in recorded.items():
         if not (path / tag).exists():
             yield Problem(INCOMPLETE, name, f"it names {tag}, which is not there")
     if (

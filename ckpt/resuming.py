@@ -231,12 +231,18 @@ def _way(
     as_it_is = _folder_to_load(path, checkpoint)
     misfit = _misfit(checkpoint, wanted, layout)
     if as_it_is is not None and misfit is None:
+        _check_whole(checkpoint)
         return _Way(str(as_it_is), "as it is", [file.path for file in checkpoint.files])
     say(f"{checkpoint.path} does not fit: {misfit or f'{LATEST} or a tracker names another step'}")
     size = layout.world_size if wanted in (*_OF_RANKS, "megatron", "megatron-dist") else None
     layout = Layout(layout.dtype, layout.max_shard_size, size, layout.options)
     destination = _kept_folder(path) / _name(checkpoint, wanted, layout)
     if destination.is_dir():
+        try:
+            _check_whole(api.open(destination, wanted))
+        except CkptError as error:
+            error.hint = f"it was converted before, and damaged since; remove {destination}"
+            raise
         return _Way(str(destination), "which was converted before")
     return _Way(str(destination), f"converted from {checkpoint.path}", (), wanted, layout)
 
@@ -291,6 +297,14 @@ def _remove_staging(destination: Path) -> None:
     """Remove the staging folder for `destination`.  StorageError where a living process is writing it."""
     with Staging(destination, overwrite=True, total_bytes=0):
         pass
+
+
+def _check_whole(checkpoint: Checkpoint) -> None:
+    """Raise CorruptError where a part of a tensor is nowhere: torch's DCP would leave what is in memory there."""
+    from ckpt.plan.planner import check_source  # it takes numpy
+
+    for tensor in checkpoint.tensors.values():
+        check_source(tensor)
 
 
 def _folder_to_load(path: Path, checkpoint: Checkpoint) -> Path | None:

@@ -16,12 +16,13 @@ import pytest
 import ckpt
 from ckpt import api
 from ckpt.caller import Caller, caller
-from ckpt.errors import CkptError, NotFoundError, SeveralRunsError, StorageError, UsageError
+from ckpt.errors import CkptError, CorruptError, NotFoundError, SeveralRunsError, StorageError, UsageError
 from ckpt.move.journal import JOURNAL
 from ckpt.plan.checkpoint import Layout
 from ckpt.resuming import RECORD
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import contents, snapshot
+from tests.support.dcp_folders import edit
 from tests.support.engines import REPOSITORY
 
 FIXTURES = REPOSITORY / "fixtures"
@@ -104,6 +105,18 @@ class TestOneProcess:
         said: list[str] = []
         assert ckpt.resume(outputs, world_size=2, say=said.append) == str(outputs / "checkpoint-1")
         assert any("checkpoint-2 is skipped, it is not complete" in line for line in said)
+
+    def test_what_is_not_whole_is_not_handed_on(self, run: Path, tmp_path: Path) -> None:
+        """Rows that no chunk has stay what they were in memory when torch loads it; nor is a cut conversion's file."""
+        step = Path(shutil.copytree(FIXTURES / "dcp-fsdp2" / "step-2", tmp_path / "step-2"))
+        assert ckpt.resume(step) == str(step)
+        edit(step, lambda metadata: metadata.state_dict_metadata["model.down.weight"].chunks.pop())
+        with pytest.raises(CorruptError, match="stored nowhere"):
+            ckpt.resume(step)
+        found = Path(ckpt.resume(run, world_size=2))
+        os.truncate(next(found.rglob("*_optim_states.pt")), 3000)
+        with pytest.raises(CorruptError, match="converted before, and damaged since"):
+            ckpt.resume(run, world_size=2)
 
     def test_trainers_folder_for_another_stage(
         self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,9 @@ Trainer's and Accelerate's `bf16` and `fp16`): no tensor of the checkpoint tells
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.table import AnyName
 from ckpt.containers.torchfile.values import Record
 from ckpt.errors import CorruptError, NotFoundError, UnsafeError
+from ckpt.move.files import confined
 from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import CAST_SOURCES, Choice, num_elements
@@ -24,7 +27,16 @@ _MAX_ARGUMENTS = 16 << 20  # bytes of training arguments, which take a few kB
 _HALF = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
-def computing_dtype(checkpoint: Checkpoint) -> tuple[DType, str] | None:
+def with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` with what its run computes in, or with a note where the record of it cannot be read."""
+    try:
+        return replace(checkpoint, computes_in=_computing_dtype(checkpoint))
+    except (CorruptError, NotFoundError, UnsafeError) as error:
+        note = f"{TRAINING_ARGS} is damaged and not read, so it tells nothing of the precision: {error.what}"
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
+
+
+def _computing_dtype(checkpoint: Checkpoint) -> tuple[DType, str] | None:
     """The 16-bit dtype that a run computes in whose weights are kept in float32 alone, and what records it.
 
     None where weights of 16 bits or masters are there, which tell by themselves, and where nothing is recorded.  A
@@ -37,7 +49,7 @@ def computing_dtype(checkpoint: Checkpoint) -> tuple[DType, str] | None:
     if set(counts) != {FLOAT32} or any(True for _ in checkpoint.with_role(MASTER)):
         return None
     for folder in map(Path, checkpoint.folders):
-        arguments = read_training_args(folder / TRAINING_ARGS) or {}
+        arguments = _read(folder / TRAINING_ARGS) or {}
         for name, dtype in (("bf16", BFLOAT16), ("fp16", FLOAT16)):
             if arguments.get(name) is True:
                 return dtype, f"{name} in {TRAINING_ARGS}"
@@ -47,14 +59,19 @@ def computing_dtype(checkpoint: Checkpoint) -> tuple[DType, str] | None:
 
 
 def read_training_args(path: Path) -> Record | Mapping[Any, Any] | None:
-    """The training arguments that HF Trainer saved (transformers, trainer.py, `_save`); None where there are none.
-
-    They may be of a class of anybody's, so names outside the table are read as inert records.
-    """
-    if not path.is_file() or path.stat().st_size > _MAX_ARGUMENTS:
-        return None
+    """The training arguments that HF Trainer saved (transformers, trainer.py, `_save`); None where there are none."""
     try:
-        found = torchfile.read(path, table=AnyName()).root
+        return _read(path)
     except (CorruptError, NotFoundError, UnsafeError):  # no file of torch.save, or one that is damaged
         return None
+
+
+def _read(path: Path) -> Record | Mapping[Any, Any] | None:
+    """They may be of a class of anybody's, so names outside the table are read as inert records."""
+    if not os.path.lexists(path):
+        return None
+    inside = confined(path.parent, path.name)
+    if not inside.is_file() or inside.stat().st_size > _MAX_ARGUMENTS:
+        raise CorruptError("this is no file of training arguments", path=path)
+    found = torchfile.read(inside, table=AnyName()).root
     return found if isinstance(found, Record | Mapping) else None

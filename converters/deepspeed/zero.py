@@ -6,6 +6,7 @@ runtime/zero/stage_1_and_2.py and runtime/zero/stage3.py (`state_dict`), runtime
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -59,6 +60,8 @@ from converters.deepspeed.states import Others, flat_group_states, group_states
 
 #: Ranks and files that a message lists at most.
 _SHOWN = 16
+#: What a step's folder is called unless a script says otherwise (engine.py, `save_checkpoint`).
+_DEFAULT_TAG = re.compile(r"global_step(\d+)")
 
 
 @dataclass(frozen=True)
@@ -146,12 +149,20 @@ def _read_step(path: Path) -> Checkpoint:
         raise tensor_parallel(str(path))
     with known_structure(path):
         maps = recorded_maps(_Reading(list_step_folder(path, ranks[0])).load(model, ranks[0]), ranks)
-    return joined([_read_slice(path, rank, len(ranks)) for rank in ranks], maps)
+    together = Sources()
+    found = joined([_read_slice(path, rank, len(ranks), together) for rank in ranks], maps)
+    if not all(one.is_replicated for one in maps.values()):
+        together.check_distinct(enumerate(together.storages))
+    return found
 
 
-def _read_slice(path: Path, tp_rank: int, num_ranks: int) -> Slice:
-    """What one of `num_ranks` tensor parallel ranks wrote; all there is, if it is the only one."""
-    reading = _Reading(list_step_folder(path, tp_rank), num_ranks)
+def _read_slice(path: Path, tp_rank: int, num_ranks: int, together: Sources | None = None) -> Slice:
+    """What one of `num_ranks` tensor parallel ranks wrote; all there is, if it is the only one.
+
+    `together` is told of the storages of every rank's files.
+    """
+    sources = Sources() if together is None else Sources(storages=together.storages)
+    reading = _Reading(list_step_folder(path, tp_rank), num_ranks, sources)
     with known_structure(path, lambda: _framework(reading)):
         return _understand(reading)
 
@@ -427,15 +438,24 @@ def _check_steps(models: list[RankFile], inners: list[RankFile]) -> None:
         check_same(name, [(inner, found.get(name)) for inner, found in zip(inners, options, strict=True)])
 
 
-def _step_note(model: _Model) -> tuple[str, ...]:
+def _step_note(model: _Model, tag: str) -> tuple[str, ...]:
     """A save that was cut off in a folder that is used again, as Accelerate's is, leaves files of two steps.
 
-    The optimizer's own count is no proof of it: it starts anew where only weights were loaded.
+    The optimizer's own count alone is no proof of it: it starts anew where only weights were loaded.  CorruptError
+    where it is that of the folder's name, which DeepSpeed takes from the model's, and the model's is another.
     """
     recorded, skipped = (model.file.content.get(name) for name in ("global_steps", "skipped_steps"))
     taken = max(model.scalars.get("step", {}).values(), default=None)
     if not (isinstance(recorded, int) and isinstance(skipped, int)) or taken in (None, recorded - skipped):
         return ()
+    named = _DEFAULT_TAG.fullmatch(tag)
+    if named and int(named[1]) != recorded and taken in (int(named[1]), int(named[1]) - skipped):
+        raise CorruptError(
+            "files of different steps in one folder",
+            path=model.file.path,
+            expected=f"step {named[1]}, as the optimizer's files and the folder's name have it",
+            found=f"step {recorded}",
+        )
     return (
         f"the model file is of step {recorded} ({skipped} skipped), but the optimizer has taken {taken:g} steps: "
         "are all files of one save?",
@@ -480,7 +500,7 @@ def _checkpoint(reading: _Reading, model: _Model, inners: list[RankFile], stage:
         ties=model.ties,
         state=state,
         folders=(str(folder.parent),),
-        notes=_step_note(model),
+        notes=_step_note(model, folder.name),
         computed=reading.others.computed,
         quantized=reading.others.quantized,
         unread=reading.others.unread.sentences,

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ckpt.containers.dcp.metadata import Metadata, Path_, Place, read_metadata
 from ckpt.containers.dcp.nested import nest
@@ -23,7 +23,7 @@ from ckpt.containers.dcp.shards import read_shards
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed, writer_of
 from ckpt.containers.dcp.write import Writing
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import (
     OWN,
     TRANSFORMERS,
@@ -50,6 +50,7 @@ from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
 from converters.quantized.states import torchao
 
+_Error = TypeVar("_Error", bound=CkptError)
 #: Where trainers record the number of steps taken: torch's recipes and Lightning, torchtitan.
 _STEPS = (("step",), ("global_step",), ("iteration",), ("train_state", "step"))
 
@@ -83,6 +84,7 @@ class DistributedCheckpoint:
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """One folder, or Accelerate's two where the source is a step of HF Trainer or Accelerate."""
         num_ranks = layout.world_size or checkpoint.world_size or 1
+        _check_can_be_read(checkpoint)
         state = state_dict(checkpoint, layout.dtype, flat_optimizer=layout.read(NameOptions).flat_optimizer)
         beside = run_companions(checkpoint, num_ranks, layout.dtype, deepspeed=False)
         folders = [Writing(num_ranks, prefix) for prefix in _prefixes(checkpoint)]
@@ -402,25 +404,51 @@ def _check_states(found: Understood, path: str) -> None:
         raise CorruptError(
             "the optimizer has states of a parameter that the model does not have", path=path, fqn=strange[0]
         )
-    for group in found.groups:
+    dtypes = {fqn: {name: _dtype(value) for name, value in of.items()} for fqn, of in states.items()}
+    if error := _lacking(found.groups, dtypes, CorruptError, path):
+        raise error
+
+
+def _lacking(
+    groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, Any]], kind: type[_Error], path: str
+) -> _Error | None:
+    """The error of a parameter without one of the `states`, dtypes by fqn and name, that others of its group have."""
+    for group in groups:
         kinds: dict[frozenset[str], str] = {}
         for fqn in group.fqns:
-            if fqn in states:
+            if states.get(fqn):
                 kinds.setdefault(frozenset(states[fqn]), fqn)
         for few, fqn in kinds.items():
             for more, other in kinds.items():
-                if few < more and all(_dtype(states[fqn][name]) == _dtype(states[other][name]) for name in few):
-                    raise CorruptError(
+                if few < more and all(states[fqn][name] == states[other][name] for name in few):
+                    return kind(
                         "a parameter lacks an optimizer state that others of its group have",
                         path=path,
                         fqn=fqn,
                         expected=", ".join(sorted(more - few)) + f", as {other} has",
                         found=", ".join(sorted(few)),
                     )
+    return None
 
 
 def _dtype(value: Any) -> object:
     return value.dtype if isinstance(value, _Stored) else None
+
+
+def _check_can_be_read(checkpoint: Checkpoint) -> None:
+    """Raise LossError where some states of a parameter could not be read: no reader can tell the rest from damage."""
+    if not checkpoint.unread:
+        return
+    states: dict[str, dict[str, Any]] = {}
+    for (fqn, name), tensor in checkpoint.tensors.items():
+        if name in checkpoint.optimizer_states:
+            states.setdefault(fqn, {})[name] = tensor.dtype
+    for name, of in checkpoint.state.scalars.items():
+        for fqn in of:
+            states.setdefault(fqn, {})[name] = None
+    if error := _lacking(checkpoint.state.param_groups, states, LossError, checkpoint.path):
+        error.hint = "; ".join((*checkpoint.unread, "`ckpt convert ... hf` takes the weights alone"))
+        raise error
 
 
 def _check_steps(said: Mapping[str, set[tuple[str, Any]]]) -> None:

@@ -426,6 +426,7 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
     """Add the optimizer's states.  Returns the flat parameters that it has, if it has any."""
     owned = {fqn: shape for fqn, shape in parameters.items() if fqn not in reading.ties}
     if (flat := read_flat(files, owned)) is not None:
+        reading.sources.check_distinct((file.rank, file.path) for file in files)  # flat ranges record no ranks
         reading.tensors |= flat.tensors
         reading.scalars, reading.groups = dict(flat.scalars), flat.groups
         return flat.units
@@ -441,7 +442,7 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
         _check_options(file, groups, optimizer.groups)
         states.append(optimizer.states)
     found = list(dict.fromkeys(fqn for one in states for fqn in one))
-    tensors, scalars = {}, dict[str, dict[str, Any]]()
+    tensors, scalars, is_cut = {}, dict[str, dict[str, Any]](), False
     others = OptimizerStates()
     for fqn in found:
         shape = _weight_shape(reading, fqn, files[0])
@@ -467,6 +468,9 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
                 reading.notes.append(_left_out(files[0].path))
                 return ()
             tensors[fqn, name] = tensor
+            is_cut |= any(isinstance(value, StoredTensor) and value.shape != shape for _, value in values)
+    if is_cut:
+        reading.sources.check_distinct((file.rank, file.path) for file in files)
     reading.tensors |= tensors | others.tensors
     reading.scalars, reading.groups, reading.states = scalars, groups, others
     return ()

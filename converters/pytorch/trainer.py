@@ -9,6 +9,7 @@ Which has which number is proved by shapes (`ckpt.state.numbered`), or else the 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ TRAINER = Trainer()
 
 
 def _first(folder: Path, names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if (folder / name).is_file()), None)
+    return next((name for name in names if os.path.lexists(folder / name)), None)  # a pipe is damage, and not nothing
 
 
 def _read_weights(reading: Reading) -> None:

@@ -150,6 +150,9 @@ CASES: dict[str, tuple[str, Damage, str, str]] = {
         f"{TRACKER}: it names step 7",
         "which is not there",
     ),
+    "a tracker that says nothing": ("megatron-fsdp", written(TRACKER, "\x72"), f"{TRACKER}: it names no step", "'r'"),
+    "an empty tracker": ("verl-fsdp2", written(TRACKER, ""), f"{TRACKER}: the file is empty", TRACKER),
+    "a latest with a hole": ("toy-zero3", written("latest", "global\0step2"), "latest: it names no step", "\\x00"),
 }
 
 

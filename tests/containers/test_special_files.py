@@ -50,6 +50,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_the_place_of_trainers_optimizer(fixtures: Path, tmp_path: Path, kind: str) -> None:
+    """HF Trainer's, without which the weights alone would be there."""
+    run = Path(shutil.copytree(fixtures / "trainer-plain", tmp_path / "run"))
+    file = run / "checkpoint-2" / "optimizer.pt"
+    file.unlink()
+    KINDS[kind](file)
+    result = ckpt("convert", "auto", "full", run, "-o", tmp_path / "out")
+    assert result.code in (4, 5) and not (tmp_path / "out").exists(), result
+
+
 def commands(path: Path, out: Path) -> Iterator[Result]:
     yield ckpt("inspect", path)
     yield ckpt("convert", "auto", "hf", path, "-o", out / "hf")

@@ -72,6 +72,21 @@ def test_a_copy_without_a_name(fixtures: Path, tmp_path: Path, name: str) -> Non
     refused(run, "the files of two ranks hold the very same", "rank: 2", "rank 0")
 
 
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [("autotp-zero1", "mp_rank_*_model_states.pt"), ("autotp-zero1", "*optim_states.pt"), ("verl-fsdp1", "optim_*.pt")],
+)
+def test_a_copy_without_a_name_where_no_box_tells(fixtures: Path, tmp_path: Path, name: str, pattern: str) -> None:
+    """Tensor parallel ranks of DeepSpeed's, and FSDP1's flat parameters."""
+    run = Path(shutil.copytree(fixtures / name, tmp_path / "run", ignore=shutil.ignore_patterns("truth")))
+    files = sorted(run.rglob(pattern))
+    for file in files:
+        as_a_stream(file)
+    assert api.open(run).world_size
+    copy(files[0], files[-1])
+    refused(run, "the files of two ranks hold the very same")
+
+
 def test_ranks_that_all_hold_zeros_are_no_copies(tmp_path: Path) -> None:
     def zeros(inner: dict[str, list[torch.Tensor]], rank: int) -> None:
         inner["single_partition_of_fp32_groups"] = [t.zero_() for t in inner["single_partition_of_fp32_groups"]]

@@ -222,6 +222,9 @@ def test_what_fsdp_had_not_gathered_yet_is_no_state(tmp_path: Path) -> None:
     assert written.parameters.keys() == {"up.weight", "gain", "shift"}
     truths = {key: value for key, value in truth("quantized-gathered/ao8.pt").items() if key[0] != "up.weight"}
     assert_states_equal(written, truths)
+    done = ckpt("convert", "full", "dcp", source, "-o", tmp_path / "dcp")  # which no reader could tell from damage
+    assert (done.code, (tmp_path / "dcp").exists()) == (6, False)
+    assert "tensor: up.weight" in done.err
 
 
 # -- what is in no known form --------------------------------------------------------------------------------

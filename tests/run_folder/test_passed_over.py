@@ -40,8 +40,8 @@ def with_another_step(checkpoint: Path) -> None:
     shutil.copytree(checkpoint / "global_step2", checkpoint / "global_step1")
 
 
-def of_the_step_before(checkpoint: Path) -> None:
-    shutil.copy(one(checkpoint.parent / "checkpoint-1", OPTIMIZER), one(checkpoint, OPTIMIZER))
+def of_the_step_before(checkpoint: Path, pattern: str = OPTIMIZER) -> None:
+    shutil.copy(one(checkpoint.parent / "checkpoint-1", pattern), one(checkpoint, pattern))
 
 
 #: As a run leaves it that is still writing, or was killed.
@@ -60,6 +60,7 @@ DAMAGED: dict[str, Callable[[Path], None]] = {
     "latest names another step": lambda c: flipped(c / "latest", -1),
     "latest, beside another step": with_another_step,
     "a rank's file of the step before": of_the_step_before,
+    "the model's file of the step before": lambda c: of_the_step_before(c, MODEL),
 }
 
 

@@ -97,7 +97,9 @@ def test_deepspeeds_own_weights_are_what_it_computes_in(fixtures: Path, tmp_path
         assert checkpoint.computes_in is None and checkpoint["a.weight", role].dtype == "float32"
 
 
-def test_damaged_training_arguments_tell_nothing(model: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_damaged_training_arguments_tell_nothing_and_it_is_said(model: LlamaForCausalLM, tmp_path: Path) -> None:
     run = run_of(model, tmp_path / "run", "dcp", "float32", bf16=True)
     (run / "checkpoint-1" / "training_args.bin").write_bytes(b"\x80\x02no pickle")
-    assert api.open(run).computes_in is None
+    checkpoint = api.open(run)
+    assert checkpoint.computes_in is None
+    assert any("training_args.bin is damaged and not read" in note for note in checkpoint.notes)
