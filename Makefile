@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-fast lint format docs gpu-check faults bench table clean
+.PHONY: help env demo test test-fast lint format docs gpu-check faults fuzz bench table clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +48,10 @@ gpu-check:  ## on a machine with GPUs: train, resume and convert on them; needs 
 
 faults: env  ## damage checkpoints in ten thousand ways
 	$(BIN)/python -m tests.faults
+
+fuzz: env  ## fuzz the readers of files for ten minutes
+	$(BIN)/pip install -q atheris
+	$(BIN)/python -m tests.faults.fuzz
 
 bench: env  ## speed and memory against cp and the peers
 	$(BIN)/python -m benchmarks

@@ -96,7 +96,7 @@ def nasty_values(sample: Sample, random: Random) -> Iterator[Case]:
     while names:
         name = random.choice(names)
         content = (sample.path / name).read_bytes()
-        records = _pickles(content)
+        records = pickles_in(content)
         values = [(r, at, size, kind) for r in records for at, size, kind in _values(content[r.start : r.stop])]
         if not values:
             names.remove(name)
@@ -119,7 +119,7 @@ def nasty_values(sample: Sample, random: Random) -> Iterator[Case]:
             yield Case(f"{name}: {kind} of {size} bytes at {start}", _write(name, changed), VALUE)
 
 
-def _pickles(content: bytes) -> list[range]:
+def pickles_in(content: bytes) -> list[range]:
     """Where pickles are: records `data.pkl` of torch's archives, or all of the file."""
     if content[:1] == b"\x80":
         return [range(len(content))]
@@ -193,6 +193,10 @@ _IN_ITS_PLACE: dict[str, Callable[[Path], None]] = {
 }
 
 
+#: Files that no other one names; of `training_args.bin` it is only in what the run computes.
+_NAMED_NOWHERE = ("optimizer.bin", "training_state.pt", "optimizer.pt", "training_args.bin")
+
+
 def in_its_place(sample: Sample, random: Random) -> Iterator[Case]:
     """A file is missing, or something else stands where it was."""
     while True:
@@ -202,7 +206,8 @@ def in_its_place(sample: Sample, random: Random) -> Iterator[Case]:
             (run / name).unlink()
             _IN_ITS_PLACE[what](run / name)
 
-        missing = MISSING if (name, what) in (("optimizer.bin", "nothing"), ("training_state.pt", "nothing")) else None
+        is_missing = what == "nothing" and os.path.basename(name) in _NAMED_NOWHERE
+        missing = MISSING if is_missing else None
         yield Case(f"{name}: {what}", do, CARRIED if is_carried(name) else missing)
 
 

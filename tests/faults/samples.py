@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
 import struct
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from pathlib import Path
+from random import Random
+from typing import Any
+
+import fsspec
 
 import ckpt
-from ckpt.errors import CkptError
+from ckpt import api
+from ckpt.errors import CkptError, UsageError
 from ckpt.plan.checkpoint import Checkpoint, Layout
+from ckpt.resuming import RECORD
 from ckpt.testing.conformance import digests
 from ckpt.testing.describing import Content, content
+from ckpt.verify.manifest import MANIFEST
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 WRITTEN_BY_FRAMEWORKS = (
     *("toy-zero0", "toy-zero1", "toy-zero2", "toy-zero3", "lora-zero3", "moe-zero3", "trainer-zero2", "dcp-fsdp2"),
     *("dcp-torch21-fsdp1", "dcp-torch23-fsdp1", "torchtitan-llama3-0.3", "megatron-dist-flattened", "megatron-fsdp"),
+    *("toy-zero0-fp32", "autotp-zero1", "trainer-plain", "verl-fsdp1", "verl-fsdp2", "torchtitan-qwen3-moe"),
+    *("quantized-dcp/ao8", "quantized-ranks/ao8", "quantized-zero2/bnb8", "quantized-zero3/ao8", "quantized-gathered"),
+    *("trl-fsdp2/outputs/llama-sft", "trl-lora-zero3/outputs/qwen3-lora"),
 )
 #: Of what, in which format, and with what layout.
 WRITTEN_BY_CKPT = (
@@ -31,21 +44,60 @@ WRITTEN_BY_CKPT = (
     ("lora-zero3", "peft", Layout()),
     ("megatron-dist-flattened", "megatron", Layout(tp=1, pp=2)),
     ("megatron-dist-flattened", "megatron-deepspeed", Layout(tp=1, pp=2, world_size=4)),
+    ("toy-zero3", "fsdp-ranks", Layout(world_size=2)),
+    ("verl-fsdp1", "fsdp-ranks", Layout(world_size=3)),
+    ("toy-zero1", "dcp", Layout(world_size=2, flat_optimizer=True)),
 )
+
+
+class How(Enum):
+    """How what is written, or would be, is come by."""
+
+    WRITTEN = "written"
+    PLAIN = "written with plain values of quantized optimizer states"
+    VIEWED = "read from views of its files"
+    RESUMED = "written by ckpt.resume"
+    FROM_A_STORE = "read from a store, and written"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A format to write, in a layout."""
+
+    format: str
+    layout: Layout
+    how: How = How.WRITTEN
+
+
+_HF = Layout(names="own", max_shard_size=4096)
+_RANKS = Layout(world_size=3)
+#: What each sample is converted to where that is not refused.
 TARGETS = {
-    "hf": Layout(names="own", max_shard_size=4096),
-    "full": Layout(),
-    "dcp": Layout(world_size=3),
-    "universal": Layout(),
-    "zero2": Layout(world_size=3),
-    "zero3": Layout(world_size=3),
-    "megatron": Layout(tp=1),
-    "megatron-dist": Layout(),
-    "megatron-deepspeed": Layout(tp=1, world_size=2),
-    "peft": Layout(),
+    "hf": Way("hf", _HF),
+    "full": Way("full", Layout()),
+    "dcp": Way("dcp", _RANKS),
+    "dcp with a flat optimizer": Way("dcp", Layout(world_size=2, flat_optimizer=True)),
+    "universal": Way("universal", Layout()),
+    "zero1": Way("zero1", Layout(world_size=2)),
+    "zero2": Way("zero2", _RANKS),
+    "zero3": Way("zero3", _RANKS),
+    "megatron": Way("megatron", Layout(tp=1)),
+    "megatron-dist": Way("megatron-dist", Layout()),
+    "megatron-deepspeed": Way("megatron-deepspeed", Layout(tp=1, world_size=2)),
+    "fsdp-ranks": Way("fsdp-ranks", _RANKS),
+    "peft": Way("peft", Layout()),
+    "zero2 with plain states": Way("zero2", _RANKS, How.PLAIN),
+    "fsdp-ranks with plain states": Way("fsdp-ranks", _RANKS, How.PLAIN),
+    "views of hf": Way("hf", _HF, How.VIEWED),
+    "views of dcp": Way("dcp", _RANKS, How.VIEWED),
+    "zero3 to resume from": Way("zero3", Layout(world_size=5), How.RESUMED),
+    "dcp to resume from": Way("dcp", Layout(world_size=5), How.RESUMED),
+    "hf from a store": Way("hf", _HF, How.FROM_A_STORE),
+    "full from a store": Way("full", Layout(), How.FROM_A_STORE),
 }
 #: What stands beside a checkpoint and is carried as it is.
 _CARRIED = re.compile(r"(\w*config|tokenizer\w*|trainer_state|special_\w+)\.json|rng_state\w*\.pth|.*\.(txt|md)")
+_NUMBERS = itertools.count()
 _VITAL_TEXT = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 
 
@@ -64,22 +116,52 @@ class Sample:
         return Path(shutil.copytree(self.path, to))
 
 
-def write(path: Path, target: str, out: Path) -> None:
-    """Convert to `target`, in its layout."""
-    ckpt.plan(ckpt.open(path), target, TARGETS[target]).run(out, manifest=False)
+def write(path: Path, target: str, out: Path, *, resume: bool = False) -> None:
+    """Convert to `target`; `resume` goes on with what a killed conversion left."""
+    way = TARGETS[target]
+    checkpoint: Checkpoint = ckpt.open(_uploaded(path) if way.how is How.FROM_A_STORE else path)
+    if way.how is How.PLAIN:
+        checkpoint = api.plain_states(checkpoint)
+    conversion = ckpt.plan(checkpoint, way.format, way.layout)
+    if way.how is How.VIEWED:
+        for name in conversion.files:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            with conversion.open(name) as view:
+                (out / name).write_bytes(view.read())
+    else:
+        conversion.run(out, manifest=False, resume=resume)
 
 
 def converted(path: Path, target: str, out: Path) -> dict[str, str]:
     """The digests of what a conversion writes."""
-    write(path, target, out)
-    return digests(out)
+    way = TARGETS[target]
+    if way.how is not How.RESUMED:
+        write(path, target, out)
+        return digests(out)
+    found = Path(ckpt.resume(path, format=way.format, world_size=way.layout.world_size, say=lambda _: None))
+    if not found.is_relative_to(kept := path.with_name(f".{path.name}.ckpt-resume")):
+        raise UsageError("it is loaded as it is", path=found)
+    try:
+        return {name: one for name, one in digests(found).items() if name not in (RECORD, MANIFEST)}
+    finally:
+        shutil.rmtree(kept)
+
+
+def _uploaded(path: Path) -> str:
+    """The URL of a copy of it in a store."""
+    memory: dict[str, Any] = fsspec.filesystem("memory").store
+    memory.clear()  # of the case before
+    url = f"memory://case{next(_NUMBERS)}/{path.name}"
+    fsspec.filesystem("memory").put(str(path), url, recursive=True)
+    return url
 
 
 def make_samples(folder: Path) -> list[Sample]:
     samples = []
     for name in WRITTEN_BY_FRAMEWORKS:
-        shutil.copytree(FIXTURES / name, folder / name, ignore=shutil.ignore_patterns("truth"))
-        samples.append(Sample(name, folder / name))
+        path = folder / name.replace("/", "-")
+        shutil.copytree(FIXTURES / name, path, ignore=shutil.ignore_patterns("truth"))
+        samples.append(Sample(path.name, path))
     for name, format, layout in WRITTEN_BY_CKPT:
         path = folder / f"{name}-as-{format}"
         ckpt.plan(ckpt.open(folder / name), format, layout).run(path, manifest=False)
@@ -88,19 +170,24 @@ def make_samples(folder: Path) -> list[Sample]:
 
 
 @cache
-def intact(sample: Sample) -> dict[str, dict[str, str]]:
-    """By target, the digests of what the sample becomes; targets that refuse it are left out."""
-    found = {}
-    for target in TARGETS:
-        out = sample.path.parent / "intact"
-        try:
-            found[target] = converted(sample.path, target, out)
-        except CkptError:
-            continue
-        finally:
-            shutil.rmtree(out, ignore_errors=True)
-    assert found, sample
-    return found
+def truth(sample: Sample, target: str) -> dict[str, str] | None:
+    """The digests of what the sample becomes; None where the target refuses it."""
+    out = sample.path.parent / "intact"
+    try:
+        return converted(sample.path, target, out)
+    except CkptError:
+        return None
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+
+
+def some_target(sample: Sample, random: Random, hows: Container[How] = How) -> tuple[str, dict[str, str]]:
+    """A target that takes the sample, and what it becomes."""
+    targets = [name for name, way in TARGETS.items() if way.how in hows]
+    for target in random.sample(targets, k=len(targets)):
+        if (found := truth(sample, target)) is not None:
+            return target, found
+    raise AssertionError(f"nothing takes {sample}")
 
 
 @cache
@@ -109,8 +196,12 @@ def tensors(sample: Sample) -> Counter[Content]:
 
 
 def tensors_of(checkpoint: Checkpoint) -> Counter[Content]:
-    """What the tensors of a checkpoint hold, by whatever names."""
-    return Counter(content(tensor) for tensor in checkpoint.tensors.values())
+    """What the tensors of a checkpoint hold, by whatever names; of those that are stored quantized how, and no more."""
+    quantized = checkpoint.quantized
+    return Counter(
+        (quantized[key], tensor.shape, b"") if key in quantized else content(tensor)
+        for key, tensor in checkpoint.tensors.items()
+    )
 
 
 def is_carried(name: str) -> bool:
