@@ -44,9 +44,13 @@ def _world_size(environment: Mapping[str, str]) -> int | None:
 
 
 def _deepspeed_config(environment: Mapping[str, str]) -> Any:
-    """The one that Trainer's arguments or Accelerate's launcher was given; None without."""
+    """The one that Trainer's arguments, an Accelerator or Accelerate's launcher was given; None without."""
     trainers = sys.modules.get("transformers.integrations.deepspeed")
     config = trainers.deepspeed_config() if trainers is not None else None
+    plugins = _live_accelerator().get("deepspeed_plugins")
+    for plugin in plugins.values() if isinstance(plugins, dict) else [plugins]:
+        if config is None and plugin is not None and plugin.selected:
+            config = plugin.deepspeed_config
     path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if config is None and path != "none" and _is_true(environment.get("ACCELERATE_USE_DEEPSPEED")):
         config = read_json(Path(path))
@@ -58,8 +62,7 @@ def _format(environment: Mapping[str, str]) -> str | None:
     if _is_true(environment.get("ACCELERATE_USE_DEEPSPEED")):
         stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         return f"zero{stage}" if stage in ("0", "1", "2", "3") else None
-    accelerate = sys.modules.get("accelerate.state")
-    plugin = accelerate.AcceleratorState._shared_state.get("fsdp_plugin") if accelerate is not None else None
+    plugin = _live_accelerator().get("fsdp_plugin")
     if plugin is not None:  # made of arguments, as Trainer does, or of the environment
         return _KINDS.get(getattr(plugin.state_dict_type, "name", plugin.state_dict_type))
     if _is_true(environment.get("ACCELERATE_USE_FSDP")):
@@ -67,6 +70,13 @@ def _format(environment: Mapping[str, str]) -> str | None:
         kind = environment.get("FSDP_STATE_DICT_TYPE", default)
         return _KINDS.get(kind)
     return None
+
+
+def _live_accelerator() -> Mapping[str, Any]:
+    """What an Accelerator of this process keeps; nothing where there is none."""
+    accelerate = sys.modules.get("accelerate.state")
+    found: Mapping[str, Any] = accelerate.AcceleratorState._shared_state if accelerate is not None else {}
+    return found
 
 
 def _is_true(value: str | None) -> bool:

@@ -172,6 +172,16 @@ class TestOneProcess:
             monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
             assert caller({"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2"}) == Caller(format, 2)
 
+    def test_the_stage_is_what_a_live_accelerator_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without transformers, where nothing but the plugin tells it."""
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import DeepSpeedPlugin
+
+        plugin = DeepSpeedPlugin(hf_ds_config=DEEPSPEED["fp32"])
+        plugin._set_selected(True)
+        monkeypatch.setitem(AcceleratorState._shared_state, "deepspeed_plugins", plugin)
+        assert caller({"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}) == Caller("zero3", 2, "fp32")
+
     def test_several_processes_that_cannot_agree(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RANK", "1")
         with pytest.raises(UsageError, match="cannot agree"):
