@@ -219,8 +219,8 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
                 continue
             others += [one.name] if found else []
     hint = f"what is here looks like {' or '.join(others)}" if others else "see `ckpt formats`"
-    if path.is_file() and not others and (around := _found_around(path)):
-        hint = f"it is a file of what is {around[1]} in {around[0]}: give that folder"
+    if not others and _is_part(path):
+        hint = f"this is one file of the checkpoint in {path.parent}: give that folder"
     if tag is None and not others and (inside := _checkpoints_inside(path, format)):
         hint = "there are checkpoints here that stand by themselves, give one: " + ", ".join(inside[:8])
     if tag is not None and not others and (steps := trainer_steps(path)):
@@ -228,12 +228,12 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
     return NotFoundError(f"no {wanted} here", path=path, hint=hint)
 
 
-def _found_around(path: Path) -> tuple[Path, str] | None:
-    """The folder around a file that is a checkpoint, and of which format."""
-    for one in registry.all_formats():
-        if one.reads and _finds(one, path.parent, None):
-            return path.parent, one.name
-    return None
+def _is_part(path: Path) -> bool:
+    """Whether a file lies in a folder that is a checkpoint."""
+    try:
+        return path.is_file() and is_run(path.parent)
+    except CkptError:  # a damaged one is one
+        return True
 
 
 def _checkpoints_inside(path: Path, format: str) -> list[str]:

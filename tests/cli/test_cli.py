@@ -475,7 +475,7 @@ def test_mistakes_in_python_raise_the_same_errors(run: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "code", "said"),
     [
-        (("convert", "auto", "hf", "outputs/latest"), 3, "a file of what is zero3 in outputs: give that folder"),
+        (("convert", "auto", "hf", "outputs/latest"), 3, "one file of the checkpoint in outputs: give that folder"),
         (
             ("check", "outputs/global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt"),
             3,
