@@ -11,7 +11,8 @@ import pytest
 
 from ckpt import registry
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+REPOSITORY = Path(__file__).parents[2]
+README = (REPOSITORY / "README.md").read_text()
 
 
 def test_the_table_of_formats_is_the_registry() -> None:
@@ -34,3 +35,12 @@ def test_every_option_that_is_mentioned_exists(command: str) -> None:
     lines = [line for line in README.splitlines() if line.strip().startswith((f"ckpt {command}", f"$ ckpt {command}"))]
     used = {option for line in lines for option in re.findall(r"(--[a-z][a-z-]+)", line.split("#")[0])}
     assert used <= options
+
+
+def test_what_it_depends_on_is_what_is_required() -> None:
+    required = re.search(
+        r"^dependencies = \[\n(.*?)^\]", (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL
+    )
+    said = re.search(r"It depends on\n(.*?)\.", README, re.DOTALL)
+    assert required is not None and said is not None
+    assert re.findall(r'"([\w-]+)', required[1]) == re.findall(r"[\w-]+", said[1].replace(" and ", ", "))
