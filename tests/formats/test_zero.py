@@ -466,12 +466,20 @@ def test_equal_values_are_no_tie(tmp_path: Path) -> None:
     assert_holds(checkpoint, groups)
 
 
-def test_a_model_file_of_another_step_than_the_optimizers_is_noted(tmp_path: Path) -> None:
+def test_a_model_file_of_another_step_than_the_optimizers(tmp_path: Path) -> None:
+    """Noted, as an optimizer counts anew where only weights were loaded; refused where the folder's name agrees."""
+
     def older(model: dict[str, Any], rank: int) -> None:
         model["global_steps"] = 5
 
     for write in (write_stage2, write_stage3):
-        checkpoint = api.open(write(tmp_path / write.__name__, GROUPS, 2, change_model=older))
+        run = write(tmp_path / write.__name__, GROUPS, 2, change_model=older)
+        with pytest.raises(CorruptError, match="different steps") as caught:
+            api.open(run)
+        assert (caught.value.expected or "").startswith("step 2, ") and caught.value.found == "step 5"
+        (run / "global_step2").rename(run / "pytorch_model")
+        (run / "latest").write_text("pytorch_model")
+        checkpoint = api.open(run)
         assert "the model file is of step 5 (0 skipped), but the optimizer has taken 2 steps" in checkpoint.notes[1]
 
 
