@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.engines import REPOSITORY, Truth, fork, launch_in_turn
+from tests.support.engines import REPOSITORY, Truth, fork, launch_in_turn, raw
 from tests.support.resuming import losses
 
 pytestmark = pytest.mark.slow
@@ -116,3 +118,36 @@ def test_the_script_of_the_document(tmp_path: Path, tables: Any) -> None:
         assert math.isclose(line["loss"], unbroken[step]["loss"], rel_tol=2**-8 if in_bf16 else 5e-4), step
     for name, lines in (("HF Trainer, from engine to engine", history), ("HF Trainer, unbroken", unbroken)):
         tables[f"{TITLE}, HF Trainer"][name] = {str(step): f"{line['loss']:.6f}" for step, line in lines.items()}
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What scripts of TRL and Accelerate loaded, and their losses, by the name of the folder."""
+    folder = tmp_path_factory.mktemp("libraries")
+    shutil.copytree(REPOSITORY / "fixtures" / "trl-zero2" / "outputs" / "llama-sft", folder / "sft")
+    starts = [
+        (2, ["sft", "2", str(folder / "sft"), str(folder / "sft as it is")]),
+        (3, ["sft", "3", str(folder / "sft"), str(folder / "sft converted")]),
+        (2, ["save", "2", str(folder / "run"), str(folder / "accelerate")]),
+        (3, ["load", "3", str(folder / "run"), str(folder / "accelerate converted")]),
+    ]
+    worker = "tests.support.resuming_scripts"
+    fork([(ranks, worker, words) for ranks, words in starts], ["train.engines.zero", "trl", "datasets"])
+    return folder
+
+
+@pytest.mark.parametrize("name", ["sft", "accelerate"])
+def test_scripts_of_trl_and_accelerate(name: str, libraries: Path, tables: Any) -> None:
+    """SFTTrainer goes on from what SFTTrainer saved under ZeRO-2 on 2 ranks, `load_state` from `save_state`."""
+    unbroken, converted = libraries / (name if name != "sft" else "sft as it is"), libraries / f"{name} converted"
+    before, after = (torch.load(folder / "loaded.pt") for folder in (unbroken, converted))
+    assert before.keys() == after.keys() and {key.partition("/")[0] for key in before} >= {"master", "exp_avg_sq"}
+    assert [key for key in before if raw(before[key]) != raw(after[key])] == []
+    steps, others = (json.loads((folder / "losses.json").read_text()) for folder in (unbroken, converted))
+    assert len(steps) == len(others) == 2
+    for one, other in zip(steps, others, strict=True):
+        assert math.isclose(one, other, rel_tol=5e-4)
+    tables[f"{TITLE}, TRL and Accelerate"][name] = {
+        f"step {number}": f"{other:.6f} {one:.6f}"
+        for number, (one, other) in enumerate(zip(steps, others, strict=True), 3)
+    }
