@@ -21,7 +21,8 @@ from ckpt.run_folder.steps import LATEST, recorded_step
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL_PER_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
+_EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _PIPELINE_LAYER = re.compile(r"layer_\d+(?:-model_\d+)?-model_states\.pt")
 
 
@@ -29,13 +30,16 @@ _PIPELINE_LAYER = re.compile(r"layer_\d+(?:-model_\d+)?-model_states\.pt")
 class StepFolder:
     """The files of one step folder: optimizer files and per-rank model files by data-parallel rank, numerically.
 
-    `model` is the single model file of stages 0 to 2.
+    `model` is the single model file of stages 0 to 2; `experts` are files of MoE layers' experts, by the numbers of
+    layer and expert, `experts_optimizer` those of expert parallel ranks without ZeRO.
     """
 
     path: Path
     optimizer: dict[int, str]
     model_per_rank: dict[int, str]
     model: str | None
+    experts: dict[tuple[int, int], str]
+    experts_optimizer: dict[int, str]
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -178,21 +182,24 @@ def tensor_parallel_ranks(path: Path) -> list[int]:
 def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
     """Sort the files of a step folder by what they are; with `tp_rank` those of that tensor parallel rank alone.
 
-    Raises CorruptError for two files of one rank, NotFoundError for model-parallel and DeepSpeed-MoE layouts,
-    UnsafeError for a link out of the folder.
+    Raises CorruptError for two files of one rank, NotFoundError for model-parallel layouts and for experts' files of
+    DeepSpeed before 0.5, UnsafeError for a link out of the folder.
     """
     optimizer: dict[int, str] = {}
     per_rank: dict[int, str] = {}
+    experts: dict[tuple[int, int], str] = {}
+    experts_optimizer: dict[int, str] = {}
     model: str | None = None
     for name in sorted(os.listdir(path)):
         full = str(path / name)
-        if _EXPERT.fullmatch(name):
-            raise _unsupported(
-                full,
-                "experts that DeepSpeed-MoE spread over ranks",
-                "load it with the script that trained it at ep_size 1, where every rank has all experts, and save the "
-                "module's state dict with torch.save: the format `full` is that",
-            )
+        if match := _EXPERT.fullmatch(name):
+            if match[1] is None or int(match[3]) or tp_rank:
+                raise experts_unsupported(full)
+            experts[int(match[1]), int(match[2])] = str(confined(path, name))
+        if match := _EXPERTS_OPTIMIZER.fullmatch(name):
+            if int(match[2]):
+                raise experts_unsupported(full)
+            experts_optimizer[int(match[1])] = str(confined(path, name))
         if _PIPELINE_LAYER.fullmatch(name):
             raise NotFoundError(
                 "this checkpoint holds the layers of a DeepSpeed pipeline, which is another format",
@@ -215,7 +222,7 @@ def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
                 files[rank] = str(confined(path, name))
         if (match := _MODEL.fullmatch(name)) and _is_of(tp_rank, int(match[1]), full):
             model = str(confined(path, name))
-    return StepFolder(path, optimizer, per_rank, model)
+    return StepFolder(path, optimizer, per_rank, model, experts, experts_optimizer)
 
 
 def _is_of(tp_rank: int | None, found: int, path: str) -> bool:
@@ -234,6 +241,21 @@ def tensor_parallel(path: str, what: str = "") -> NotFoundError:
         "script that trained it save whole tensors, as Accelerate's get_state_dict does under AutoTP; GPT-NeoX writes "
         "files of layers with pipe_parallel_size 1",
     )
+
+
+def experts_unsupported(path: str, what: str = "") -> NotFoundError:
+    """The error for experts spread over ranks in a way that is not read."""
+    return _unsupported(
+        path,
+        "experts that DeepSpeed-MoE spread over ranks" + what,
+        "load it with the script that trained it at ep_size 1 (AutoEP: autoep_size 1), where every rank has all "
+        "experts, and save the module's state dict with torch.save: the format `full` is that",
+    )
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a file holds an expert, or the optimizer of an expert parallel rank."""
+    return bool(_EXPERT.fullmatch(name) or _EXPERTS_OPTIMIZER.fullmatch(name))
 
 
 def refuse_unsupported(folder: Path) -> None:

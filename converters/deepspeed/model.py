@@ -16,6 +16,7 @@ from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices
 from ckpt.plan.tensors import Tensor
 from ckpt.state import adam, positions
+from converters.deepspeed.experts import refuse_experts
 from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, PIPELINE
 
 #: The version whose files these are, for sources that DeepSpeed did not write.
@@ -135,6 +136,7 @@ def _is_deepspeed(checkpoint: Checkpoint) -> bool:
 
 def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
     """`checkpoint` as a DeepSpeed model; `dtype` None keeps the model's own."""
+    refuse_experts(fqn for fqn, _ in checkpoint.tensors)
     recorded = None if dtype is not None else _recorded_dtype(checkpoint)
     dtype = dtype or recorded
     ties = _ties(checkpoint)

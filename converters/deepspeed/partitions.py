@@ -17,10 +17,12 @@ class FlatGroup:
     """One flat buffer cut evenly: rank r holds elements `r*partition` on, as many as its extent has.
 
     Extents may be shorter than `partition` (padding stripped at the end) or have padding behind the last parameter.
+    `ranks` are those that share the buffer, in order; all by default.
     """
 
     extents: Sequence[Extent]
     partition: int
+    ranks: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class InFlatGroup:
         """What is stored of elements `start` to `stop`, counted from the parameter's first."""
         found: list[Run] = []
         start, stop, partition = self.start + start, self.start + stop, self.group.partition
+        ranks = self.group.ranks
         if start == stop:
             return found
         for rank in range(start // partition, min((stop - 1) // partition + 1, len(self.group.extents))):
@@ -52,7 +55,9 @@ class InFlatGroup:
             begin = rank * partition
             first, last = max(start, begin), min(stop, begin + min(partition, extent.numel))
             if first < last:
-                found.append((first - self.start, last - self.start, extent, first - begin, rank))
+                found.append(
+                    (first - self.start, last - self.start, extent, first - begin, ranks[rank] if ranks else rank)
+                )
         return found
 
 

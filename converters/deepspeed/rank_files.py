@@ -37,6 +37,42 @@ def inner_file(file: RankFile) -> RankFile:
     return RankFile(file.path, file.rank, content)
 
 
+def partition_counts(inner: RankFile) -> tuple[int, ...]:
+    """Ranks that share a partition, by param group.  Those of experts are shared by some; all share the others.
+
+    Not `dp_world_size`: MiCS partitions over a part of the data-parallel ranks.
+    """
+    recorded = inner.need("partition_count")
+    counts = tuple(recorded) if isinstance(recorded, Sequence) and not isinstance(recorded, str) else (recorded,)
+    if not counts or not all(type(count) is int and count >= 1 for count in counts):
+        raise CorruptError("the number of partitions is not recorded", path=inner.path, found=recorded)
+    return counts
+
+
+def in_group_order(inner: RankFile, counts: Sequence[int]) -> RankFile:
+    """A rank's optimizer file with its param groups in the order in which another one has them, that of `counts`.
+
+    DeepSpeed-MoE makes groups of experts from a set of names, whose order differs from process to process
+    (deepspeed 0.19.8, moe/utils.py, `split_params_into_different_moe_groups_for_optimizer`).  Those that as many ranks
+    share are in one order everywhere.
+    """
+    own = partition_counts(inner)
+    if own == tuple(counts):
+        return inner
+    places = {count: iter([i for i, one in enumerate(own) if one == count]) for count in own}
+    order = [next(places[count]) for count in counts]
+
+    def ordered(value: Any) -> Any:
+        is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == len(order)
+        return [value[i] for i in order] if is_list else value
+
+    content = {key: ordered(value) for key, value in inner.content.items()}
+    base = content.get("base_optimizer_state")
+    if isinstance(base, Mapping):
+        content["base_optimizer_state"] = {**base, "param_groups": ordered(base.get("param_groups"))}
+    return RankFile(inner.path, inner.rank, content)
+
+
 def expect_groups(inners: list[RankFile], key: str, count: int) -> None:
     for inner in inners:
         found = inner.need(key)

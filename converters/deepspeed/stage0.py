@@ -1,18 +1,21 @@
 """DeepSpeed without ZeRO (stage 0): read.
 
 One file, `mp_rank_00_model_states.pt`, has the module and the optimizer: torch's own in fp32, and under bf16 and fp16
-one around it with float32 masters.  Format facts are from deepspeed 0.19.8: runtime/engine.py (`_save_checkpoint`),
-runtime/fp16/unfused_optimizer.py (`state_dict`).
+one around it with float32 masters.  With MoE layers there is a file for each expert, and one with the optimizer of each
+expert parallel rank, `expp_rank_E_mp_rank_00_optim_states.pt`.  Format facts are from deepspeed 0.19.8:
+runtime/engine.py (`_save_checkpoint`, `_save_moe_checkpoint`), runtime/fp16/unfused_optimizer.py (`state_dict`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.sources import RankFile, Sources
+from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, UsageError
@@ -30,14 +33,17 @@ from ckpt.plan.checkpoint import (
     Target,
     TrainingState,
 )
-from ckpt.plan.tensors import Tensor, Whole
+from ckpt.plan.tensors import Shape, Tensor, Whole
 from ckpt.run_folder.steps import LATEST, recorded_step
 from ckpt.state.numbered import names_by_shapes
 from converters.deepspeed import model_file
-from converters.deepspeed.folder import is_universal, refuse_unsupported
+from converters.deepspeed.experts import Experts, read_experts
+from converters.deepspeed.folder import is_of_experts, is_universal, list_step_folder, refuse_unsupported
 from converters.deepspeed.rank_files import hyperparameters, known_structure
 
 MODEL = "mp_rank_00_model_states.pt"
+#: What DeepSpeed calls the param groups of experts by.
+_EP_SIZE = re.compile(r"ep_size_(\d+)")
 #: What of an optimizer's entries describes tensors; the others are training state.
 _TENSORS = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat", "state", "param_groups")
 
@@ -83,11 +89,14 @@ def _is_step(folder: Path) -> bool:
     A universal checkpoint made of stage 1 or 2 has the same one.
     """
     names = [name for name in os.listdir(folder) if name.endswith("_states.pt")] if folder.is_dir() else []
-    return names == [MODEL] and not is_universal(folder)
+    return [name for name in names if not is_of_experts(name)] == [MODEL] and not is_universal(folder)
 
 
 def _read(path: Path, sources: Sources, file: RankFile) -> Checkpoint:
-    module, buffers = model_file.module(file), model_file.buffer_names(file)
+    folder = list_step_folder(path)
+    experts = read_experts(folder.experts, file, sources)
+    module, buffers = {**model_file.module(file), **experts.tensors}, model_file.buffer_names(file)
+    buffers |= experts.buffers(buffers)
     tensors: dict[Key, Tensor] = {}
     ties: dict[str, str] = {}
     owners: dict[Any, str] = {}
@@ -96,51 +105,42 @@ def _read(path: Path, sources: Sources, file: RankFile) -> Checkpoint:
             ties[fqn] = owners[stored.extent]
         else:
             role = BUFFER if fqn in buffers else WEIGHT
-            tensors[fqn, role] = model_file.whole(fqn, role, stored, 0)
-    optimizer = file.content.get("optimizer") or {}
-    if not isinstance(optimizer, Mapping):
-        raise CorruptError("this is no optimizer's state", path=file.path, found=type(optimizer).__name__)
-    numbered = _Numbered(optimizer)
-    if "optimizer_state_dict" in optimizer and not {"fp32_groups", "fp32_groups_flat"} & set(optimizer):
-        raise CorruptError("the optimizer's masters are missing", path=file.path, expected="fp32_groups")
-    strangers = set(numbered.states) - {number for numbers in numbered.groups for number in numbers}
-    if strangers:
-        raise CorruptError(
-            "the optimizer has states of a parameter that is in no param group",
-            path=file.path,
-            found=", ".join(map(str, list(strangers)[:4])),
-        )
+            tensors[fqn, role] = model_file.whole(fqn, role, stored, None if fqn in experts.tensors else 0)
+    optimizers = [_Numbered(file, file.content.get("optimizer"))]
+    if sizes := optimizers[0].expert_parallel_sizes:
+        name, files = "expp_rank_{}_mp_rank_00_optim_states.pt", folder.experts_optimizer
+        example = name.format(next((rank for rank in range(max(sizes)) if rank not in files), 0))
+        check_all_there("optimizers of expert parallel ranks are missing", files, max(sizes), path, example)
+        ranks = [sources.of_rank(files[rank], rank, "DeepSpeed file") for rank in sorted(files)]
+        optimizers = [_Numbered(each, each.need("optimizer")) for each in ranks]
     shapes = {fqn: tensor.shape for (fqn, role), tensor in tensors.items() if role == WEIGHT}
-    names = names_by_shapes(shapes, numbered.shapes) if numbered.groups else []
+    groups = _groups(shapes, optimizers, experts) if optimizers[0].groups else []
     notes: list[str] = []
     scalars: dict[str, dict[str, Any]] = {}
-    if names is None:
+    if groups is None:
         notes.append(
             "the optimizer's states and masters are left out: DeepSpeed numbers them without names, and their shapes "
             "do not prove which parameter has which number"
+            + (", or layers are of several ep_size" if len(sizes) > 1 else "")
         )
-    for fqns, numbers, masters in zip(names or (), numbered.groups, numbered.masters, strict=False):
-        for fqn, number, master in zip(fqns, numbers, masters, strict=True):
-            values = {MASTER: master} if master is not None else {}
-            for role, value in {**values, **numbered.states.get(number, {})}.items():
-                if isinstance(value, StoredTensor) and value.extent.shape == shapes[fqn] and role != "step":
-                    native = tensors[fqn, WEIGHT].dtype
-                    tensors[fqn, role] = Tensor(
-                        fqn, role, value.extent.dtype, shapes[fqn], Whole(value.extent, 0), native
-                    )
-                elif isinstance(value, StoredTensor) and value.extent.numel == 1:
-                    scalars.setdefault(role, {})[fqn] = read_scalar(value.extent)
-                elif isinstance(value, int | float):
-                    scalars.setdefault(role, {})[fqn] = value
-                else:
-                    notes.append(f"the optimizer state {role} of {fqn} is left out: it is not of the parameter's shape")
-    options = hyperparameters(numbered.base)
+    for group in groups or ():
+        for fqn, role, value in group.values():
+            if isinstance(value, StoredTensor) and value.extent.shape == shapes[fqn] and role != "step":
+                native, source = tensors[fqn, WEIGHT].dtype, Whole(value.extent, group.optimizer.file.rank)
+                tensors[fqn, role] = Tensor(fqn, role, value.extent.dtype, shapes[fqn], source, native)
+            elif isinstance(value, StoredTensor) and value.extent.numel == 1:
+                scalars.setdefault(role, {})[fqn] = read_scalar(value.extent)
+            elif isinstance(value, int | float):
+                scalars.setdefault(role, {})[fqn] = value
+            else:
+                notes.append(f"the optimizer state {role} of {fqn} is left out: it is not of the parameter's shape")
     step, version = file.content.get("global_steps"), file.content.get("ds_version")
+    others = {name: value for name, value in (file.content.get("optimizer") or {}).items() if name not in _TENSORS}
     state = TrainingState.of_entries(
         "deepspeed",
-        model_file.entries(file, {name: value for name, value in optimizer.items() if name not in _TENSORS}),
+        model_file.entries(file, others),
         step=step if isinstance(step, int) else None,
-        param_groups=tuple(ParamGroup(fqns, opts) for fqns, opts in zip(names or (), options, strict=False)),
+        param_groups=_param_groups(groups or (), experts),
         scalars=scalars,
         engine_version=version,
     )
@@ -159,24 +159,93 @@ def _read(path: Path, sources: Sources, file: RankFile) -> Checkpoint:
 
 
 class _Numbered:
-    """An optimizer's `groups` of numbers, its `states` by number, and its `masters` beside the numbers of a group."""
+    """An optimizer's `groups` of numbers, its `states` by number, and its `masters` beside the numbers of a group.
 
-    def __init__(self, optimizer: Mapping[str, Any]) -> None:
+    Raises CorruptError for what is no optimizer's state, or has states of no parameter.
+    """
+
+    def __init__(self, file: RankFile, optimizer: Any) -> None:
+        self.file, optimizer = file, optimizer or {}
+        if not isinstance(optimizer, Mapping):
+            raise CorruptError("this is no optimizer's state", path=file.path, found=type(optimizer).__name__)
         self.base: Mapping[str, Any] = optimizer.get("optimizer_state_dict", optimizer)
         self.groups: list[Sequence[Any]] = [group["params"] for group in self.base.get("param_groups") or ()]
         self.states: Mapping[Any, Mapping[str, Any]] = self.base.get("state") or {}
         held = optimizer.get("fp32_groups")
         self.masters = held if held is not None else [[None] * len(numbers) for numbers in self.groups]
+        self.options = hyperparameters(self.base)
+        if "optimizer_state_dict" in optimizer and not {"fp32_groups", "fp32_groups_flat"} & set(optimizer):
+            raise CorruptError("the optimizer's masters are missing", path=file.path, expected="fp32_groups")
+        strangers = set(self.states) - {number for numbers in self.groups for number in numbers}
+        if strangers:
+            raise CorruptError(
+                "the optimizer has states of a parameter that is in no param group",
+                path=file.path,
+                found=", ".join(map(str, list(strangers)[:4])),
+            )
 
     @property
-    def shapes(self) -> list[list[tuple[int, ...] | None]]:
-        """The shape of each parameter by group: its master's, or else that of its first state with dims."""
-        return [
-            [self._shape(number, master) for number, master in zip(numbers, masters, strict=True)]
-            for numbers, masters in zip(self.groups, self.masters, strict=True)
-        ]
+    def expert_parallel_sizes(self) -> set[int]:
+        """The sizes by which groups of experts are called."""
+        names = [_EP_SIZE.fullmatch(str(options.get("name"))) for options in self.options if options.get("moe")]
+        return {int(match[1]) for match in names if match}
+
+    def shapes(self, group: int) -> list[tuple[int, ...] | None]:
+        """The shape of each parameter of a group: its master's, or else that of its first state with dims."""
+        pairs = zip(self.groups[group], self.masters[group], strict=True)
+        return [self._shape(number, master) for number, master in pairs]
 
     def _shape(self, number: Any, master: Any) -> tuple[int, ...] | None:
         states = [value for name, value in self.states.get(number, {}).items() if name != "step"]
         stored = [value for value in (master, *states) if isinstance(value, StoredTensor)]
         return stored[0].extent.shape if stored else None
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Param group `number` of an optimizer, its parameters by name."""
+
+    optimizer: _Numbered
+    number: int
+    fqns: tuple[str, ...]
+
+    def values(self) -> Iterator[tuple[str, str, Any]]:
+        """Masters and states: whose, which, and what is stored."""
+        held = zip(self.optimizer.groups[self.number], self.optimizer.masters[self.number], strict=True)
+        for fqn, (number, master) in zip(self.fqns, held, strict=True):
+            if master is not None:
+                yield fqn, MASTER, master
+            for role, value in self.optimizer.states.get(number, {}).items():
+                yield fqn, role, value
+
+
+def _groups(shapes: Mapping[str, Shape], optimizers: Sequence[_Numbered], experts: Experts) -> list[_Group] | None:
+    """The param groups of `optimizers`, by expert parallel rank: those of experts of each, the others once.
+
+    None where the shapes do not prove which parameters they have, or where ranks share experts in several ways.
+    """
+    first = optimizers[0]
+    if first.expert_parallel_sizes - {len(optimizers)}:
+        return None
+    found = []
+    for rank, optimizer in enumerate(optimizers):
+        for of_experts in (True, False) if rank == 0 else (True,):
+            own = [fqn for fqn in shapes if experts.rank_of(fqn, len(optimizers)) == (rank if of_experts else None)]
+            numbers = [n for n, options in enumerate(first.options) if bool(options.get("moe")) == of_experts]
+            held = [optimizer.shapes(number) for number in numbers]
+            names = names_by_shapes({fqn: shapes[fqn] for fqn in own}, held) if numbers else []
+            if names is None:
+                return None
+            found += [_Group(optimizer, number, fqns) for number, fqns in zip(numbers, names, strict=True)]
+    return found
+
+
+def _param_groups(groups: Sequence[_Group], experts: Experts) -> tuple[ParamGroup, ...]:
+    """Those of the whole model: what ranks have of one is one."""
+    numbers = sorted({group.number for group in groups})
+    fqns = [
+        experts.in_order(fqn for group in groups if group.number == number for fqn in group.fqns) for number in numbers
+    ]
+    return tuple(
+        ParamGroup(names, groups[0].optimizer.options[number]) for names, number in zip(fqns, numbers, strict=True)
+    )

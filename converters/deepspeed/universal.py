@@ -22,7 +22,7 @@ from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import FromSource, NewTensor, Zeros, copy_of, torch_file
-from ckpt.errors import CorruptError, UsageError
+from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import (
     BUFFER,
@@ -132,6 +132,12 @@ def _read(path: Path) -> Checkpoint:
     reading = _Reading(path)
     models = _model_files(reading)
     model = models[0]
+    if model.content.get("num_experts"):
+        raise NotFoundError(
+            "a universal checkpoint of a model whose experts DeepSpeed-MoE spread over ranks is not supported",
+            path=model.path,
+            hint="give the checkpoint that it was made from",
+        )
     module, ties, buffers = model_file.module(model), model_file.ties(model), model_file.buffer_names(model)
     state = reading.load(path / "zero" / _OPTIMIZER_STATE)
     groups = model_file.param_shapes(model)

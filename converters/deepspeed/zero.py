@@ -7,7 +7,7 @@ runtime/zero/stage_1_and_2.py and runtime/zero/stage3.py (`state_dict`), runtime
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -33,8 +33,10 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from converters.deepspeed import model_file
 from converters.deepspeed.autotp import Slice, joined, recorded_maps
+from converters.deepspeed.experts import read_experts
 from converters.deepspeed.folder import (
     StepFolder,
+    experts_unsupported,
     find_stage,
     list_step_folder,
     naming_a_complete_step,
@@ -50,10 +52,12 @@ from converters.deepspeed.rank_files import (
     expect_groups,
     flat_extent,
     hyperparameters,
+    in_group_order,
     inner_file,
     known_structure,
     numeric_options,
     parameter_starts,
+    partition_counts,
     partition_size,
 )
 from converters.deepspeed.states import Others, flat_group_states, group_states
@@ -144,11 +148,13 @@ def _read_step(path: Path) -> Checkpoint:
     ranks = tensor_parallel_ranks(path)
     if not any(ranks):
         return _read_slice(path, 0, 1).checkpoint
-    model = list_step_folder(path, ranks[0]).model
-    if model is None:  # as of stage 3, which AutoTP has not
+    first = list_step_folder(path, ranks[0])
+    if first.experts:
+        raise experts_unsupported(str(path), " that are tensor parallel, too")
+    if first.model is None:  # as of stage 3, which AutoTP has not
         raise tensor_parallel(str(path))
     with known_structure(path):
-        maps = recorded_maps(_Reading(list_step_folder(path, ranks[0])).load(model, ranks[0]), ranks)
+        maps = recorded_maps(_Reading(first).load(first.model, ranks[0]), ranks)
     together = Sources()
     found = joined([_read_slice(path, rank, len(ranks), together) for rank in ranks], maps)
     if not all(one.is_replicated for one in maps.values()):
@@ -174,42 +180,33 @@ def _understand(reading: _Reading) -> Slice:
     first_rank = min(folder.optimizer)
     first = inner_file(reading.load(folder.optimizer[first_rank], first_rank))
     stage = _stage(first)
-    world_size = _world_size(first)
+    counts = partition_counts(first)
+    world_size = max(counts)
     there = sorted(rank for rank in folder.optimizer if rank < world_size)
     inners = [first if rank == first_rank else inner_file(reading.load(folder.optimizer[rank], rank)) for rank in there]
     for inner in inners:  # first: a number of ranks of which the others know nothing makes no file a missing one
-        if _stage(inner) != stage or _world_size(inner) != world_size:
+        if _stage(inner) != stage or sorted(partition_counts(inner)) != sorted(counts):
             raise CorruptError(
                 "files of different runs in one folder",
                 path=inner.path,
                 rank=inner.rank,
-                expected=f"ZeRO-{stage} on {world_size} ranks",
-                found=f"ZeRO-{_stage(inner)} on {_world_size(inner)} ranks",
+                expected=f"ZeRO-{stage} on {_listed(counts)} ranks",
+                found=f"ZeRO-{_stage(inner)} on {_listed(partition_counts(inner))} ranks",
             )
     _check_ranks(folder.optimizer, world_size, path, "optim_states")
     if stage == 3:
         _check_ranks(folder.model_per_rank, world_size, path, "model_states")
     elif folder.model is None:
         raise IncompleteError("the model file is missing", path=path, expected="mp_rank_00_model_states.pt")
+    inners = [in_group_order(inner, counts) for inner in inners]
     reading.sources.check_distinct((inner.rank, inner.path) for inner in inners)
     model = (_read_stage3 if stage == 3 else _read_stage12)(reading, inners)
     checkpoint = _checkpoint(reading, model, inners, stage, world_size)
     return Slice(checkpoint, model.file)
 
 
-def _world_size(inner: RankFile) -> int:
-    """Ranks that share a partition.  Not `dp_world_size`: MiCS partitions over a part of the data-parallel ranks."""
-    count = inner.need("partition_count")
-    if isinstance(count, Sequence) and not isinstance(count, str) and count:
-        if len(set(count)) > 1:
-            raise NotFoundError(
-                "parameter groups partitioned over different numbers of ranks (DeepSpeed-MoE) are not supported",
-                path=inner.path,
-            )
-        count = count[0]
-    if not isinstance(count, int) or count < 1:
-        raise CorruptError("the number of partitions is not recorded", path=inner.path, found=count)
-    return count
+def _listed(counts: tuple[int, ...]) -> str:
+    return ", ".join(map(str, dict.fromkeys(counts)))
 
 
 def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: str) -> None:
@@ -241,38 +238,66 @@ def _name_for_rank(files: Mapping[int, str], rank: int, kind: str) -> str:
 def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
     assert reading.folder.model is not None
     file = reading.load(reading.folder.model, 0)
-    module = model_file.module(file, reading.num_tensor_parallel)
+    experts = read_experts(reading.folder.experts, file, reading.sources)
+    module = {**model_file.module(file, reading.num_tensor_parallel), **experts.tensors}
     ties, buffers = model_file.ties(file), model_file.buffer_names(file)
-    groups = model_file.param_shapes(file)
+    buffers |= experts.buffers(buffers)
+    groups, num_ranks = model_file.param_shapes(file), len(inners)
     frozen = file.content.get("frozen_param_fragments") or {}
     for fqn, stored in {**frozen, **module}.items():
         if isinstance(stored, StoredTensor) and fqn not in ties:
-            reading.add(model_file.whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored, 0))
+            rank = None if fqn in experts.tensors else 0
+            reading.add(model_file.whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored, rank))
     expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
+    counts = partition_counts(inners[0])
+    counts = counts if len(counts) == len(groups) else (max(counts),) * len(groups)
 
-    orders: list[tuple[str, ...]] = []
-    scalars: dict[str, dict[str, Any]] = {}
-    for number, shapes in enumerate(groups):
-        orders.append(
-            tuple(before_dealing(list(shapes), len(inners)) if model_file.is_dealt(file, inners[0]) else shapes)
-        )
-        partition = partition_size(inners, number)
-        starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
-        nexts = dict(zip(shapes, [*starts.values(), partition * len(inners)][1:], strict=True))
-        masters = [flat_extent(inner.need("single_partition_of_fp32_groups")[number], inner) for inner in inners]
-        states = flat_group_states(inners, number, partition)
-        reading.others.add(states, shapes)
-        for role, extents in {MASTER: masters, **states.buffers}.items():
-            group = FlatGroup(extents, partition)
-            for fqn, shape in shapes.items():
-                native = module[fqn].extent.dtype if fqn in module else None
-                source = InFlatGroup(group, starts[fqn], nexts[fqn] - starts[fqn] - prod(shape))
-                reading.add(Tensor(fqn, role, extents[0].dtype, shape, states.in_blocks(source, role), native))
-        for name, value in states.numbers.items():
-            scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
     options = hyperparameters(inners[0].content.get("base_optimizer_state"))
-    param_groups = [ParamGroup(order, options[i] if i < len(options) else {}) for i, order in enumerate(orders)]
+    param_groups = []
+    scalars: dict[str, dict[str, Any]] = {}
+    for number, (recorded, count) in enumerate(zip(groups, counts, strict=True)):
+        order: list[str] = []
+        for ranks, shapes in experts.shared(recorded, count, num_ranks):
+            dealt = model_file.is_dealt(file, inners[0])
+            order += before_dealing(list(shapes), count) if dealt else shapes
+            sharing = _Sharing(number, [inners[rank] for rank in ranks], ranks)
+            _read_flat_group(reading, sharing, shapes, module, scalars)
+        param_groups.append(ParamGroup(experts.in_order(order), options[number] if number < len(options) else {}))
     return _Model(file, ties, tuple(param_groups), scalars, [file])
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """The `ranks` that share a flat buffer of param group `number`, and their optimizer files."""
+
+    number: int
+    inners: list[RankFile]
+    ranks: range
+
+
+def _read_flat_group(
+    reading: _Reading,
+    sharing: _Sharing,
+    shapes: Mapping[str, Shape],
+    module: Mapping[str, StoredTensor],
+    scalars: dict[str, dict[str, Any]],
+) -> None:
+    """Add masters and states of the parameters that lie in one flat buffer."""
+    number, inners = sharing.number, sharing.inners
+    partition = partition_size(inners, number)
+    starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
+    nexts = dict(zip(shapes, [*starts.values(), partition * len(inners)][1:], strict=True))
+    masters = [flat_extent(inner.need("single_partition_of_fp32_groups")[number], inner) for inner in inners]
+    states = flat_group_states(inners, number, partition)
+    reading.others.add(states, shapes)
+    for role, extents in {MASTER: masters, **states.buffers}.items():
+        group = FlatGroup(extents, partition, sharing.ranks)
+        for fqn, shape in shapes.items():
+            native = module[fqn].extent.dtype if fqn in module else None
+            source = InFlatGroup(group, starts[fqn], nexts[fqn] - starts[fqn] - prod(shape))
+            reading.add(Tensor(fqn, role, extents[0].dtype, shape, states.in_blocks(source, role), native))
+    for name, value in states.numbers.items():
+        scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
 
 
 # -- stage 3 -----------------------------------------------------------------------------------------------------------
@@ -284,13 +309,17 @@ def _read_stage3(reading: _Reading, inners: list[RankFile]) -> _Model:
     file = models[0]
     module, ties, buffer_names = model_file.module(file), model_file.ties(file), model_file.buffer_names(file)
     sub_groups = model_file.param_shapes(file)
+    if len(set(partition_counts(inners[0]))) > 1:
+        raise NotFoundError(
+            "parameter groups partitioned over different numbers of ranks are not supported", path=inners[0].path
+        )
     for model in models[1:]:
         if model_file.param_shapes(model) != sub_groups:
             raise CorruptError(
                 "ranks describe different models", path=model.path, rank=model.rank, expected=f"as {file.path}"
             )
     if inners[0].content.get("ds_zero_partition_groups"):
-        raise NotFoundError("experts that DeepSpeed AutoEP spread over ranks are not supported", path=inners[0].path)
+        raise experts_unsupported(inners[0].path, " (AutoEP)")
     for tensor in model_file.frozen(models, ties):
         reading.add(tensor)
     _add_buffers(reading, models, buffer_names)

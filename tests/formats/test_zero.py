@@ -502,7 +502,6 @@ UNSUPPORTED = {
     "tensor-parallel": (add_file("mp_rank_01_model_states.pt"), "tensor-parallel ranks"),
     "tensor-parallel-zero3": (add_file("zero_pp_rank_0_mp_rank_01_model_states.pt"), "tensor-parallel ranks"),
     "tensor-parallel-optimizer": (add_file(OPTIMIZER_NAME.format(0).replace("_00", "_01")), "tensor-parallel ranks"),
-    "moe": (add_file("layer_0_expert_3_mp_rank_00_model_states.pt"), "experts"),
     "moe-old": (add_file("expert_3_mp_rank_00_model_states.pt"), "experts"),
     "megatron": (change_model(nested), "Megatron-DeepSpeed"),
     "pipeline-module": (change_model(lambda saved: saved.update(module=None)), "pipeline"),

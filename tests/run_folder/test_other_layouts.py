@@ -18,10 +18,9 @@ from ckpt.errors import NotFoundError, SeveralRunsError
 
 MODEL, OTHER = "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"
 ZERO = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-EXPERTS = ("layer_0_expert_0_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt", MODEL)
 STEPS = {
-    "experts": (EXPERTS, "DeepSpeed-MoE", "ep_size 1"),
-    "experts under ZeRO": ((*EXPERTS, ZERO), "DeepSpeed-MoE", "ep_size 1"),
+    "tensor parallel experts": (("layer_0_expert_0_mp_rank_01_model_states.pt", MODEL), "DeepSpeed-MoE", "ep_size 1"),
+    "their optimizer": (("expp_rank_0_mp_rank_01_optim_states.pt", MODEL), "DeepSpeed-MoE", "ep_size 1"),
     "tensor parallel": ((MODEL, OTHER), "mp_rank other than 00", "get_state_dict"),
     "tensor parallel under ZeRO": ((MODEL, OTHER, ZERO), "mp_rank other than 00", "pipe_parallel_size 1"),
     "old experts": (("expert_0_mp_rank_00_model_states.pt", MODEL), "DeepSpeed-MoE", "ep_size 1"),

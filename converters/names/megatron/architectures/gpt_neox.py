@@ -26,6 +26,7 @@ def args(config: Config) -> dict[str, Any]:
             "megatron-core has no parallel residual, and would compute something else with these weights",
             expected="use_parallel_residual false",
             found="use_parallel_residual true",
+            hint="GPT-NeoX has one, and tools/ckpts/convert_hf_to_sequential.py and convert_neox_to_hf.py of its own",
         )
     if not config.flag("attention_bias", True):
         raise LossError("Megatron has biases in all linear layers or in none", found="attention_bias false")

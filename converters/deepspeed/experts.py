@@ -1,0 +1,186 @@
+"""Experts of DeepSpeed's MoE layers (`deepspeed.moe.layer.MoE`), which expert parallel ranks share.
+
+    layer_L_expert_E_mp_rank_00_model_states.pt
+
+L counts the model's MoE layers in order, E the layer's experts.  Names in these files are those of the whole model.
+Everywhere else a rank calls its experts by their place among its own: expert parallel rank e has experts `e * n` to
+`e * n + n - 1` of a layer, n being the layer's experts by the number of such ranks (deepspeed 0.19.8,
+runtime/engine.py, `_save_moe_checkpoint`).  Which data parallel ranks share the same experts, and flat buffers of them,
+follows from utils/groups.py, `_create_expert_and_data_parallel`: every n-th one, or with
+`use_data_before_expert_parallelism` as many in a row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.sources import RankFile, Sources, check_all_there
+from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.plan.tensors import Shape
+from converters.deepspeed.folder import experts_unsupported
+
+#: Up to an expert's number, the number, and the parameter in the expert.
+_NAME = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
+
+#: Files of experts by the number of their layer and their own.
+Files = Mapping[tuple[int, int], str]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a model: how many each layer has, by what their names begin with, and all that is in their files.
+
+    `model` is the file in which their numbers are recorded; `is_in_rows` says that ranks with the same experts follow
+    one another.
+    """
+
+    model: RankFile
+    counts: Mapping[str, int]
+    tensors: Mapping[str, StoredTensor]
+    is_in_rows: bool
+
+    def buffers(self, recorded: set[str]) -> set[str]:
+        """Names of experts' tensors that are buffers, of which those of one rank are `recorded`."""
+        return {fqn for fqn in self.tensors if _numbered(fqn, 0) in recorded}
+
+    def in_order(self, fqns: Iterable[str]) -> tuple[str, ...]:
+        """As the model registers them, where all are of experts."""
+        fqns = tuple(fqns)
+        layers = list(self.counts)
+        found = [_NAME.fullmatch(fqn) for fqn in fqns]
+        if not all(found):
+            return fqns
+        places = {match[0]: (layers.index(match[1]), int(match[2])) for match in found if match}
+        return tuple(sorted(fqns, key=places.__getitem__))
+
+    def shared(
+        self, shapes: Mapping[str, Shape], count: int, num_ranks: int
+    ) -> Iterator[tuple[range, dict[str, Shape]]]:
+        """The ranks that share a flat buffer of a param group, and its parameters by their names in the whole model.
+
+        `shapes` are recorded by rank 0, `count` is the number of ranks of `num_ranks` that share a buffer.  One buffer
+        that all share, or one for each expert parallel rank.
+        """
+        matches = [_NAME.fullmatch(fqn) for fqn in shapes]
+        num_expert_parallel, rest = divmod(num_ranks, count)
+        if not any(matches) and count == num_ranks:
+            yield range(num_ranks), dict(shapes)
+            return
+        if not self.counts or not all(matches) or rest:
+            raise NotFoundError(
+                f"a parameter group partitioned over {count} of {num_ranks} ranks is not supported, unless it is "
+                "DeepSpeed-MoE's, of experts alone",
+                path=self.model.path,
+            )
+        self._check_local([match for match in matches if match], num_expert_parallel)
+        for rank in range(num_expert_parallel):
+            named = {self.of_rank(fqn, rank, num_expert_parallel): shape for fqn, shape in shapes.items()}
+            row = range(rank * count, (rank + 1) * count)
+            yield row if self.is_in_rows else range(rank, num_ranks, num_expert_parallel), named
+
+    def of_rank(self, fqn: str, rank: int, num_expert_parallel: int) -> str:
+        """What is called `fqn` on an expert parallel rank by its name in the whole model."""
+        match = _NAME.fullmatch(fqn)
+        if match is None:
+            return fqn
+        return _numbered(fqn, rank * (self.counts[match[1]] // num_expert_parallel) + int(match[2]))
+
+    def rank_of(self, fqn: str, num_expert_parallel: int) -> int | None:
+        """The expert parallel rank that has a parameter; None for one that is of no expert."""
+        match = _NAME.fullmatch(fqn)
+        return int(match[2]) // (self.counts[match[1]] // num_expert_parallel or 1) if match else None
+
+    def _check_local(self, names: Sequence[re.Match[str]], num_expert_parallel: int) -> None:
+        """CorruptError where a rank has other experts than the layer's number of them gives it."""
+        for layer in dict.fromkeys(match[1] for match in names):
+            here, count = sorted({int(match[2]) for match in names if match[1] == layer}), self.counts.get(layer, 0)
+            if count % num_expert_parallel or not here[-1] < count // num_expert_parallel:
+                raise CorruptError(
+                    "a rank has experts that are none of the layer's",
+                    path=self.model.path,
+                    fqn=layer,
+                    expected=f"{count} experts on {num_expert_parallel} expert parallel ranks",
+                    found=f"experts {', '.join(map(str, here))} on rank 0",
+                )
+
+
+def refuse_experts(fqns: Iterable[str]) -> None:
+    """UsageError where a model has such experts, for what writes files that DeepSpeed's engine loads."""
+    if expert := next((fqn for fqn in fqns if _NAME.fullmatch(fqn)), None):
+        raise UsageError(
+            "DeepSpeed loads the experts of its MoE layers from files of their own, which are not written",
+            fqn=expert,
+            hint="hf, full and dcp hold all experts, as the model at ep_size 1 has them",
+        )
+
+
+def _numbered(fqn: str, number: int) -> str:
+    return _NAME.sub(rf"\g<1>{number}\g<3>", fqn)
+
+
+def read_experts(files: Files, model: RankFile, sources: Sources) -> Experts:
+    """The experts of which a step's folder has `files`, none for a model without such layers.
+
+    Raises NotFoundError for AutoEP's, IncompleteError where an expert's file is missing, CorruptError where one holds
+    something else.
+    """
+    if model.content.get("ds_autoep_layers"):
+        raise experts_unsupported(model.path, " (AutoEP)")
+    config = model.content.get("ds_config")
+    is_in_rows = isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism"))
+    recorded = model.content.get("num_experts") or []
+    if not isinstance(recorded, Sequence) or not all(type(count) is int for count in recorded):
+        raise CorruptError("the numbers of experts are no list of them", path=model.path, found=recorded)
+    wanted = [(layer, expert) for layer, count in enumerate(recorded) for expert in range(count)]
+    if extra := sorted(files.keys() - set(wanted)):
+        raise CorruptError(
+            "a file of an expert that the model does not have: left over from another run",
+            path=files[extra[0]],
+            expected=f"{', '.join(map(str, recorded))} experts in {len(recorded)} layers",
+            hint="move it away if it does not belong to this run",
+        )
+    if wanted:
+        missing = next((one for one in wanted if one not in files), wanted[0])
+        example = "layer_{}_expert_{}_mp_rank_00_model_states.pt".format(*missing)
+        check_all_there("files of experts are missing", files, wanted, Path(model.path).parent, example)
+    counts: dict[str, int] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for layer, expert in wanted:
+        path = files[layer, expert]
+        content = sources.root(path, is_named=True)
+        begins = {_beginning(name, expert, value, path) for name, value in _entries(content, path)}
+        for begin in begins:
+            counts.setdefault(begin, recorded[layer])
+        if list(counts)[layer:] != list(begins):
+            raise CorruptError(
+                "an expert's file does not hold the parameters of an expert of its layer",
+                path=path,
+                found=", ".join(begins) or "nothing",
+            )
+        tensors |= content
+    return Experts(model, counts, tensors, is_in_rows)
+
+
+def _entries(content: Any, path: str) -> Iterable[tuple[Any, Any]]:
+    if not isinstance(content, Mapping):
+        raise CorruptError("this is no expert's file", path=path, expected="a dict", found=type(content).__name__)
+    return content.items()
+
+
+def _beginning(name: Any, expert: int, value: Any, path: str) -> str:
+    """What names in an expert's file begin with; CorruptError where this is none of the expert's tensors."""
+    match = _NAME.fullmatch(name) if isinstance(name, str) else None
+    if match is None or int(match[2]) != expert or not isinstance(value, StoredTensor):
+        raise CorruptError(
+            "an entry of an expert's file is none of its tensors",
+            path=path,
+            fqn=str(name),
+            expected=f"a tensor of expert {expert}",
+            found=type(value).__name__,
+        )
+    return match[1]
