@@ -17,6 +17,11 @@ from ckpt.plan.tensors import Shape
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
+def has_decay(fqn: str) -> bool:
+    """Whether HF Trainer gives a parameter weight decay."""
+    return not _WITHOUT_DECAY.search(fqn.lower())
+
+
 def names_by_shapes(
     parameters: Mapping[str, Shape], groups: Sequence[Sequence[Shape | None]]
 ) -> list[tuple[str, ...]] | None:
@@ -39,7 +44,7 @@ def _ways(
         yield [_only_way(list(parameters.items()), list(groups[0]))]
     if len(groups) != 2:
         return
-    by_name = {fqn for fqn in parameters if _WITHOUT_DECAY.search(fqn.lower())}
+    by_name = {fqn for fqn in parameters if not has_decay(fqn)}
     by_dims = {fqn for fqn, shape in parameters.items() if len(shape) < 2}
     for spared in (by_name, by_dims):
         parts = [[item for item in parameters.items() if (item[0] in spared) == without] for without in (False, True)]

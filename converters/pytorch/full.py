@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
-from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, number, one_element, torch_file
+from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
 from ckpt.containers.weights import MAX_INDEX, missing_file, parse_index, shards
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
@@ -48,7 +48,6 @@ from ckpt.plan.checkpoint import (
     WEIGHT,
     Checkpoint,
     Layout,
-    OneElement,
     ReadRequest,
     Target,
     TargetFile,
@@ -63,6 +62,7 @@ from ckpt.run_folder.companions import (
 )
 from ckpt.run_folder.steps import enclosing_folders, step_folders, trainer_step
 from ckpt.state.plain import is_plain
+from converters.pytorch.optimizer_file import optimizer_file
 from converters.pytorch.state_dicts import (
     UNPROVED,
     Reading,
@@ -72,8 +72,6 @@ from converters.pytorch.state_dicts import (
     step_of,
     tie_as_declared,
 )
-from converters.quantized.carry import Blocks, carried
-from converters.quantized.states import NESTED
 
 FSDP_MODEL = "pytorch_model_fsdp.bin"
 MODEL = "pytorch_model.bin"
@@ -181,13 +179,16 @@ class Full:
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """Weights alone, or model and optimizer in two files; see the module's docstring."""
         trained = bool(checkpoint.optimizer_states or checkpoint.state.param_groups)
-        chosen = _chosen(checkpoint, layout, trained)
+        chosen = trained_weights(checkpoint, layout, trained)
         extra = checkpoint.state.extra_state or {}
         if trained:
-            files = [torch_file(FSDP_MODEL, _model(chosen, checkpoint.ties, extra)), _optimizer(checkpoint)]
+            files = [
+                torch_file(FSDP_MODEL, _model(chosen, checkpoint.ties, extra)),
+                optimizer_file(OPTIMIZERS[0], checkpoint),
+            ]
         else:
             files = _weight_files(chosen, checkpoint.ties, extra, layout.max_shard_size)
-        states, dropped = _state_files(checkpoint)
+        states, dropped = state_files(checkpoint)
         beside = run_companions(checkpoint, layout.world_size, layout.dtype, deepspeed=False, own=states)
         return Target(
             files=(*beside.files, *files),
@@ -391,7 +392,7 @@ def _first(folder: Path, names: tuple[str, ...]) -> str | None:
 # -- writing -------------------------------------------------------------------------------------------------
 
 
-def _chosen(checkpoint: Checkpoint, layout: Layout, trained: bool) -> dict[str, Choice]:
+def trained_weights(checkpoint: Checkpoint, layout: Layout, trained: bool = True) -> dict[str, Choice]:
     """The tensor that is written for each parameter and buffer.
 
     Beside an optimizer there is one place for a parameter, and the optimizer updates what stands there: the master as
@@ -445,36 +446,7 @@ def _weight_files(
     return [*files, TargetFile.of_bytes(INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())]
 
 
-def _optimizer(checkpoint: Checkpoint) -> TargetFile:
-    """`optimizer.bin`: states by fqn, and param groups that list fqns."""
-    states: dict[str, dict[str, Any]] = {fqn: {} for group in checkpoint.state.param_groups for fqn in group.fqns}
-    for name, values in checkpoint.state.scalars.items():
-        for fqn, value in values.items():
-            # Adam keeps its count as a tensor; what other optimizers keep is taken as it was read.
-            if isinstance(value, OneElement):
-                value = one_element(value)
-            elif name == "step" and isinstance(value, int | float):
-                value = number(value)
-            states.setdefault(fqn, {})[name] = value
-    for (fqn, role), tensor in checkpoint.tensors.items():
-        if role in (WEIGHT, MASTER, BUFFER):
-            continue
-        own, stored = states.setdefault(fqn, {}), checkpoint.blocks.get((fqn, role))
-        if stored is None:
-            fill = (FromSource((fqn, role), whole(tensor.shape)),)
-            own[role] = NewTensor(tensor.dtype, tensor.shape, fill)
-        elif isinstance(one := carried((fqn, role), stored, whole(tensor.shape)), Blocks):
-            number_ = role.removeprefix("state")  # bitsandbytes' names
-            nested = {role: one.codes, f"absmax{number_}": one.factors, f"qmap{number_}": one.values}
-            own.setdefault(NESTED, {}).update(nested)
-        else:
-            own[role] = one
-    groups = [{**group.options, "params": list(group.fqns)} for group in checkpoint.state.param_groups]
-    stepped = {fqn: values for fqn, values in states.items() if values}
-    return torch_file(OPTIMIZERS[0], {"state": stepped, "param_groups": groups})
-
-
-def _state_files(checkpoint: Checkpoint) -> tuple[list[TargetFile], list[str]]:
+def state_files(checkpoint: Checkpoint) -> tuple[list[TargetFile], list[str]]:
     """`training_state.pt` and `scheduler.pt`, and what cannot be written."""
     content: dict[str, Any] = {}
     dropped = []

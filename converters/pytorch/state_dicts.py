@@ -263,6 +263,8 @@ def _shape(states: Mapping[str, Any]) -> Shape | None:
     stored = {name: value for name, value in understood(states).items() if isinstance(value, Quantized | StoredTensor)}
     if stored.keys() >= {"exp_avg_sq_row", "exp_avg_sq_col"}:  # Adafactor's, of sums
         return (*stored["exp_avg_sq_row"].shape, *stored["exp_avg_sq_col"].shape[-1:])
+    if stored.keys() >= {"row_var", "col_var"}:  # torch's own Adafactor
+        return (*stored["row_var"].shape[:-1], *stored["col_var"].shape[-1:])
     shapes = [value.shape for name, value in stored.items() if name != "step"]
     return max(shapes, key=prod, default=None)
 

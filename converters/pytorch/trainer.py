@@ -1,39 +1,66 @@
-"""HF Trainer's and Accelerate's own folders, of runs on one process or under DDP: read.
+"""HF Trainer's and Accelerate's own folders, of runs on one process or under DDP.
 
     checkpoint-N/model.safetensors or shards, optimizer.pt, scheduler.pt, trainer_state.json       transformers 5.23
     model.safetensors or shards, optimizer.bin, scheduler.bin                                      accelerate 1.15
 
 The weights are under the Hub's names, and the optimizer numbers its parameters as the model in memory registers them.
 Which has which number is proved by shapes (`ckpt.state.numbered`), or else the states are left out, which is said.
+
+Written is what Trainer resumes from: it loads `model.safetensors` by the names in memory (trainer.py,
+`_load_from_checkpoint`), and `optimizer.pt` by numbers alone, into its groups with weight decay and without.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.weights import MAX_INDEX, parse_index, read_weights
-from ckpt.errors import CkptError, UsageError
+from ckpt.containers.weights import MAX_INDEX, parse_index, read_weights, weight_files
+from ckpt.errors import CkptError, LossError, UsageError
 from ckpt.move.files import confined
-from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, WEIGHT, Checkpoint, Layout, ReadRequest, Target
+from ckpt.plan.checkpoint import (
+    HUB,
+    MASTER,
+    OWN,
+    TRANSFORMERS,
+    WEIGHT,
+    Checkpoint,
+    Layout,
+    ParamGroup,
+    ReadRequest,
+    Target,
+    TargetFile,
+)
+from ckpt.plan.precision import Choice
+from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.companions import read_config, read_json
-from ckpt.run_folder.steps import enclosing_folders, trainer_step
+from ckpt.run_folder.steps import TRAINER_STATE, enclosing_folders, trainer_step
+from ckpt.state.numbered import has_decay
 from converters.names.registered import in_order
-from converters.names.transformers.relation import from_hub
-from converters.names.transformers.ties import tied_names
-from converters.pytorch.full import FSDP_MODEL, OPTIMIZERS, SCHEDULERS
+from converters.names.transformers.relation import from_hub, to_hub
+from converters.names.transformers.ties import kept_names, tied_names
+from converters.pytorch.full import FSDP_MODEL, OPTIMIZERS, SCHEDULERS, state_files, trained_weights
+from converters.pytorch.optimizer_file import optimizer_file
 from converters.pytorch.state_dicts import UNPROVED, Optimizer, Reading, read_optimizer, read_proved
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+METADATA = {"format": "pt"}
+
+_UNORDERED = "nothing tells in which order the model registers its parameters, and HF Trainer's optimizer numbers them"
+_NO_STATE = (
+    f"the source has no {TRAINER_STATE}, without which HF Trainer does not resume: put one of the same step beside"
+)
 
 
 class Trainer:
     name = "trainer"
     title = "HF Trainer's and Accelerate's own"
     reads = True
-    writes = False
+    writes = True
     carries_optimizer = True
     namespace: str | None = TRANSFORMERS
 
@@ -76,7 +103,35 @@ class Trainer:
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        raise UsageError("the format 'trainer' cannot be written", hint="see `ckpt formats`")
+        """`model.safetensors` or shards, `optimizer.pt`, and what stood beside the source's step.
+
+        Raises UsageError without an optimizer, LossError where Trainer would number the parameters in another way than
+        is known here, or put them into other groups.
+        """
+        if not checkpoint.state.param_groups:
+            raise UsageError(
+                "there is no optimizer to go on with", path=checkpoint.path, hint="the model alone is the format `hf`"
+            )
+        order = _order(checkpoint)
+        groups, notes = trainer_groups(checkpoint.state.param_groups, order)
+        numbers = {fqn: number for number, fqn in enumerate(fqn for group in groups for fqn in group.fqns)}
+        names = kept_names(checkpoint)
+        chosen = {names.get(fqn, fqn): choice for fqn, choice in trained_weights(checkpoint, layout).items()}
+        for alias in checkpoint.ties:
+            if alias not in names.values():
+                chosen.pop(alias, None)
+        states, dropped = state_files(checkpoint)
+        beside = run_companions(checkpoint, layout.world_size, layout.dtype, deepspeed=False, own=states)
+        missing = [] if any(file.name == TRAINER_STATE for file in beside.files) else [_NO_STATE]
+        return Target(
+            files=(
+                *beside.files,
+                *_weight_files(chosen, layout.max_shard_size),
+                optimizer_file(OPTIMIZERS[1], checkpoint, groups, numbers),
+            ),
+            dropped=(*beside.dropped, *dropped),
+            notes=(*notes, *missing, *beside.notes),
+        )
 
 
 TRAINER = Trainer()
@@ -121,6 +176,69 @@ def _with_optimizer(reading: Reading, weights: Checkpoint) -> Checkpoint:
 def _named(content: Any, path: str, weights: Checkpoint, memory: Checkpoint) -> Optimizer | None:
     """The optimizer's state by names that it records, or else by those that its shapes prove."""
     optimizer = read_optimizer(content, path)
-    if optimizer is not None or (order := in_order(weights, memory)) is None:
+    try:  # files that are written here have the names in memory
+        hub = to_hub(memory) if weights.tensors.keys() == memory.tensors.keys() and weights.config else weights
+    except CkptError:
+        hub = weights
+    if optimizer is not None or (order := in_order(hub, memory)) is None:
         return optimizer
     return read_proved(content, path, {fqn: memory.tensors[fqn, WEIGHT].shape for fqn in order})
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+def _order(checkpoint: Checkpoint) -> list[str]:
+    """The model's parameters in the order in which it registers them; LossError where nothing tells it."""
+    order = None
+    if checkpoint.config is not None:
+        try:
+            memory = _weights_of(checkpoint)
+            order = in_order(to_hub(memory), memory)
+        except CkptError as error:
+            raise LossError(_UNORDERED, path=checkpoint.path, found=error.what, hint=error.hint) from error
+    if order is None:
+        raise LossError(
+            _UNORDERED,
+            path=checkpoint.path,
+            hint="--config names the folder of the Hub's model; of an architecture that `ckpt` has no tables of, "
+            "transformers has to be installed",
+        )
+    return order
+
+
+def _weights_of(checkpoint: Checkpoint) -> Checkpoint:
+    """With a weight for each parameter of which there is a master alone."""
+    masters = {(t.fqn, WEIGHT): replace(t, role=WEIGHT) for t in checkpoint.with_role(MASTER)}
+    return replace(checkpoint, tensors={**masters, **checkpoint.tensors})
+
+
+def trainer_groups(groups: Sequence[ParamGroup], order: Sequence[str]) -> tuple[list[ParamGroup], list[str]]:
+    """Param groups as Trainer makes them: with weight decay and without, in the model's order; and notes.
+
+    One group of all parameters becomes two with its options.  LossError for others: the optimizer takes states by
+    number, and would not notice.
+    """
+    trained = {fqn for group in groups for fqn in group.fqns}
+    decayed = [tuple(fqn for fqn in order if fqn in trained and has_decay(fqn) == decay) for decay in (True, False)]
+    options = {frozenset(group.fqns): group.options for group in groups}
+    if options.keys() <= {frozenset(fqns) for fqns in decayed}:
+        return [ParamGroup(fqns, options.get(frozenset(fqns), groups[0].options)) for fqns in decayed], []
+    if len(groups) == 1 and set().union(*decayed) == trained:
+        note = "the source's one param group became two, as HF Trainer has them, with its options"
+        return [ParamGroup(fqns, groups[0].options) for fqns in decayed], [note]
+    raise LossError(
+        "HF Trainer numbers parameters by two groups, with weight decay and without, and the source has others",
+        expected=", ".join(f"{len(fqns)} parameters" for fqns in decayed),
+        found=", ".join(f"{len(group.fqns)} parameters" for group in groups),
+        hint="the formats full and dcp hold them by name",
+    )
+
+
+def _weight_files(chosen: Mapping[str, Choice], max_size: int) -> list[TargetFile]:
+    files, weight_map = weight_files({name: chosen[name] for name in sorted(chosen)}, "model", METADATA, max_size)
+    if len(files) == 1:
+        return files
+    size = sum(slot.extent.nbytes for file in files for slot in file.slots)
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    return [*files, TargetFile.of_bytes(INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())]

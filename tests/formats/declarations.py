@@ -153,6 +153,14 @@ def empty_parameters(_: Declaration, checkpoint: Checkpoint) -> Refusal | None:
     return ((LossError,), "goes nowhere") if empty else None
 
 
+def without_an_order(sample: Declaration, checkpoint: Checkpoint) -> Refusal | None:
+    """HF Trainer's optimizer has numbers, in an order that an architecture tells."""
+    if not checkpoint.state.param_groups:
+        return (UsageError,), "no optimizer"
+    known = checkpoint.namespace == MEGATRON or sample.is_known_model
+    return None if known else ((LossError,), "in which order")
+
+
 #: Samples that take several processes to make.
 SLOW = (pytest.mark.slow,)
 
@@ -211,6 +219,7 @@ DECLARATIONS = [
         ("model.safetensors", "optimizer.pt"),
         is_unchecked_data=True,
         is_known_model=True,
+        refuses=without_an_order,
     ),
     Declaration(
         "hf",

@@ -25,6 +25,7 @@ SOURCES = {
     "megatron-dist": "megatron-dist-flattened",
     "megatron-deepspeed": "megatron-dist-flattened",
     "peft": "lora-zero3",
+    "trainer": "trainer-zero2",
     "zero3": "toy-zero3",
 }
 WRITABLE = [name for name in registry.names() if registry.get(name).writes]

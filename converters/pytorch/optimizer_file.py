@@ -1,0 +1,57 @@
+"""An optimizer's state dict as a torch file: by fqn, as FSDP gathers it, or by number, as an optimizer saves itself.
+
+After torch 2.13 (optim/optimizer.py, `state_dict`; distributed/checkpoint/state_dict.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt.containers.torchfile.write import FromSource, NewTensor, number, one_element, torch_file
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement, ParamGroup, TargetFile
+from ckpt.plan.tensors import whole
+from converters.quantized.carry import Blocks, carried
+from converters.quantized.states import NESTED
+
+
+def optimizer_file(
+    name: str,
+    checkpoint: Checkpoint,
+    groups: Sequence[ParamGroup] | None = None,
+    numbers: Mapping[str, int] | None = None,
+) -> TargetFile:
+    """The states of `checkpoint` and `groups`, by default its own; with `numbers`, of each fqn, under these."""
+    groups = checkpoint.state.param_groups if groups is None else groups
+    states = _states(checkpoint)
+    keys: Mapping[str, Any] = numbers or dict(zip(states, states, strict=True))
+    listed = [{**group.options, "params": [keys[fqn] for fqn in group.fqns]} for group in groups]
+    stepped = {keys[fqn]: values for fqn, values in states.items() if values}
+    return torch_file(name, {"state": stepped, "param_groups": listed})
+
+
+def _states(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """The states of each parameter in any group, or with any state."""
+    states: dict[str, dict[str, Any]] = {fqn: {} for group in checkpoint.state.param_groups for fqn in group.fqns}
+    for name, values in checkpoint.state.scalars.items():
+        for fqn, value in values.items():
+            # Adam keeps its count as a tensor; what other optimizers keep is taken as it was read.
+            if isinstance(value, OneElement):
+                value = one_element(value)
+            elif name == "step" and isinstance(value, int | float):
+                value = number(value)
+            states.setdefault(fqn, {})[name] = value
+    for (fqn, role), tensor in checkpoint.tensors.items():
+        if role in (WEIGHT, MASTER, BUFFER):
+            continue
+        own, stored = states.setdefault(fqn, {}), checkpoint.blocks.get((fqn, role))
+        if stored is None:
+            fill = (FromSource((fqn, role), whole(tensor.shape)),)
+            own[role] = NewTensor(tensor.dtype, tensor.shape, fill)
+        elif isinstance(one := carried((fqn, role), stored, whole(tensor.shape)), Blocks):
+            number_ = role.removeprefix("state")  # bitsandbytes' names
+            nested = {role: one.codes, f"absmax{number_}": one.factors, f"qmap{number_}": one.values}
+            own.setdefault(NESTED, {}).update(nested)
+        else:
+            own[role] = one
+    return states
