@@ -11,7 +11,7 @@ from benchmarks.models import num_params
 from benchmarks.runner import Bench, Goal, Table, verdict
 
 SOURCES = ("hf",)
-PLAN_SECONDS, PLAN_MB = 60, 2000
+PLAN_SECONDS, PLAN_MB = 15, 2000  # of processor time
 
 
 def measure(bench: Bench) -> Table:
@@ -50,6 +50,8 @@ def _plan(bench: Bench) -> str:
     layout = ["--tp", "8", "--pp", "16", "--ep", "8", "--pipeline-model-parallel-layout", PIPELINE]
     command = [*CKPT, "convert", "hf", "megatron", source, *layout, "--dry-run", "-q"]
     one = run(Case("plan", command))
-    reached = verdict(one.seconds <= PLAN_SECONDS and one.peak_mb <= PLAN_MB, f"<= {PLAN_SECONDS} s, {PLAN_MB} MB")
+    reached = verdict(
+        one.cpu_seconds <= PLAN_SECONDS and one.peak_mb <= PLAN_MB, f"<= {PLAN_SECONDS} s of cpu, {PLAN_MB} MB"
+    )
     figures = f"{one.seconds:.1f} s, {one.cpu_seconds:.1f} s of cpu, peak {one.peak_mb:.0f} MB {reached}"
     return f"plan of DeepSeek-V3 ({made}) -> TP 8, PP 16, EP 8: {figures}"

@@ -1,4 +1,4 @@
-"""Plans of many small tensors: what a conversion costs when there is hardly a byte to move.
+"""Plans of many small tensors, and a folder of many items: what they cost when there is hardly a byte to move.
 
 Seconds of processor time, which is what a plan takes, of whole processes; `--dry-run` on sparse files of real size.
 """
@@ -26,6 +26,7 @@ _GOALS: dict[str, tuple[list[str], str, float, float]] = {
         15,
         600,
     ),
+    "a Megatron-FSDP folder of a million items": (["inspect"], "fsdp", 10, 4000),
 }
 
 
@@ -46,6 +47,8 @@ def measure(bench: Bench) -> str:
     for name, (arguments, kind, goal, peak) in _GOALS.items():
         source = _source(bench, kind)
         command = [*CKPT, "convert", *arguments[:2], source, *arguments[2:], "-q", "-o", output]
+        if arguments == ["inspect"]:
+            command = [*CKPT, *arguments, source, "--json"]
         add(Case(name, command, (output,)), goal, peak)
         if kind == "32" and arguments[1] == "hf":
             peer = [PYTHON, "-m", "deepspeed.utils.zero_to_fp32", source, output, "--safe_serialization"]
@@ -58,6 +61,9 @@ def _source(bench: Bench, kind: str) -> Path:
     if not bench.keep:
         bench.made.append(path)
     if not (path / "complete").exists():
-        call("benchmarks.moe_source", path, kind)
+        if kind == "fsdp":
+            call("benchmarks.megatron_fsdp_source", path / "iter_0000002")
+        else:
+            call("benchmarks.moe_source", path, kind)
         (path / "complete").touch()
     return path

@@ -10,7 +10,6 @@ slow to import only in the command that needs it: `ckpt --help` imports neither 
 
 from __future__ import annotations
 
-import gc
 import io
 import sys
 from collections.abc import Callable
@@ -83,7 +82,5 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # names of any language on a terminal of any
     if "convert" in sys.argv[1:2]:
         silence_all_but_one()
-    # A description has hundreds of thousands of small objects, none in circles: collecting took half of a plan's time.
-    gc.set_threshold(200_000, 50, 1000)
     complete.offer_at_the_first_tab()
     quick.command(app)()

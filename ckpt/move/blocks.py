@@ -24,7 +24,7 @@ from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.ranges import Ranges
 from ckpt.move.reading import in_shape, read_bits, strided
-from ckpt.move.source import read_into, truncated
+from ckpt.move.source import GAP, read_into, truncated
 from ckpt.plan.checkpoint import Slot
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import Copy
@@ -40,7 +40,6 @@ _SLAB = 2 << 20  # bytes of rows that several copies fill together
 _BATCH = 8 << 20  # small copies are handed to a thread together, up to this many bytes
 _SMALL = 256 << 10  # a range of fewer bytes is gathered with its neighbours
 MAX_ROWS = 500  # ranges that are gathered at a time: one read scatters to 1,024 buffers at most, gaps included
-_GAP = 8 << 10  # bytes that are read over in the time that one more read takes
 
 HAS_KERNEL_COPY = hasattr(os, "copy_file_range")  # a Python built for an old glibc has none
 
@@ -191,9 +190,9 @@ def gather(spans: Spans, sources: OpenFiles) -> NDArray:
             if first + done != reached:
                 raise truncated(name, first + done)
 
-    unused = memoryview(bytearray(_GAP))
+    unused = memoryview(bytearray(GAP))
     for path_, source, place, size in zip(*columns, strict=True):
-        if path_ != path or not reached <= source <= reached + _GAP:
+        if path_ != path or not reached <= source <= reached + GAP:
             read()
             path, first, buffers = path_, source, []
         elif source > reached:

@@ -5,14 +5,14 @@ They are made while a file that was just written is still in memory, and tell la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_128
 
 from ckpt.errors import CorruptError
 from ckpt.move.files import translate_os_errors
-from ckpt.move.source import read_into
+from ckpt.move.source import GAP, read_into
 from ckpt.plan.checkpoint import TargetFile
 
 #: A piece that is hashed on its own, as offset and length in bytes; None stands for what lies outside of all pieces.
@@ -86,24 +86,39 @@ class Hasher:
 
     def pieces(self, descriptor: int, path: str, pieces: Iterable[Piece]) -> dict[Piece, str]:
         """The digest of each piece of an open file."""
-        return {piece: self._hash(descriptor, path, [piece]) for piece in pieces}
+        hashers = {piece: xxh3_128() for piece in pieces}
+        for piece, part in self._parts(descriptor, path, [*hashers]):
+            hashers[piece].update(part)
+        return {piece: hasher.hexdigest() for piece, hasher in hashers.items()}
 
     def rest(self, descriptor: int, path: str, size: int, pieces: Iterable[Piece]) -> str:
         """The digest of what lies outside of `pieces`, which are in order, in an open file of `size` bytes."""
-        return self._hash(descriptor, path, _between(size, pieces))
-
-    def _hash(self, descriptor: int, path: str, ranges: Iterable[Piece]) -> str:
         hasher = xxh3_128()
-        for offset, length in ranges:
-            while length:
-                with translate_os_errors(path):
-                    count = read_into(descriptor, offset, self._buffer[:length])
-                if not count:
-                    raise CorruptError("the file ends while it is being read", path=path, found=f"at byte {offset}")
-                hasher.update(self._buffer[:count])
-                offset, length = offset + count, length - count
-                self._advance(count)
+        for _, part in self._parts(descriptor, path, [*_between(size, pieces)]):
+            hasher.update(part)
         return hasher.hexdigest()
+
+    def _parts(self, descriptor: int, path: str, ranges: Sequence[Piece]) -> Iterator[tuple[Piece, memoryview]]:
+        """The bytes of each range in order, in parts; ranges that stand close to each other are read together."""
+        start = end = 0  # of what the buffer holds
+        for number, piece in enumerate(ranges):
+            offset, stop = piece[0], sum(piece)
+            while offset < stop:
+                if not start <= offset < end:
+                    reach = min(stop, offset + len(self._buffer))
+                    for low, length in map(ranges.__getitem__, range(number + 1, len(ranges))):
+                        if not reach <= low <= reach + GAP or low + length > offset + len(self._buffer):
+                            break
+                        reach = low + length
+                    with translate_os_errors(path):
+                        count = read_into(descriptor, offset, self._buffer[: reach - offset])
+                    if not count:
+                        raise CorruptError("the file ends while it is being read", path=path, found=f"at byte {offset}")
+                    start, end = offset, offset + count
+                part = self._buffer[offset - start : min(stop, end) - start]
+                yield piece, part
+                self._advance(len(part))
+                offset += len(part)
 
 
 def _between(size: int, pieces: Iterable[Piece]) -> Iterator[Piece]:

@@ -16,6 +16,7 @@ import stat
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator
 from io import FileIO
+from itertools import accumulate, islice
 from pathlib import Path
 
 from ckpt.errors import CorruptError, NotFoundError, StorageError, UnsafeError, UsageError
@@ -100,7 +101,9 @@ def confined(root: Path, name: str) -> Path:
     """
     if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts or not _is_encodable(name):
         raise UnsafeError("a file name leads out of the checkpoint's folder", path=root, found=repr(name))
-    path = root / name
+    path, parts = root / name, accumulate(Path(name).parts, os.path.join, initial=os.fspath(root))
+    if not any(map(os.path.islink, islice(parts, 1, None))):  # nothing below the root leads anywhere else
+        return path
     real, real_root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
     allowed = [real_root, *(folder.parent / "blobs" for folder in real_root.parents if folder.name == "snapshots")]
     if not any(real.is_relative_to(folder) for folder in allowed):

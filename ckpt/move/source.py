@@ -12,6 +12,8 @@ from ckpt.errors import CorruptError, NotFoundError, StorageError
 from ckpt.move import standins
 from ckpt.plan.tensors import ZEROS
 
+#: Bytes that are read over in the time that one more read takes, for which its thread waits for the others, too.
+GAP = 32 << 10
 #: errno values of names that no file has: longer than the filesystem takes, or a link to itself.
 NO_NAME = {errno.ENAMETOOLONG, errno.ELOOP}
 

@@ -634,6 +634,14 @@ class TestConfined:
     def test_names_that_do_not(self, tmp_path: Path, name: str) -> None:
         assert confined(tmp_path, name) == tmp_path / name
 
+    def test_without_links_only_what_lies_below_the_root_is_looked_at(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looked, lstat = [], os.lstat
+        monkeypatch.setattr(os, "lstat", lambda path, **options: looked.append(str(path)) or lstat(path, **options))
+        assert confined(tmp_path, "a/b") == tmp_path / "a" / "b"
+        assert looked == [str(tmp_path / "a"), str(tmp_path / "a" / "b")]
+
     @pytest.mark.parametrize("target", ["/etc/passwd", "../outside", "../root-not", "sub/../../outside"])
     def test_links_that_lead_out(self, tmp_path: Path, target: str) -> None:
         root = tmp_path / "root"

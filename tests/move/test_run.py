@@ -155,7 +155,7 @@ class TestMove:
         with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
             patch.setattr(blocks, "_SMALL", small)
             patch.setattr(blocks, "MAX_ROWS", max_rows)
-            patch.setattr(blocks, "_GAP", small)
+            patch.setattr(blocks, "GAP", small)
             patch.setattr(blocks, "_BATCH", 10 * small)
             opened = {name: stack.enter_context(tempfile.TemporaryFile()) for name in (*content, "target")}
             for name, file in opened.items():

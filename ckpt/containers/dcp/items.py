@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from ckpt.containers import safetensors as st
@@ -263,5 +264,5 @@ def in_reading_order(entries: dict[str, Entry], values: dict[str, Place]) -> lis
     for key, entry in entries.items():
         items += [(place, key, box, False) for box, place in entry.chunks.items()]
         items += [(place, key, box, True) for box, place in entry.replicas]
-    items.sort(key=lambda item: (item[0].path, item[0].offset))
+    items.sort(key=itemgetter(0))
     return items

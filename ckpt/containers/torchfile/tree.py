@@ -115,6 +115,8 @@ def _plain_record(record: Record) -> int:
         return 0 if args or record.kwargs else 4
     if args or record.kwargs or type(state) is not dict or len(state) > 8:
         return 0
+    if LEAVES.issuperset(map(type, chain(state, state.values()))):
+        return 4 + 2 * len(state)
     elements = 4 + len(state)
     for value in state.values():
         kind = type(value)
