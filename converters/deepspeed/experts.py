@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.sources import RankFile, Sources, check_all_there
+from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.errors import CorruptError, IncompleteError, NotFoundError, UsageError
 from ckpt.plan.tensors import Shape
 from converters.deepspeed.folder import experts_unsupported
 
@@ -144,10 +144,14 @@ def read_experts(files: Files, model: RankFile, sources: Sources) -> Experts:
             expected=f"{', '.join(map(str, recorded))} experts in {len(recorded)} layers",
             hint="move it away if it does not belong to this run",
         )
-    if wanted:
-        missing = next((one for one in wanted if one not in files), wanted[0])
-        example = "layer_{}_expert_{}_mp_rank_00_model_states.pt".format(*missing)
-        check_all_there("files of experts are missing", files, wanted, Path(model.path).parent, example)
+    if missing := [one for one in wanted if one not in files]:
+        raise IncompleteError(
+            "files of experts are missing",
+            path=Path(model.path).parent,
+            expected=f"{len(wanted)} files, among them "
+            + "layer_{}_expert_{}_mp_rank_00_model_states.pt".format(*missing[0]),
+            found=f"{len(wanted) - len(missing)} files",
+        )
     counts: dict[str, int] = {}
     tensors: dict[str, StoredTensor] = {}
     for layer, expert in wanted:

@@ -46,6 +46,13 @@ def test_groups_of_experts_are_in_the_order_of_the_model(fixtures: Path) -> None
     assert names[-24:] == [EXPERT.format(number, end) for number in range(8) for end in ends]
 
 
+def test_groups_of_experts_are_in_another_order_on_each_rank(fixtures: Path) -> None:
+    """DeepSpeed makes them from a set of names: what the fixture is read in spite of."""
+    files = (fixtures / "experts-zero2" / STEP).glob("*_optim_states.pt")
+    inners = [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
+    assert {tuple(inner["partition_count"]) for inner in inners} == {(4, 1, 2), (4, 2, 1)}
+
+
 HOLDERS = {"experts-zero2": {1, 3}, "experts-zero1": {2, 3}}  # one of ep_size 4 and 2; one of a row
 
 
