@@ -6,6 +6,7 @@ file beside it is missing, empty or cut off (`ckpt.verify.files`).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -246,13 +247,15 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
             yield Problem(INCOMPLETE, name, "the file is empty")
         elif said and (not said.isdecimal() and said != _RELEASE if name == TRACKER else name not in recorded):
             yield Problem(DAMAGED, name, f"it names no step: {said[:40]!r}")
+    if os.path.lexists(path / TRACKER) and not (path / TRACKER).is_file():
+        yield Problem(DAMAGED, TRACKER, "it is no file")
     for name, tag in recorded.items():
         if not (path / tag).exists():
             yield Problem(INCOMPLETE, name, f"it names {tag}, which is not there")
     if (
         path not in places
         and any(_DEEPSPEED_STEP.fullmatch(place.name) for place in places)
-        and not (path / LATEST).exists()
+        and not (path / LATEST).is_file()
     ):
         yield Problem(INCOMPLETE, LATEST, "missing; DeepSpeed writes it last, and without it loads no step by itself")
     step = recorded_step(path / TRACKER)

@@ -48,6 +48,16 @@ def first(folder: Path, pattern: str) -> Path:
     return min(folder.rglob(pattern))
 
 
+def replaced(name: str, link: str | None) -> Damage:
+    """A link, or a folder, in the place of a file."""
+
+    def damage(run: Path) -> None:
+        (run / name).unlink()
+        (run / name).symlink_to(link) if link else (run / name).mkdir()
+
+    return damage
+
+
 def cut(pattern: str, share: float = 0.5) -> Damage:
     def damage(folder: Path) -> None:
         file = first(folder, pattern)
@@ -151,6 +161,18 @@ CASES: dict[str, tuple[str, Damage, str, str]] = {
         "which is not there",
     ),
     "a tracker that says nothing": ("megatron-fsdp", written(TRACKER, "\x72"), f"{TRACKER}: it names no step", "'r'"),
+    "a tracker that leads nowhere": (
+        "megatron-fsdp",
+        replaced(TRACKER, "nowhere"),
+        f"{TRACKER}: it is no file",
+        TRACKER,
+    ),
+    "a folder for latest": (
+        "toy-zero0",
+        replaced("latest", None),
+        "latest: missing; DeepSpeed writes it last",
+        "latest",
+    ),
     "an empty tracker": ("verl-fsdp2", written(TRACKER, ""), f"{TRACKER}: the file is empty", TRACKER),
     "a latest with a hole": ("toy-zero3", written("latest", "global\0step2"), "latest: it names no step", "\\x00"),
 }

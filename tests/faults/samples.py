@@ -31,6 +31,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 WRITTEN_BY_FRAMEWORKS = (
     *("toy-zero0", "toy-zero1", "toy-zero2", "toy-zero3", "lora-zero3", "moe-zero3", "trainer-zero2", "dcp-fsdp2"),
     *("dcp-torch21-fsdp1", "dcp-torch23-fsdp1", "torchtitan-llama3-0.3", "megatron-dist-flattened", "megatron-fsdp"),
+    *("experts-zero0", "experts-zero1", "experts-zero2"),
     *("toy-zero0-fp32", "autotp-zero1", "trainer-plain", "verl-fsdp1", "verl-fsdp2", "torchtitan-qwen3-moe"),
     *("quantized-dcp/ao8", "quantized-ranks/ao8", "quantized-zero2/bnb8", "quantized-zero3/ao8", "quantized-gathered"),
     *("trl-fsdp2/outputs/llama-sft", "trl-lora-zero3/outputs/qwen3-lora"),
@@ -85,6 +86,7 @@ TARGETS = {
     "megatron-dist": Way("megatron-dist", Layout()),
     "megatron-deepspeed": Way("megatron-deepspeed", Layout(tp=1, world_size=2)),
     "fsdp-ranks": Way("fsdp-ranks", _RANKS),
+    "trainer": Way("trainer", Layout()),
     "peft": Way("peft", Layout()),
     "zero2 with plain states": Way("zero2", _RANKS, How.PLAIN),
     "fsdp-ranks with plain states": Way("fsdp-ranks", _RANKS, How.PLAIN),
