@@ -54,7 +54,7 @@ CASES = {
     "ddp, fused": Case("full", {"strategy": "ddp", "fused": True}),
     "fsdp1": Case("dcp", {"strategy": "fsdp1"}),
     "fsdp2": Case("dcp", {"strategy": "fsdp2"}, to=("full", "dcp")),
-    "fsdp2, fused": Case("dcp", {"strategy": "fsdp2", "fused": True}),
+    "fsdp2, fused": Case("dcp", {"strategy": "fsdp2", "fused": True, **_TRANSFORMER}, ("transformers",)),
     "fsdp2, a file a rank": Case("fsdp-ranks", {"strategy": "fsdp2", "save": "ranks"}, to=("dcp",)),
     "hsdp": Case("dcp", {"strategy": "hsdp"}, even=True),
     "tp-fsdp": Case("dcp", {"strategy": "tp-fsdp", **_TRANSFORMER}, ("transformers",), even=True),
@@ -106,19 +106,24 @@ def run(*words: str | Path) -> str:
     return done.stdout
 
 
-def check(name: str, case: Case, ranks: int, folder: Path, missing: set[str]) -> dict[str, str]:
-    """Trains, resumes, looks at the files, converts; the row's cells. CheckError where anything is odd."""
-    whole, rest = folder / "run", folder / "resumed"
+def runs(case: Case, folder: Path, missing: set[str]) -> list[dict[str, Any]]:
+    """A run of four steps, and one that goes on from its second."""
     options = COMMON | {"truth": "safetensors" not in missing} | case.options
     if options.get("ds_config"):
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         options["ds_config"] = str(folder / "ds_config.json")
         (folder / "ds_config.json").write_text(json.dumps(FUSED_ADAM))
-    first = options | {"output": str(whole), "until": 4, "save_every": 2}
+    first = options | {"output": str(folder / "run"), "until": 4, "save_every": 2}
     step = {"megatron": "iter_0000002", "native": "step-2"}.get(_kind(case), "global_step2")
-    again = options | {"output": str(rest), "until": 4, "resume": str(whole / step), "truth": False}
-    train([first, again], ranks, folder)
-    losses = [_losses(one) for one in (whole, rest)]
+    again = {"output": str(folder / "resumed"), "resume": str(folder / "run" / step), "truth": False}
+    return [first, options | {"until": 4} | again]
+
+
+def check(case: Case, ranks: int, folder: Path, missing: set[str]) -> dict[str, str]:
+    """Trains, resumes, looks at the files, converts; the row's cells. CheckError where anything is odd."""
+    whole = folder / "run"
+    train(runs(case, folder, missing), ranks, folder)
+    losses = [_losses(one) for one in (whole, folder / "resumed")]
     apart = max(abs(losses[0][number] - loss) for number, loss in losses[1].items())
     cells = {"ranks": str(ranks), "resumed": f"{apart:.1e}" if apart else "equal"}
     if sorted(losses[1]) != [3, 4] or apart > 1e-3:
@@ -131,7 +136,7 @@ def check(name: str, case: Case, ranks: int, folder: Path, missing: set[str]) ->
         words = () if target == "megatron-deepspeed" else words
         run("-m", "ckpt", "convert", case.format, target, whole, "-o", output, *words)
         run("-m", "ckpt", "verify", whole, output)
-        if target == "full" and options["truth"]:
+        if target == "full" and "safetensors" not in missing:
             cells["truth"] = f"{_compare(whole, output)} tensors"
     cells["converted"] = " ".join(case.to)
     return cells
@@ -143,7 +148,7 @@ def _kind(case: Case) -> str:
 
 
 def _losses(output: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (output / "losses.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines}
 
 
@@ -170,10 +175,13 @@ def _random_states(case: Case, output: Path) -> set[str]:
     elif (output / "step-4" / "model.pt").is_file():
         state = torch.load(output / "step-4" / "model.pt", map_location="cpu", weights_only=False)
         found |= {kind for key, kind in (("rng_state", "cpu"), ("cuda_rng_state", "cuda")) if key in state}
+    elif case.format == "megatron-dist":
+        keys = FileSystemReader(output / "iter_0000004").read_metadata().state_dict_metadata
+        # megatron-core has both in one object.
+        found |= {"cpu", "cuda"} if any(key.startswith("rng_state") for key in keys) else set()
     else:
         for file in output.rglob("extra_state*.pt"):
             found |= torch.load(file, map_location="cpu", weights_only=False)["rng"].keys()
-        found |= {"cpu", "cuda"} if case.format == "megatron-dist" else set()  # megatron-core's own
     if "cuda" not in found:
         raise CheckError(f"random states of {', '.join(found) or 'nothing'} are in the checkpoint, and none of a GPU")
     return found
@@ -204,11 +212,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def large_run(strategy: str, ranks: int, folder: Path) -> dict[str, Any]:
+    """A run of a model whose memory is worth a look."""
+    sizes = {"model": "llama", "vocab": VOCABULARY, "batch": 8 * ranks}
+    return {"strategy": strategy, "steps": 3, "memory": True, "output": str(folder / "run")} | sizes
+
+
 def measure(strategy: str, ranks: int, folder: Path) -> str:
     """The most that a rank's GPU held in a step of a larger model, beside the estimate's total."""
     output = folder / "run"
-    job = {"strategy": strategy, "model": "llama", "vocab": VOCABULARY, "steps": 3, "memory": True, "batch": 8 * ranks}
-    train([job | {"output": str(output)}], ranks, folder)
+    train([large_run(strategy, ranks, folder)], ranks, folder)
     held = max(rank["allocated"] for rank in json.loads((output / "memory.json").read_text()))
     words = ("--gpus", str(ranks), "--strategy", strategy, "--batch-size", "8", "--seq-len", "16", "--json")
     if strategy.startswith("zero"):
@@ -255,8 +268,8 @@ def main(words: list[str] | None = None) -> int:
     for name, case in CASES.items():
         asked = options.only is None or name in options.only
         if asked and not missing & set(case.needs) and not (case.even and ranks % 2):
-            folder = options.folder / name.replace(", ", "-").replace(" ", "-").replace("'", "")
-            outcomes[name] = attempt(name, lambda n=name, c=case, f=folder: check(n, c, ranks, f, missing))
+            folder = folder_of(options.folder, name)
+            outcomes[name] = attempt(name, lambda c=case, f=folder: check(c, ranks, f, missing))
     if (options.only is None or "memory" in options.only) and "transformers" not in missing:
         for name in MEASURED:
             if not missing & set(CASES[name].needs):
@@ -271,10 +284,15 @@ def main(words: list[str] | None = None) -> int:
     return 1 if failed or not outcomes else 0
 
 
+def folder_of(folder: Path, name: str) -> Path:
+    """Where a case writes."""
+    return folder / name.replace(", ", "-").replace(" ", "-").replace("'", "")
+
+
 def _needing(package: str) -> list[str]:
     cases = [name for name, case in CASES.items() if package in case.needs]
-    others = {"transformers": ["memory", "demo"], "deepspeed": ["demo"], "safetensors": ["truth", "demo"]}
-    return cases + others.get(package, [])
+    others = {"transformers": ["memory"], "safetensors": ["truth"]}
+    return [*cases, *others.get(package, []), "demo"]
 
 
 def keep_fixtures(folder: Path, outcomes: dict[str, Outcome]) -> None:
@@ -282,7 +300,9 @@ def keep_fixtures(folder: Path, outcomes: dict[str, Outcome]) -> None:
     kept = folder / "fixtures"
     for run_folder in sorted(folder.glob("*/run")):
         if (run_folder / "truth").is_dir():
-            ignored = shutil.ignore_patterns("*step2*", "*step-2*", "iter_0000002", "losses.jsonl", "zero_to_*")
+            ignored = shutil.ignore_patterns(
+                "*step2*", "*step-2*", "iter_0000002", "metrics.jsonl", "zero_to_*", "heartbeats"
+            )
             shutil.copytree(run_folder, kept / f"{run_folder.parent.name}-cuda", ignore=ignored)
     kept.mkdir(parents=True, exist_ok=True)
     about = {"torch": torch.__version__, "GPU": torch.cuda.get_device_name(0), "outcomes": {}}

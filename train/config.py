@@ -157,18 +157,8 @@ class Config:
                 raise UserError(f"--save {self.save}: DeepSpeed saves ZeRO files, --save native")
         else:
             self._check_torch_options()
-        if self.through == "trainer" and (
-            self.track != "none"
-            or self.skip_batches
-            or self.keep
-            or self.resume == "auto"
-            or self.resume_check == "warn"
-            or self.on_spike == "stop"
-        ):
-            raise UserError(
-                "--track, --skip-batches, --keep, --resume auto, --resume-check and --on-spike are of our own loop; "
-                "Trainer has its own, or none"
-            )
+        if self.through == "trainer" and self.skip_batches:
+            raise UserError("--skip-batches leaves batches out in our own loop, and Trainer takes them as they come")
         if not 0 <= self.dropout < 1 or self.keep < 0 or self.beat <= 0:
             raise UserError("--dropout is at least 0 and below 1, --keep not negative, --beat more than 0")
         if self.dropout and (self.model == "toy" or self.strategy == "megatron-deepspeed"):

@@ -2,7 +2,6 @@
 
 import gc
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -72,10 +71,10 @@ def run(config: Config) -> list[Path]:
         raise UserError(
             f"--batch {config.batch} does not divide into {readers} ranks x {config.accumulate} micro batches"
         )
+    config = resolve(config)
     if config.through == "trainer":
         paths: list[Path] = importlib.import_module("train.trainer").run(config)
         return paths
-    config = resolve(config)
     resumed = folders.find_checkpoint(config) if config.resume else None
     with Operations(config) as operations:
         model = models.build_model(config)
@@ -115,8 +114,6 @@ def _train(engine: Engine, model: nn.Module, config: Config, operations: Operati
         losses[engine.step] = loss.item() / world_size
         if rank == 0:
             tqdm.write(f"step {engine.step}: loss {losses[engine.step]:.5f}", file=sys.stderr)
-            with (output / "losses.jsonl").open("a") as file:
-                file.write(json.dumps({"step": engine.step, "loss": losses[engine.step]}) + "\n")
         operations.after_step(losses[engine.step], own_loss)
         ends = stopping.asked() or number == steps
         if ends or (config.save_every and number % config.save_every == 0):

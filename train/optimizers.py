@@ -33,13 +33,17 @@ def param_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
-    """The optimizer of a run. Their states: adamw two and a step, momentum one, lion one, sgd none."""
+def build_optimizer(groups: list[dict[str, Any]], config: Config, foreach: bool | None = None) -> torch.optim.Optimizer:
+    """The optimizer of a run. Their states: adamw two and a step, momentum one, lion one, sgd none.
+
+    `foreach` is torch's: whether parameters are updated many at once; None: as the device has it.
+    """
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, fused=config.fused or None)
+        return torch.optim.AdamW(groups, lr=config.lr, foreach=foreach, fused=config.fused or None)
     if config.optimizer == "lion":
         return Lion(groups, lr=config.lr)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=0.9 if config.optimizer == "momentum" else 0.0)
+    momentum = 0.9 if config.optimizer == "momentum" else 0.0
+    return torch.optim.SGD(groups, lr=config.lr, momentum=momentum, foreach=foreach)
 
 
 class WarmupDecay:

@@ -26,6 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from train import data, folders, launch, models, stopping, truth
 from train.config import ZERO, Config, UserError
 from train.engines.native import gather
+from train.operations import Operations
 
 _SCHEDULERS = {"deepspeed": "linear", "torch": "cosine", "none": "constant"}
 
@@ -43,13 +44,21 @@ def run(config: Config) -> list[Path]:
     if resumed:  # of DeepSpeed's, the tag lies inside Trainer's folder
         folder = resumed[0] if (resumed[0] / "trainer_state.json").is_file() else resumed[0] / resumed[1]
     first = json.loads((folder / "trainer_state.json").read_text())["global_step"] if folder else 0
+    with Operations(config) as operations:
+        return _run(config, resumed, folder, config.until or first + config.steps, operations)
+
+
+def _run(
+    config: Config, resumed: tuple[Path, str] | None, folder: Path | None, last: int, operations: Operations
+) -> list[Path]:
+    """To step `last`, from Trainer's `folder` if there is one."""
     environment = dict(os.environ)
     model = models.build_model(config)
     if config.precision == "pure":
         model.to(models.DTYPES[config.dtype])
     trainer = OrderedTrainer(
         model=model,
-        args=arguments(config, config.until or first + config.steps),
+        args=arguments(config, last),
         train_dataset=Sequences(config),
         processing_class=data.build_tokenizer(),
         callbacks=[],
@@ -58,8 +67,9 @@ def run(config: Config) -> list[Path]:
         # What FSDP1 offloads from a CPU to a CPU are views of one buffer, which it fills again for the next state.
         trainer.accelerator.state.fsdp_plugin.optim_state_dict_config.offload_to_cpu = False
     trainer.config = config
-    trainer.add_callback(Recorder(trainer, config))
+    trainer.add_callback(Recorder(trainer, config, operations, resumed))
     try:
+        operations.enter("loading")
         trainer.train(resume_from_checkpoint=str(folder) if folder else None)
         if dist.get_rank() == 0:
             # Trainer puts neither into a checkpoint of SHARDED_STATE_DICT; scripts leave them in the run folder.
@@ -67,6 +77,7 @@ def run(config: Config) -> list[Path]:
             print(f"saved {config.output}/checkpoint-{trainer.state.global_step}", flush=True)
         return [Path(config.output, f"checkpoint-{trainer.state.global_step}")]
     finally:
+        operations.ended()
         close(trainer, config)
         os.environ.clear()
         os.environ.update(environment)
@@ -154,6 +165,7 @@ class OrderedTrainer(Trainer):
 
     config: Config
     losses: list[torch.Tensor]
+    norm: float | None = None
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         return SequentialSampler(Sequences(self.config))
@@ -169,6 +181,11 @@ class OrderedTrainer(Trainer):
             _init_optim_state(optimizer.optimizer)
         super()._load_optimizer_and_scheduler(checkpoint)
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.norm = None if norm is None else float(norm)
+        return norm
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro batch."""
         loss: torch.Tensor = super().training_step(*args, **kwargs)
@@ -176,11 +193,44 @@ class OrderedTrainer(Trainer):
         return loss
 
 
-class Recorder(TrainerCallback):
-    """Writes losses.jsonl and, beside every checkpoint, the truth."""
+class Watched:
+    """What operations look at: the loop's Engine, as far as Trainer has one."""
 
-    def __init__(self, trainer: OrderedTrainer, config: Config) -> None:
-        self.trainer, self.config = trainer, config
+    def __init__(self, trainer: OrderedTrainer) -> None:
+        self.trainer = trainer
+        self.model: Any = trainer.model_wrapped
+        self.engine = self.model if trainer.config.strategy in ZERO else None
+        self.optimizer: Any = self.engine.optimizer if self.engine else trainer.optimizer
+        self.scheduler: Any = trainer.lr_scheduler
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps since the beginning."""
+        return self.trainer.state.global_step
+
+    @property
+    def sequences(self) -> int:
+        """Sequences consumed since the beginning."""
+        return self.step * self.trainer.config.batch
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The gradient's norm before the last step's clipping."""
+        return self.trainer.norm
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Which part of the batch is this rank's, of how many."""
+        return dist.get_rank(), dist.get_world_size()
+
+
+class Recorder(TrainerCallback):
+    """Operations, and the truth beside every checkpoint."""
+
+    def __init__(
+        self, trainer: OrderedTrainer, config: Config, operations: Operations, resumed: tuple[Path, str] | None
+    ) -> None:
+        self.trainer, self.config, self.operations, self.resumed = trainer, config, operations, resumed
         model: Any = trainer.model
         trainer.losses = []
         self.buffers = list(truth.persistent_buffers(model))
@@ -196,22 +246,31 @@ class Recorder(TrainerCallback):
         if "optimizer" in (trainer.args.deepspeed or {}):  # then Trainer hands DeepSpeed a single group
             self.groups = [trained]
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called before every optimizer step, when the batch is there and a checkpoint has been loaded."""
+        if self.operations.engine is None:
+            self.operations.started(Watched(self.trainer), self.resumed)
+        self.operations.next_batch()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called after every optimizer step."""
         loss = torch.stack(self.trainer.losses).sum()
         self.trainer.losses.clear()
+        own_loss = loss.item()
         dist.all_reduce(loss)
-        if dist.get_rank() == 0:
-            with Path(self.config.output, "losses.jsonl").open("a") as file:
-                line = {"step": state.global_step, "loss": loss.item() / dist.get_world_size()}
-                file.write(json.dumps(line) + "\n")
+        self.operations.after_step(loss.item() / dist.get_world_size(), own_loss)
         if stopping.asked():
             control.should_save = control.should_training_stop = True
+        if control.should_save:
+            self.operations.enter("saving")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called after every checkpoint."""
-        if not self.config.truth:
-            return
+        if self.config.truth:
+            self._write_truth(state.global_step)
+        self.operations.saved(Path(self.config.output, f"checkpoint-{state.global_step}"))
+
+    def _write_truth(self, step: int) -> None:
         tensors, facts = self._gather_zero() if self.config.strategy in ZERO else self._gather_native()
         input_ids = data.batch(10**9, 2, self.config.length, seed=0).to(launch.device())
         model = self.trainer.model_wrapped
@@ -219,8 +278,8 @@ class Recorder(TrainerCallback):
         with torch.no_grad():
             logits = model(input_ids=input_ids)["logits"]
         if dist.get_rank() == 0:
-            folder, tag = Path(self.config.output, "truth"), f"checkpoint-{state.global_step}"
-            truth.write(folder, tag, self.config, state.global_step, tensors, self.facts | facts)
+            folder, tag = Path(self.config.output, "truth"), f"checkpoint-{step}"
+            truth.write(folder, tag, self.config, step, tensors, self.facts | facts)
             truth.write_logits(folder, tag, input_ids, logits)
         dist.barrier()
 

@@ -23,7 +23,7 @@ GRID = {**COMMON, "tp": 2, "pp": 2, "vocab_multiple": 4}  # the same padded voca
 
 
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "losses.jsonl").read_text().splitlines()]
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 TITLE = "Resumed after a kill: loss of each step"
 GPT2 = {"strategy": "fsdp2", "model": "gpt2", "dtype": "fp32", "dropout": 0.1}
+TRAINER = GPT2 | {"through": "trainer"}
 TOY = {"strategy": "ddp", "model": "toy", "dtype": "fp32", "lr": 1e-2}
 
 
@@ -74,6 +75,8 @@ def results(folder: Path, killed: dict[str, Any]) -> dict[str, str]:
     gpt2 = GPT2 | {"output": str(folder / "gpt2")}
     on = GPT2 | {"resume": str(folder / "gpt2" / "step-4"), "steps": 4}
     toy = TOY | {"output": str(folder / "toy"), "save_every": 5, "keep": 1}
+    trainer = TRAINER | {"output": str(folder / "trainer")}
+    later = TRAINER | {"resume": str(folder / "trainer" / "checkpoint-2")}
     jobs: list[tuple[str, str | None, dict[str, Any]]] = [
         ("unbroken", None, gpt2 | {"steps": 8, "save_every": 4}),
         ("right", None, on | {"output": str(folder / "right")}),
@@ -86,6 +89,10 @@ def results(folder: Path, killed: dict[str, Any]) -> dict[str, str]:
         ("skipped", "bad batch", toy | {"resume": "auto", "steps": 15, "skip_batches": "16:17"}),
         ("auto", None, TOY | {"output": str(killed["run"]), "steps": 5, "resume": "auto"}),
         ("fresh", None, TOY | {"output": str(folder / "fresh"), "steps": 1, "resume": "auto"}),
+        ("trainer", None, trainer | {"steps": 4, "save_every": 2, "track": "tensorboard"}),
+        ("trainer, right", None, later | {"output": str(folder / "trainer-right"), "steps": 2}),
+        ("trainer, planted", "Trainer's random state", later | {"output": str(folder / "planted"), "steps": 2}),
+        ("trainer, auto", None, trainer | {"resume": "auto", "steps": 1, "keep": 1}),
     ]
     file = folder / "jobs.jsonl"
     lines = [json.dumps({"name": name, "plant": plant, "config": config}) for name, plant, config in jobs]
@@ -201,3 +208,20 @@ def test_a_spike_keeps_the_last_good_checkpoint_and_its_batches_can_be_left_out(
     assert max(log[step]["loss"] for step in range(16, 31)) < spike["limit"]
     assert json.loads((run / "records" / "step-30.json").read_text())["skipped"] == [[360, 408]]
     assert not (run / "step-25").exists() and (run / "step-30").exists()
+
+
+def test_a_run_through_trainer_is_watched_too(folder: Path, results: dict[str, str]) -> None:
+    run = folder / "trainer"
+    assert results["trainer"] == results["trainer, right"] == results["trainer, auto"] == ""
+    unbroken, resumed = _log(run), _log(folder / "trainer-right")
+    assert list(unbroken) == [1, 2, 3, 4, 5] and list(resumed) == [3, 4]
+    for step, line in resumed.items():
+        for name in ("loss", "grad_norm", "lr", "data", "batch", "sequences"):
+            assert line[name] == unbroken[step][name], (step, name)
+        assert line["grad_norm"] > 0 and len(line["ranks"]["loss"]) == 2
+    assert "\n  rng.cpu of rank 0: " in results["trainer, planted"]
+    assert "\n  rng.cpu of rank 1: " in results["trainer, planted"]
+    beats = [json.loads((run / "heartbeats" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(beat["phase"], beat["step"]) for beat in beats] == [("done", 5)] * 2
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-5"], "--keep 1"
+    assert list((run / "tensorboard").iterdir())

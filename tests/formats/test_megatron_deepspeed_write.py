@@ -206,7 +206,7 @@ def test_training_goes_on(sizes: tuple[int, int, int], loaded: Loaded, tables: A
 
 
 def losses(run: Path) -> dict[int, float]:
-    lines = (json.loads(line) for line in (run / "losses.jsonl").read_text().splitlines())
+    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["loss"] for line in lines}
 
 

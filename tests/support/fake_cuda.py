@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import deepspeed.ops.adam.fused_adam
 import torch
 import torch.distributed as dist
 from torch import serialization
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import optimizer
 
 from train.engines import native
 from train.megatron import cpu
 
 NUM_GPUS = 2
-_join, _mesh, _tag = dist.init_process_group, native.init_device_mesh, serialization.location_tag
+_join, _mesh, _fsdp1 = dist.init_process_group, native.init_device_mesh, FullyShardedDataParallel.__init__
 _generator = torch.Generator()
 
 DOUBLES: dict[str, Any] = cpu._CUDA | {
@@ -43,7 +46,46 @@ def install() -> None:
     native.init_device_mesh = lambda kind, *sizes, **options: _mesh("cpu", *sizes, **options)
     serialization.default_restore_location = lambda storage, location: storage
     serialization.location_tag = lambda storage: f"cuda:{DOUBLES['current_device']()}"
+    FullyShardedDataParallel.__init__ = lambda self, *args, device_id, **options: _fsdp1(
+        self, *args, device_id=torch.device("cpu"), **options
+    )
+    deepspeed.ops.adam.fused_adam.FusedAdamBuilder = FusedAdamBuilder
+    # As on a GPU, optimizers update many parameters at once.
+    optimizer._get_foreach_kernels_supported_devices = lambda: ["cuda", "cpu"]
+    cpu._has_gpu = lambda: False
+    cpu._CUDA |= DOUBLES
     cpu._CudaIsCpu().__enter__()
+
+
+class FusedAdamBuilder:
+    """DeepSpeed's compiler of the kernel under its FusedAdam, which is the real one."""
+
+    def load(self) -> FusedAdamBuilder:
+        """As if compiled."""
+        return self
+
+    @staticmethod
+    def multi_tensor_adam(
+        chunk: int,
+        overflow: torch.Tensor,
+        tensors: list[list[torch.Tensor]],
+        lr: float,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
+        step: int,
+        decoupled: int,
+        bias_correction: int,
+        weight_decay: float,
+    ) -> None:
+        """One step of AdamW on lists of gradients, parameters and both states (csrc/adam/multi_tensor_adam.cu)."""
+        assert decoupled and bias_correction
+        for gradient, parameter, average, square in zip(*tensors, strict=True):
+            average.lerp_(gradient, 1 - beta1)
+            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            divisor = (square / (1 - beta2**step)).sqrt_().add_(epsilon)
+            change = (average / (1 - beta1**step)) / divisor + weight_decay * parameter
+            parameter.sub_(change, alpha=lr)
 
 
 install()

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from transformers import Trainer
 
 from train import data, launch, loop, resume_check
 from train.config import Config, UserError
@@ -79,6 +80,10 @@ def unseen_reseed() -> Iterator[None]:
         yield
 
 
+def forget_trainers_random_state() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(Trainer, "_load_rng_state", lambda *_: None)
+
+
 @contextlib.contextmanager
 def another_corpus() -> Iterator[None]:
     batch = data.batch
@@ -106,6 +111,7 @@ PLANTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[Any]]] =
     "schedule": lambda: after_loading(lose_the_schedule),
     "position": lambda: after_loading(go_back_in_the_data),
     "unseen random state": unseen_reseed,
+    "Trainer's random state": forget_trainers_random_state,
     "another corpus": another_corpus,
     "bad batch": bad_batch,
 }

@@ -74,7 +74,7 @@ class Row:
 
 
 def losses(run: Path) -> dict[int, float]:
-    lines = (json.loads(line) for line in (run / "losses.jsonl").read_text().splitlines())
+    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["loss"] for line in lines}
 
 

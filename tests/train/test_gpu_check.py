@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-import ckpt
+from ckpt import open as ckpt_open
 from tests import gpu_check
 from tests.support import engines
+from tests.support.commands import ckpt
+
+DOUBLE = "tests.support.fake_cuda"
+LLAMA = "transformers.models.llama.modeling_llama"
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,33 +25,90 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("no GPU that torch")
 
 
+#: Tensors of the truth that were compared with the full state dict of a conversion; None where none is asked for.
+COMPARED = {
+    "zero1": 31,
+    "zero2": 31,
+    "zero3": 30,
+    "zero2, torch's fused AdamW": 31,
+    "zero2, FusedAdam": 31,
+    "ddp": 33,
+    "ddp, fused": 33,
+    "fsdp1": 33,
+    "fsdp2": 33,
+    "fsdp2, fused": 63,
+    "fsdp2, a file a rank": None,
+    "hsdp": 33,
+    "tp-fsdp": 63,
+    "megatron": None,
+    "megatron-deepspeed": None,
+}
+
+
 @pytest.mark.slow
 def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+
     def train(jobs: list[dict[str, Any]], ranks: int, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "jobs.jsonl"
-        file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
-        preload = ["train.engines.zero", "train.engines.native", "tests.support.fake_cuda"]
-        engines.fork([(ranks, "train.__main__", ["--device", "cuda", "--jobs", str(file)])], preload)
+        """All runs in one start, when the first is asked for."""
+        if (tmp_path / "jobs.jsonl").exists():
+            return
+        runs = [gpu_check.runs(case, gpu_check.folder_of(out, name), set()) for name, case in gpu_check.CASES.items()]
+        runs.append([gpu_check.large_run("fsdp2", ranks, out / "memory-fsdp2")])
+        assert jobs == runs[0]
+        (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for run in runs for job in run))
+        engines_used = ["zero", "native", "pipeline"]
+        preload = [*(f"train.engines.{name}" for name in engines_used), "train.megatron.open", LLAMA, DOUBLE]
+        engines.fork([(ranks, "train.__main__", ["--device", "cuda", "--jobs", str(tmp_path / "jobs.jsonl")])], preload)
+
+    def run(*words: str | Path) -> str:
+        assert words[:2] == ("-m", "ckpt")
+        done = ckpt(*words[2:])
+        if done.code:
+            raise gpu_check.CheckError(done.err)
+        return done.out
+
+    monkeypatch.setattr(gpu_check, "train", train)
+    monkeypatch.setattr(gpu_check, "run", run)
+    monkeypatch.setattr(gpu_check, "MEASURED", ("fsdp2",))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "double")
+    code = gpu_check.main([str(out), "--only", *COMPARED, "memory"])
+    printed = capsys.readouterr().out
+    assert code == 0 and f"{len(COMPARED) + 1} tried, 0 failed" in printed, printed
+    assert "left out" not in printed and "MB of buffers" in printed
+    about = json.loads((out / "fixtures" / "about.json").read_text())
+    assert about["GPU"] == "double"
+    for name, number in COMPARED.items():
+        cells = about["outcomes"][name]
+        assert (cells["ranks"], cells["resumed"], cells["random states"]) == ("2", "equal", "cpu cuda"), name
+        assert cells.get("truth") == (number and f"{number} tensors"), name
+        saving = {"cuda:0"} if name.startswith("ddp") else {"cuda:0", "cuda:1"}
+        assert saving <= set(cells["tags"].split()), name
+        assert (out / "fixtures" / f"{gpu_check.folder_of(out, name).name}-cuda" / "truth").is_dir()
+    assert ckpt_open(out / "fixtures" / "ddp-fused-cuda").state.step == 4
+
+
+def test_what_cannot_be_tried_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One GPU, no megatron-core, and a case that fails: the rest is tried all the same."""
+
+    def train(jobs: list[dict[str, Any]], ranks: int, folder: Path) -> None:
+        raise gpu_check.CheckError(f"out of memory on {ranks}")
 
     installed = importlib.util.find_spec
     monkeypatch.setattr(gpu_check, "train", train)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "double")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "megatron" else installed(name))
-    cases = ("ddp, fused", "zero2, torch's fused AdamW")
-    code = gpu_check.main([str(tmp_path / "out"), "--only", *cases])
+    assert gpu_check.main([str(tmp_path / "out"), "--only", *COMPARED, "memory"]) == 1
     printed = capsys.readouterr().out
-    assert code == 0 and "2 tried, 0 failed" in printed, printed
-    assert re.search(r"left out, megatron-core is not installed: megatron\n", printed)
-    rows = {name: next(line for line in printed.splitlines() if line.startswith(name)) for name in cases}
-    for name, truth in zip(cases, (33, 31), strict=True):
-        assert "ranks: 2, resumed: equal" in rows[name] and f"truth: {truth} tensors" in rows[name], rows[name]
-        assert re.search(r"tags: [^,]*cuda:0.*random states: cpu cuda", rows[name]), rows[name]
-    kept = tmp_path / "out" / "fixtures"
-    assert (kept / "zero2-torchs-fused-AdamW-cuda" / "global_step4").is_dir()
-    assert json.loads((kept / "about.json").read_text())["GPU"] == "double"
-    assert ckpt.open(kept / "ddp-fused-cuda").state.step == 4
+    assert "left out, megatron-core is not installed: megatron, demo\n" in printed
+    assert "left out, 1 GPUs are no even number: hsdp, tp-fsdp\n" in printed
+    assert re.search(r"^zero3  +FAILED CheckError: out of memory on 1$", printed, re.MULTILINE)
+    number = len(COMPARED) - 3 + len(gpu_check.MEASURED)
+    assert f"{number} tried, {number} failed" in printed
 
 
 def test_memory_stands_beside_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(cluster: Cluster, tmp_path:
     )
 
     def steps() -> int:
-        return len(losses(run)) if (run / "losses.jsonl").is_file() else 0
+        return len(losses(run)) if (run / "metrics.jsonl").is_file() else 0
 
     def wait_for_steps(count: int) -> None:
         over = ("FAILED", "COMPLETED", "CANCELLED", "NODE_FAIL")

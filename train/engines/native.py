@@ -77,7 +77,11 @@ class NativeEngine:
         self.parameters = {clean(name): parameter for name, parameter in self.model.named_parameters()}
         for group, group_names in zip(groups, self.group_names, strict=True):
             group["params"] = [self.parameters[name] for name in group_names]
-        self.optimizer = build_optimizer(groups, config)
+        # On a GPU torch updates many parameters at once, and 2.13 fails to where some are DTensors and others are not.
+        unlike = self.mesh is not None and bool(whole)
+        if unlike and config.fused:
+            raise UserError(f"--fused: torch's kernel takes no model of which a part is not sharded: {self.whole[0]}")
+        self.optimizer = build_optimizer(groups, config, foreach=False if unlike and launch.on_gpu() else None)
         self.scheduler: Any = None
         if config.scheduler == "deepspeed":
             self.scheduler = WarmupDecay(self.optimizer, config.schedule_steps)

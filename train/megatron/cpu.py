@@ -47,7 +47,7 @@ def on_this_machine() -> Iterator[None]:
         )
         for name in ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"):
             stack.enter_context(mock.patch.object(layers, name, _reduce_by(getattr(layers, name))))
-        if not torch.cuda.is_available():
+        if not _has_gpu():
             for name, stand_in in _CUDA.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
             stack.enter_context(mock.patch.object(DeviceMesh, "from_group", _mesh_by(DeviceMesh.from_group)))
@@ -59,9 +59,14 @@ def on_this_machine() -> Iterator[None]:
 
 def numbered_device() -> contextlib.AbstractContextManager[Any]:
     """Gives the current device a number, which Megatron-FSDP puts into a name as it starts."""
-    if torch.cuda.is_available():
+    if _has_gpu():
         return contextlib.nullcontext()
     return mock.patch.object(torch.cuda, "current_device", lambda: 0)
+
+
+def _has_gpu() -> bool:
+    """Apart, for doubles of a GPU, on which megatron-core still needs the CPU."""
+    return torch.cuda.is_available()
 
 
 def _norm_by(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
