@@ -7,6 +7,7 @@ NeMo 1's EMA callback.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,11 @@ def test_deepspeed_says_which_ranks_are_there(tmp_path: Path, case: str, format:
         assert hint in str(caught.value.hint) and str(step) in str(caught.value.path)
 
 
-def test_nemo_2_is_named(tmp_path: Path) -> None:
+def test_nemo_2_is_named(fixtures: Path, tmp_path: Path) -> None:
+    """NeMo 2 has megatron-core write its `weights`."""
     run = tmp_path / "run"
-    names = ("weights/.metadata", "weights/common.pt", "weights/metadata.json", "context/model.yaml")
-    step = fill(run / "checkpoints" / "model--step=10-last", names)
+    step = fill(run / "checkpoints" / "model--step=10-last", ("context/model.yaml",))
+    shutil.copytree(fixtures / "megatron-dist-flattened" / "iter_0000002", step / "weights")
     for path in (run, step, step / "weights"):
         with pytest.raises(NotFoundError, match="checkpoint of NeMo 2") as caught:
             api.open(path)
