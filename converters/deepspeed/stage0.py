@@ -112,6 +112,7 @@ def _read(path: Path, sources: Sources, file: RankFile) -> Checkpoint:
         example = name.format(next((rank for rank in range(max(sizes)) if rank not in files), 0))
         check_all_there("optimizers of expert parallel ranks are missing", files, max(sizes), path, example)
         ranks = [sources.of_rank(files[rank], rank, "DeepSpeed file") for rank in sorted(files)]
+        sources.check_distinct((each.rank, each.path) for each in ranks)  # each has experts of its own
         optimizers = [_Numbered(each, each.need("optimizer")) for each in ranks]
     shapes = {fqn: tensor.shape for (fqn, role), tensor in tensors.items() if role == WEIGHT}
     groups = _groups(shapes, optimizers, experts) if optimizers[0].groups else []

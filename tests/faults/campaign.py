@@ -86,7 +86,7 @@ def _ending(
     checkpoint = ckpt.open(run)
     if checkpoint.passed_over:
         return "an older checkpoint is taken, and said to be", None
-    may_be_said = case.hidden in (VALUE, CARRIED) or TRAINING_ARGS in case.what
+    may_be_said = case.hidden in (VALUE, CARRIED) or case.is_unchecked or TRAINING_ARGS in case.what
     if may_be_said and set(checkpoint.notes) - set(ckpt.open(sample.path).notes):
         return "something is left out, and said to be", None
     there, expected = tensors_of(checkpoint), tensors(sample)
