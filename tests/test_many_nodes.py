@@ -89,6 +89,7 @@ def test_two_agents_of_torchrun_and_a_process_that_is_killed(tmp_path: Path) -> 
         *agent,
         "-m",
         "tests.support.dying",
+        "KILL",
         "1",
         str(tmp_path / "died"),
         *convert,

@@ -1,6 +1,6 @@
-"""`ckpt`, whose process of one rank is killed once: `-m tests.support.dying RANK MARK ...` for `ckpt ...`.
+"""`ckpt`, whose process of one rank gets a signal once: `-m tests.support.dying KILL RANK MARK ...` for `ckpt ...`.
 
-It dies as by `kill -9`, when the first of what it has written is in the journal, and leaves the file MARK.
+It sends it to itself (KILL, STOP) when the first of what it has written is in the journal, and leaves the file MARK.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from ckpt.__main__ import main
 from ckpt.move.journal import Journal
 
 
-def die_behind(add: Any, mark: Path) -> Any:
+def die_behind(add: Any, number: signal.Signals, mark: Path) -> Any:
     def add_and_die(journal: Journal, name: str, digests: Mapping[Any, str]) -> None:
         add(journal, name, digests)
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), number)
 
     return add_and_die
 
 
 if __name__ == "__main__":
-    rank, mark = int(sys.argv.pop(1)), Path(sys.argv.pop(1))
+    number, rank, mark = signal.Signals[f"SIG{sys.argv.pop(1)}"], int(sys.argv.pop(1)), Path(sys.argv.pop(1))
     start = launch.launch()
     if start is not None and start.rank == rank and not mark.exists():
-        Journal.add = die_behind(Journal.add, mark)  # type: ignore[method-assign]
+        Journal.add = die_behind(Journal.add, number, mark)  # type: ignore[method-assign]
     main()

@@ -1,13 +1,14 @@
 """A real Slurm cluster of two nodes, n1 and n2, on this one machine: `cluster` of tests/conftest.py starts it once.
 
 It needs root and Debian's packages slurm-wlm and munge; `missing()` says what is not there.  Its munge daemon, ports
-and files are its own, and are gone when it has stopped.  `scontrol show hostnames` gives names that must resolve, so
-n1 and n2 stand in /etc/hosts while it runs.
+and files are its own.  `scontrol show hostnames` gives names that must resolve, so n1 and n2 stand in /etc/hosts while
+it runs.  `python -m tests.support.slurm FOLDER` waits for the end of its input, and stops what runs in FOLDER.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -89,9 +90,52 @@ class Cluster:
         """Returns when the job is in one of these states."""
         self.wait(lambda: self.job(number)["JobState"] in states, f"job {number} in {', '.join(states)}", timeout)
 
+    def wait_for_nodes(self) -> None:
+        """Returns when both nodes answer and have nothing to do."""
+        self.wait(lambda: self.ask("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D") == "2", "nodes idle", 60)
+
+    @contextmanager
+    def dead(self, node: str) -> Iterator[None]:
+        """While this is open, a node is gone, as without power: its daemon and all that ran on it are killed."""
+        os.kill(int((self.folder / f"slurmd.{node}.pid").read_text()), signal.SIGKILL)
+        while running := self._processes_of(node):
+            for pid in running:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        try:
+            yield
+        finally:
+            self.ask("slurmd", "-N", node, "-f", self.folder / "slurm.conf")
+
+    def _processes_of(self, node: str) -> list[int]:
+        """Tasks, batch scripts, what those started, and Slurm's own process around each, which is in their session."""
+        sessions, found = set[int](), list[tuple[int, int]]()
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                pid = int(process.name)
+                found.append((pid, os.getsid(pid)))
+                variables = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={self.folder}/slurm.conf".encode()}
+                if variables <= set((process / "environ").read_bytes().split(b"\0")):
+                    sessions.add(os.getsid(pid))
+        return [pid for pid, session in found if session in sessions]
+
+    @contextmanager
+    def configured(self, name: str, value: int) -> Iterator[None]:
+        """While this is open, a number in the configuration is another one."""
+        file = self.folder / "slurm.conf"
+        before = file.read_text()
+        file.write_text(re.sub(rf"(?m)^{name}=\d+$", f"{name}={value}", before))
+        self.ask("scontrol", "reconfigure")
+        try:
+            yield
+        finally:
+            file.write_text(before)
+            self.ask("scontrol", "reconfigure")
+
     @contextmanager
     def frozen(self, node: str) -> Iterator[None]:
         """While this is open, a node answers nobody: its daemon is stopped."""
+        self.wait_for_nodes()  # what it has not ended yet would not let another job begin
         daemon = int((self.folder / f"slurmd.{node}.pid").read_text())
         os.kill(daemon, signal.SIGSTOP)
         try:
@@ -102,7 +146,7 @@ class Cluster:
 
 @contextmanager
 def started(folder: Path) -> Iterator[Cluster]:
-    """A cluster whose nodes are idle; all of its jobs and daemons are gone behind this."""
+    """A cluster whose nodes are idle; all of its jobs and daemons are gone behind this, or when this process is."""
     folder = folder.resolve()
     for name in ("state", *(f"spool.{node}" for node in NODES)):
         (folder / name).mkdir(parents=True)
@@ -113,21 +157,34 @@ def started(folder: Path) -> Iterator[Cluster]:
     template = Path(__file__).with_name("slurm.conf").read_text()
     (folder / "slurm.conf").write_text(template.format(folder=folder, **ports))
     cluster = Cluster(folder)
-    with ExitStack() as stack:
-        stack.enter_context(_names())
+    # It outlives this process, however that ends, and stops the cluster when its input has ended.
+    words = [sys.executable, "-m", "tests.support.slurm", str(folder)]
+    pipe = subprocess.PIPE
+    keeper = subprocess.Popen(words, stdin=pipe, stdout=pipe, cwd=REPOSITORY, start_new_session=True)
+    try:
+        assert keeper.stdout and keeper.stdout.readline(), "the nodes have their names"
         munge = [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file")]
-        stack.callback(_kill, folder / "munge.pid")
         cluster.ask("munged", "--force", *munge, f"--key-file={key}", f"--seed-file={folder}/munge.seed")
-        for daemon, words in {"slurmctld": (), **{f"slurmd.{node}": ("-N", node) for node in NODES}}.items():
-            stack.callback(_kill, folder / f"{daemon}.pid")
-            cluster.ask(daemon.partition(".")[0], *words, "-f", folder / "slurm.conf")
-        cluster.wait(lambda: cluster.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == "2", f"nodes up; see {folder}", 60)
-        try:
-            yield cluster
-        finally:
+        cluster.ask("slurmctld", "-f", folder / "slurm.conf")
+        for node in NODES:
+            cluster.ask("slurmd", "-N", node, "-f", folder / "slurm.conf")
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        keeper.communicate()
+    assert keeper.returncode == 0, f"the cluster has not ended as it should; see {folder}"
+
+
+def _stop(cluster: Cluster) -> None:
+    """All jobs, then all daemons."""
+    try:
+        if (cluster.folder / "slurmctld.pid").is_file():
             cluster.run("scancel", "--full", "--user=root")
             cluster.run("scancel", "--signal=KILL", "--user=root")
             cluster.wait(lambda: not cluster.ask("squeue", "-h"), "jobs gone")
+    finally:
+        for daemon in (*(f"slurmd.{node}" for node in NODES), "slurmctld", "munge"):
+            _kill(cluster.folder / f"{daemon}.pid")
 
 
 def _free_ports(count: int) -> list[int]:
@@ -159,9 +216,17 @@ def _kill(pid_file: Path) -> None:
     if not pid_file.is_file():
         return
     pid = int(pid_file.read_text())
-    os.kill(pid, signal.SIGTERM)
     end = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists():
-        if time.monotonic() > end:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+        while time.monotonic() < end:
+            os.kill(pid, 0)
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    with _names():
+        print(flush=True)
+        sys.stdin.read()
+        _stop(Cluster(Path(sys.argv[1])))

@@ -1,73 +1,110 @@
-"""Batch jobs on a real Slurm cluster of two nodes: a run is stopped, requeued with one node less, and cancelled."""
+"""Batch jobs on a real Slurm cluster of two nodes: a run is preempted, stopped, loses a node, and is cancelled.
+
+All that takes the cluster is in this file, so that one process of several that test starts it, once.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import contents, process
 from tests.support.engines import REPOSITORY, launch
 from tests.support.resuming import losses
 from tests.support.slurm import Cluster
 
 pytestmark = pytest.mark.slow
 
-TRAIN = REPOSITORY / "train" / "slurm" / "multinode.sbatch"
+TRAIN, CONVERT = (REPOSITORY / "train" / "slurm" / f"{name}.sbatch" for name in ("multinode", "convert"))
+ZERO3 = REPOSITORY / "fixtures" / "toy-zero3"
 OPTIONS = {"strategy": "zero2", "model": "toy", "dtype": "fp32"}
 
 
-def test_a_run_goes_on_with_the_nodes_that_came_back(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_nodes_that_came_back(
+    cluster: Cluster, tmp_path: Path, tables: dict[str, dict[str, dict[str, str]]]
+) -> None:
+    """It is preempted, saves ahead of the limit, loses a node, and is cancelled."""
     run, logs = tmp_path / "outputs", tmp_path / "log"
     words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
-    asked = ["--gpus-per-node=0", f"--output={logs}"]
-    name = f"--job-name={tmp_path / 'ranks'}"
-    number = cluster.submit(
-        *asked, name, TRAIN, run, "--until", "100000", *words, RANKS_PER_NODE="1", PREFLIGHT="--timeout 120"
-    )
+    asked = ["--gpus-per-node=0", f"--output={logs}", f"--job-name={tmp_path / 'ranks'}", TRAIN]
+    train = [run, "--until", "100000", "--save-every", "3", *words]
+    number = cluster.submit(*asked, *train, RANKS_PER_NODE="1", PREFLIGHT="--timeout 120", SLURM_WAIT="5")
+    firsts = []  # the first step of each start
 
     def steps() -> int:
         return len(losses(run)) if (run / "metrics.jsonl").is_file() else 0
 
-    def wait_for_steps(count: int) -> None:
-        over = ("FAILED", "COMPLETED", "CANCELLED", "NODE_FAIL")
-        cluster.wait(lambda: steps() >= count or cluster.job(number)["JobState"] in over, f"{count} steps", 240)
+    def go_on(nodes: str) -> None:
+        """Three steps on so many nodes."""
+        last, over = steps() + 3, ("FAILED", "COMPLETED", "CANCELLED", "NODE_FAIL")
+        firsts.append(last - 2)
+        cluster.wait(lambda: steps() >= last or cluster.job(number)["JobState"] in over, f"step {last}", 240)
         printed = [file.read_text()[-2000:] for file in (logs, *tmp_path.glob("ranks-*/*.log")) if file.is_file()]
-        assert steps() >= count, "\n".join(printed)
+        assert steps() >= last, "\n".join(printed)
+        assert cluster.job(number)["NumNodes"] == nodes
+
+    def wait_for_requeue(times: str) -> None:
+        cluster.wait(lambda: cluster.job(number).get("Restarts") == times, "requeued")
 
     try:
-        wait_for_steps(3)
+        go_on("2")
         job, step = cluster.job(number), cluster.ask("scontrol", "show", "step", f"{number}.1")
-        assert job["NumNodes"] == "2" and "mem=16000M" in job["TRES"], "all of both nodes' memory"
+        assert "mem=16000M" in job["TRES"], "all of both nodes' memory"
         assert re.search(r"TRES=cpu=16\b", step), f"2 ranks with all CPUs of a node each\n{step}"
 
-        cluster.ask("scontrol", "update", "nodename=n2", "state=drain", "reason=broken")
-        cluster.ask("scancel", "--signal=USR1", number)  # as Slurm does ahead of the limit, to all ranks
-        cluster.wait(lambda: cluster.job(number).get("Restarts") == "1", "requeued")
+        urgent = cluster.submit("--partition=urgent", "--nodes=1", "--output=/dev/null", "--wrap", "sleep 1000")
+        wait_for_requeue("1")
         saved = steps()
-        wait_for_steps(saved + 3)
-        assert cluster.job(number)["NumNodes"] == "1"
+        go_on("1")
+        cluster.ask("scancel", urgent)
+        with cluster.configured("KillWait", 5):
+            cluster.ask("scancel", "--signal=USR1", number)  # as Slurm does ahead of the limit, to all ranks
+            wait_for_requeue("2")
+            go_on("2")
+            with cluster.dead("n2"):
+                cluster.wait(lambda: "no answer from n2" in logs.read_text(), "a node missed")
+                cluster.ask("scontrol", "update", "nodename=n2", "state=down", "reason=dead")  # sooner than Slurm
+                wait_for_requeue("3")
+                go_on("1")
         cluster.ask("scancel", number)
         cluster.wait_for_state(number, "CANCELLED")
     finally:
-        cluster.run("scontrol", "update", "nodename=n2", "state=resume")
-        cluster.run("scancel", number)
+        cluster.run("scancel", "--user=root")
     log = logs.read_text()
-    assert re.search(r"start 0 on n\[1-2\]: 2 ranks", log) and re.search(r"start 1 on n1: 1 ranks", log), log
-    assert "written by 2 ranks, and there are 1" in log and "converted from" in log
+    starts, ends = (re.findall(rf"^\d\d:\d\d:\d\d {word} (.+)$", log, re.MULTILINE) for word in ("start", "ended with"))
+    assert [re.sub(r"on n\d:", "on one:", start) for start in starts] == [
+        "0 on n[1-2]: 2 ranks",
+        "1 on one: 1 ranks",
+        "2 on n[1-2]: 2 ranks",
+        "3 on one: 1 ranks",
+    ], log
+    assert [re.sub(r"^\d+: no", "no", end) for end in ends] == [
+        "143: preempted",
+        "75: saved ahead of the limit",
+        "no answer from n2",
+        "143",
+    ], log
+    for told in ("written by 2 ranks, and there are 1", "written by 1 ranks, and there are 2", "converted from"):
+        assert told in log
     ranks = {node: (tmp_path / f"ranks-{number}" / f"{node}.log").read_text() for node in ("n1", "n2")}
-    assert "SIGUSR1: saved" in ranks["n1"] and "SIGTERM: saved" in ranks["n1"]
-    assert "rank 0 of 2, 8 CPUs" in ranks["n1"] and "rank 0 of 1, 8 CPUs" in ranks["n1"]
-    assert re.fullmatch(r"\S+ rank 1 of 2, 8 CPUs\n", ranks["n2"]), ranks["n2"]
+    assert ranks["n1"].count("SIGTERM: saved") == 2 and "SIGUSR1: saved" in "".join(ranks.values())
+    assert re.findall(r"rank . of 2, . CPUs", ranks["n1"]) == ["rank 0 of 2, 8 CPUs"] * 2
+    assert re.findall(r"rank . of 2, . CPUs", ranks["n2"]) == ["rank 1 of 2, 8 CPUs"] * 2
 
     found = losses(run)
     last = max(found)
-    assert list(found) == list(range(1, last + 1)), "every step once"
+    assert sorted(found) == list(range(1, last + 1)), "no step is left out"
     assert (run / "latest").read_text() == f"global_step{last}" and (run / f"global_step{saved}").is_dir()
     launch([OPTIONS | {"output": str(tmp_path / "unbroken"), "steps": last}], 2, tmp_path)
     whole = losses(tmp_path / "unbroken")
+    row = tables["a Slurm job that is stopped three times: first losses, and those of the unbroken run"]["toy, zero2"]
+    row |= {f"step {step}": f"{found[step]:.7f} {whole[step]:.7f}" for step in firsts[1:]}
     apart = max(abs(loss - whole[step]) / whole[step] for step, loss in found.items())
+    row["relative, of all"] = f"{apart:.1e}"
     assert apart < 1e-6, "sums in another order, and nothing else"
 
 
@@ -89,7 +126,9 @@ def nodes_apart(tmp_path: Path) -> Path:
 
 
 def test_the_preflight_names_what_is_odd(cluster: Cluster, nodes_apart: Path, tmp_path: Path) -> None:
+    start = time.monotonic()
     done = cluster.run("srun", "-N2", "bash", nodes_apart, tmp_path / "run", "--timeout", "100", "--data", "corpus.bin")
+    assert time.monotonic() - start < 60
     said = [line for line in done.stderr.splitlines() if line.startswith("preflight")]
     assert done.returncode == 1 and said[-1] == f"preflight: 2 nodes, {len(said) - 1} problems", done.stderr
     assert any(re.fullmatch(r"preflight: n2: deepspeed 0\.0\.1, and [\d.]+ on n1", line) for line in said)
@@ -108,3 +147,39 @@ def test_the_preflight_names_a_node_that_cannot_be_reached(cluster: Cluster, tmp
     assert "preflight: n2: not heard of within 15 s" in log.read_text()
     cluster.ask("scancel", number)
     cluster.wait_for_state(number, "CANCELLED", "FAILED")
+
+
+def test_a_conversion_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_path: Path) -> None:
+    """A process is killed, a batch job goes on, the node of its script dies, and Slurm requeues it on the other one."""
+    convert = ["zero3", "zero3", ZERO3, "--world-size", "4", "-o"]
+    assert process("convert", *convert, tmp_path / "alone").code == 0
+    out, log = tmp_path / "together", tmp_path / "log"
+    dying = [sys.executable, "-m", "tests.support.dying"]
+    words = ["KILL", "1", tmp_path / "died", "convert", *convert, out, "--resume"]
+    done = cluster.run("srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=0", *dying, *words, timeout=240)
+    assert done.returncode and (tmp_path / "died").exists()
+    assert "another process of this conversion has ended" in done.stderr and "rank 1 of 2" in done.stderr, done.stderr
+    assert not out.exists()
+
+    # `python -m ckpt ...`, whose second process waits in the middle
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {" ".join(dying)} STOP 1 {tmp_path}/waits "$@"\n')
+    python.chmod(0o755)
+    path = f"{python.parent}:{cluster.env['PATH']}"
+    number = cluster.submit(f"--output={log}", CONVERT, *convert, out, PATH=path, PROCESSES_PER_NODE="1")
+    cluster.wait(lambda: (tmp_path / "waits").exists() and "move: " in log.read_text(), "a line of progress", 240)
+    with cluster.configured("SlurmdTimeout", 5), cluster.dead("n1"):
+        cluster.wait(lambda: cluster.job(number).get("Restarts") == "1", "requeued")
+        cluster.wait_for_state(number, "COMPLETED", "FAILED", timeout=240)
+    said = log.read_text()
+    assert re.findall(r" start (.+)", said) == ["0 on n[1-2]", "1 on n2"], said
+    assert "2 processes of srun" in said
+    assert re.search(r"^move: .*\d+ s( left)?$", said, re.MULTILINE), said
+    assert said.count("wrote ") == 1 and said.endswith(" ended with 0\n") and f"\n{out}\n" in said, said
+    there = re.search(r"(\S+ \S?B) were there already", said)
+    assert there and not there[1].startswith("0"), said
+    assert contents(out) == contents(tmp_path / "alone")
+
+    one = cluster.run("salloc", "--nodes=2", "--ntasks=2", sys.executable, "-m", "ckpt", "convert", *convert, out)
+    assert one.returncode == 2 and "the destination exists" in one.stderr and "processes" not in one.stderr, one.stderr
