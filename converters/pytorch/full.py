@@ -286,6 +286,9 @@ def _read_bundle(reading: _Reading, name: str) -> None:
     optimizer = next((key for key in _OPTIMIZER_KEYS if rest.get(key)), None)
     if optimizer is not None:
         _add_optimizer(reading, rest.pop(optimizer), path)
+    for key, value in rest.items():
+        if isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys():
+            reading.notes.append(f"{key!r} looks like an optimizer under a name of its own: kept as training state")
     reading.items |= {str(k): v for k, v in rest.items() if v is not None}
     reading.step = step_of(rest)
 

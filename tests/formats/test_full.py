@@ -481,3 +481,11 @@ def test_from_zero(tmp_path: Path, fixtures: Path) -> None:
     assert again.state.step == source.state.step
     assert again.state.scalars == source.state.scalars
     assert api.verify(again, source).equal
+
+
+def test_an_optimizer_under_a_name_of_its_own_is_said_to_be_no_optimizer(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.save({"model": model.state_dict(), "optim_g": optimizer.state_dict()}, tmp_path / "model.pt")
+    notes = api.open(tmp_path / "model.pt").notes
+    assert any("'optim_g' looks like an optimizer under a name of its own" in note for note in notes), notes
