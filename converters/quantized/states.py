@@ -177,7 +177,7 @@ def torchao(value: Any) -> Quantized | None:
     if type(shape) is not tuple or not all(type(n) is int and n >= 0 for n in shape):
         return None
     size = prod(shape)
-    if not factors.numel or size % factors.numel or codes.numel * (8 // num_bits) != size:
+    if not size or not factors.numel or size % factors.numel or codes.numel * (8 // num_bits) != size:
         return None
     block = size // factors.numel
     found = _checked(f"torchao {value.name}", shape, num_bits, block, codes, factors, values, num_codes)

@@ -16,9 +16,12 @@ from safetensors.torch import load_file
 
 import converters.quantized.states as states_module
 from ckpt import api
+from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import LossError
 from ckpt.move.lazy import LazyTensor
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, OneElement
+from ckpt.plan.dtypes import BY_NAME
+from ckpt.plan.tensors import Extent
 from tests.support.commands import ckpt
 from tests.support.engines import REPOSITORY, raw
 
@@ -364,3 +367,10 @@ def test_weights_of_a_schedule_free_run_are_told_apart(mode: bool, tmp_path: Pat
     torch.save({"model": {"w": torch.ones(3)}, "optimizer": optimizer}, tmp_path / "model.pt")
     done = ckpt("convert", "full", "hf", tmp_path / "model.pt", "-o", tmp_path / "hf")
     assert done.code == 0 and ("schedule-free optimizer was in training mode" in done.err) is mode
+
+
+def test_codes_of_no_element_beside_scales_are_no_state() -> None:
+    """As a pickle whose shape was damaged says it: there is no size of a block then."""
+    parts = {"codes": ("uint8", 0), "scale": ("float32", 2), "qmap": ("float32", 256)}
+    stored = {name: StoredTensor(Extent.contiguous("file", 0, BY_NAME[d], (n,))) for name, (d, n) in parts.items()}
+    assert states_module.torchao(Record("torchao.optim.subclass_8bit", "OptimState8bit", (), None, stored)) is None
