@@ -91,7 +91,7 @@ def many_tensors(folder: Path) -> Plan:
 def case(tmp_path: Path) -> Case:
     """A conversion that was killed when half of its bytes were moved."""
     case = make_case(tmp_path / "source", num_files=10, rows=20000)
-    killed(lambda: run(case.plan, tmp_path / "out", kill_at=0.5))
+    killed(lambda: run(case.plan, tmp_path / "out", kill_at=0.5, num_lines=21))
     return case
 
 
