@@ -51,6 +51,7 @@ def _prepare(jobs: list[dict[str, Any]]) -> None:
             import train.engines.zero
         else:
             import train.engines.native
+    import tests.support.megatron_imports  # noqa: F401
     import train.loop  # noqa: F401
 
 
