@@ -712,7 +712,7 @@ def test_fault_29_ctrl_c(interrupted: tuple[subprocess.Popen[str], Path]) -> Non
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=20)
     assert child.returncode == 130, err
-    assert time.monotonic() - start < 2  # a second, and as much for a machine that is busy
+    assert time.monotonic() - start < 10  # a second or less, but on a machine that is busy
     assert out == ""
     assert "interrupted" in err
     assert "Traceback" not in err
