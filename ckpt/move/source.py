@@ -59,12 +59,11 @@ def open_stream(path: str | os.PathLike[str]) -> io.BufferedReader:
     return io.BufferedReader(_Remote(descriptor))
 
 
-class _Remote(io.RawIOBase):
-    """What is in a store, as a file."""
+class Seekable(io.RawIOBase):
+    """A file of `size` bytes that is read from the place `_at` on; how, its kinds say."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._at = descriptor, 0
-        self._size = os.fstat(descriptor).st_size
+    def __init__(self, size: int) -> None:
+        self._size, self._at = size, 0
 
     def readable(self) -> bool:
         return True
@@ -78,6 +77,14 @@ class _Remote(io.RawIOBase):
 
     def tell(self) -> int:
         return self._at
+
+
+class _Remote(Seekable):
+    """What is in a store, as a file."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(os.fstat(descriptor).st_size)
+        self._descriptor = descriptor
 
     def readinto(self, buffer: Any) -> int:
         count = read_into(self._descriptor, self._at, memoryview(buffer).cast("B"))

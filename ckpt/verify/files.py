@@ -8,7 +8,6 @@ and every other file is read to its end.
 from __future__ import annotations
 
 import io
-import os
 import re
 import zipfile
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -22,7 +21,7 @@ from ckpt.containers.safetensors import read_header
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.weights import MAX_INDEX, parse_index
 from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, StorageError, UnsafeError
-from ckpt.move.source import open_stream, read_file
+from ckpt.move.source import Seekable, open_stream, read_file
 from ckpt.run_folder.companions import MAX_JSON, parse_json
 
 #: A file is missing, empty or cut off; it contradicts itself; it cannot be looked into, so that nothing is known.
@@ -245,27 +244,15 @@ def _compare(file: IO[bytes] | _Part, path: Path, count: Bytes) -> None:
         raise CorruptError("a checksum of the zip file does not fit", path=path, found=str(error)) from None
 
 
-class _Part(io.RawIOBase):
+class _Part(Seekable):
     """`length` bytes at `offset` of an open file, as a file."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, to: int, whence: int = os.SEEK_SET) -> int:
-        self._at = to + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
+        super().__init__(length)
+        self._file, self._offset = file, offset
 
     def read(self, count: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
+        left = max(0, self._size - self._at)
         self._file.seek(self._offset + self._at)
         found = self._file.read(left if count < 0 else min(count, left))
         self._at += len(found)
