@@ -438,9 +438,9 @@ def test_fault_18_a_symlink_leads_out(fixtures: Path, tmp_path: Path, name: str)
 def test_fault_19_a_header_of_any_length(source: Path, length: int) -> None:
     path = files_of(source)[0]
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
-    start = time.monotonic()
+    start = time.process_time()
     refused(source, 4, path.name)
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(
