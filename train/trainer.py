@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
-from torch.distributed.fsdp import _state_dict_utils
+from torch.distributed.fsdp import FSDPModule, _state_dict_utils
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -277,6 +277,8 @@ class Recorder(TrainerCallback):
         model.eval()
         with torch.no_grad():
             logits = model(input_ids=input_ids)["logits"]
+        if isinstance(model, FSDPModule):
+            model.reshard()
         if dist.get_rank() == 0:
             folder, tag = Path(self.config.output, "truth"), f"checkpoint-{step}"
             truth.write(folder, tag, self.config, step, tensors, self.facts | facts)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 TITLE = "Resumed after a kill: loss of each step"
 GPT2 = {"strategy": "fsdp2", "model": "gpt2", "dtype": "fp32", "dropout": 0.1}
-TRAINER = GPT2 | {"through": "trainer"}
+TRAINER = GPT2 | {"through": "trainer", "dtype": "bf16", "truth": True}
 TOY = {"strategy": "ddp", "model": "toy", "dtype": "fp32", "lr": 1e-2}
 
 
