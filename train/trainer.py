@@ -277,8 +277,9 @@ class Recorder(TrainerCallback):
         model.eval()
         with torch.no_grad():
             logits = model(input_ids=input_ids)["logits"]
-        if isinstance(model, FSDPModule):
-            model.reshard()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         if dist.get_rank() == 0:
             folder, tag = Path(self.config.output, "truth"), f"checkpoint-{step}"
             truth.write(folder, tag, self.config, step, tensors, self.facts | facts)
