@@ -6,6 +6,7 @@ import argparse
 import collections
 import datetime
 import enum
+import importlib
 import io
 import json
 import os
@@ -28,6 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt.containers.torchfile import machine, table, unpickle
+from ckpt.containers.torchfile.enums import ENUMS
 from ckpt.containers.torchfile.machine import OPCODES
 from ckpt.containers.torchfile.values import MAX_DEPTH, Array, Global, Record, StoredDict
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnsafeError, UsageError
@@ -151,8 +153,26 @@ def test_enum_members_by_name_as_python_3_11_0_pickled_them() -> None:
     name = b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
     got = loads(make.pickled(b"cbuiltins\ngetattr\n" + name + make.text("weights") + b"\x86R"))
     assert (got.name, got.value) == ("ZeroStageEnum", 3)
-    with pytest.raises(UnsafeError, match="getattr"):
+    with pytest.raises(UnsafeError, match=r"getattr[\s\S]*ZeroStageEnum, __init__"):
         loads(make.pickled(b"cbuiltins\ngetattr\n" + name + make.text("__init__") + b"\x86R"))
+
+
+def test_signals_by_name_as_python_3_11_0_pickled_them() -> None:
+    marked = loads(make.pickled(b"csignal\nSIGTERM\n}b"))
+    again = loads(make.pickled(b"csignal\nSIGTERM\n"))
+    assert (again.typename, again.value, again.state) == ("signal.Signals", 15, None) != (marked.typename, 15, {})
+
+
+@pytest.mark.parametrize(("module", "name"), ENUMS)
+def test_every_member_of_an_enum_is_known(module: str, name: str) -> None:
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        assert module.startswith(("megatron.", "transformers.trainer_utils")), "of older or newer ones"
+        return
+    known = {key: getattr(value, "name", value) for key, value in ENUMS[module, name].items()}
+    found = {key: str(member.value).removeprefix("torch.") for key, member in cls.__members__.items()}
+    assert found.items() <= {key: str(value) for key, value in known.items()}.items()
 
 
 def test_paths_of_python_3_13() -> None:

@@ -44,6 +44,7 @@ def record(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Record:
 
 def _getattr(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
     """Members of an enum (Python 3.11.0 to 3.11.3) and nested classes (protocol 2): names in the table only."""
+    found: str | None = None
     if len(args) == 2 and type(args[0]) is Global and type(args[1]) is str:
         cls, name = args
         nested = machine.table.get((cls.module, f"{cls.name}.{name}"))
@@ -51,9 +52,11 @@ def _getattr(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
             return nested
         if cls.members is not None and name in cls.members:
             return Record(cls.module, cls.name, (cls.members[name],))
+        found = f"{cls.typename}, {name}"
     raise UnsafeError(
         "the pickle calls builtins.getattr on what is neither an enum nor a class with nested ones; nothing was run",
         path=machine.path,
+        found=found,
     )
 
 

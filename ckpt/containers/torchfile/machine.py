@@ -218,6 +218,8 @@ class Machine:
             ) from None
         if type(found) is Unsupported:
             self.unsupported(found.what)
+        if type(found) is Record:  # a constant: what a pickle does to its own stays there
+            return Record(found.module, found.name, found.args)
         return found
 
     def unsupported(self, what: str) -> NoReturn:

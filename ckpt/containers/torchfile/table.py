@@ -12,7 +12,8 @@ from functools import cache
 from typing import Any
 
 from ckpt.containers.torchfile.calls import FUNCTIONS, record
-from ckpt.containers.torchfile.values import Global, StorageType, Unsupported
+from ckpt.containers.torchfile.enums import ENUMS, SIGNALS
+from ckpt.containers.torchfile.values import Global, Record, StorageType, Unsupported
 from ckpt.entries import entries, load
 from ckpt.errors import UsageError
 from ckpt.plan import dtypes
@@ -103,11 +104,6 @@ _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties", _PROPERTIES),
 )
 
-#: Enums whose members Python 3.11.0 to 3.11.3 pickles by name.
-_ENUMS: tuple[tuple[str, str, str], ...] = (
-    ("deepspeed.runtime.zero.config", "ZeroStageEnum", "disabled=0 optimizer_states=1 gradients=2 weights=3"),
-)
-
 #: Classes that are only ever named: as a default factory, a tensor's type, an argument.
 _NAMES: tuple[Name, ...] = (
     ("builtins", "int float str bool list dict tuple object type"),
@@ -185,9 +181,9 @@ def _table() -> dict[Name, Any]:
         table.update({(module, name): Global(module, name, record) for name in names.split()})
     for module, name, fields in _FIELDS:
         table[module, name] = Global(module, name, record, tuple(fields.split()))
-    for module, name, members in _ENUMS:
-        values = {key: int(value) for key, value in (pair.split("=") for pair in members.split())}
-        table[module, name] = Global(module, name, record, members=values)
+    for (module, name), members in ENUMS.items():
+        table[module, name] = Global(module, name, record, members=members)
+    table.update({("signal", name): Record("signal", "Signals", (number,)) for name, number in SIGNALS.items()})
     for modules, names in _NAMES:
         for module in modules.split():
             table.update({(module, name): Global(module, name) for name in names.split()})

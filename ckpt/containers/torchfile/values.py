@@ -87,7 +87,7 @@ class Global:
     name: str
     build: Callable[[Any, Global, tuple[Any, ...]], Any] | None = None
     fields: tuple[str, ...] = ()
-    members: Mapping[str, int] | None = None
+    members: Mapping[str, Any] | None = None
 
     @property
     def typename(self) -> str:
