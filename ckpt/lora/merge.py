@@ -229,6 +229,8 @@ class _Merge:
         is_conv = len(shape) > 2
         transposed = not is_conv and self._is_transposed(adapter, module, shape, a, b)
         if is_conv:
+            if b.shape[:1] == shape[:1] and b.shape[1] < rank == a.shape[0] and rank % b.shape[1] == 0:
+                raise UsageError("PEFT does not merge into a convolution with groups", path=adapter.path, fqn=module)
             _check_shape(adapter, a, (rank, *shape[1:]))
             _check_shape(adapter, b, (shape[0], rank, *(1,) * (len(shape) - 2)))
         else:
@@ -358,6 +360,13 @@ class _Merge:
         packed = next((n for n in self.shapes if n.startswith(inner) and _PACKED.match(n, len(inner))), None)
         if owner not in self.shapes and packed is not None:
             raise self._quantized(packed)
+        if f"{_without_wrappers(inner.removesuffix('.out_proj'))}.in_proj_weight" in self.shapes:
+            raise UsageError(
+                "LoRA on nn.MultiheadAttention is not merged",
+                path=adapter.path,
+                fqn=module,
+                hint="merge it with PEFT's merge_and_unload",
+            )
         if owner not in self.shapes:
             raise _misfit(adapter, module, f"a layer of the base with {fqn}", "none of this name")
         if owner in self.quantized or self.chosen[owner].dtype not in CAST_SOURCES:

@@ -250,6 +250,27 @@ def test_convolutions(use_dora: bool, tmp_path: Path, tables: Tables) -> None:
     assert equal == len(expected)
 
 
+@pytest.mark.parametrize(
+    ("layer", "target", "said"),
+    [
+        (nn.Conv2d(6, 12, 3, groups=2), "layer", "PEFT does not merge into a convolution with groups"),
+        (nn.Conv1d(6, 6, 3, groups=6), "layer", "PEFT does not merge into a convolution with groups"),
+        (nn.MultiheadAttention(10, 1), "layer", "LoRA on nn.MultiheadAttention is not merged"),
+    ],
+)
+def test_layers_that_are_not_merged(layer: nn.Module, target: str, said: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = nn.ModuleDict({"layer": layer})
+    (tmp_path / "base").mkdir()
+    save_file(model.state_dict(), tmp_path / "base" / "model.safetensors")
+    wrapped = get_peft_model(model, LoraConfig(r=6, target_modules=[target], init_lora_weights=False))
+    wrapped.save_pretrained(tmp_path / "adapter")
+    done = ckpt("merge-lora", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "out")
+    assert (done.code, (tmp_path / "out").exists()) == (2, False)
+    assert said in done.err and target in done.err
+
+
 def test_an_adapter_of_single_experts(tmp_path: Path, tables: Tables) -> None:
     """transformers 4 had a linear layer per expert, and so have the adapters of its time."""
     from transformers import AutoConfig, AutoModelForCausalLM
