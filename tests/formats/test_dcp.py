@@ -32,7 +32,7 @@ from tests.support.engines import Truth, launch, launch_in_turn, raw
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-FIXTURES = ("dcp-fsdp2", "dcp-torch21-fsdp1", "dcp-torch23-fsdp1")
+FIXTURES = ("dcp-fsdp2", "dcp-enums-fsdp2", "dcp-torch21-fsdp1", "dcp-torch23-fsdp1")
 
 
 def check_replicas(tensor: Tensor) -> None:
