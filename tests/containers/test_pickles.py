@@ -157,7 +157,13 @@ def test_enum_members_by_name_as_python_3_11_0_pickled_them() -> None:
         loads(make.pickled(b"cbuiltins\ngetattr\n" + name + make.text("__init__") + b"\x86R"))
 
 
-def test_signals_by_name_as_python_3_11_0_pickled_them() -> None:
+def test_a_bytearray_of_python_3_7() -> None:
+    assert loads(make.pickled(make.called("__builtin__", "bytearray", "a\u00e9", "latin-1"))) == bytearray(b"a\xe9")
+    with pytest.raises(CorruptError):
+        loads(make.pickled(make.called("__builtin__", "bytearray", "a", "utf-8")))
+
+
+def test_signals_by_name_as_python_3_10_pickled_them() -> None:
     marked = loads(make.pickled(b"csignal\nSIGTERM\n}b"))
     again = loads(make.pickled(b"csignal\nSIGTERM\n"))
     assert (again.typename, again.value, again.state) == ("signal.Signals", 15, None) != (marked.typename, 15, {})

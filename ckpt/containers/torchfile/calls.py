@@ -86,6 +86,8 @@ def _bytes(machine: Machine, _: Global, args: tuple[Any, ...]) -> bytes:
 def _bytearray(machine: Machine, _: Global, args: tuple[Any, ...]) -> bytearray:
     if not args:
         return bytearray()
+    if len(args) == 2:  # Python to 3.7, protocol 2
+        return bytearray(_encode(machine, _, args))
     (data,) = args
     if type(data) is not bytes:  # an int would allocate as many bytes
         raise MalformedError("a bytearray of what is no bytes")

@@ -156,5 +156,5 @@ def _value(word: str) -> tuple[str, Any]:
 ENUMS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     (module, name): dict(map(_value, members.split())) for module, name, members in _ENUMS
 }
-#: Signals, which these Pythons pickle by their names in the module `signal`, with their numbers.
+#: Signals with their numbers: these Pythons, and those to 3.10, pickle them by their names in the module `signal`.
 SIGNALS: Mapping[str, int] = {one.name: one.value for one in signal.Signals}
