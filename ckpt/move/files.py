@@ -194,12 +194,14 @@ class Staging:
 
         Only where `resume`, or behind `share`, may it be there.
 
-        An object and no bare descriptor: wherever Ctrl-C strikes, it is closed when nobody has it any more.
+        An object and no bare descriptor, made by C alone, with no `opener` of Python, which Ctrl-C would strike when it
+        has the descriptor: so it is closed when nobody has it any more.
         """
         path = confined(self.path, name)
         with _writing(self.destination / name):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = FileIO(path, "r+" if self._resume or self._is_shared else "x+", opener=_open_or_create)
+            may_be_there = self._resume or self._is_shared
+            file = FileIO(path, "r+" if may_be_there and path.exists() else "x+")
             try:
                 os.ftruncate(file.fileno(), size)
             except BaseException:
@@ -344,10 +346,6 @@ class SharedStaging:
                 file.close()
                 raise OSError(errno.ESTALE, "the file is not as another process made it")
             return file
-
-
-def _open_or_create(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT, 0o666)
 
 
 def staging_folder(destination: Path) -> Path:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import os
 import select
 import shutil
 import stat
+import sys
 import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -76,6 +79,43 @@ def nothing_left_open() -> Iterator[None]:
     before = open_files()
     yield
     assert not open_files() - before
+
+
+def test_ctrl_c_at_any_instruction_of_making_a_file_leaves_none_open(tmp_path: Path) -> None:
+    """`nothing_left_open` looks, and so do we each time: what a frame held is closed with it."""
+
+    def strike(number: int) -> bool:
+        """Whether it was interrupted ahead of the instruction of this number, of the module's own."""
+        left = number
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename != files.__file__:
+                return None
+            frame.f_trace_opcodes = True
+            left -= event == "opcode"
+            if not left and event == "opcode":
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            staging.create("x", 10).close()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    with Staging(tmp_path / "out", overwrite=False, total_bytes=1) as staging:
+        before, number = len(os.listdir("/proc/self/fd")), 1
+        while strike(number):
+            gc.collect()
+            assert len(os.listdir("/proc/self/fd")) == before, f"left open when struck at instruction {number}"
+            with contextlib.suppress(FileNotFoundError):
+                (staging.path / "x").unlink()
+            number += 1
+    assert number > 50
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

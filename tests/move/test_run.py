@@ -19,6 +19,7 @@ from dataclasses import field as dataclass_field
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -653,11 +654,13 @@ class TestSourcesThatChange:
 
 
 class Nth:
-    """A function of `os` whose Nth call, of those that `counts`, fails."""
+    """A function of `os`, or of another `module`, whose Nth call, of those that `counts`, fails."""
 
-    def __init__(self, name: str, code: int, counts: Callable[..., bool] = lambda *_: True) -> None:
-        self.name, self.code, self.counts = name, code, counts
-        self.real = getattr(os, name)
+    def __init__(
+        self, name: str, code: int, counts: Callable[..., bool] = lambda *_: True, module: ModuleType = os
+    ) -> None:
+        self.name, self.code, self.counts, self.module = name, code, counts, module
+        self.real = getattr(module, name)
         self.number = self.calls = 0
         self.lock = threading.Lock()
 
@@ -674,10 +677,6 @@ def in_staging(descriptor: int, *_: Any) -> bool:
     return ".ckpt-staging/" in os.readlink(f"/proc/self/fd/{descriptor}")
 
 
-def to_staging(path: Any, flags: int, *_: Any) -> bool:
-    return bool(flags & os.O_CREAT)
-
-
 def a_source(path: Any, flags: int, *_: Any) -> bool:
     return "rank" in str(path)
 
@@ -690,7 +689,7 @@ FAILURES = {
     "the disk while a buffer is read": Nth("preadv", errno.EIO),
     "the disk while it is synced": Nth("fsync", errno.EIO, in_staging),
     "no space while a file is made": Nth("ftruncate", errno.ENOSPC),
-    "no inode for a new file": Nth("open", errno.ENOSPC, to_staging),
+    "no inode for a new file": Nth("FileIO", errno.ENOSPC, module=files),
     "too many open files": Nth("open", errno.EMFILE, a_source),
 }
 
@@ -708,7 +707,7 @@ class TestEveryCallFailsOnce:
             (out / "old").write_bytes(b"old")
         before = listing(tmp_path)
         threads, descriptors = threading.active_count(), len(open_files())
-        monkeypatch.setattr(os, failure.name, failure)
+        monkeypatch.setattr(failure.module, failure.name, failure)
         number = 0
         while True:
             number += 1
