@@ -48,7 +48,7 @@ from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understo
 from converters.pytorch.optimizer_states import OptimizerStates
 from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
-from converters.quantized.states import torchao
+from converters.quantized.states import check_place, torchao
 
 _Error = TypeVar("_Error", bound=CkptError)
 #: Where trainers record the number of steps taken: torch's recipes and Lightning, torchtitan.
@@ -280,7 +280,9 @@ class _Reading:
     def _add_wrapped(self, fqn: str, name: str, stored: _Stored) -> None:
         """A state of which some ranks' parts, or all of them, are objects of a tensor subclass."""
         parts = {box: torchao(record) for box, record in stored.wrapped.items()}
-        known = {box: one for box, one in parts.items() if one is not None and one.shape == box.sizes}
+        known = {box: one for box, one in parts.items() if one is not None}
+        for box, one in known.items():
+            check_place(one, box, self.metadata, fqn, name)
         if len(known) < len(parts) or any(extent.dtype != FLOAT32 for _, extent in stored.placed):
             kind = next(iter(stored.wrapped.values())).typename
             self.states.unread.add(name, f"parts of it are {kind}, in a form of which nothing is known", [fqn])

@@ -40,7 +40,7 @@ from ckpt.run_folder.steps import TRACKER, recorded_step, step_folders
 from converters.pytorch.flat_parameters import Units, read_flat, same_numbers
 from converters.pytorch.optimizer_states import OptimizerStates
 from converters.pytorch.state_dicts import Reading, clean_names, read_optimizer, tie_as_declared
-from converters.quantized.states import Quantized, torchao
+from converters.quantized.states import Quantized, check_place, torchao
 
 #: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks.
 _FILES = (
@@ -556,7 +556,8 @@ def _read_wrapped(found: OptimizerStates, fqn: str, name: str, values: list[tupl
         with structure(what, file.path, rank=file.rank, fqn=fqn):
             shape, box, local = _placed(value)
             quantized = torchao(local)
-            if quantized is not None and quantized.shape == box.sizes:
+            if quantized is not None:
+                check_place(quantized, box, file.path, fqn, name)
                 parts[box] = quantized
             elif isinstance(local, StoredTensor) and local.dtype == FLOAT32:
                 plain[box] = Fragment(box, _extent(local, box), file.rank)

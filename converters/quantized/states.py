@@ -21,9 +21,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.errors import CorruptError
 from ckpt.plan.dtypes import BY_NAME, FLOAT32
 from ckpt.plan.tensors import (
     Box,
@@ -182,6 +184,18 @@ def torchao(value: Any) -> Quantized | None:
     block = size // factors.numel
     found = _checked(f"torchao {value.name}", shape, num_bits, block, codes, factors, values, num_codes)
     return None if found is None else replace(found, record=value)
+
+
+def check_place(state: Quantized, box: Box, path: str | Path, fqn: str, name: str) -> None:
+    """CorruptError where `state`, which is in the file at `path`, has not the shape of its place in the tensor."""
+    if state.shape != box.sizes:
+        raise CorruptError(
+            f"the quantized {name} has not the shape of its place",
+            path=path,
+            fqn=fqn,
+            expected=f"shape {list(box.sizes)}",
+            found=f"shape {list(state.shape)}",
+        )
 
 
 def _bitsandbytes(codes: Any, values: Any, factors: Any) -> Quantized | None:

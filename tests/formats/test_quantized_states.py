@@ -374,3 +374,15 @@ def test_codes_of_no_element_beside_scales_are_no_state() -> None:
     parts = {"codes": ("uint8", 0), "scale": ("float32", 2), "qmap": ("float32", 256)}
     stored = {name: StoredTensor(Extent.contiguous("file", 0, BY_NAME[d], (n,))) for name, (d, n) in parts.items()}
     assert states_module.torchao(Record("torchao.optim.subclass_8bit", "OptimState8bit", (), None, stored)) is None
+
+
+def test_a_state_that_has_not_the_shape_of_its_place_is_refused(tmp_path: Path) -> None:
+    """One number of `.metadata`, the size of a chunk, is another: the state was left out, and its siblings were not."""
+    run = Path(shutil.copytree(FIXTURES / "quantized-dcp/ao8", tmp_path / "run"))
+    metadata = bytearray((run / ".metadata").read_bytes())
+    assert metadata[1639] == 64
+    metadata[1639] = 63
+    (run / ".metadata").write_bytes(metadata)
+    done = ckpt("convert", "dcp", "full", run, "-o", tmp_path / "out")
+    assert (done.code, (tmp_path / "out").exists()) == (4, False)
+    assert "shape [63, 64]" in done.err and "shape [64, 64]" in done.err and "up.weight" in done.err
