@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt.plan import dtypes
 
-#: Module, class, and its members as `NAME=value`; of a NAME alone the value is the same in small letters.
+#: Modules, class, and its members as `NAME=value`; of a NAME alone the value is the same in small letters.
 _ENUMS: tuple[tuple[str, str, str], ...] = (
     ("uuid", "SafeUUID", "safe=0 unsafe=-1 unknown=None"),
     (
@@ -123,22 +123,14 @@ _ENUMS: tuple[tuple[str, str, str], ...] = (
     ),
     # before megatron-core, and Megatron-DeepSpeed; `alibi` is left out, as it has two values in two forks
     (
-        "megatron.model.enums",
+        "megatron.model.enums megatron.enums",
         "LayerType",
         "encoder=1 decoder=2 retro_encoder=3 retro_decoder=4 retro_decoder_with_retriever=5",
     ),
-    ("megatron.model.enums", "AttnType", "self_attn=1 cross_attn=2"),
-    ("megatron.model.enums", "AttnMaskType", "padding=1 causal=2 prefix=3 custom=4"),
-    ("megatron.model.enums", "PositionEmbeddingType", "rotary=1 absolute=2 learned_absolute rope"),
+    ("megatron.model.enums megatron.enums", "AttnType", "self_attn=1 cross_attn=2"),
+    ("megatron.model.enums megatron.enums", "AttnMaskType", "padding=1 causal=2 prefix=3 custom=4"),
+    ("megatron.model.enums megatron.enums", "PositionEmbeddingType", "rotary=1 absolute=2 learned_absolute rope"),
     ("megatron.enums", "ModelType", "encoder_or_decoder=1 encoder_and_decoder=2"),
-    (
-        "megatron.enums",
-        "LayerType",
-        "encoder=1 decoder=2 retro_encoder=3 retro_decoder=4 retro_decoder_with_retriever=5",
-    ),
-    ("megatron.enums", "AttnType", "self_attn=1 cross_attn=2"),
-    ("megatron.enums", "AttnMaskType", "padding=1 causal=2 prefix=3 custom=4"),
-    ("megatron.enums", "PositionEmbeddingType", "rotary=1 absolute=2 learned_absolute rope"),
     ("transformers.trainer_utils", "EvaluationStrategy", "NO STEPS EPOCH"),
 )
 
@@ -154,7 +146,9 @@ def _value(word: str) -> tuple[str, Any]:
 
 #: The values by name of each enum, by module and class.
 ENUMS: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    (module, name): dict(map(_value, members.split())) for module, name, members in _ENUMS
+    (module, name): dict(map(_value, members.split()))
+    for modules, name, members in _ENUMS
+    for module in modules.split()
 }
 #: Signals with their numbers: these Pythons, and those to 3.10, pickle them by their names in the module `signal`.
 SIGNALS: Mapping[str, int] = {one.name: one.value for one in signal.Signals}

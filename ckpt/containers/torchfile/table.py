@@ -20,14 +20,14 @@ from ckpt.plan import dtypes
 
 Name = tuple[str, str]
 
-#: Classes whose objects become Records: dataclasses, namespaces, enums, whatever is made by REDUCE or NEWOBJ.
+#: Classes whose objects become Records: dataclasses, namespaces, whatever is made by REDUCE or NEWOBJ.
 _RECORDS: tuple[Name, ...] = (
     # Python
     ("argparse", "Namespace"),
     ("types", "SimpleNamespace"),
     ("signal", "Signals"),
     ("_io", "BytesIO"),
-    ("uuid", "UUID SafeUUID"),
+    ("uuid", "UUID"),
     ("decimal", "Decimal"),
     ("fractions", "Fraction"),
     # numpy
@@ -41,9 +41,9 @@ _RECORDS: tuple[Name, ...] = (
     # torch.distributed.checkpoint (`.metadata`)
     ("torch.distributed.checkpoint.metadata", "Metadata MetadataIndex StorageMeta"),
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata _MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix SerializationFormat"),
-    ("torch.distributed.checkpoint.planner", "SavePlan WriteItem WriteItemType TensorWriteData"),
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix"),
+    ("torch.distributed.checkpoint.planner", "SavePlan WriteItem TensorWriteData"),
     ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
     # DTensor (FSDP2) and ShardedTensor (FSDP1)
     ("torch.distributed.tensor._dtensor_spec", "DTensorSpec"),
@@ -55,31 +55,21 @@ _RECORDS: tuple[Name, ...] = (
     ("torch.distributed._mesh_layout", "_MeshLayout _FlatLayout"),
     ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor.ProcessGroupState"),
     ("torch.distributed._shard.sharded_tensor.shard", "Shard"),
-    ("torch.distributed._shard.sharded_tensor.metadata", "ShardedTensorMetadata MEM_FORMAT_ENCODING"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "ShardedTensorMetadata"),
     ("torch.distributed._shard.metadata", "ShardMetadata"),
     ("torch.distributed._shard.sharding_spec.api", "EnumerableShardingSpec"),
     ("torch.distributed._shard.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec"),
     ("torch.distributed.remote_device", "_remote_device"),
     # DeepSpeed
-    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler LossScalerBase LossScaleProfile"),
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler LossScalerBase"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
-    ("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum OffloadStateTypeEnum"),
-    ("deepspeed.runtime.config", "DtypeEnum"),
     # Megatron
-    ("megatron.core.enums", "ModelType Fp8Recipe Fp4Recipe"),
-    ("megatron.core.transformer.enums", "AttnBackend AttnMaskType AttnType LayerType ModelType"),
-    ("megatron.core.transformer.enums", "CudaGraphScope CudaGraphModule InferenceCudaGraphScope"),
     ("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout"),
     ("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
-    ("megatron.core.rerun_state_machine", "RerunDiagnostic RerunMode RerunState"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata MCoreSavePlan"),
-    ("megatron.model.enums", "LayerType AttnType AttnMaskType PositionEmbeddingType"),
-    ("megatron.enums", "ModelType LayerType AttnType AttnMaskType PositionEmbeddingType"),
     # transformers and accelerate, in client states and training arguments of other trainers
-    ("transformers.trainer_utils", "IntervalStrategy SaveStrategy HubStrategy SchedulerType FSDPOption"),
-    ("transformers.trainer_utils", "EvaluationStrategy HPSearchBackend"),
-    ("transformers.training_args", "OptimizerNames ParallelMode TrainingArguments"),
+    ("transformers.training_args", "TrainingArguments"),
     ("transformers.training_args_seq2seq", "Seq2SeqTrainingArguments"),
     ("transformers.trainer_pt_utils", "AcceleratorConfig"),
     ("transformers.integrations.deepspeed", "HfDeepSpeedConfig HfTrainerDeepSpeedConfig"),
@@ -89,7 +79,6 @@ _RECORDS: tuple[Name, ...] = (
     ("axolotl.core.training_args", "AxolotlTrainingArguments"),
     ("accelerate.state", "PartialState AcceleratorState"),
     ("accelerate.utils.dataclasses", "DeepSpeedPlugin FullyShardedDataParallelPlugin"),
-    ("accelerate.utils.dataclasses", "DistributedType PrecisionType DynamoBackend RNGType"),
 )
 
 _PROPERTIES = "dtype layout requires_grad memory_format pin_memory"
