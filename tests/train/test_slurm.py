@@ -153,6 +153,42 @@ def test_the_preflight_names_a_node_that_cannot_be_reached(cluster: Cluster, tmp
     cluster.wait_for_state(number, "CANCELLED", "FAILED")
 
 
+def submit_conversion(cluster: Cluster, folder: Path, *convert: str | Path) -> str:
+    """A batch job on both nodes, whose second process waits, once, where it has written a part; its log is `log`."""
+    # `python -m ckpt ...`
+    (folder / "bin").mkdir()
+    python = folder / "bin" / "python"
+    dying = f"{sys.executable} -m tests.support.dying STOP 1 {folder}/waits"
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {dying} "$@"\n')
+    python.chmod(0o755)
+    path, log = f"{python.parent}:{cluster.env['PATH']}", folder / "log"
+    number = cluster.submit(f"--output={log}", CONVERT, *convert, PATH=path, PROCESSES_PER_NODE="1")
+    cluster.wait(lambda: (folder / "waits").exists() and "move: " in log.read_text(), "a line of progress", 240)
+    return number
+
+
+def test_a_preempted_conversion_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_path: Path) -> None:
+    convert = ["zero3", "zero3", ZERO3, "--world-size", "4", "-o"]
+    assert process("convert", *convert, tmp_path / "alone").code == 0
+    out, log = tmp_path / "together", tmp_path / "log"
+    number = submit_conversion(cluster, tmp_path, *convert, out)
+    assert not out.exists()
+    urgent = cluster.submit("--partition=urgent", "--nodes=1", "--output=/dev/null", "--wrap", "sleep 1000")
+    cluster.wait(lambda: cluster.job(number).get("Restarts") == "1", "requeued")
+    cluster.wait_for_state(number, "COMPLETED", "FAILED", timeout=240)
+    cluster.ask("scancel", urgent)
+    said = log.read_text()
+    assert [re.sub(r"on n\d$", "on one", start) for start in re.findall(r" start (.+)", said)] == [
+        "0 on n[1-2]",
+        "1 on one",
+    ], said
+    assert re.findall(r" ended with (.+)", said) == ["143: preempted", "0"], said
+    there = re.search(r"(\S+ \S?B) were there already", said)
+    assert there and not there[1].startswith("0"), said
+    assert said.count("wrote ") == 1, said
+    assert contents(out) == contents(tmp_path / "alone")
+
+
 def test_a_conversion_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_path: Path) -> None:
     """A process is killed, a batch job goes on, the node of its script dies, and Slurm requeues it on the other one."""
     convert = ["zero3", "zero3", ZERO3, "--world-size", "4", "-o"]
@@ -165,14 +201,7 @@ def test_a_conversion_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_p
     assert "another process of this conversion has ended" in done.stderr and "rank 1 of 2" in done.stderr, done.stderr
     assert not out.exists()
 
-    # `python -m ckpt ...`, whose second process waits in the middle
-    (tmp_path / "bin").mkdir()
-    python = tmp_path / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nshift 2\nexec {" ".join(dying)} STOP 1 {tmp_path}/waits "$@"\n')
-    python.chmod(0o755)
-    path = f"{python.parent}:{cluster.env['PATH']}"
-    number = cluster.submit(f"--output={log}", CONVERT, *convert, out, PATH=path, PROCESSES_PER_NODE="1")
-    cluster.wait(lambda: (tmp_path / "waits").exists() and "move: " in log.read_text(), "a line of progress", 240)
+    number = submit_conversion(cluster, tmp_path, *convert, out)
     with cluster.configured("SlurmdTimeout", 5), cluster.dead("n1"):
         cluster.wait(lambda: cluster.job(number).get("Restarts") == "1", "requeued")
         cluster.wait_for_state(number, "COMPLETED", "FAILED", timeout=240)
