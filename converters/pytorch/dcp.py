@@ -238,7 +238,7 @@ class _Reading:
             computed=self.states.computed,
             quantized=self.states.quantized,
             blocks=self.states.blocks,
-            unread=self.states.unread.sentences,
+            unread=self.states.left_out(),
         )
 
     def _states(self, found: Understood, tensors: dict[Key, Tensor]) -> dict[str, Any]:
@@ -283,12 +283,15 @@ class _Reading:
         known = {box: one for box, one in parts.items() if one is not None}
         for box, one in known.items():
             check_place(one, box, self.metadata, fqn, name)
-        if len(known) < len(parts) or any(extent.dtype != FLOAT32 for _, extent in stored.placed):
-            kind = next(iter(stored.wrapped.values())).typename
-            self.states.unread.add(name, f"parts of it are {kind}, in a form of which nothing is known", [fqn])
+            self.states.know(fqn, name, one)
+        if odd := [record for box, record in stored.wrapped.items() if box not in known]:
+            self.states.add_unknown(fqn, name, odd[0], self.metadata)
             return
-        plain = tuple(Fragment(box, extent) for box, extent in stored.placed)
-        self.states.add_quantized(fqn, name, stored.shape, known, plain)
+        if plain := {str(extent.dtype) for _, extent in stored.placed if extent.dtype != FLOAT32}:
+            self.states.unread.add(name, f"parts of it are {', '.join(sorted(plain))}, others quantized", [fqn])
+            return
+        rest = tuple(Fragment(box, extent) for box, extent in stored.placed)
+        self.states.add_quantized(fqn, name, stored.shape, known, rest)
 
     def _entries(self, found: Understood, odd: dict[str, Any]) -> dict[str, Any]:
         """Training state by name, with tensors as values of it; those spread over ranks are said to be left."""

@@ -125,7 +125,7 @@ class FsdpRanks:
             computed=reading.states.computed,
             quantized=reading.states.quantized,
             blocks=reading.states.blocks,
-            unread=reading.states.unread.sentences,
+            unread=reading.states.left_out(),
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
@@ -558,12 +558,15 @@ def _read_wrapped(found: OptimizerStates, fqn: str, name: str, values: list[tupl
             quantized = torchao(local)
             if quantized is not None:
                 check_place(quantized, box, file.path, fqn, name)
+                found.know(fqn, name, quantized)
                 parts[box] = quantized
             elif isinstance(local, StoredTensor) and local.dtype == FLOAT32:
                 plain[box] = Fragment(box, _extent(local, box), file.rank)
+            elif isinstance(local, StoredTensor):
+                found.unread.add(name, f"parts of it are {local.dtype}, others quantized", [fqn])
+                return
             else:
-                kind = local.typename if isinstance(local, Record) else local.dtype
-                found.unread.add(name, f"parts of it are {kind}, in a form of which nothing is known", [fqn])
+                found.add_unknown(fqn, name, local, file.path)
                 return
     found.add_quantized(fqn, name, shape, parts, tuple(one for one in plain.values() if one.extent.numel))
 

@@ -171,7 +171,7 @@ class Full:
             computed=reading.states.computed,
             quantized=reading.states.quantized,
             blocks=reading.states.blocks,
-            unread=reading.states.unread.sentences,
+            unread=reading.states.left_out(),
         )
 
     # -- lay out ---------------------------------------------------------------------------------------------

@@ -17,7 +17,14 @@ from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Fragment, Pieces, Shape, Tensor, Whole, whole
 from ckpt.state.unread import Unread
 from converters.quantized.carry import Stored
-from converters.quantized.states import NESTED, Quantized, is_unfinished, pieces, understood
+from converters.quantized.states import (
+    NESTED,
+    Quantized,
+    is_unfinished,
+    kind_of,
+    pieces,
+    understood,
+)
 
 _UNFINISHED = (
     "the file was written before FSDP had gathered it, and may hold anything there (torch waits for plain tensors "
@@ -35,6 +42,10 @@ class OptimizerStates:
     quantized: dict[Key, str] = field(default_factory=dict)
     blocks: dict[Key, Stored] = field(default_factory=dict)
     unread: Unread = field(default_factory=Unread)
+    #: The quantized states that were not understood, by name and kind: a parameter and a file of each.
+    odd: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    #: Those of which a part at least was, and a parameter of each.
+    known: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, fqn: str, shape: Shape, states: Mapping[str, Any], path: str) -> None:
         """Add all states of a parameter of `shape`; `path` is their file, for messages."""
@@ -52,8 +63,7 @@ class OptimizerStates:
             elif is_unfinished(value):
                 self.unread.add(name, _UNFINISHED, [fqn])
             elif isinstance(value, Mapping | Record):
-                kind = value.typename if isinstance(value, Record) else "a dict"
-                self.unread.add(name, f"it is {kind}, of which nothing is known", [fqn])
+                self.add_unknown(fqn, name, value, path)
             else:
                 self.scalars.setdefault(name, {})[fqn] = value
 
@@ -77,9 +87,38 @@ class OptimizerStates:
         source = pieces(parts, shape)
         for one in parts.values():
             self.computed |= one.blocks()
+            self.know(fqn, name, one)
         self._add(Tensor(fqn, name, FLOAT32, shape, Pieces((*source.pieces, *plain))), "")
         self.quantized[fqn, name] = next(iter(parts.values())).method
         self.blocks[fqn, name] = Stored(shape, parts, plain)
+
+    def know(self, fqn: str, name: str, part: Quantized) -> None:
+        """Remember that this part of a state is understood, even if another is not."""
+        self.known.setdefault((name, part.method), fqn)
+
+    def add_unknown(self, fqn: str, name: str, value: Any, path: str) -> None:
+        """Leave out a state that is an object, or has parts that are, of which nothing is known; `path` is its file's, or that of what names it."""
+        kind = value.typename if isinstance(value, Record) else "a dict"
+        self.unread.add(name, f"it is {kind}, in a form of which nothing is known", [fqn])
+        if known := kind_of(value):
+            files = [part.extent.path for part in value.attributes.values() if isinstance(part, StoredTensor)]
+            self.odd.setdefault((name, known), (fqn, files[0] if files else path))
+
+    def left_out(self) -> tuple[str, ...]:
+        """The states that are left out, a sentence each, once all are read.
+
+        CorruptError where one is of a kind that was understood for other parameters: its parts are damaged.
+        """
+        for (name, method), (fqn, path) in self.odd.items():
+            if sibling := self.known.get((name, method)):
+                raise CorruptError(
+                    f"the parts of the quantized {name} do not fit each other",
+                    path=path,
+                    fqn=fqn,
+                    expected=f"{method}, built as that of {sibling}",
+                    found="codes or factors of another dtype, size or stride",
+                )
+        return self.unread.sentences
 
     def _add(self, tensor: Tensor, path: str) -> None:
         if (tensor.fqn, tensor.role) in self.tensors:

@@ -99,7 +99,7 @@ class Trainer:
             notes=tuple(reading.notes),
             computed=reading.states.computed,
             quantized=reading.states.quantized,
-            unread=reading.states.unread.sentences,
+            unread=reading.states.left_out(),
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:

@@ -168,7 +168,8 @@ def understood(states: Mapping[str, Any]) -> dict[str, Any]:
 
 def torchao(value: Any) -> Quantized | None:
     """torchao's state that a record is, or None."""
-    if not isinstance(value, Record) or not value.module.startswith("torchao.") or value.name not in _TORCHAO:
+    kind = kind_of(value)
+    if kind is None:
         return None
     codes, factors, values = (_extent(value.get(name)) for name in ("codes", "scale", "qmap"))
     num_bits = 4 if value.name == "OptimState4bit" else 8
@@ -182,8 +183,15 @@ def torchao(value: Any) -> Quantized | None:
     if not size or not factors.numel or size % factors.numel or codes.numel * (8 // num_bits) != size:
         return None
     block = size // factors.numel
-    found = _checked(f"torchao {value.name}", shape, num_bits, block, codes, factors, values, num_codes)
+    found = _checked(kind, shape, num_bits, block, codes, factors, values, num_codes)
     return None if found is None else replace(found, record=value)
+
+
+def kind_of(value: Any) -> str | None:
+    """The class of a torchao state, as in `Quantized.method`, whether its parts are understood or not; else None."""
+    if isinstance(value, Record) and value.module.startswith("torchao.") and value.name in _TORCHAO:
+        return f"torchao {value.name}"
+    return None
 
 
 def check_place(state: Quantized, box: Box, path: str | Path, fqn: str, name: str) -> None:
