@@ -9,8 +9,8 @@ What decides the bits:
   One that it made itself (`cat`) may be in the base's dtype, and then so is the delta, computed in fp32.
 - The product is one call, `B @ A` on [out, r] and [r, in] as they lie in memory, scaled afterwards: BLAS adds in an
   order that depends on shapes and strides.  Stacked experts are one `einsum`; a product per expert has other bits.
-- A linear layer adds the fp32 delta to the weight in place: one rounding, to the weight's dtype.  Embeddings and
-  targeted parameters round the delta to the weight's dtype first, and then the sum: two.
+- A linear layer adds the fp32 delta to the weight in place: one rounding, to the weight's dtype.  Embeddings,
+  targeted parameters and attention round the delta to the weight's dtype first, and then the sum: two.
 - DoRA divides in fp32 and rounds once; its norm is taken over the views that PEFT takes it over.
 
 Every function takes a weight of which it may reuse the memory, and returns the merged one in the same dtype.
@@ -50,6 +50,18 @@ def merge_linear_dora(
     norm = _row_norms(_transpose(weight, transposed), _transpose(delta, transposed))
     factor = _transpose((magnitude / norm).view(-1, 1), transposed)
     return (factor * (weight + delta)).to(weight.dtype)
+
+
+def merge_attention(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, *, is_output: bool
+) -> torch.Tensor:
+    """A projection of `nn.MultiheadAttention`, `weight` [out, in]; `a` [r, in], `b` [out, r].
+
+    PEFT adds the delta to the output projection twice, and so does the forward pass that the adapter was trained by:
+    the layer itself does it, and then the `Linear` around that projection.
+    """
+    weight += _linear_delta(a, b, scaling, False).to(weight.dtype)
+    return merge_linear(weight, a, b, scaling, transposed=False) if is_output else weight
 
 
 def merge_embedding(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -224,10 +224,13 @@ class _Merge:
             self._place_by_peft(adapter, module, parts)
             return
         owner = self._weight(adapter, module)
-        shape, rank = self.shapes[owner], adapter.config.rank_of(module)
-        scaling = adapter.config.scaling(module)
+        attention = self._attention(module)
+        shape, rank = self.shapes[owner], adapter.config.rank_of(attention or module)
+        scaling = adapter.config.scaling(attention or module)
         is_conv = len(shape) > 2
-        transposed = not is_conv and self._is_transposed(adapter, module, shape, a, b)
+        if attention and (magnitude is not None or names.BIAS in parts):
+            raise UsageError("LoRA on nn.MultiheadAttention has neither DoRA nor a bias", path=adapter.path, fqn=module)
+        transposed = not (is_conv or attention) and self._is_transposed(adapter, module, shape, a, b)
         if is_conv:
             if b.shape[:1] == shape[:1] and b.shape[1] < rank == a.shape[0] and rank % b.shape[1] == 0:
                 raise UsageError("PEFT does not merge into a convolution with groups", path=adapter.path, fqn=module)
@@ -243,6 +246,8 @@ class _Merge:
 
             low, high = _cast(weight, a), _cast(weight, b)
             size = None if magnitude is None else _cast(weight, magnitude)
+            if attention:
+                return lora_math.merge_attention(weight, low, high, scaling, is_output=module != attention)
             if is_conv and size is None:
                 return lora_math.merge_conv(weight, low, high, scaling)
             if is_conv:
@@ -268,7 +273,7 @@ class _Merge:
         if any(find_spec(needed) is None for needed in ("peft", "transformers")):
             raise UsageError("merging this kind of adapter takes PEFT", hint="pip install peft transformers")
         owner = self._weight(adapter, module)
-        if len(self.shapes[owner]) > 2 or names.BIAS in parts:
+        if len(self.shapes[owner]) > 2 or names.BIAS in parts or self._attention(module):
             raise UsageError(
                 "of this kind only linear layers without a bias of their own are merged", path=adapter.path, fqn=module
             )
@@ -360,13 +365,9 @@ class _Merge:
         packed = next((n for n in self.shapes if n.startswith(inner) and _PACKED.match(n, len(inner))), None)
         if owner not in self.shapes and packed is not None:
             raise self._quantized(packed)
-        if f"{_without_wrappers(inner.removesuffix('.out_proj'))}.in_proj_weight" in self.shapes:
-            raise UsageError(
-                "LoRA on nn.MultiheadAttention is not merged",
-                path=adapter.path,
-                fqn=module,
-                hint="merge it with PEFT's merge_and_unload",
-            )
+        if attention := self._attention(module):
+            name = "in_proj_weight" if attention == inner else "out_proj.weight"
+            owner = self.base.ties.get(f"{attention}.{name}", f"{attention}.{name}")
         if owner not in self.shapes:
             raise _misfit(adapter, module, f"a layer of the base with {fqn}", "none of this name")
         if owner in self.quantized or self.chosen[owner].dtype not in CAST_SOURCES:
@@ -374,6 +375,11 @@ class _Merge:
         if len(self.shapes[owner]) < 2:
             raise _misfit(adapter, module, "a matrix", f"shape {list(self.shapes[owner])}")
         return owner
+
+    def _attention(self, module: str) -> str | None:
+        """The `nn.MultiheadAttention` that `module` is, or whose output projection it is."""
+        attention = _without_wrappers(module.removesuffix(".out_proj"))
+        return attention if f"{attention}.in_proj_weight" in self.shapes else None
 
     def _own_parameters(self, module: str) -> list[str]:
         return [fqn for fqn in self.shapes if fqn.rpartition(".")[0] == module]

@@ -97,7 +97,10 @@ class OptimizerStates:
         self.known.setdefault((name, part.method), fqn)
 
     def add_unknown(self, fqn: str, name: str, value: Any, path: str) -> None:
-        """Leave out a state that is an object, or has parts that are, of which nothing is known; `path` is its file's, or that of what names it."""
+        """Leave out a state that is, or of which a part is, an object of which nothing is known.
+
+        `path`, for messages, is that of its file or of what names it.
+        """
         kind = value.typename if isinstance(value, Record) else "a dict"
         self.unread.add(name, f"it is {kind}, in a form of which nothing is known", [fqn])
         if known := kind_of(value):
