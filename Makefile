@@ -43,8 +43,8 @@ format: env  ## format and sort imports
 docs: env  ## the site, into build/docs, every link checked; no network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
-gpu-check:  ## on a machine with GPUs: train, resume and convert on them; needs torch and the package's own needs
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu_check
+gpu-check:  ## train, resume and convert on this machine's GPUs, or on DOUBLE=2 made-up ones; needs torch
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu_check $(if $(DOUBLE),--double $(DOUBLE))
 
 faults: env  ## damage checkpoints in ten thousand ways
 	$(BIN)/python -m tests.faults

@@ -3,14 +3,16 @@
 Every strategy that the GPUs and the packages here allow trains a tiny model on one rank for each GPU, stops and goes
 on, and what it wrote is converted and compared with what the live engine held. What cannot be tried is said. The small
 runs are left as fixtures, and the peak memory of larger ones is printed beside `ckpt estimate`. It needs torch and what
-the package itself needs.
+the package itself needs. It has never run on a GPU; `--double 2` runs all of it on a double of two, which is the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
+import os
 import pickletools
 import re
 import shutil
@@ -25,8 +27,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-#: Options of every run; a batch divides among up to 8 ranks, which may be halved.
+#: Options of every run; the batch is less where it does not divide among the ranks.
 COMMON: dict[str, Any] = {"model": "toy", "batch": 48, "truth": True}
+#: In PYTHONPATH, it has the trainer's processes begin with the double of torch.cuda.
+DOUBLE = Path(__file__).parent / "support" / "double"
 #: DeepSpeed's own Adam, which its compiler builds first.
 FUSED_ADAM = {"optimizer": {"params": {"torch_adam": False}}}
 _PLACE = re.compile(r"cpu|cuda(:\d+)?")
@@ -106,9 +110,10 @@ def run(*words: str | Path) -> str:
     return done.stdout
 
 
-def runs(case: Case, folder: Path, missing: set[str]) -> list[dict[str, Any]]:
+def runs(case: Case, ranks: int, folder: Path, missing: set[str]) -> list[dict[str, Any]]:
     """A run of four steps, and one that goes on from its second."""
-    options = COMMON | {"truth": "safetensors" not in missing} | case.options
+    batch = COMMON["batch"] - COMMON["batch"] % ranks
+    options = COMMON | {"batch": batch, "truth": "safetensors" not in missing} | case.options
     if options.get("ds_config"):
         folder.mkdir(parents=True, exist_ok=True)
         options["ds_config"] = str(folder / "ds_config.json")
@@ -122,7 +127,7 @@ def runs(case: Case, folder: Path, missing: set[str]) -> list[dict[str, Any]]:
 def check(case: Case, ranks: int, folder: Path, missing: set[str]) -> dict[str, str]:
     """Trains, resumes, looks at the files, converts; the row's cells. CheckError where anything is odd."""
     whole = folder / "run"
-    train(runs(case, folder, missing), ranks, folder)
+    train(runs(case, ranks, folder, missing), ranks, folder)
     losses = [_losses(one) for one in (whole, folder / "resumed")]
     apart = max(abs(losses[0][number] - loss) for number, loss in losses[1].items())
     cells = {"ranks": str(ranks), "resumed": f"{apart:.1e}" if apart else "equal"}
@@ -233,6 +238,15 @@ def measure(strategy: str, ranks: int, folder: Path) -> str:
     return f"{held / 1e6:,.1f} MB, estimated {row['total'] / 1e6:,.1f} MB ({row['buffers'] / 1e6:,.1f} MB of buffers)"
 
 
+def demo(ranks: int) -> dict[str, str]:
+    """`make demo` on as many of the GPUs as it takes. CheckError where it took the CPU."""
+    printed = run("-m", "train.demo", "--processes", str(min(ranks, 4))).splitlines()
+    tags = set(_tags(Path("demo-outputs")))
+    if not tags - {"cpu"}:
+        raise CheckError("what the demo wrote was not on a GPU")
+    return {"ranks": str(min(ranks, 4)), "tags": " ".join(sorted(tags)), "printed": printed[-1]}
+
+
 def attempt(name: str, action: Callable[[], dict[str, str]]) -> Outcome:
     """An outcome, printed as soon as it is there."""
     try:
@@ -251,10 +265,17 @@ def main(words: list[str] | None = None) -> int:
         "folder", type=Path, nargs="?", default=Path("gpu-check"), help="for all it writes (%(default)s)"
     )
     parser.add_argument("--only", metavar="CASE", nargs="*", help=f"of {'; '.join([*CASES, 'demo', 'memory'])}")
+    parser.add_argument("--double", metavar="GPUS", type=int, help="a double of so many GPUs, which are the CPU")
     options = parser.parse_args(words)
+    if options.double:
+        _take_double(options.double)
     ranks = min(torch.cuda.device_count(), 8)
     if not ranks:
-        print(f"no GPU that torch {torch.__version__} sees", file=sys.stderr)
+        print(
+            f"no GPU that torch {torch.__version__} sees, and this has never run on one\n"
+            "hint: make gpu-check DOUBLE=2 runs all of it on a double of two GPUs, which is the CPU",
+            file=sys.stderr,
+        )
         return 2
     shutil.rmtree(options.folder, ignore_errors=True)
     missing = {name for name in _PACKAGES if importlib.util.find_spec(name) is None}
@@ -277,11 +298,22 @@ def main(words: list[str] | None = None) -> int:
                 action = lambda n=name, f=folder: {"peak": measure(n, ranks, f)}  # noqa: E731
                 outcomes[f"memory, {name}"] = attempt(f"memory, {name}", action)
     if (options.only is None or "demo" in options.only) and not missing:
-        outcomes["demo"] = attempt("demo", lambda: {"printed": run("-m", "train.demo").splitlines()[-1]})
+        outcomes["demo"] = attempt("demo", lambda: demo(ranks))
     keep_fixtures(options.folder, outcomes)
     failed = [name for name, outcome in outcomes.items() if outcome.failed]
     print(f"{len(outcomes)} tried, {len(failed)} failed; fixtures are in {options.folder / 'fixtures'}")
     return 1 if failed or not outcomes else 0
+
+
+def _take_double(num_gpus: int) -> None:
+    """This process, and all of the trainer's that it starts, find the double of torch.cuda."""
+    os.environ["GPU_DOUBLES"] = str(num_gpus)
+    # Compiling megatron-core's small functions takes longer than all that they do here.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    inherited = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(DOUBLE), str(DOUBLE.parents[2]), inherited]))
+    importlib.import_module("tests.support.fake_cuda")
+    print("a double of torch.cuda, which is the CPU: nothing below has run on a GPU")
 
 
 def folder_of(folder: Path, name: str) -> Path:

@@ -1,8 +1,9 @@
-"""`make demo`: train a tiny model with ZeRO-3 on four processes, convert it, verify it, load it and generate.
+"""`make demo`: train a tiny model with ZeRO-3 on some processes, convert it, verify it, load it and generate.
 
 Every step is the command a user would type; what it prints goes to the terminal.
 """
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -17,18 +18,21 @@ CONVERTED = Path("demo-outputs-hf")
 STEPS = 20
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m train.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=4, help="each takes a GPU where there are enough (%(default)s)")
+    processes = parser.parse_args(words).processes
     for folder in (OUTPUTS, CONVERTED):
         shutil.rmtree(folder, ignore_errors=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     ckpt = [str(Path(sys.executable).with_name("ckpt"))]
-    step("train a tiny llama with DeepSpeed ZeRO-3 on 4 processes")
+    step(f"train a tiny llama with DeepSpeed ZeRO-3 on {processes} processes")
     run([*torchrun, "-m", "train", "--strategy", "zero3", "--model", "llama", "--steps", str(STEPS), "--truth"])
     step("look at what it wrote")
     run([*ckpt, "inspect", str(OUTPUTS)])
     step("convert it to a Hugging Face folder")
     run([*ckpt, "convert", "zero3", "hf", str(OUTPUTS)])
-    step("verify: the fp32 masters of 4 ranks, rounded, against the bf16 weights written")
+    step(f"verify: the fp32 masters of {processes} ranks, rounded, against the bf16 weights written")
     run([*ckpt, "verify", str(OUTPUTS), str(CONVERTED), "--only", "weights"])
     step("compare with what the live engine held")
     print(f"{equal_to_engine()} tensors bit for bit those of the live engine")

@@ -1,6 +1,6 @@
-"""A double of torch.cuda, installed where this is imported: two GPUs, which are the CPU.
+"""A double of torch.cuda, installed where this is imported: as many GPUs as GPU_DOUBLES says, which are the CPU.
 
-What the bundled trainer asks of torch.cuda is answered as two GPUs would, tensors made or moved there stay on the CPU,
+What the bundled trainer asks of torch.cuda is answered as GPUs would, tensors made or moved there stay on the CPU,
 and files are tagged as written from there.  What a GPU computes, how its kernels round and how much memory they take is
 none of it.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import deepspeed.accelerator
 import deepspeed.ops.adam.fused_adam
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.optim import optimizer
 from train.engines import native
 from train.megatron import cpu
 
-NUM_GPUS = 2
+NUM_GPUS = int(os.environ.get("GPU_DOUBLES", "2"))
 _join, _mesh, _fsdp1 = dist.init_process_group, native.init_device_mesh, FullyShardedDataParallel.__init__
 _generator = torch.Generator()
 
@@ -50,6 +51,10 @@ def install() -> None:
         self, *args, device_id=torch.device("cpu"), **options
     )
     deepspeed.ops.adam.fused_adam.FusedAdamBuilder = FusedAdamBuilder
+    # DeepSpeed stays on its CPU accelerator, which it chooses once; the trainer is not to see that it was asked for.
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    deepspeed.accelerator.get_accelerator()
+    del os.environ["DS_ACCELERATOR"]
     # As on a GPU, optimizers update many parameters at once.
     optimizer._get_foreach_kernels_supported_devices = lambda: ["cuda", "cpu"]
     cpu._has_gpu = lambda: False

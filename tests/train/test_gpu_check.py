@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import re
 from pathlib import Path
@@ -15,6 +17,7 @@ from ckpt import open as ckpt_open
 from tests import gpu_check
 from tests.support import engines
 from tests.support.commands import ckpt
+from train import config, demo
 
 DOUBLE = "tests.support.fake_cuda"
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -22,7 +25,22 @@ LLAMA = "transformers.models.llama.modeling_llama"
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([]) == 2
-    assert capsys.readouterr().err.startswith("no GPU that torch")
+    said = capsys.readouterr().err
+    assert said.startswith("no GPU that torch") and "has never run on one\nhint: make gpu-check DOUBLE=2" in said
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_batches_divide_among_the_gpus(ranks: int, tmp_path: Path) -> None:
+    case = gpu_check.CASES["ddp"]
+    assert not any(job["batch"] % ranks for job in gpu_check.runs(case, ranks, tmp_path, set()))
+    assert not config.Config().batch % min(ranks, 4), "the demo's"
+
+
+def test_a_demo_that_took_the_cpu_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu_check, "run", lambda *words: f"{words[-1]} processes")
+    with pytest.raises(gpu_check.CheckError, match="not on a GPU"):
+        gpu_check.demo(8)
 
 
 #: Tensors of the truth that were compared with the full state dict of a conversion; None where none is asked for.
@@ -45,6 +63,10 @@ COMPARED = {
 }
 
 
+#: What the demo trains.
+DEMO = {"strategy": "zero3", "model": "llama", "steps": 20, "truth": True}
+
+
 @pytest.mark.slow
 def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
@@ -53,8 +75,10 @@ def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         """All runs in one start, when the first is asked for."""
         if (tmp_path / "jobs.jsonl").exists():
             return
-        runs = [gpu_check.runs(case, gpu_check.folder_of(out, name), set()) for name, case in gpu_check.CASES.items()]
+        named = gpu_check.CASES.items()
+        runs = [gpu_check.runs(case, ranks, gpu_check.folder_of(out, name), set()) for name, case in named]
         runs.append([gpu_check.large_run("fsdp2", ranks, out / "memory-fsdp2")])
+        runs.append([DEMO | {"output": str(tmp_path / "trained")}])
         assert jobs == runs[0]
         (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for run in runs for job in run))
         engines_used = ["zero", "native", "pipeline"]
@@ -62,23 +86,42 @@ def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         engines.fork([(ranks, "train.__main__", ["--device", "cuda", "--jobs", str(tmp_path / "jobs.jsonl")])], preload)
 
     def run(*words: str | Path) -> str:
+        if words[:2] == ("-m", "train.demo"):
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                demo.main([*map(str, words[2:])])
+            return printed.getvalue()
         assert words[:2] == ("-m", "ckpt")
         done = ckpt(*words[2:])
         if done.code:
             raise gpu_check.CheckError(done.err)
         return done.out
 
+    def run_of_demo(command: list[str]) -> None:
+        """A command of the demo's: what its training leaves is there already."""
+        if Path(command[0]).name == "ckpt":
+            assert ckpt(*command[1:]).code == 0
+            return
+        assert command[1:7] == ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "train"]
+        parser = config.Parser()
+        config.add_options(parser)
+        assert config.parse_options(parser.parse_args(command[7:])) == config.Config(**DEMO)
+        (tmp_path / "trained").rename("demo-outputs")
+
     monkeypatch.setattr(gpu_check, "train", train)
     monkeypatch.setattr(gpu_check, "run", run)
+    monkeypatch.setattr(demo, "run", run_of_demo)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpu_check, "MEASURED", ("fsdp2",))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "double")
-    code = gpu_check.main([str(out), "--only", *COMPARED, "memory"])
+    code = gpu_check.main([str(out), "--only", *COMPARED, "memory", "demo"])
     printed = capsys.readouterr().out
-    assert code == 0 and f"{len(COMPARED) + 1} tried, 0 failed" in printed, printed
+    assert code == 0 and f"{len(COMPARED) + 2} tried, 0 failed" in printed, printed
     assert "left out" not in printed and "MB of buffers" in printed
     about = json.loads((out / "fixtures" / "about.json").read_text())
     assert about["GPU"] == "double"
+    shown = about["outcomes"]["demo"]
+    assert (shown["ranks"], shown["tags"]) == ("2", "cuda:0 cuda:1") and shown["printed"].startswith("generated tokens")
     for name, number in COMPARED.items():
         cells = about["outcomes"][name]
         assert (cells["ranks"], cells["resumed"], cells["random states"]) == ("2", "equal", "cpu cuda"), name
