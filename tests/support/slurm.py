@@ -120,11 +120,14 @@ class Cluster:
         return [pid for pid, session in found if session in sessions]
 
     @contextmanager
-    def configured(self, name: str, value: int) -> Iterator[None]:
-        """While this is open, a number in the configuration is another one."""
+    def configured(self, **settings: str | int) -> Iterator[None]:
+        """While this is open, some of the configuration is other than it is."""
         file = self.folder / "slurm.conf"
         before = file.read_text()
-        file.write_text(re.sub(rf"(?m)^{name}=\d+$", f"{name}={value}", before))
+        changed = before
+        for name, value in settings.items():
+            changed = re.sub(rf"(?m)^{name}=.+$", f"{name}={value}", changed)
+        file.write_text(changed)
         self.ask("scontrol", "reconfigure")
         try:
             yield

@@ -61,7 +61,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
         saved = steps()
         go_on("1")
         cluster.ask("scancel", urgent)
-        with cluster.configured("KillWait", 5):
+        with cluster.configured(KillWait=5):
             cluster.ask("scancel", "--signal=USR1", number)  # as Slurm does ahead of the limit, to all ranks
             wait_for_requeue("2")
             go_on("2")
@@ -153,6 +153,21 @@ def test_the_preflight_names_a_node_that_cannot_be_reached(cluster: Cluster, tmp
     cluster.wait_for_state(number, "CANCELLED", "FAILED")
 
 
+def test_a_job_that_fails_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    """On a cluster without preemption, of which `scontrol show job` has no word."""
+    log = tmp_path / "log"
+    with cluster.configured(PreemptType="preempt/none", PreemptMode="OFF"):
+        words = ["--nodes=1", f"--output={log}", CONVERT, "zero3", "hf", tmp_path / "not-there"]
+        number = cluster.submit(*words, PROCESSES_PER_NODE="1")
+        cluster.wait(lambda: log.is_file() and " ended with " in log.read_text(), "its end", 120)
+        cluster.wait_for_state(number, "FAILED", "PENDING")
+    said, job = log.read_text(), cluster.job(number)
+    assert "no such file or folder" in said and said.endswith(" ended with 3\n"), said
+    assert (job["JobState"], job["Restarts"], job["ExitCode"]) == ("FAILED", "0", "3:0")
+    ends = [re.search(r"(?ms)^end\(\) \{.+?^trap", script.read_text()) for script in (TRAIN, CONVERT)]
+    assert ends[0] and ends[1] and ends[0][0] == ends[1][0], "the training script has the same end"
+
+
 def submit_conversion(cluster: Cluster, folder: Path, *convert: str | Path) -> str:
     """A batch job on both nodes, whose second process waits, once, where it has written a part; its log is `log`."""
     # `python -m ckpt ...`
@@ -202,7 +217,7 @@ def test_a_conversion_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_p
     assert not out.exists()
 
     number = submit_conversion(cluster, tmp_path, *convert, out)
-    with cluster.configured("SlurmdTimeout", 5), cluster.dead("n1"):
+    with cluster.configured(SlurmdTimeout=5), cluster.dead("n1"):
         cluster.wait(lambda: cluster.job(number).get("Restarts") == "1", "requeued")
         cluster.wait_for_state(number, "COMPLETED", "FAILED", timeout=240)
     said = log.read_text()
