@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt import registry
-from ckpt.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError, UsageError
+from ckpt.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError, UsageError, shown
 from ckpt.move import standins
 from ckpt.move.files import check_destination, is_filled, translate_os_errors
 from ckpt.move.lazy import OpenCheckpoint
@@ -35,8 +35,9 @@ from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.precision import with_computing_dtype
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import RECORDS, enclosing_folders, step_folders, trainer_steps
+from ckpt.sizes import show_size
 from ckpt.stores import places
-from ckpt.text import HUB_ID, did_you_mean, scheme_of
+from ckpt.text import HUB_ID, counted, did_you_mean, scheme_of
 
 if TYPE_CHECKING:
     from ckpt.move.group import Alone
@@ -399,6 +400,10 @@ class Conversion:
     plan: Plan
     resources: Resources
     format: str
+
+    def __repr__(self) -> str:
+        size = show_size(self.plan.total_bytes)
+        return f"<{shown(self.plan.checkpoint.path)} to {self.format}: {counted(len(self.files), 'file')}, {size}>"
 
     def check_destination(self, destination: Path) -> None:
         """Raise UsageError where `destination` is, holds or lies in anything that the conversion reads."""

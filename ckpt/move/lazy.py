@@ -42,11 +42,19 @@ class LazyTensor:
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
         """A torch tensor of what is indexed: integers, slices with step 1 and an ellipsis, as torch takes them.
 
-        Raises UsageError for other indices, IndexError for one that is out of range; CorruptError, StorageError.
+        Raises UsageError for other indices and without torch, IndexError for one that is out of range; CorruptError,
+        StorageError.
         """
         import numpy as np
-        import torch
 
+        try:
+            import torch
+        except ImportError:
+            raise UsageError(
+                "what is indexed is a torch tensor, and torch is not installed",
+                fqn=self._tensor.fqn,
+                hint="pip install torch; `.numpy(index)` takes none",
+            ) from None
         bits = self._read(index)
         return torch.from_numpy(bits.reshape(-1).view(np.uint8)).view(getattr(torch, self.dtype)).reshape(bits.shape)
 

@@ -185,7 +185,7 @@ class Checkpoint:
     `is_state_dict`: it is a run's own state dict stored leaf by leaf (DCP); what loads it asks for these very leaves.
     `own_module_order`: the modules are in another order than the framework's own, and its optimizers go by order.
     `computes_in`: the 16-bit dtype that the run computes in though its weights are kept in float32 alone, and what
-    records it.
+    records it.  `may_compute_in_less`: nothing records what such a run computes in.
     `dtensor` is one part of a tensor as torch has pickled it in files of ranks, a Record: each version does it its way.
     `flat_parameters` are the fqns of each flat parameter that FSDP1's optimizer has, in its order.
     `ties` maps an alias to the fqn that owns the tensor, as the checkpoint records it.
@@ -212,6 +212,7 @@ class Checkpoint:
     is_state_dict: bool = False
     own_module_order: bool = False
     computes_in: tuple[DType, str] | None = None
+    may_compute_in_less: bool = False
     world_size: int | None = None
     dtensor: Any = None
     flat_parameters: tuple[tuple[str, ...], ...] = ()

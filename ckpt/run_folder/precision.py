@@ -19,6 +19,7 @@ from ckpt.errors import CorruptError, NotFoundError, UnsafeError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.plan.precision import CAST_SOURCES, Choice, num_elements
 from ckpt.run_folder.companions import CONFIG
 
@@ -30,32 +31,42 @@ _HALF = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 def with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` with what its run computes in, or with a note where the record of it cannot be read."""
     try:
-        return replace(checkpoint, computes_in=_computing_dtype(checkpoint))
+        recorded = _recorded_dtype(checkpoint) if _keeps_float32(checkpoint) else None
     except (CorruptError, NotFoundError, UnsafeError) as error:
         note = f"{TRAINING_ARGS} is damaged and not read, so it tells nothing of the precision: {error.what}"
         return replace(checkpoint, notes=(*checkpoint.notes, note))
+    if recorded is None or recorded[0] != FLOAT32:
+        return replace(checkpoint, computes_in=recorded)
+    is_run = bool(checkpoint.optimizer_states) or checkpoint.state.step is not None
+    is_mixed = is_run and not recorded[1] and checkpoint.namespace in (*OF_THE_MODEL, TORCHTITAN)
+    return replace(checkpoint, may_compute_in_less=is_mixed)
 
 
-def _computing_dtype(checkpoint: Checkpoint) -> tuple[DType, str] | None:
-    """The 16-bit dtype that a run computes in whose weights are kept in float32 alone, and what records it.
+def _keeps_float32(checkpoint: Checkpoint) -> bool:
+    """Whether it is a run's whose weights are kept in float32 alone.
 
-    None where weights of 16 bits or masters are there, which tell by themselves, and where nothing is recorded.  A
-    Hugging Face folder is no run, nor is an adapter's: the weights are what somebody chose to write.
+    Not where weights of 16 bits or masters are there, which tell by themselves.  A Hugging Face folder is no run, nor
+    is an adapter's: the weights are what somebody chose to write.
     """
     if checkpoint.namespace == HUB or checkpoint.is_adapter or checkpoint.state.ds_config is not None:
-        return None  # DeepSpeed casts the model itself: float32 weights are what it computes in
+        return False  # DeepSpeed casts the model itself: float32 weights are what it computes in
     weights = list(checkpoint.with_role(WEIGHT))
     counts = num_elements(Choice(weight, weight.dtype) for weight in weights if weight.dtype in CAST_SOURCES)
-    if set(counts) != {FLOAT32} or any(True for _ in checkpoint.with_role(MASTER)):
-        return None
-    for folder in map(Path, checkpoint.folders):
-        arguments = _read(folder / TRAINING_ARGS) or {}
+    return set(counts) == {FLOAT32} and not any(True for _ in checkpoint.with_role(MASTER))
+
+
+def _recorded_dtype(checkpoint: Checkpoint) -> tuple[DType, str]:
+    """What a run computes in, and what records it; float32 and nothing where there is no record."""
+    known = [arguments for folder in checkpoint.folders if (arguments := _read(Path(folder) / TRAINING_ARGS))]
+    for arguments in known:
         for name, dtype in (("bf16", BFLOAT16), ("fp16", FLOAT16)):
             if arguments.get(name) is True:
                 return dtype, f"{name} in {TRAINING_ARGS}"
     config = checkpoint.config or {}
     recorded = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return (_HALF[recorded], f"the dtype in {CONFIG}") if recorded in _HALF else None
+    if recorded in _HALF:
+        return _HALF[recorded], f"the dtype in {CONFIG}"
+    return FLOAT32, TRAINING_ARGS if known else ""
 
 
 def read_training_args(path: Path) -> Record | Mapping[Any, Any] | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckpt.containers.torchfile.scalars import read_scalar
-from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
+from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable, shown
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import BY_NAME
@@ -84,6 +84,10 @@ class Report:
     not_compared: tuple[NotCompared, ...]
     num_bytes: int
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        outcome = "equal" if self.equal else "different"
+        return f"<{shown(self.a.path)} and {shown(self.b.path)}: {outcome}, {self.num_compared} tensors compared>"
 
     @property
     def equal(self) -> bool:

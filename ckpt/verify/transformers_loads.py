@@ -8,6 +8,7 @@ and nothing is fetched.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import warnings
@@ -59,16 +60,15 @@ class Loading:
 def check_loads(path: Path) -> Loading:
     """Load the folder as its users will, and say what is wrong with it.
 
-    Raises UsageError without transformers, NotFoundError where there is no config, which says what to load.
+    Raises UsageError without transformers and what it takes to load, NotFoundError where there is no config, which says
+    what to load.
     """
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            f"loading a model takes transformers: {error}", hint="pip install 'transformers>=5' torch"
-        ) from None
-    del torch
+    taken = ("torch", "transformers", "accelerate")  # which puts it on the meta device
+    if lacking := [name for name in taken if importlib.util.find_spec(name) is None]:
+        hint = "pip install 'transformers>=5' torch accelerate"
+        raise UsageError(f"loading a model takes {' and '.join(lacking)}", found="not installed", hint=hint)
+    import transformers
+
     if not path.is_dir() or read_config([path]) is None:
         raise NotFoundError(f"there is no {CONFIG} here, so nothing says what to load", path=path)
     problems: list[str] = []

@@ -50,6 +50,11 @@ METADATA = {"format": "pt"}
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})\.safetensors")
 _ADAPTER = re.compile(r"adapter_model.*\.safetensors")
 
+_MAY_COMPUTE_IN_LESS = (
+    "written in float32, as the run keeps its weights; nothing here records whether it computes in 16 bits, which "
+    "--dtype bf16 or fp16 rounds them to"
+)
+
 
 class HuggingFace:
     name = "hf"
@@ -117,6 +122,7 @@ class HuggingFace:
             ]
         notes = (
             describe(chosen, checkpoint, layout.dtype, computes_in)
+            + ([_MAY_COMPUTE_IN_LESS] if checkpoint.may_compute_in_less and layout.dtype is None else [])
             + _tie_notes(checkpoint, names)
             + _adapter_notes(chosen, checkpoint, layout)
             + _name_notes(checkpoint, chosen, layout)

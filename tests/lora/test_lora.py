@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import warnings
@@ -775,7 +776,9 @@ def test_patterns_match_as_pefts_do() -> None:
     assert adapter_names.CONFIG == "adapter_config.json"
 
 
-def test_verify_loads_names_what_is_wrong(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_verify_loads_names_what_is_wrong(
+    bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = ckpt("verify", "--loads", bases["qwen3_moe"])
     assert (good.code, good.out.splitlines()[-1].endswith("loads")) == (0, True)
     bad = tmp_path / "bad"
@@ -798,5 +801,11 @@ def test_verify_loads_names_what_is_wrong(bases: dict[str, Path], tmp_path: Path
         "tokenizer: ",
     ):
         assert expected in problems
+    with monkeypatch.context() as patch:
+        find = importlib.util.find_spec
+        patch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name))
+        lacking = ckpt("verify", "--loads", bases["qwen3_moe"])
+    assert lacking.code == UsageError.exit_code and "loading a model takes accelerate" in lacking.err
+    assert lacking.err.rstrip().endswith("hint: pip install 'transformers>=5' torch accelerate")
     assert ckpt("verify", "--loads", bases["llama"], bad).code == UsageError.exit_code
     assert ckpt("verify", "--loads", tmp_path).code == NotFoundError.exit_code

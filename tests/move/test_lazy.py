@@ -108,3 +108,17 @@ def test_a_checkpoint_is_like_a_dict_of_its_parameters(fixtures: Path) -> None:
     assert ("embed.weight", "exp_avg") in checkpoint and ("embed.weight", "nothing") not in checkpoint
     assert len(repr(checkpoint)) < 400 and "zero3, 3 ranks, step 2" in repr(checkpoint)
     assert set(dir(ckpt)) == {"StorageReader", "__version__", "check", "load_into", "open", "plan", "resume", "verify"}
+
+
+def test_what_is_indexed_takes_torch(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = ckpt.open(fixtures / "toy-zero1")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UsageError, match=r"torch is not installed(.|\n)*pip install torch; `.numpy\(index\)`"):
+        checkpoint["embed.weight"][0:2]
+
+
+def test_what_is_shown_in_a_shell_is_one_line(fixtures: Path) -> None:
+    a, b = ckpt.open(fixtures / "toy-zero1"), ckpt.open(fixtures / "toy-zero2")
+    conversion, report = repr(ckpt.plan(a, "hf")), repr(ckpt.verify(a, b))
+    assert conversion.endswith("toy-zero1/global_step2 to hf: 1 file, 4.98 kB>"), conversion
+    assert report.endswith("toy-zero2/global_step2: different, 39 tensors compared>"), report

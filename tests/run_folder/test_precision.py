@@ -103,3 +103,15 @@ def test_damaged_training_arguments_tell_nothing_and_it_is_said(model: LlamaForC
     checkpoint = api.open(run)
     assert checkpoint.computes_in is None
     assert any("training_args.bin is damaged and not read" in note for note in checkpoint.notes)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [(True, False), (False, True)])
+def test_what_is_recorded_nowhere_is_said(model: LlamaForCausalLM, tmp_path: Path, arguments: bool, said: bool) -> None:
+    """FSDP's sharded checkpoints of HF Trainer have no training arguments, nor a config of theirs."""
+    run = run_of(model, tmp_path / "run", "dcp", "float32")
+    (run / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1}')
+    if not arguments:
+        (run / "checkpoint-1" / "training_args.bin").unlink()
+    told = check(run, tmp_path / "out", model, FLOAT32, [])
+    assert ("nothing here records whether it computes in 16 bits, which --dtype bf16" in " ".join(told.split())) == said
+    assert "nothing here records" not in check(run, tmp_path / "bf16", model, BFLOAT16, ["--dtype", "bf16"])
