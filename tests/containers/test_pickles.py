@@ -436,7 +436,7 @@ def test_any_bytes(data: bytes) -> None:
     survives(data + b".")
 
 
-ALL_OPCODES = [*OPCODES, b"\x94", b"j", b"h", b"K", b"."]  # some are done without a handler
+ALL_OPCODES = [*OPCODES, b"(", b"\x94", b"j", b"h", b"K", b"."]  # some are done without a handler
 OPCODE = st.sampled_from(ALL_OPCODES)
 ENTRY = st.sampled_from(sorted(table.GLOBALS)).map(lambda pair: f"c{pair[0]}\n{pair[1]}\n".encode())
 VALUE = st.sampled_from(

@@ -48,10 +48,11 @@ class _Kind:
     head: bytes
     tail: bytes
     same: tuple[slice, ...]
+    parts: list[bytes]
     extent: Extent  # its offset counts from the start of the item
 
     def fits(self, head: bytes, tail: bytes) -> bool:
-        return head == self.head and all(tail[part] == self.tail[part] for part in self.same)
+        return head == self.head and [tail[part] for part in self.same] == self.parts
 
 
 class Items:
@@ -61,6 +62,7 @@ class Items:
         self.files: dict[str, SourceFile] = {}
         self._path = ""
         self._fd = -1
+        self._size = 0
         self._reached = -1  # the end of what was read last
         self._ahead: tuple[int, bytes] = 0, b""
         self._kinds: dict[tuple[int, DType, Shape], list[_Kind]] = {}
@@ -96,7 +98,8 @@ class Items:
             if place.path not in self.files:
                 self.files[place.path] = _stat(place.path, key, box)
             self._fd, self._path = open_file(place.path), place.path
-        size = self.files[place.path].size
+            self._size = self.files[place.path].size
+        size = self._size
         if place.offset + place.length > size:
             raise CorruptError(
                 "the file ends before what the metadata places in it",
@@ -172,8 +175,9 @@ class Items:
         tail = read_up_to(self._fd, end, tail_size)
         if len(tail) != tail_size:
             return None
+        same = tuple(_between(tail))
         moved = Extent(extent.path, extent.offset - place.offset, extent.dtype, extent.shape, extent.strides)
-        return _Kind(head, tail, tuple(_between(tail)), moved)
+        return _Kind(head, tail, same, [tail[part] for part in same], moved)
 
     def number(self, extent: Extent) -> int | float | bool:
         """The one element of a chunk that `elements` has just found."""

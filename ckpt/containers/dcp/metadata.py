@@ -18,15 +18,17 @@ collectives (since 2.9) each rank writes a `__{rank}.metadata` of what it alone 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from operator import eq
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ckpt.containers.torchfile.unpickle import load_pickle
+from ckpt.containers.dcp.runs import IrregularError, Runs
+from ckpt.containers.torchfile.unpickle import load_pickle, read_pickle
 from ckpt.containers.torchfile.values import Record
-from ckpt.errors import CorruptError, IncompleteError, NotFoundError
+from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Shape
@@ -38,6 +40,9 @@ DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 #: Where a value stands in the nested state dict: names, and indices of lists.
 Path_ = tuple[str | int, ...]
+
+#: What is said of a tensor: dtype, shape, its chunks' boxes, and how many bytes the item of each has at least.
+_Described = tuple[DType, Shape, list[tuple[Box, float]]]
 
 _MAX_DIMS = 64
 _MAX_DEPTH = 32
@@ -110,7 +115,11 @@ def per_rank_names(folder: Path) -> list[str]:
 
 def _read(folder: Path, name: str, classes: tuple[str, ...]) -> Metadata:
     path = str(confined(folder, name))
-    return _Parser(folder, path).parse(load_pickle(path), classes)
+    runs = Runs()
+    try:
+        return _Parser(folder, path).parse(runs.load(read_pickle(path), path), classes, runs)
+    except (IrregularError, CkptError):  # the machine alone reads all there is, and says what is wrong and where
+        return _Parser(folder, path).parse(load_pickle(path), classes, Runs())
 
 
 def _merge(first: Metadata, other: Metadata) -> None:
@@ -144,11 +153,12 @@ class _Parser:
         self.folder = folder
         self.path = path
         self.files: dict[str, str] = {}
+        self.known: dict[int, _Described] = {}  # by the id of the record
 
     def fault(self, what: str, key: str | None = None, expected: object = None, found: object = None) -> NoReturn:
         raise CorruptError(what, path=self.path, fqn=key, expected=expected, found=found)
 
-    def parse(self, root: Any, classes: tuple[str, ...]) -> Metadata:
+    def parse(self, root: Any, classes: tuple[str, ...], runs: Runs) -> Metadata:
         if not isinstance(root, Record) or root.typename not in classes:
             kind = root.typename if isinstance(root, Record) else type(root).__name__
             if kind.startswith("megatron."):
@@ -158,6 +168,7 @@ class _Parser:
         if not isinstance(described, Mapping):
             self.fault("the metadata lists no tensors", expected="state_dict_metadata")
         places = self._places(root.get("storage_data"))
+        self._add_places(places, runs)
         entries: dict[str, Entry] = {}
         values: dict[str, Place] = {}
         for key, what in described.items():
@@ -165,9 +176,9 @@ class _Parser:
                 self.fault("a key of the metadata is no text", found=type(key).__name__)
             kind = what.name if isinstance(what, Record) else type(what).__name__
             if kind == "TensorStorageMetadata":
-                entries[key] = self._entry(key, what, places)
+                entries[key] = self._entry(key, self._described(key, what), places)
             elif kind == "BytesStorageMetadata":
-                values[key] = self._place(places, key, None)
+                values[key] = places.get((key, None)) or self._place(places, key, None)
             else:
                 self.fault("the metadata describes something that is no tensor and no value", key, found=kind)
         paths, is_nested = self._paths(root.get("planner_data"), described)
@@ -190,6 +201,23 @@ class _Parser:
                 self.fault("the storage data have two places for one part", fqn, found=str(where))
             places[fqn, where] = self._info(fqn, info)
         return places
+
+    def _add_places(self, places: dict[tuple[str, Shape | None], Place], runs: Runs) -> None:
+        """Add the places that are columns.  IrregularError where one of them is not as `_places` has them."""
+        if not runs.fqns:
+            return
+        wheres = {id(where): where for where in runs.wheres}
+        for where in wheres.values():
+            if where is not None and self._numbers(where, runs.fqns[0], "an offset") is not where:
+                raise IrregularError
+        if min(runs.offsets) < 0 or min(runs.lengths) < 0:
+            raise IrregularError
+        paths = {name: str(confined(self.folder, name)) for name in set(runs.files)}
+        items = map(Place, map(paths.__getitem__, runs.files), runs.offsets, runs.lengths)
+        count = len(places) + len(runs.fqns)
+        places.update(zip(zip(runs.fqns, runs.wheres, strict=True), items, strict=True))
+        if len(places) != count:
+            raise IrregularError
 
     def _info(self, key: str, info: Record) -> Place:
         name, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
@@ -219,7 +247,10 @@ class _Parser:
 
     # -- tensors -------------------------------------------------------------------------------------------------
 
-    def _entry(self, key: str, what: Record, places: Mapping[tuple[str, Shape | None], Place]) -> Entry:
+    def _described(self, key: str, what: Record) -> _Described:
+        """The dtype and shape of a tensor, its chunks, and how many bytes the item of each has at least."""
+        if id(what) in self.known:
+            return self.known[id(what)]
         properties = what.get("properties")
         dtype = properties.get("dtype") if isinstance(properties, Record) else None
         if type(dtype) is not DType:
@@ -228,7 +259,7 @@ class _Parser:
         listed = what.get("chunks")
         if not isinstance(listed, list | tuple):
             self.fault("a tensor has no list of chunks", key)
-        entry = Entry(key, dtype, shape, {})
+        boxes = []
         for chunk in listed:
             if not isinstance(chunk, Record):
                 self.fault("a chunk is damaged", key)
@@ -238,16 +269,24 @@ class _Parser:
                 self.fault("a chunk has other dims than its tensor", key, f"{len(shape)} dims", f"{len(sizes)} dims")
             if 0 in sizes:  # a rank without a part of its own: FSDP2 records one, at the end
                 continue
-            place = self._place(places, key, offsets)
             # An optimizer's states of 8 or 4 bits pose as fp32.
-            if prod(sizes) * (0.5 if dtype.floating else dtype.itemsize) > place.length:
+            boxes.append((Box(offsets, sizes), prod(sizes) * (0.5 if dtype.floating else dtype.itemsize)))
+        found = self.known[id(what)] = dtype, shape, boxes
+        return found
+
+    def _entry(self, key: str, described: _Described, places: Mapping[tuple[str, Shape | None], Place]) -> Entry:
+        dtype, shape, boxes = described
+        entry = Entry(key, dtype, shape, {})
+        for box, least in boxes:
+            place = self._place(places, key, box.offsets)
+            if least > place.length:
                 self.fault(
                     "a chunk is larger than the item that holds it",
                     key,
-                    expected=f"{prod(sizes)} elements of {dtype} for {Box(offsets, sizes)}",
+                    expected=f"{box.numel} elements of {dtype} for {box}",
                     found=f"an item of {place.length} bytes in {place.path}",
                 )
-            entry.chunks[Box(offsets, sizes)] = place  # listed twice (replicas before torch 2.2): one item
+            entry.chunks[box] = place  # listed twice (replicas before torch 2.2): one item
         return entry
 
     def _numbers(self, value: Any, key: str, what: str) -> Shape:
@@ -263,13 +302,15 @@ class _Parser:
 
     # -- paths ---------------------------------------------------------------------------------------------------
 
-    def _paths(self, planner_data: Any, keys: Iterable[str]) -> tuple[dict[str, Path_], bool]:
+    def _paths(self, planner_data: Any, keys: Mapping[str, Any]) -> tuple[dict[str, Path_], bool]:
         """Every key's path: as recorded, in the recorded order; where none is recorded, all keys stand at the top.
 
         A key is its path's steps with dots between them (torch 2.13, `distributed/checkpoint/_nested_dict.py`).
         """
         known: dict[str, Path_] = {}
-        if isinstance(planner_data, Mapping):
+        if isinstance(planner_data, Mapping) and planner_data:
+            if planner_data.keys() == keys.keys() and self._spell_all(planner_data):
+                return dict(planner_data), True
             wanted = set(keys)
             for key, steps in planner_data.items():
                 if self._spells(steps, key) and key in wanted:
@@ -284,6 +325,15 @@ class _Parser:
         for key in keys:
             known.setdefault(key, (key,))
         return known, is_nested
+
+    def _spell_all(self, paths: Mapping[Any, Any]) -> bool:
+        """`_spells` of all keys and paths, without a step for each."""
+        steps = paths.values()
+        try:
+            alike = set(map(type, steps)) == {tuple} and all(steps) and max(map(len, steps)) <= _MAX_DEPTH
+            return alike and all(map(eq, map(".".join, steps), paths))
+        except TypeError:  # an index of a list
+            return False
 
     def _spells(self, steps: Any, key: Any) -> bool:
         """Whether these are names alone, as nearly everywhere, and those of the key."""

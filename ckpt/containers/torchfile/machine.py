@@ -65,12 +65,14 @@ _MEANT_AS_MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, Attr
 class Machine:
     """One run over one pickle, whose globals are those of `table`.
 
-    `persistent` resolves a persistent id (torch's storages); without it, persistent ids are refused.
+    `persistent` resolves a persistent id (torch's storages); without it, persistent ids are refused.  `runs` is called
+    with the position behind each mark and returns the one to go on from: it has read what stands between them, as the
+    opcodes there would have done but for the `skipped` entries of the memo that nothing is to refer to.
     """
 
     __slots__ = (
         *("alike", "allowance", "containers", "data", "left_alike", "look", "marks", "memo", "name", "path"),
-        *("persistent", "stack", "table", "walk"),
+        *("persistent", "runs", "skipped", "stack", "table", "walk"),
     )
 
     def __init__(
@@ -81,12 +83,15 @@ class Machine:
         path: str,
         name: str = "pickle",
         persistent: Callable[[Any], Any] | None = None,
+        runs: Callable[[Machine, int], int] | None = None,
     ) -> None:
         self.data = data
         self.table = table
         self.path = path
         self.name = name
         self.persistent = persistent
+        self.runs = runs
+        self.skipped = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -105,12 +110,13 @@ class Machine:
         for a pickle that makes no sense, and CutShortError where the bytes end before the pickle does.
         """
         data, handlers, stack, memo, at = self.data, _HANDLERS, self.stack, self.memo, start
+        skipped = self.skipped
         try:
             while True:  # CPython 3.11 specialises loops that end in a plain jump, and no others
                 code = data[at]
                 # What most of a large pickle consists of is done here, without a call.
                 if code == _MEMOIZE:
-                    memo[len(memo)] = stack[-1]
+                    memo[len(memo) + skipped] = stack[-1]
                     at += 1
                 elif code == _LONG_GET:
                     stack.append(memo[_u32(data, at + 1)[0]])
@@ -123,6 +129,12 @@ class Machine:
                     at += 2
                 elif code == _STOP:
                     break
+                elif code == _MARK:
+                    self.marks.append(len(stack))
+                    at += 1
+                    if self.runs is not None:
+                        at = self.runs(self, at)
+                        skipped = self.skipped
                 else:
                     at = handlers[code](self, at + 1) or at + 1
                     if at > self.look:
@@ -276,7 +288,7 @@ def _reason(error: Exception) -> str:
 # --- opcodes ---------------------------------------------------------------------------------------------------
 #
 # A handler takes the machine and the position behind the opcode.  It returns the position behind the opcode's
-# argument, or None for an opcode that has none.  The four that `Machine.run` does itself have no handler.
+# argument, or None for an opcode that has none.  Those that `Machine.run` does itself have no handler.
 
 _Handler = Callable[[Machine, int], int | None]
 
@@ -325,11 +337,18 @@ def _line(made_from: Callable[[bytes], Any], limit: int = MAX_LINE) -> _Handler:
     return handler
 
 
+def _numbered() -> MalformedError:
+    """`Machine.runs` counts entries of the memo, and a pickle that numbers them itself is to be read without it."""
+    return MalformedError("entries of the memo are numbered")
+
+
 def _put(layout: str) -> _Handler:
     """Store what is on top of the stack in the memo, at the index that follows."""
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
     def handler(machine: Machine, pos: int) -> int:
+        if machine.runs is not None:
+            raise _numbered()
         index = unpack(machine.data, pos)[0]
         machine.memo[index] = machine.stack[-1]
         return pos + size
@@ -429,6 +448,8 @@ def _short_text(machine: Machine, pos: int) -> int:
 
 
 def _byte_put(machine: Machine, pos: int) -> int:
+    if machine.runs is not None:
+        raise _numbered()
     machine.memo[machine.data[pos]] = machine.stack[-1]
     return pos + 1
 
@@ -463,10 +484,11 @@ def _reduce_of_tuple(machine: Machine, pos: int) -> int | None:
     if not machine.data.startswith(_REDUCE_OF_TUPLE, pos):
         return None
     stack, memo = machine.stack, machine.memo
-    memo[len(memo)] = stack[-1]
-    memo[len(memo)] = stack[-1] = (stack[-1],)
+    next_ = len(memo) + machine.skipped
+    memo[next_] = stack[-1]
+    memo[next_ + 1] = stack[-1] = (stack[-1],)
     _reduce(machine, pos)
-    memo[len(memo)] = stack[-1]
+    memo[next_ + 2] = stack[-1]
     return pos + len(_REDUCE_OF_TUPLE)
 
 
@@ -477,10 +499,11 @@ def _no_arguments(machine: Machine, pos: int) -> int | None:
     if not machine.data.startswith(_OBJECT_WITH_STATE, pos):
         return None
     _reduce(machine, pos)
-    memo[len(memo)] = stack[-1]
+    next_ = len(memo) + machine.skipped
+    memo[next_] = stack[-1]
     state: dict[Any, Any] = {}
     stack.append(state)
-    memo[len(memo)] = state
+    memo[next_ + 1] = state
     machine.marks.append(len(stack))
     return pos + len(_OBJECT_WITH_STATE)
 
@@ -508,6 +531,8 @@ def _text_get(machine: Machine, pos: int) -> int:
 
 
 def _text_put(machine: Machine, pos: int) -> int:
+    if machine.runs is not None:
+        raise _numbered()
     line, pos = machine.line_at(pos)
     top = machine.stack[-1]
     machine.memo[_decimal(line)] = top
@@ -598,7 +623,7 @@ def _binpersid(machine: Machine, pos: int) -> None:
     machine.stack[-1] = machine.persistent(machine.stack[-1])
 
 
-_STOP, _MEMOIZE, _LONG_GET, _GET, _BYTE = b".\x94jhK"
+_STOP, _MARK, _MEMOIZE, _LONG_GET, _GET, _BYTE = b".(\x94jhK"
 _u32 = struct.Struct("<I").unpack_from
 #: What protocol 4 has in a row for every torch.Size, and for every object of a class; each is done at once.
 _REDUCE_OF_TUPLE = b"\x94\x85\x94R\x94"
@@ -653,7 +678,6 @@ OPCODES: Mapping[bytes, _Handler] = {
     # stack and memo
     b"0": _pop,
     b"2": lambda machine, pos: machine.stack.append(machine.stack[-1]),
-    b"(": lambda machine, pos: machine.marks.append(len(machine.stack)),
     b"1": _pop_mark,
     b"g": _text_get,
     b"p": _text_put,

@@ -50,6 +50,11 @@ def load_pickle(path: str | os.PathLike[str]) -> Any:
     Raises NotFoundError, StorageError, CorruptError and UnsafeError.
     """
     path = os.fspath(path)
+    return loads(read_pickle(path), path=path, name=os.path.basename(path))
+
+
+def read_pickle(path: str) -> bytes:
+    """The bytes of a plain pickle file.  Raises NotFoundError, StorageError and CorruptError."""
     fd = open_file(path)
     try:
         size = os.fstat(fd).st_size
@@ -62,7 +67,6 @@ def load_pickle(path: str | os.PathLike[str]) -> Any:
             )
         if size == 0:
             raise CorruptError("the file is empty", path=path, found="0 bytes")
-        data = read_at(fd, path, 0, size)
+        return read_at(fd, path, 0, size)
     finally:
         os.close(fd)
-    return loads(data, path=path, name=os.path.basename(path))

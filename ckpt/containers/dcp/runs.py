@@ -1,0 +1,287 @@
+"""The regular runs of a DCP `.metadata`: item behind item of one form, which regular expressions read at once.
+
+A pickle is a program, and of a million items it is one of fifty million steps.  But Python writes the same steps for
+every item of a dict, with other names and numbers in them, and refers to what is alike by its number in the memo.  So
+while `Machine` runs the pickle, it hands every run of items over to `Runs`, which takes as many as are of the known
+forms and gives back the rest: the first items of a kind, in which its class is named, and whatever else there may be.
+What is taken of `state_dict_metadata` and `planner_data` goes where the machine would have put it; equal descriptions
+become one object, which the machine has made of the first.  Places, of which each item has another, become columns.
+
+Whoever reads a file this way must read it again without where this raises anything: positions in messages are not
+those in the file, and `IrregularError` says only that a pickle is unlike what Python writes.  Forms are those of
+protocols 4 and 5.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, compress
+from operator import add, itemgetter
+from typing import Any
+
+from ckpt.containers.torchfile.machine import Machine
+from ckpt.containers.torchfile.table import allowed
+from ckpt.containers.torchfile.tree import check_tree
+from ckpt.containers.torchfile.values import CutShortError, Global, Record
+
+_REF = rb"(?:h.|j.{4})"
+_TEXT = rb"\x8c.[^\x94]*\x94"
+_NUMBER = rb"(?:K.|M..|J.{4}|\x8a\x05.{5})"
+_KEY = rb"(?:%b|%b)" % (_TEXT, _REF)
+_STEP = rb"(?:%b|%b|K.)" % (_TEXT, _REF)
+_SIZE = rb"%b(?:\)|%b{1,3}[\x85-\x87]\x94|\(%b+t\x94)\x85\x94R\x94" % (_REF, _NUMBER, _NUMBER)
+_TOKEN = rb"(?:%b|%b|%b|[]N\x88\x89)}(Rbut\x81\x85-\x87\x94])" % (_TEXT, _REF, _NUMBER)
+_NEW, _REFS = b"\x8c", (b"h", b"j")
+_MAX_STEPS = 6
+_PLACE = (
+    rb"%(index)b\)\x81\x94\}\x94\(%(fqn)b(?P<key>%(key)b)%(hint)b(?:N|%(number)b)(?:%(at)b(?P<where>%(size)b))?ub"
+    rb"%(info)b\)\x81\x94\}\x94\(%(file)b(?P<path>%(key)b)%(start)b(?P<offset>%(number)b)%(size_)b(?P<length>%(number)b)ub"
+)
+#: The references in a place, and what each is to.
+_NAMED = {
+    b"index": "MetadataIndex",
+    b"fqn": "fqn",
+    b"hint": "index",
+    b"at": "offset",
+    b"info": "_StorageInfo",
+    b"file": "relative_path",
+    b"start": "offset",
+    b"size_": "length",
+}
+
+
+def _form(text: bytes) -> re.Pattern[bytes]:
+    return re.compile(text, re.DOTALL)
+
+
+def _place_form(refs: Mapping[bytes, bytes]) -> re.Pattern[bytes]:
+    return _form(_PLACE % {b"key": _KEY, b"number": _NUMBER, b"size": rb"%b|%b" % (_SIZE, _REF), **refs})
+
+
+_TOKENS = _form(_TOKEN)
+#: A description of a tensor ends with the list of its chunks; that of another value is an object without a state.
+_DESCRIBED = _form(rb"(%b)(%b\)\x81\x94(?:\}\x94\((?:%b*[ae])+?ub|(?!\})))" % (_KEY, _REF, _TOKEN))
+_PATH = _form(rb"(%b)(\(?)(%b)%b([\x85-\x87t])\x94" % (_KEY, _STEP, rb"(%b)?" % _STEP * (_MAX_STEPS - 1)))
+_ANY_PLACE = _place_form({name: rb"(?P<%b>%b)" % (name, _REF) for name in _NAMED})
+
+
+class IrregularError(Exception):
+    """The pickle is to be read without `Runs`."""
+
+
+def unframed(data: bytes) -> bytes:
+    """A pickle without the frames that Python puts around some 64 kB each.  IrregularError where they do not add up."""
+    parts: list[bytes | memoryview] = [data[:2]]
+    at, view = 2, memoryview(data)
+    while at < len(data):
+        length = int.from_bytes(data[at + 1 : at + 9], "little")
+        if data[at] != 0x95 or not length or at + 9 + length > len(data):
+            raise IrregularError
+        parts.append(view[at + 9 : at + 9 + length])
+        at += 9 + length
+    return b"".join(parts)
+
+
+class Runs:
+    """Takes regular runs of items from a machine.  For one pickle.
+
+    `fqns`, `wheres`, `files`, `offsets`, `lengths` are the columns of the places.
+    """
+
+    def __init__(self) -> None:
+        self.fqns: list[str] = []
+        self.wheres: list[Any] = []
+        self.files: list[str] = []
+        self.offsets: list[int] = []
+        self.lengths: list[int] = []
+        self._values: dict[bytes, tuple[Any, int]] = {b"": (None, 0)}
+        self._taken: dict[str, dict[Any, Any]] = {}
+        self._form: re.Pattern[bytes] | None = None
+        self._refs: dict[bytes, bytes] = {}
+        self._numbers = _Numbers()
+
+    def load(self, data: bytes, path: str) -> Any:
+        """The object of the pickle, without the places that have become columns.
+
+        Raises IrregularError, and what `Machine.run` raises.
+        """
+        data = unframed(data)
+        try:
+            root, end = Machine(data, allowed(), path=path, runs=self.take).run()
+        except CutShortError:
+            raise IrregularError from None
+        if end != len(data) or type(root) is not Record or type(root.state) is not dict:
+            raise IrregularError
+        for name, taken in self._taken.items():
+            if type(root.state.get(name)) is not dict:
+                raise IrregularError
+            taken.update(root.state[name])
+            root.state[name] = taken
+        return root
+
+    def take(self, machine: Machine, at: int) -> int:
+        """Take the items of known form from position `at` on, just behind a mark; return the position behind them."""
+        stack = machine.stack
+        if len(stack) < 4 or len(machine.marks) != 2 or machine.marks[0] != 2 or type(stack[-1]) is not dict:
+            return at
+        if stack[-2] == "storage_data":
+            return self._take_places(machine, at)
+        take = {"state_dict_metadata": self._take_described, "planner_data": self._take_paths}.get(stack[-2])
+        if take is None:
+            return at
+        # What has been taken is a tree by its form; what the machine has made so far comes before it.
+        check_tree(stack[-1], at)
+        taken = self._taken.setdefault(stack[-2], {})
+        taken.update(stack[-1])
+        stack[-1].clear()
+        return take(machine, at, taken)
+
+    def _take_described(self, machine: Machine, at: int, taken: dict[Any, Any]) -> int:
+        rows, end = _rows(_DESCRIBED, machine.data, at)
+        if not rows:
+            return at
+        keys, blobs = zip(*rows, strict=True)
+        if not self._know(machine, blobs):
+            return at
+        values = [self._values[blob] for blob in blobs]
+        (names,) = _resolved(machine, keys, [count for _, count in values])
+        taken.update(zip(_as_names(names), map(itemgetter(0), values), strict=True))
+        return end
+
+    def _take_paths(self, machine: Machine, at: int, taken: dict[Any, Any]) -> int:
+        rows, end = _rows(_PATH, machine.data, at)
+        if not rows:
+            return at
+        columns = list(zip(*rows, strict=True))
+        counts = [_MAX_STEPS + (not row[1]) - row.count(b"") for row in rows]
+        for opening, count, closing in set(zip(columns[1], counts, columns[-1], strict=True)):
+            if (opening, closing) != (b"(", b"t") and (opening, closing) != (b"", bytes([0x84 + count])):
+                return at
+        keys, *steps = _resolved(machine, columns[0], *columns[2:-1], [1] * len(rows))
+        paths = (found[:count] for found, count in zip(zip(*steps, strict=True), counts, strict=True))
+        taken.update(zip(_as_names(keys), paths, strict=True))
+        return end
+
+    def _take_places(self, machine: Machine, at: int) -> int:
+        form = self._place_form(machine, at)
+        if form is None:
+            return at
+        rows, end = _rows(form, machine.data, at)
+        if not rows:
+            return at
+        keys, wheres, files, offsets, lengths = zip(*rows, strict=True)
+        if not self._know(machine, wheres):
+            return at
+        known = [self._values[where] for where in wheres]
+        # Each of the two objects is in the memo, and so is its dict.
+        fqns, names = _resolved(machine, [2] * len(rows), keys, [count + 2 for _, count in known], files)
+        self.fqns += _as_names(fqns)
+        self.wheres += map(itemgetter(0), known)
+        self.files += _as_names(names)
+        self.offsets += map(self._numbers.__getitem__, offsets)
+        self.lengths += map(self._numbers.__getitem__, lengths)
+        self._numbers.clear()
+        return end
+
+    def _place_form(self, machine: Machine, at: int) -> re.Pattern[bytes] | None:
+        """The form of places with this pickle's references in it, which are proven to be what they must be to."""
+        if self._form is None and (found := _ANY_PLACE.match(machine.data, at)):
+            self._refs = {name: found[name.decode()] for name in _NAMED}
+            self._refs[b"at"] = self._refs[b"start"]  # the first of them may have no offset
+            self._form = _place_form({name: re.escape(token) for name, token in self._refs.items()})
+        for name, token in self._refs.items():
+            named = machine.memo[_number(token)]
+            if (named.name if type(named) is Global else named) != _NAMED[name]:
+                return None
+        return self._form
+
+    def _know(self, machine: Machine, codes: Iterable[bytes]) -> bool:
+        """Keep what each of these pieces of code makes; whether each makes the same wherever it stands."""
+        base = _num_memoized(machine)
+        for code in set(codes) - self._values.keys():
+            for token in _TOKENS.findall(code):
+                if token[:1] in _REFS and _number(token) >= base:
+                    return False
+                if token[:1] == _NEW and len(token) != token[1] + 3:
+                    return False
+            inner = Machine(code + b".", machine.table, path=machine.path)
+            inner.memo, inner.skipped = machine.memo, machine.skipped
+            value, _ = inner.run()
+            count = _num_memoized(machine) - base
+            for index in range(base, base + count):
+                del machine.memo[index]
+            self._values[code] = value, count
+        return True
+
+
+class _Numbers(dict[bytes, int]):
+    """Numbers by what pushes them, which pushes few of them only once."""
+
+    def __missing__(self, token: bytes) -> int:
+        number = self[token] = _number(token)
+        return number
+
+
+def _number(token: bytes) -> int:
+    """The number that a step pushes, or that it refers to."""
+    if token[:1] == b"\x8a":
+        return int.from_bytes(token[2:], "little", signed=True)
+    return int.from_bytes(token[1:], "little", signed=token[:1] == b"J")
+
+
+def _num_memoized(machine: Machine) -> int:
+    return len(machine.memo) + machine.skipped
+
+
+def _rows(form: re.Pattern[bytes], data: bytes, at: int) -> tuple[list[Any], int]:
+    """The groups of the matches that stand one behind the other from `at` on, and where the last one ends."""
+    rows: list[Any] = []
+    while (found := form.match(data, at)) is not None:
+        rows.append(found.groups(b""))
+        at = found.end()
+    return rows, at
+
+
+def _resolved(machine: Machine, *parts: Sequence[Any]) -> list[list[Any]]:
+    """The values of the columns of steps among `parts`, whose others say how many entries of the memo come between.
+
+    Of these entries the texts are stored, and the others skipped.
+    """
+    base, stored = _num_memoized(machine), len(machine.memo)
+    sizes = [part if type(part[0]) is int else [step[:1] == _NEW for step in part] for part in parts]
+    *places, end = accumulate(map(sum, zip(*sizes, strict=True)), initial=base)
+    columns = []
+    for part, size in zip(parts, sizes, strict=True):
+        if part is not size:
+            columns.append(_values(machine.memo, part, size, places))
+        places = list(map(add, places, size))
+    machine.skipped += end - base - (len(machine.memo) - stored)
+    return columns
+
+
+def _values(memo: dict[int, Any], steps: Sequence[bytes], new: Sequence[bool], places: Sequence[int]) -> list[Any]:
+    """What these steps push, at whose turn so many entries are in the memo; None for a step that is not there.
+
+    IrregularError for a text of another length than it says, and for a reference to what is yet to come.
+    """
+    texts = [step[2:-1].decode("ascii") for step in compress(steps, new)]
+    if [len(text) for text in texts] != [step[1] for step in compress(steps, new)]:
+        raise IrregularError
+    memo.update(zip(compress(places, new), texts, strict=True))
+    if len(texts) == len(steps):
+        return texts
+    known: dict[bytes, Any] = {b"": None}
+    for step in {step for step, is_new in zip(steps, new, strict=True) if step and not is_new}:
+        number = _number(step)
+        known[step] = number if step[:1] == b"K" else memo[number]
+        if step[:1] != b"K" and number >= places[0] and number >= places[steps.index(step)]:
+            raise IrregularError
+    made = iter(texts)
+    return [next(made) if is_new else known[step] for step, is_new in zip(steps, new, strict=True)]
+
+
+def _as_names(values: list[Any]) -> list[str]:
+    if set(map(type, values)) != {str}:
+        raise IrregularError
+    return values
