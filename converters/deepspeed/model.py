@@ -44,6 +44,8 @@ class Model:
     buffers: Mapping[str, Tensor]
     left_out: Mapping[Key, str]
     notes: tuple[str, ...]
+    #: Whether states are written as `elastic_checkpoint` has them: without hyperparameters, which the source lacks.
+    is_elastic: bool = False
 
     @property
     def frozen(self) -> list[str]:
@@ -134,8 +136,11 @@ def _is_deepspeed(checkpoint: Checkpoint) -> bool:
     return checkpoint.state.engine == "deepspeed"
 
 
-def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
-    """`checkpoint` as a DeepSpeed model; `dtype` None keeps the model's own."""
+def describe(checkpoint: Checkpoint, dtype: DType | None, *, may_be_elastic: bool = False) -> Model:
+    """`checkpoint` as a DeepSpeed model; `dtype` None keeps the model's own.
+
+    `may_be_elastic`: whether the target has a schema for states without hyperparameters.
+    """
     refuse_experts(fqn for fqn, _ in checkpoint.tensors)
     recorded = None if dtype is not None else _recorded_dtype(checkpoint)
     dtype = dtype or recorded
@@ -144,6 +149,8 @@ def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
     buffers = {fqn: choice.tensor for fqn, choice in chosen.items() if _is_buffer(choice.tensor)}
     weights = {fqn: choice for fqn, choice in chosen.items() if fqn not in buffers}
     groups, resumable = _groups(checkpoint, weights)
+    known = () if resumable or not may_be_elastic else _elastic_groups(checkpoint, weights)
+    groups = list(known) or groups
     masters = {fqn: _master(checkpoint, fqn) for group in groups for fqn in group.fqns}
     kept = _kept_as_stored(checkpoint, weights, masters, resumable)
     weights |= kept
@@ -154,7 +161,7 @@ def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
         *_dtype_notes(checkpoint, dtype, recorded),
         *_kept_notes(kept),
         *_gap_notes(groups, states),
-        *_unknown_group_notes(resumable),
+        *_unknown_group_notes(resumable, bool(known)),
         *_schedule_notes(checkpoint),
     ]
     left_out = _misfits(misfits)
@@ -169,6 +176,7 @@ def describe(checkpoint: Checkpoint, dtype: DType | None) -> Model:
         buffers,
         left_out,
         tuple(notes),
+        bool(known),
     )
 
 
@@ -243,6 +251,17 @@ def _groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> tuple[list
     return [ParamGroup((fqn,), {}) for fqn in names], False
 
 
+def _elastic_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[ParamGroup]:
+    """The groups of a ZeRO run that records no hyperparameters, where all have the same states; else none."""
+    known = _known_groups(checkpoint, weights) if _is_deepspeed(checkpoint) else []
+    roles: dict[str, set[str]] = {}
+    for fqn, role in checkpoint.tensors:
+        if role in checkpoint.optimizer_states:
+            roles.setdefault(fqn, set()).add(role)
+    kinds = {frozenset(role for fqn in group.fqns for role in roles.get(fqn, ())) for group in known}
+    return known if len(kinds) == 1 and any(kinds) else []
+
+
 def _known_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[ParamGroup]:
     """Groups as recorded, each parameter under its own name and once, without those that have no elements."""
     found: list[ParamGroup] = []
@@ -281,8 +300,13 @@ def _trainable(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[st
     return [fqn for fqn, choice in weights.items() if choice.tensor.numel]
 
 
-def _unknown_group_notes(resumable: bool) -> Iterator[str]:
-    if not resumable:
+def _unknown_group_notes(resumable: bool, is_elastic: bool) -> Iterator[str]:
+    if is_elastic:
+        yield (
+            "the source records no hyperparameters, and neither does this: load it with elastic_checkpoint, and "
+            "DeepSpeed goes on with those of its config, its first learning rate among them"
+        )
+    elif not resumable:
         yield (
             "the source records no parameter groups with hyperparameters, so DeepSpeed resumes no optimizer from this: "
             "load it with load_checkpoint(..., load_optimizer_states=False)"

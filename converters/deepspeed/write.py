@@ -5,8 +5,10 @@ option.  Format facts are from deepspeed 0.19.8: runtime/engine.py (`_common_che
 `_load_checkpoint`, `load_module_state_dict`), runtime/zero/stage_1_and_2.py and stage3.py (`state_dict`,
 `load_state_dict`), runtime/bf16_optimizer.py (whose engine loads ZeRO-1's own schema as well).
 
-Always the schema without `elastic_checkpoint`: an elastic engine loads it, while the elastic one records neither
-hyperparameters nor, with torch's optimizers, what its own loader asks for.
+The schema is that without `elastic_checkpoint`, which an elastic engine loads too, wherever hyperparameters are known.
+The elastic one has no place for them; it is written of a source that has it, with the number of steps that its loader
+asks for and its saver leaves out with torch's optimizers.  An engine without `elastic_checkpoint` would pad a 0-d step
+as if it were a partition (`_restore_base_optimizer_state`).
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
     Raises UsageError where no number of ranks is known, LossError for what ZeRO cannot represent.
     """
     num_ranks = layout.num_ranks(checkpoint)
-    model = zero_model.describe(checkpoint, layout.dtype)
+    model = zero_model.describe(checkpoint, layout.dtype, may_be_elastic=stage < 3)
     config, notes = zero_model.ds_config(model, stage, layout.dtype)
     tag = step_folder(checkpoint)
     files = _stage3_files(model, config, num_ranks) if stage == 3 else _stage12_files(model, config, num_ranks, stage)
@@ -430,7 +432,7 @@ def _scaler_items(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def partitions(model: Model, groups: list[Group], rank: int) -> dict[str, Any]:
-    """A rank's flat buffers: masters without padding, states with it."""
+    """A rank's flat buffers: masters without padding, states with it, but for elastic ones."""
     masters, states, mappings = [], {}, []
     for index, group in enumerate(groups):
         layout = group.layout
@@ -438,19 +440,32 @@ def partitions(model: Model, groups: list[Group], rank: int) -> dict[str, Any]:
         tensors = [model.masters[fqn] for fqn in group.fqns]
         dtype = model.master_dtype(group.fqns)
         masters.append(_flat(dtype, kept, tensors, layout.parts(rank), group.in_order, requires_grad=True))
-        state = _state(model, group.fqns, layout.partition, layout, rank, group.in_order)
+        length = kept if model.is_elastic else layout.partition
+        state = _state(model, group.fqns, length, layout, rank, group.in_order)
         if state:
             states[index] = state
         mappings.append(_slice_mapping(group, rank))
     return {
-        "base_optimizer_state": {
-            "state": states,
-            "param_groups": [{**group.options, "params": [index]} for index, group in enumerate(groups)],
-        },
+        **(_elastic(model, states) if model.is_elastic else _rigid(groups, states)),
         "single_partition_of_fp32_groups": masters,
         "group_paddings": [group.layout.padding(rank) for group in groups],
         "param_alignment_paddings": [list(group.layout.paddings) for group in groups],
         "param_slice_mappings": mappings,
+    }
+
+
+def _rigid(groups: list[Group], states: Mapping[int, Any]) -> dict[str, Any]:
+    options = [{**group.options, "params": [index]} for index, group in enumerate(groups)]
+    return {"base_optimizer_state": {"state": states, "param_groups": options}}
+
+
+def _elastic(model: Model, states: Mapping[int, Any]) -> dict[str, Any]:
+    """stage_1_and_2.py, `_get_base_optimizer_state`; its loader puts the step into all groups."""
+    step = next((model.numbers(group.fqns).get("step") for group in model.groups), None)
+    taken = step.value if isinstance(step, OneElement) else step
+    return {
+        "base_optimizer_state": list(states.values()),
+        "base_optimizer_state_step": int(taken if taken is not None else model.state.step or 0),
     }
 
 

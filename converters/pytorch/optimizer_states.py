@@ -42,10 +42,10 @@ class OptimizerStates:
     quantized: dict[Key, str] = field(default_factory=dict)
     blocks: dict[Key, Stored] = field(default_factory=dict)
     unread: Unread = field(default_factory=Unread)
-    #: The quantized states that were not understood, by name and kind: a parameter and a file of each.
-    odd: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
-    #: Those of which a part at least was, and a parameter of each.
-    known: dict[tuple[str, str], str] = field(default_factory=dict)
+    #: Quantized states that were not understood, by kind: the parameter, the name and the file of one of each.
+    odd: dict[str, tuple[str, str, str]] = field(default_factory=dict)
+    #: Those of which a part at least was, by kind: the parameter and the name of one of each.
+    known: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def add(self, fqn: str, shape: Shape, states: Mapping[str, Any], path: str) -> None:
         """Add all states of a parameter of `shape`; `path` is their file, for messages."""
@@ -94,7 +94,7 @@ class OptimizerStates:
 
     def know(self, fqn: str, name: str, part: Quantized) -> None:
         """Remember that this part of a state is understood, even if another is not."""
-        self.known.setdefault((name, part.method), fqn)
+        self.known.setdefault(part.method, (fqn, name))
 
     def add_unknown(self, fqn: str, name: str, value: Any, path: str) -> None:
         """Leave out a state that is, or of which a part is, an object of which nothing is known.
@@ -105,20 +105,20 @@ class OptimizerStates:
         self.unread.add(name, f"it is {kind}, in a form of which nothing is known", [fqn])
         if known := kind_of(value):
             files = [part.extent.path for part in value.attributes.values() if isinstance(part, StoredTensor)]
-            self.odd.setdefault((name, known), (fqn, files[0] if files else path))
+            self.odd.setdefault(known, (fqn, name, files[0] if files else path))
 
     def left_out(self) -> tuple[str, ...]:
         """The states that are left out, a sentence each, once all are read.
 
-        CorruptError where one is of a kind that was understood for other parameters: its parts are damaged.
+        CorruptError where one is of a kind that was understood elsewhere: its parts are damaged.
         """
-        for (name, method), (fqn, path) in self.odd.items():
-            if sibling := self.known.get((name, method)):
+        for method, (fqn, name, path) in self.odd.items():
+            if sibling := self.known.get(method):
                 raise CorruptError(
                     f"the parts of the quantized {name} do not fit each other",
                     path=path,
                     fqn=fqn,
-                    expected=f"{method}, built as that of {sibling}",
+                    expected=f"{method}, built as {sibling[1]} of {sibling[0]}",
                     found="codes or factors of another dtype, size or stride",
                 )
         return self.unread.sentences

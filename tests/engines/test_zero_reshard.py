@@ -118,7 +118,9 @@ OTHERS = [
     *(Cell(LLAMA, stage, 2, "weights", BY_NAME) for stage in STAGES),
     *(Cell(LLAMA, stage, 2, "weights", NO_SCHEDULE, refused=True) for stage in STAGES),
     *(Cell(LLAMA, stage, 2, "foreign") for stage in STAGES),
-    Cell(ELASTIC, 2, 2, "zero", BY_NAME),
+    Cell(ELASTIC, 3, 2, "zero", BY_NAME),
+    Cell(ELASTIC, 2, 2, "zero"),
+    Cell(ELASTIC, 1, 4, "zero"),
 ]
 UNIVERSALS = [
     *(Cell(LLAMA, stage, 2, "foreign-universal") for stage in STAGES),
@@ -245,8 +247,18 @@ def test_weights_alone_are_loaded_by_name_and_never_by_position(loaded: Path) ->
 
 
 def test_a_source_of_no_hyperparameters_is_loaded_by_name(loaded: Path) -> None:
-    before, after = truths(next(cell for cell in OTHERS if cell.source is ELASTIC), loaded)
+    before, after = truths(next(cell for cell in OTHERS if cell.source is ELASTIC and cell.stage == 3), loaded)
     assert all(after.tensors[key] == before.tensors[key] for key in before.tensors if key[1] == WEIGHT)
+
+
+@pytest.mark.parametrize("cell", [c for c in OTHERS if c.source is ELASTIC and c.stage < 3], ids=lambda c: c.name)
+def test_an_elastic_checkpoint_stays_one_that_loads_with_its_optimizer(cell: Cell, loaded: Path) -> None:
+    """It has no hyperparameters: DeepSpeed goes on with those of the engine, and puts the step into each group."""
+    before, after = truths(cell, loaded)
+    assert after.tensors == before.tensors and any(role == "exp_avg" for _, role in after.tensors)
+    assert after.metadata["adam_step"] == before.metadata["adam_step"]
+    for ours, theirs in zip(after.metadata["param_groups"], before.metadata["param_groups"], strict=True):
+        assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == {"step", "lr"}
 
 
 @pytest.mark.parametrize("cell", [c for c in OTHERS if c.way == "foreign"], ids=lambda c: c.name)

@@ -181,7 +181,10 @@ def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
                 run, out = sample.copy(folder / "run" / sample.name), folder / "out"
                 case.do(run)
                 target, truth = some_target(sample, random, hows)
-                ending = _ending(sample, run, target, truth, case, out, report)
+                try:
+                    ending = _ending(sample, run, target, truth, case, out, report)
+                except Exception as error:  # what is described cannot be
+                    ending = "", f"as {target}: what was read contradicts itself: {type(error).__name__}: {error}"
                 report.add(kind, f"{sample.name}: {case.what}", ending)
                 shutil.rmtree(folder / "run")
                 shutil.rmtree(out, ignore_errors=True)

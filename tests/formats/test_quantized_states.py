@@ -391,19 +391,28 @@ def test_a_state_that_has_not_the_shape_of_its_place_is_refused(tmp_path: Path) 
     assert "shape [63, 64]" in done.err and "shape [64, 64]" in done.err and "up.weight" in done.err
 
 
-def test_a_state_whose_parts_do_not_fit_each_other_is_damaged_where_those_of_others_do(tmp_path: Path) -> None:
-    """A stride within one torchao object, its checksum made true again: the state was left out, and -q did not say it.
+@pytest.mark.parametrize(
+    ("sample", "format", "name", "at"),
+    [
+        ("quantized-dcp/ao8", "dcp", "__1_0.distcp", 43820),
+        ("quantized-ranks/ao8", "fsdp-ranks", "optim_world_size_2_rank_0.pt", 2615),
+    ],
+)
+def test_a_state_whose_parts_do_not_fit_each_other_is_damaged_where_those_of_others_do(
+    sample: str, format: str, name: str, at: int, tmp_path: Path
+) -> None:
+    """A size or stride within one torchao object, its checksum made true again: the state was left out.
 
     Where all of a kind are of another form it may be that of a new torchao: that is said, and the weights are moved.
     """
-    run = Path(shutil.copytree(FIXTURES / "quantized-dcp/ao8", tmp_path / "run"))
-    file = run / "__1_0.distcp"
+    run = Path(shutil.copytree(FIXTURES / sample, tmp_path / "run"))
+    file = run / name
     content = bytearray(file.read_bytes())
-    record = next(record for record in pickles_in(bytes(content)) if 43820 in record)
+    record = next(record for record in pickles_in(bytes(content)) if at in record)
     old = zlib.crc32(content[record.start : record.stop])
-    content[43820] = 0
+    content[at] = 0
     new = zlib.crc32(content[record.start : record.stop])
     file.write_bytes(bytes(content).replace(struct.pack("<I", old), struct.pack("<I", new)))
-    done = ckpt("convert", "dcp", "full", run, "-o", tmp_path / "out", "-q")
+    done = ckpt("convert", format, "full", run, "-o", tmp_path / "out", "-q")
     assert (done.code, (tmp_path / "out").exists()) == (4, False)
-    assert "do not fit each other" in done.err and "__1_0.distcp" in done.err
+    assert "do not fit each other" in done.err and name in done.err
