@@ -6,12 +6,16 @@ follows from their tables; for others the installed transformers' own model, wit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
 from ckpt.errors import CkptError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint
+from ckpt.plan.tensors import Shape
 from converters.names.hub.proof import prove
 from converters.names.megatron.relation import architectures, module_order
+from converters.names.parameters import in_memory
 from converters.names.transformers.installed import package
 from converters.names.transformers.order import as_registered
 from converters.names.transformers.relation import build_model
@@ -38,3 +42,19 @@ def in_order(hub: Checkpoint, memory: Checkpoint) -> list[str] | None:
         return None
     first_names = (memory.ties.get(name, name) for name, _ in model.named_parameters(remove_duplicate=False))
     return [name for name in dict.fromkeys(first_names) if (name, WEIGHT) in memory.tensors]
+
+
+def registered_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """The parameters of a config's model as memory has them, tied ones once, in the order in which it registers them.
+
+    None of them where nothing tells.
+    """
+    model_type = str(config.get("model_type"))
+    if model_type not in architectures() and find_spec("torch") is None:
+        return {}
+    try:
+        shapes = {parameter.name: parameter.shape for parameter in in_memory(config).parameters}
+    except CkptError:
+        return {}
+    order = as_registered(shapes, *module_order(model_type)) if model_type in architectures() else shapes
+    return {fqn: shapes[fqn] for fqn in order}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -22,8 +22,10 @@ from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed, writer_of
 from ckpt.containers.dcp.write import Writing
+from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError
+from ckpt.move.files import confined
 from ckpt.plan.checkpoint import (
     OWN,
     TRANSFORMERS,
@@ -43,8 +45,11 @@ from ckpt.run_folder.carried import run_companions, trainer_folder
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from converters.names.options import NameOptions
+from converters.names.registered import registered_shapes
+from converters.names.transformers.ties import tied_names
 from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, find_folder, other_models, parts, run_folders
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand
+from converters.pytorch.local_state import read_local
 from converters.pytorch.optimizer_states import OptimizerStates
 from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
@@ -77,6 +82,8 @@ class DistributedCheckpoint:
             reading.folder(folder)
         if found.shards:
             reading.shards(path, found.shards)
+        if found.local:
+            reading.local(path, found.local, _config(request, run_folders(path)))
         if found.is_pair and (others := other_models(path)):
             reading.notes.append(f"not read: {', '.join(others)}; give one of these folders to read it by itself")
         return reading.checkpoint(path, request)
@@ -108,7 +115,7 @@ def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """
     path = Path(checkpoint.path)
     homes = {Path(file.path).parent for file in checkpoint.files}
-    is_pair = bool(homes) and homes <= {path / MODEL_0, path / OPTIMIZER_0}
+    is_pair = not homes.isdisjoint({path / MODEL_0, path / OPTIMIZER_0})
     return (f"{MODEL_0}/", f"{OPTIMIZER_0}/") if is_pair or trainer_folder(checkpoint) else ("",)
 
 
@@ -196,6 +203,25 @@ class _Reading:
             "safetensors files of DCP record neither the shapes of whole tensors nor the number of ranks: "
             "that the last rank's file is missing would not be noticed"
         )
+
+    # -- FSDP1's LOCAL_STATE_DICT ----------------------------------------------------------------------------------
+
+    def local(self, folder: Path, names: tuple[tuple[int, str], ...], config: Mapping[str, Any] | None) -> None:
+        """Add what files of ranks hold; call after `folder`, as the shapes of the optimizer's states are theirs."""
+        sources = Sources()
+        files = [sources.of_rank(confined(folder, name), rank, "state dict") for rank, name in names]
+        sources.check_distinct((file.rank, file.path) for file in files)
+        known = understand(nest(self.leaves, self.metadata)) if self.leaves else Understood()
+        found = read_local(files, _recorded_shapes(known), registered_shapes(config) if config else {})
+        found.ties |= tied_names(config, found.tensors) if config else {}
+        for fqn, tensor in found.tensors.items():
+            leaf = _Stored(fqn, tensor.dtype, tensor.shape, tensor.source, files[0].path, tensor.replicas)
+            self.leaves.append((("model", fqn), leaf))
+            for alias in (alias for alias, owner in found.ties.items() if owner == fqn):
+                self.leaves.append((("model", alias), replace(leaf, key=alias, same_as=fqn)))
+        self.leaves += [(("model", fqn), value) for fqn, value in found.values.items()]
+        self.data.files |= sources.by_path
+        self.data.ranks = max(self.data.ranks, len(files))
 
     # -- what it all means ---------------------------------------------------------------------------------------
 
@@ -343,6 +369,16 @@ def _plain_group(group: ParamGroup) -> ParamGroup:
             value = value.number if alone is None else alone
         options[name] = value
     return ParamGroup(group.fqns, options)
+
+
+def _recorded_shapes(known: Understood) -> dict[str, Shape]:
+    """Shapes of parameters whose states are all as long as they are, in the order of the param groups."""
+    shapes: dict[str, set[Shape]] = {}
+    for (fqn, _), value in known.states.items():
+        if isinstance(value, _Stored) and value.shape:
+            shapes.setdefault(fqn, set()).add(value.shape)
+    order = dict.fromkeys(fqn for group in known.groups for fqn in group.fqns)
+    return {fqn: next(iter(shapes[fqn])) for fqn in order if len(shapes.get(fqn, ())) == 1}
 
 
 def _same_items(metadata: Metadata) -> dict[str, str]:

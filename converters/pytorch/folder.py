@@ -3,6 +3,7 @@
     <any name>/.metadata, __0_0.distcp, ...          torch's `dcp.save`
     <any name>/shard-00001-model-00001-of-00001.safetensors, ...    torch's `HuggingFaceStorageWriter`, transformers 5
     checkpoint-N/pytorch_model_fsdp_0/, optimizer_0/ Accelerate (1.15, `utils/fsdp_utils.py`), HF Trainer, Axolotl
+    checkpoint-N/pytorch_model_fsdp_rankR.bin, optimizer_0/    the same with LOCAL_STATE_DICT
     outputs/checkpoint/step-N/                       torchtitan (`components/checkpoint.py`)
 
 A `metadata.json` or `common.pt` beside `.metadata` belongs to Megatron's `torch_dist`, which is another format.
@@ -21,6 +22,8 @@ from ckpt.move.files import confined, translate_os_errors
 from ckpt.run_folder.steps import TITAN_STEP, step_folders
 
 MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
+#: Accelerate's LOCAL_STATE_DICT, which has the model in these and the optimizer in OPTIMIZER_0.
+LOCAL = re.compile(r"pytorch_model_fsdp_rank(\d+)\.bin")
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
 _ACCELERATE = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
@@ -29,10 +32,14 @@ _MEGATRON = ("metadata.json", "common.pt")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The folders that together are one checkpoint; `shards` are DCP's safetensors files by name."""
+    """The folders that together are one checkpoint.
+
+    `shards` are DCP's safetensors files by name, `local` those of LOCAL_STATE_DICT by rank and name.
+    """
 
     folders: tuple[Path, ...]
     shards: tuple[str, ...] = ()
+    local: tuple[tuple[int, str], ...] = ()
     is_pair: bool = False
 
 
@@ -84,7 +91,14 @@ def find_folder(path: Path, tag: str | None) -> Path | None:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether `folder` is a checkpoint: one of DCP's folders, or holds Accelerate's."""
-    return is_dcp(folder) or is_dcp(folder / MODEL_0) or is_dcp(folder / OPTIMIZER_0)
+    return is_dcp(folder) or is_dcp(folder / MODEL_0) or is_dcp(folder / OPTIMIZER_0) or bool(_local(folder))
+
+
+def _local(folder: Path) -> tuple[tuple[int, str], ...]:
+    """Ranks and names of the files of LOCAL_STATE_DICT, if the model is not there otherwise."""
+    if not folder.is_dir() or is_dcp(folder / MODEL_0):
+        return ()
+    return tuple(sorted((int(match[1]), name) for name in _names(folder) if (match := LOCAL.fullmatch(name))))
 
 
 def _steps(path: Path) -> list[Path]:
@@ -104,7 +118,7 @@ def parts(path: Path) -> Parts:
         own = (path,) if not shards or METADATA in names else ()
         return Parts(own, shards)
     pair = [confined(path, name) for name in (MODEL_0, OPTIMIZER_0) if is_dcp(path / name)]
-    return Parts(tuple(pair), is_pair=True)
+    return Parts(tuple(pair), local=_local(path), is_pair=True)
 
 
 def other_models(path: Path) -> list[str]:

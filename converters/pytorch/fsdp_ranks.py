@@ -49,7 +49,6 @@ _FILES = (
     ("extra", re.compile(r"extra_state_world_size_(?P<ranks>\d+)_rank_(?P<rank>\d+)\.pt")),
     ("model", re.compile(r"pytorch_model_fsdp_0_rank(?P<rank>\d+)\.bin")),
     ("optim", re.compile(r"optimizer_0_rank(?P<rank>\d+)\.bin")),
-    ("local", re.compile(r"pytorch_model_fsdp_rank(?P<rank>\d+)\.bin")),
 )
 _FLAT_PARAM = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
 
@@ -144,7 +143,7 @@ FSDP_RANKS = FsdpRanks()
 def _inside(folder: Path) -> Path | None:
     """`folder`, or verl's `actor` or `critic` in it, if it has files of ranks."""
     for one in (folder, folder / "actor", folder / "critic"):
-        if one.is_dir() and any(_kind(entry.name) in ("model", "local") for entry in one.iterdir()):
+        if one.is_dir() and any(_kind(entry.name) == "model" for entry in one.iterdir()):
             return one
     return None
 
@@ -156,7 +155,7 @@ def _kind(name: str) -> str | None:
 def _list(folder: Path) -> dict[str, dict[int, str]]:
     """The files by kind and rank, proven to be those of one run.
 
-    Raises CorruptError for missing ranks and for files of another number of ranks, NotFoundError for local state dicts.
+    Raises CorruptError for missing ranks and for files of another number of ranks.
     """
     found: dict[str, dict[int, str]] = {kind: {} for kind, _ in _FILES}
     stated: dict[int, str] = {}
@@ -168,8 +167,6 @@ def _list(folder: Path) -> dict[str, dict[int, str]]:
                 found[kind][int(match["rank"])] = str(confined(folder, name))
                 if "ranks" in match.groupdict():
                     stated.setdefault(int(match["ranks"]), name)
-    if found["local"] and not found["model"]:
-        raise _local(next(iter(found["local"].values())))
     _check_ranks(folder, found, stated)
     return found
 
@@ -202,18 +199,14 @@ def _check_ranks(folder: Path, found: Mapping[str, Mapping[int, str]], stated: d
             )
 
 
-def _local(path: str) -> NotFoundError:
-    return NotFoundError(
-        "this is a LOCAL_STATE_DICT of FSDP1: flat parameters, and no file says which parameters are in them",
-        path=path,
-        hint="load it with the script that wrote it, and save with SHARDED_STATE_DICT or FULL_STATE_DICT",
-    )
-
-
 def _refuse_flat(models: list[RankFile]) -> None:
     for model in models:
         if any(isinstance(name, str) and _FLAT_PARAM.fullmatch(name) for name in model.content):
-            raise _local(model.path)
+            raise NotFoundError(
+                "this is a LOCAL_STATE_DICT of FSDP1, flat parameters, under the names of verl's files",
+                path=model.path,
+                hint="it is read as Accelerate names its files, pytorch_model_fsdp_rank0.bin",
+            )
 
 
 # -- parts ---------------------------------------------------------------------------------------------------

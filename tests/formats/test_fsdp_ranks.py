@@ -118,7 +118,7 @@ def test_ties_are_not_told_from_equal_values(runs: Callable[[str], Path], tmp_pa
 
 
 @pytest.mark.slow
-def test_local_state_dicts_are_refused(runs: Callable[[str], Path], tmp_path: Path) -> None:
+def test_local_state_dicts_of_unknown_models_are_refused(runs: Callable[[str], Path], tmp_path: Path) -> None:
     run = runs("local-2")
     with pytest.raises(NotFoundError, match="LOCAL_STATE_DICT"):
         api.open(run / "ranks")

@@ -1,0 +1,205 @@
+"""FSDP1's LOCAL_STATE_DICT: what each rank has of flat parameters, read as the tensors that they are made of.
+
+    pytorch_model_fsdp_rankR.bin, optimizer_0/    Accelerate with `fsdp_state_dict_type: LOCAL_STATE_DICT`
+
+A wrapped module has one `_flat_param`, of one dim: its own parameters and those of the modules in it that are not
+wrapped themselves, each as a row, in the order in which modules register them; tied ones once.  A rank's part of it
+says where it begins.  With `use_orig_params` the parameters stand beside it under their names, each as what the rank
+has of the row.  No file has their shapes: these are those of the optimizer's states, where they were saved by name
+beside the weights, and those of the model that the config describes.
+
+Format facts: torch 2.13 (distributed/fsdp/_state_dict_utils.py, `_local_post_state_dict_hook`; _flat_param.py;
+_optim_utils.py, whose param groups list the parameters of a flat one in its order), accelerate 1.15
+(utils/fsdp_utils.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ckpt.containers.sources import RankFile, structure
+from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.errors import CorruptError, IncompleteError, NotFoundError
+from ckpt.plan.assemble import assemble
+from ckpt.plan.checkpoint import WEIGHT
+from ckpt.plan.tensors import Extent, FlatRange, Fragment, Shape, Tensor, whole
+from converters.pytorch.state_dicts import clean_names
+
+_FLAT_PARAM = "_flat_param"
+Shapes = Mapping[str, Shape]
+
+
+@dataclass(slots=True)
+class LocalState:
+    """The tensors of the model, aliases by owner, and what is no tensor."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Elements of a flat parameter from `start` on, as `file` has them."""
+
+    file: RankFile
+    start: int
+    extent: Extent
+
+
+def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> LocalState:
+    """Put together what ranks have; each of the two knows shapes of parameters, in the order of modules.
+
+    `recorded` are those of the optimizer's states, `built` those of the config's model.  Raises NotFoundError for a
+    parameter whose shape neither tells, IncompleteError where ranks are missing, CorruptError where slices, shapes and
+    lengths do not agree.
+    """
+    names = clean_names(files[0].content, files[0].path)
+    if odd := next((file for file in files if file.content.keys() != files[0].content.keys()), None):
+        raise CorruptError("ranks hold different tensors", path=odd.path, rank=odd.rank, expected=files[0].path)
+    for fqn in recorded.keys() & built.keys():
+        if recorded[fqn] != built[fqn]:
+            raise CorruptError(
+                "the config is of another model than the optimizer's states",
+                path=files[0].path,
+                fqn=fqn,
+                expected=f"{list(recorded[fqn])}, as the states have it",
+                found=f"{list(built[fqn])}",
+            )
+    shapes = {**built, **recorded}
+    flats = {fqn[: -len(_FLAT_PARAM)]: name for name, fqn in names.items() if fqn.rpartition(".")[2] == _FLAT_PARAM}
+    plain = {fqn: [file.content[name] for file in files] for name, fqn in names.items() if name not in flats.values()}
+    found, places = LocalState(), dict[Any, str]()
+
+    def owner(fqn: str) -> str:
+        return max((prefix for prefix in flats if fqn.startswith(prefix)), key=len, default="")
+
+    for prefix, name in flats.items():
+        slices, length = _slices(files, name)
+        rows = [fqn for fqn, values in plain.items() if owner(fqn) == prefix and all(map(_is_row, values))]
+        if not any(fqn in shapes for fqn in rows):
+            unit = [[fqn for fqn in known if owner(fqn) == prefix] for known in (recorded, built)]
+            found.tensors |= dict(_from_flat(slices, _only_fitting(unit, shapes, length, files[0], name), shapes))
+            continue
+        for fqn in sorted(rows, key=lambda fqn: fqn not in shapes):  # a tied one has the very elements of a known one
+            own = [(file, value.extent) for file, value in zip(files, plain.pop(fqn), strict=True)]
+            held = tuple(extent for _, extent in own if extent.numel)
+            if held and places.setdefault(held, fqn) != fqn:
+                found.ties[fqn] = places[held]
+            elif fqn not in shapes:
+                raise _unknown(files[0], f"the shape of {fqn}")
+            else:
+                found.tensors[fqn] = _from_rows(fqn, own, shapes[fqn])
+    for fqn, values in plain.items():
+        if all(isinstance(value, StoredTensor) for value in values):
+            copies = [(v.shape, Fragment(whole(v.shape), v.extent, f.rank)) for f, v in zip(files, values, strict=True)]
+            found.tensors[fqn] = assemble(fqn, WEIGHT, copies)
+        else:
+            found.values[fqn] = values[0]
+    return found
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, StoredTensor) and len(value.shape) == 1
+
+
+def _slices(files: Sequence[RankFile], name: str) -> tuple[list[_Slice], int]:
+    """What ranks have of a flat parameter, in order and without a hole, and its length without padding."""
+    found, lengths = [], set()
+    for file in files:
+        what = "this flat parameter is not built as those of any known version of torch"
+        with structure(what, file.path, rank=file.rank, fqn=name):
+            value = file.content[name]
+            if not isinstance(value, Record) or value.name != "ShardedTensor":
+                raise TypeError("it is no ShardedTensor")
+            shards, metadata = value.state[0], value.state[1].attributes
+            (length,) = metadata["size"]
+            lengths.add(length)
+            for shard in shards:
+                (start,) = shard.attributes["metadata"].attributes["shard_offsets"]
+                found.append(_Slice(file, start, shard.attributes["tensor"].extent))
+    if len(lengths) > 1:
+        raise CorruptError(
+            "ranks of different models in one folder", path=files[0].path, fqn=name, found=f"lengths {sorted(lengths)}"
+        )
+    at = 0
+    for one in found:
+        if one.start != at:
+            raise IncompleteError(
+                "files of ranks are missing or exchanged: each has the next part of every flat parameter",
+                path=one.file.path,
+                rank=one.file.rank,
+                fqn=name,
+                expected=f"a part from element {at} on",
+                found=f"one from {one.start} on",
+            )
+        at += one.extent.numel
+    if at != length:
+        raise IncompleteError(
+            "files of ranks are missing: each has a part of every flat parameter",
+            path=files[-1].path,
+            fqn=name,
+            expected=f"{length} elements",
+            found=f"{at} on {len(files)} ranks",
+        )
+    return found, length
+
+
+def _only_fitting(units: Sequence[list[str]], shapes: Shapes, length: int, file: RankFile, name: str) -> Sequence[str]:
+    """The parameters of a flat one, where those that know some agree; NotFoundError where none is of its `length`."""
+    fitting = [unit for unit in units if unit and sum(prod(shapes[fqn]) for fqn in unit) == length]
+    if not fitting:
+        raise _unknown(file, f"which parameters are in {name}, {length} elements")
+    if any(unit != fitting[0] for unit in fitting):
+        raise CorruptError(
+            "the optimizer and the config name the parameters of a flat one in different orders",
+            path=file.path,
+            fqn=name,
+            expected=", ".join(fitting[0][:4]),
+            found=", ".join(fitting[1][:4]),
+        )
+    return fitting[0]
+
+
+def _unknown(file: RankFile, what: str) -> NotFoundError:
+    return NotFoundError(
+        f"this is a LOCAL_STATE_DICT of FSDP1, flat parameters, and nothing tells {what}",
+        path=file.path,
+        expected="states of the optimizer by name in optimizer_0/, or the config of a model that is known",
+        hint="--config takes the folder of a config.json; else load it with the script that wrote it, and save with "
+        "SHARDED_STATE_DICT or FULL_STATE_DICT",
+    )
+
+
+def _from_flat(slices: Sequence[_Slice], unit: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+    begin = 0
+    for fqn in unit:
+        shape, end = shapes[fqn], begin + prod(shapes[fqn])
+        parts = [(shape, Fragment(FlatRange(0, 0), slices[0].extent.flat(0, 0), slices[0].file.rank))]
+        for one in slices:
+            start, stop = max(begin, one.start), min(end, one.start + one.extent.numel)
+            if start < stop:
+                extent = one.extent.flat(start - one.start, stop - one.start)
+                parts.append((shape, Fragment(FlatRange(start - begin, stop - begin), extent, one.file.rank)))
+        yield fqn, assemble(fqn, WEIGHT, parts)
+        begin = end
+
+
+def _from_rows(fqn: str, own: Sequence[tuple[RankFile, Extent]], shape: Shape) -> Tensor:
+    """A parameter of which each rank, in turn, has the next elements."""
+    parts, at = [], 0
+    for file, extent in own:
+        parts.append((shape, Fragment(FlatRange(at, at + extent.numel), extent, file.rank)))
+        at += extent.numel
+    if at != prod(shape):
+        raise CorruptError(
+            "what ranks have of a parameter does not make it up",
+            path=own[0][0].path,
+            fqn=fqn,
+            expected=f"{prod(shape)} elements, of {list(shape)}",
+            found=f"{at} elements on {len(own)} ranks",
+        )
+    return assemble(fqn, WEIGHT, parts)
