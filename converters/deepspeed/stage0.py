@@ -118,6 +118,8 @@ def _read(path: Path, sources: Sources, file: RankFile) -> Checkpoint:
     groups = _groups(shapes, optimizers, experts) if optimizers[0].groups else []
     notes: list[str] = []
     scalars: dict[str, dict[str, Any]] = {}
+    if "optimizer" not in file.content:
+        notes.append(f"{MODEL} lacks the entry 'optimizer', which DeepSpeed always writes: there are no states of one")
     if groups is None:
         notes.append(
             "the optimizer's states and masters are left out: DeepSpeed numbers them without names, and their shapes "

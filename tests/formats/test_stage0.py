@@ -114,3 +114,14 @@ def test_states_of_a_parameter_in_no_group_are_no_silent_loss(fixtures: Path, tm
     torch.save(content, path)
     with pytest.raises(CorruptError, match="masters are missing"):
         api.open(run)
+
+
+def test_a_file_without_the_entry_of_its_optimizer_is_said(fixtures: Path, tmp_path: Path) -> None:
+    """One byte of its name is another: DeepSpeed writes the entry always, None where ZeRO has the optimizer."""
+    run = Path(shutil.copytree(fixtures / "toy-zero0", tmp_path / "run"))
+    model = run / "global_step2/mp_rank_00_model_states.pt"
+    content = torch.load(model, weights_only=False)
+    content["optimizes"] = content.pop("optimizer")
+    torch.save(content, model)
+    assert [note for note in api.open(run).notes if "lacks the entry 'optimizer'" in note]
+    assert not any("lacks the entry" in note for note in api.open(fixtures / "toy-zero0").notes)
