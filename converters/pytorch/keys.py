@@ -199,6 +199,9 @@ def _read_optimizer(
     spelled = take_apart(node, weights)
     states = {(str(fqn), str(name)): v for fqn, values in spelled.states.items() for name, v in values.items()}
     groups = spelled.groups
+    for group in groups:
+        if not isinstance(group.get("params") or [], list | tuple):
+            raise CorruptError("a param group's list of parameters is none", found=repr(group["params"])[:40])
     if _is_by_number(states, groups):
         names = {str(key): fqn for key, fqn in (names_of(groups) or {}).items()}
         if not names:

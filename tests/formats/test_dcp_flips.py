@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 import random
 import shutil
 from collections import Counter
@@ -51,6 +52,30 @@ def test_flipped_bits_are_refused_or_change_nothing(fixtures: Path, tmp_path: Pa
             assert error.exit_code in (3, 4, 5, 6), (at, bit, str(error))
             outcomes["refused"] += 1
     assert outcomes["refused"] > 0.9 * FLIPS
+
+
+@pytest.mark.parametrize("name", ["dcp-torch21-fsdp1", "dcp-torch23-fsdp1", "dcp-fsdp2"])
+def test_other_numbers_are_refused_or_change_nothing(fixtures: Path, tmp_path: Path, name: str) -> None:
+    """Each number by itself: sizes of nothing made tensors empty, and an offset of 0 read what is there as a value."""
+    step = Path(shutil.copytree(fixtures / name / "step-2", tmp_path / "step"))
+    expected = outcome(step)
+    metadata = step / ".metadata"
+    content = metadata.read_bytes()
+    sizes = {"BININT1": 1, "BININT2": 2, "BININT": 4}
+    num_refused = num_same = 0
+    for opcode, number, at in pickletools.genops(content):
+        assert at is not None
+        if (size := sizes.get(opcode.name)) is None or number is None:
+            continue
+        for other in {0, 1, number + 1, (1 << (8 * size - 1)) - 1} - {number}:
+            metadata.write_bytes(content[: at + 1] + other.to_bytes(size, "little") + content[at + 1 + size :])
+            try:
+                assert outcome(step) == expected, (at, number, other)
+                num_same += 1
+            except CkptError as error:
+                assert error.exit_code in (3, 4, 5, 6), (at, number, other, str(error))
+                num_refused += 1
+    assert num_refused > 9 * num_same > 0
 
 
 def renamed(metadata: Any, old: str, new: str, path: tuple[str, ...]) -> None:

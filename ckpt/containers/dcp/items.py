@@ -135,6 +135,10 @@ class Items:
             known.append(kind_)
         return stored.extent
 
+    def is_shard(self, place: Place) -> bool:
+        """Whether a file of safetensors, of which `elements` has just found a tensor, begins at `place`."""
+        return (place.path, place.offset) in self._shards
+
     def _in_shard(self, place: Place, key: str, box: Box, dtype: DType) -> Extent | None:
         """The elements of a chunk in the file of safetensors that begins at `place`; None where none does."""
         where = place.path, place.offset

@@ -267,6 +267,8 @@ class _Parser:
             sizes = self._numbers(chunk.get("sizes"), key, "a chunk's sizes")
             if not len(offsets) == len(sizes) == len(shape):
                 self.fault("a chunk has other dims than its tensor", key, f"{len(shape)} dims", f"{len(sizes)} dims")
+            if 0 in shape and 0 not in sizes:  # the plan proves all other tensors, but this one has nothing to prove
+                self.fault("a tensor without elements has a chunk with some", key, f"{list(shape)}", f"{list(sizes)}")
             if 0 in sizes:  # a rank without a part of its own: FSDP2 records one, at the end
                 continue
             # An optimizer's states of 8 or 4 bits pose as fp32.

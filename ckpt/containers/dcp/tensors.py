@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt.containers.dcp.items import Items, in_reading_order
 from ckpt.containers.dcp.metadata import DATA_FILE, Entry, Metadata
+from ckpt.containers.dcp.tiling import Tiling
 from ckpt.containers.torchfile.values import Record
 from ckpt.plan.assemble import whole_copies
 from ckpt.plan.checkpoint import SourceFile
@@ -80,19 +81,24 @@ class DataFiles:
         self.add_file(metadata.path)
         tensors = {key: FoundTensor(entry) for key, entry in metadata.entries.items()}
         values: dict[str, Any] = {}
+        tiling = Tiling(metadata.entries)
         with Items() as items:
             for place, key, box, is_replica in in_reading_order(metadata.entries, metadata.values):
                 if box is None:
                     values[key] = items.value(place, key)
+                    tiling.add(place, key)
                     continue
                 tensor = tensors[key]
                 extent = items.elements(place, key, box, tensor.entry.dtype)
+                if not items.is_shard(place):  # whose header names its tensors
+                    tiling.add(place, key)
                 if isinstance(extent, Record):
                     tensor.wrapped.setdefault(box, extent)
                     continue
                 (tensor.replicas if is_replica else tensor.placed).append((box, extent))
                 if not box.sizes and not is_replica:
                     tensor.number = items.number(extent)
+            tiling.finish(items.files)
             self.files |= items.files
         return tensors, values
 
