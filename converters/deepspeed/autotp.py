@@ -1,6 +1,7 @@
-"""DeepSpeed's AutoTP: tensor parallel ranks without a pipeline, each with ZeRO-1 or ZeRO-2 files of its own.
+"""DeepSpeed's AutoTP: tensor parallel ranks without a pipeline, each with ZeRO files of its own.
 
-    mp_rank_TT_model_states.pt, [bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt
+    mp_rank_TT_model_states.pt, with ZeRO-3 zero_pp_rank_D_mp_rank_TT_model_states.pt
+    [bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt
 
 Each tensor parallel rank wrote what a run of its parts alone would write.  How the parts make up the model is recorded
 in its model file, for each parameter by name: `universal_checkpoint_info.affine_map`, pieces of the whole tensor and

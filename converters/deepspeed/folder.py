@@ -237,7 +237,7 @@ def tensor_parallel(path: str, what: str = "") -> NotFoundError:
     return _unsupported(
         path,
         "parts of tensors on tensor-parallel ranks (mp_rank other than 00) without a pipeline's files of layers" + what,
-        "AutoTP's are read where DeepSpeed recorded how ranks share tensors (0.19.8, ZeRO-1 and 2); else have the "
+        "AutoTP's are read where DeepSpeed recorded how ranks share tensors (0.19.8, ZeRO-1 to 3); else have the "
         "script that trained it save whole tensors, as Accelerate's get_state_dict does under AutoTP; GPT-NeoX writes "
         "files of layers with pipe_parallel_size 1",
     )

@@ -151,10 +151,11 @@ def _read_step(path: Path) -> Checkpoint:
     first = list_step_folder(path, ranks[0])
     if first.experts:
         raise experts_unsupported(str(path), " that are tensor parallel, too")
-    if first.model is None:  # as of stage 3, which AutoTP has not
+    model = first.model or next(iter(first.model_per_rank.values()), None)
+    if model is None:
         raise tensor_parallel(str(path))
     with known_structure(path):
-        maps = recorded_maps(_Reading(first).load(first.model, ranks[0]), ranks)
+        maps = recorded_maps(_Reading(first).load(model, ranks[0]), ranks)
     together = Sources()
     slices = [_read_slice(path, rank, len(ranks), together) for rank in ranks]
     found = joined(slices, maps)
@@ -309,9 +310,10 @@ def _read_flat_group(
 
 def _read_stage3(reading: _Reading, inners: list[RankFile]) -> _Model:
     world_size = len(inners)
-    models = [_light(reading.load(reading.folder.model_per_rank[rank], rank)) for rank in range(world_size)]
+    models = [_light(reading, rank) for rank in range(world_size)]
     file = models[0]
-    module, ties, buffer_names = model_file.module(file), model_file.ties(file), model_file.buffer_names(file)
+    module = model_file.module(file, reading.num_tensor_parallel)
+    ties, buffer_names = model_file.ties(file), model_file.buffer_names(file)
     sub_groups = model_file.param_shapes(file)
     if len(set(partition_counts(inners[0]))) > 1:
         raise NotFoundError(
@@ -351,19 +353,20 @@ def _read_stage3(reading: _Reading, inners: list[RankFile]) -> _Model:
     return _Model(file, ties, groups, scalars, models)
 
 
-def _light(file: RankFile) -> RankFile:
+def _light(reading: _Reading, rank: int) -> RankFile:
     """A rank's model file without what only rank 0's is read for, so that a thousand ranks fit in memory."""
-    if file.rank == 0:
+    file = reading.load(reading.folder.model_per_rank[rank], rank)
+    if rank == 0:
         return file
-    names = model_file.buffer_names(file)
+    names, module = model_file.buffer_names(file), model_file.module(file, reading.num_tensor_parallel)
     content = {key: value for key, value in file.content.items() if key not in ("ds_config", "optimizer")}
-    content["module"] = {fqn: value for fqn, value in model_file.module(file).items() if fqn in names}
+    content["module"] = {fqn: value for fqn, value in module.items() if fqn in names}
     return RankFile(file.path, file.rank, content)
 
 
 def _add_buffers(reading: _Reading, models: list[RankFile], names: set[str]) -> None:
     """Buffers are not partitioned: every rank wrote its own copy."""
-    copies = [model_file.module(model) for model in models]
+    copies = [model_file.module(model, reading.num_tensor_parallel) for model in models]
     for fqn in (fqn for fqn in copies[0] if fqn in names):
         tensor = model_file.whole(fqn, BUFFER, copies[0][fqn], 0)
         replicas = []
@@ -385,7 +388,7 @@ def _add_buffers(reading: _Reading, models: list[RankFile], names: set[str]) -> 
 def _check_placeholders(reading: _Reading, file: RankFile, ties: Mapping[str, str]) -> None:
     """Every parameter of the module dict, an empty placeholder there, must have been found elsewhere."""
     found = {fqn for fqn, _ in reading.tensors}
-    for fqn in model_file.module(file):
+    for fqn in model_file.module(file, reading.num_tensor_parallel):
         if fqn not in found and fqn not in ties:
             raise CorruptError(
                 "the elements of a parameter are stored nowhere",

@@ -18,6 +18,7 @@ from tests.support.engines import Truth
 from tests.support.stored import stored
 
 NAME, STEP = "autotp-zero1", "global_step2"
+NAMES = (NAME, "autotp-zero2", "autotp-zero3")
 
 
 @pytest.fixture
@@ -25,18 +26,21 @@ def run(fixtures: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(fixtures / NAME, tmp_path / NAME))
 
 
-def truth_of(fixtures: Path) -> Truth:
-    return Truth.load(fixtures / NAME / "truth" / f"{STEP}.safetensors")
+def truth_of(fixtures: Path, name: str = NAME) -> Truth:
+    return Truth.load(fixtures / name / "truth" / f"{STEP}.safetensors")
 
 
-def test_equals_what_deepspeed_puts_together(fixtures: Path) -> None:
-    truth, checkpoint = truth_of(fixtures), api.open(fixtures / NAME)
-    assert (checkpoint.format, checkpoint.world_size, checkpoint.state.step) == ("zero1", 4, 2)
-    assert {key: content(tensor) for key, tensor in checkpoint.tensors.items()} == truth.tensors
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_what_deepspeed_puts_together(fixtures: Path, name: str) -> None:
+    truth, checkpoint = truth_of(fixtures, name), api.open(fixtures / name)
+    assert (checkpoint.format, checkpoint.world_size, checkpoint.state.step) == (name.partition("-")[2], 4, 2)
     assert {role for _, role in truth.tensors} == {WEIGHT, MASTER, "exp_avg", "exp_avg_sq"}
+    kept = {key: bits for key, bits in truth.tensors.items() if key[1] != WEIGHT or checkpoint.format != "zero3"}
+    assert {key: content(tensor) for key, tensor in checkpoint.tensors.items()} == kept
     (group,) = checkpoint.state.param_groups
     assert set(group.fqns) == {fqn for fqn, _ in truth.tensors}
-    whole = [fqn for (fqn, role), tensor in checkpoint.tensors.items() if role == WEIGHT and tensor.replicas]
+    stored_as = MASTER if checkpoint.format == "zero3" else WEIGHT
+    whole = [fqn for (fqn, role), tensor in checkpoint.tensors.items() if role == stored_as and tensor.replicas]
     assert all("norm" in fqn or "embed" in fqn for fqn in whole) and len(whole) == 6
     assert "tensor_parallel" not in (checkpoint.state.ds_config or {})
     assert any("2 tensor parallel ranks" in note for note in checkpoint.notes)
@@ -54,9 +58,10 @@ def test_everything_goes_on_to_other_formats(fixtures: Path, tmp_path: Path, tar
         assert content(written.tensors[key]) == expected, key
 
 
-def test_weights_go_to_the_hub_as_the_engine_gathered_them(fixtures: Path, tmp_path: Path) -> None:
-    api.plan(api.open(fixtures / NAME), "hf").run(tmp_path / "out")
-    weights = {fqn: value for (fqn, role), value in truth_of(fixtures).tensors.items() if role == WEIGHT}
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_go_to_the_hub_as_the_engine_gathered_them(fixtures: Path, tmp_path: Path, name: str) -> None:
+    api.plan(api.open(fixtures / name), "hf").run(tmp_path / "out")
+    weights = {fqn: value for (fqn, role), value in truth_of(fixtures, name).tensors.items() if role == WEIGHT}
     assert stored(tmp_path / "out") == weights
 
 
