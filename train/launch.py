@@ -43,7 +43,7 @@ def _takes_gpu(device: str, num_processes: int) -> bool:
     if device == "cuda" and num_gpus < num_processes:
         raise UserError(
             f"--device cuda: {num_processes} processes on this machine, and torch {torch.__version__} sees {num_gpus} "
-            f"GPUs\nhint: --nproc-per-node {num_gpus}, or --device cpu"
+            f"GPUs\nhint: {f'--nproc-per-node {num_gpus}, or ' if num_gpus else ''}--device cpu"
         )
     return num_gpus >= num_processes
 

@@ -233,9 +233,9 @@ def main() -> int:
             print(f"{options.run}: all {len(watcher.ranks)} ranks are done")
             return 0
         if findings := watcher.findings():
-            print("\n".join(map(str, findings)), flush=True)
-            if options.webhook:
+            if options.webhook:  # first: the terminal may be gone
                 call(options.webhook, options.run, findings)
+            print("\n".join(map(str, findings)), flush=True)
             return 1
         if not watcher.ranks and time.monotonic() - begin > options.silent:
             print(f"watch: no heartbeat in {watcher.folder}\nhint: give the folder of --output", file=sys.stderr)

@@ -1,17 +1,18 @@
 """A double of torch.cuda, installed where this is imported: as many GPUs as GPU_DOUBLES says, which are the CPU.
 
 What the bundled trainer asks of torch.cuda is answered as GPUs would, tensors made or moved there stay on the CPU,
-and files are tagged as written from there.  What a GPU computes, how its kernels round and how much memory they take is
+and files are tagged as written from there.  A process that has taken the CPU (DS_ACCELERATOR) sees none of them.
+DeepSpeed need not be installed.  What a GPU computes, how its kernels round and how much memory they take is
 none of it.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 from typing import Any
 
-import deepspeed.accelerator
-import deepspeed.ops.adam.fused_adam
 import torch
 import torch.distributed as dist
 from torch import serialization
@@ -25,9 +26,15 @@ NUM_GPUS = int(os.environ.get("GPU_DOUBLES", "2"))
 _join, _mesh, _fsdp1 = dist.init_process_group, native.init_device_mesh, FullyShardedDataParallel.__init__
 _generator = torch.Generator()
 
+
+def num_gpus() -> int:
+    """How many this process sees."""
+    return 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else NUM_GPUS
+
+
 DOUBLES: dict[str, Any] = cpu._CUDA | {
-    "is_available": lambda: True,
-    "device_count": lambda: NUM_GPUS,
+    "is_available": lambda: num_gpus() > 0,
+    "device_count": num_gpus,
     "current_device": lambda: int(os.environ.get("LOCAL_RANK", "0")),
     "set_device": lambda device: None,
     "get_device_name": lambda device=None: "double",
@@ -43,23 +50,30 @@ def install() -> None:
     """Puts the double in place, for the rest of this process."""
     for name, double in DOUBLES.items():
         setattr(torch.cuda, name, double)
-    dist.init_process_group = lambda backend, **options: _join({"nccl": "gloo"}[backend], **options)
+    dist.init_process_group = join
     native.init_device_mesh = lambda kind, *sizes, **options: _mesh("cpu", *sizes, **options)
     serialization.default_restore_location = lambda storage, location: storage
-    serialization.location_tag = lambda storage: f"cuda:{DOUBLES['current_device']()}"
+    serialization.location_tag = lambda storage: f"cuda:{DOUBLES['current_device']()}" if num_gpus() else "cpu"
     FullyShardedDataParallel.__init__ = lambda self, *args, device_id, **options: _fsdp1(
         self, *args, device_id=torch.device("cpu"), **options
     )
-    deepspeed.ops.adam.fused_adam.FusedAdamBuilder = FusedAdamBuilder
-    # DeepSpeed stays on its CPU accelerator, which it chooses once; the trainer is not to see that it was asked for.
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    deepspeed.accelerator.get_accelerator()
-    del os.environ["DS_ACCELERATOR"]
+    if importlib.util.find_spec("deepspeed"):
+        # DeepSpeed stays on its CPU accelerator, which it chooses once; the trainer is not to see that it was asked to.
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        importlib.import_module("deepspeed.ops.adam.fused_adam").FusedAdamBuilder = FusedAdamBuilder
+        importlib.import_module("deepspeed.accelerator").get_accelerator()
+        del os.environ["DS_ACCELERATOR"]
     # As on a GPU, optimizers update many parameters at once.
     optimizer._get_foreach_kernels_supported_devices = lambda: ["cuda", "cpu"]
     cpu._has_gpu = lambda: False
     cpu._CUDA |= DOUBLES
     cpu._CudaIsCpu().__enter__()
+
+
+def join(backend: str, **options: Any) -> Any:
+    """The process group; NCCL, which those that see a GPU ask for, is gloo."""
+    assert backend == ("nccl" if num_gpus() else "gloo")
+    return _join("gloo", **options)
 
 
 class FusedAdamBuilder:

@@ -61,9 +61,10 @@ def test_the_device(
     assert os.environ.get("DS_ACCELERATOR") == (None if expected is GPU else "cpu")
 
 
-def test_too_few_gpus_for_what_is_asked(started: Any) -> None:
-    with pytest.raises(UserError, match=r"(?s)4 processes on this machine.* sees 2 GPUs\nhint: --nproc-per-node 2"):
-        started("cuda", 2, 4)
+@pytest.mark.parametrize(("num_gpus", "hint"), [(2, "--nproc-per-node 2, or --device cpu"), (0, "--device cpu")])
+def test_too_few_gpus_for_what_is_asked(started: Any, num_gpus: int, hint: str) -> None:
+    with pytest.raises(UserError, match=rf"(?s)4 processes on this machine.* sees {num_gpus} GPUs\nhint: {hint}$"):
+        started("cuda", num_gpus, 4)
 
 
 def test_random_states_of_cpu_and_gpu_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

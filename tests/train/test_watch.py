@@ -58,9 +58,13 @@ def start(ranks: list[subprocess.Popen[str]], run: Path, *places: str) -> None:
         time.sleep(0.02)
 
 
+def command_of_watch(run: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "train.watch", str(run), "--every", "0.1", *options]
+
+
 def watch(run: Path, *options: str) -> tuple[int, str, float]:
     begin = time.monotonic()
-    command = [sys.executable, "-m", "train.watch", str(run), "--every", "0.1", *options]
+    command = command_of_watch(run, *options)
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=90)
     return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
 
@@ -117,11 +121,18 @@ def test_a_killed_rank_is_named_and_the_webhook_is_called(tmp_path: Path, ranks:
     ranks[0].kill()
     ranks[0].wait()
     with http.server.HTTPServer(("127.0.0.1", 0), Hook) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        code, out, _ = watch(tmp_path, "--webhook", f"http://127.0.0.1:{server.server_port}/")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        options = ("--webhook", f"http://127.0.0.1:{server.server_port}/")
+        code, out, _ = watch(tmp_path, *options)
+        nobody_reads, terminal = os.pipe()
+        os.close(nobody_reads)
+        subprocess.run(command_of_watch(tmp_path, *options), cwd=REPOSITORY, stdout=terminal, timeout=90)
+        os.close(terminal)
+        server.shutdown()
     assert code == 1 and out.startswith(f"rank 0 (pid {ranks[0].pid} on ") and "is gone" in out
     assert [(one["kind"], one["rank"], one["step"]) for one in posted[0]["findings"]] == [("dead", 0, 5)]
     assert posted[0]["text"].startswith(f"{tmp_path}: rank 0 ")
+    assert posted[1] == posted[0], "also where the watcher's terminal is gone"
 
 
 def test_a_rank_that_failed_is_named_and_ranks_that_are_done_end_the_watch(
