@@ -277,3 +277,15 @@ def test_buckets_without_arguments_are_refused(tmp_path: Path) -> None:
     torch.save({**common, "args": args}, path)
     with pytest.raises(CorruptError, match="not those of this model"):
         ckpt.open(tmp_path / "run")
+
+
+def test_a_part_outside_its_tensor_is_refused(fixtures: Path, tmp_path: Path) -> None:
+    """The number of layers in `.metadata` is smaller than what its chunks tell of."""
+    run = Path(shutil.copytree(fixtures / "megatron-dist-flattened", tmp_path / "run"))
+    metadata = run / "iter_0000002/.metadata"
+    content = bytearray(metadata.read_bytes())
+    assert content[7073:7075] == b"K\x02"
+    content[7074] = 1
+    metadata.write_bytes(content)
+    with pytest.raises(CorruptError, match="lies outside it"):
+        ckpt.open(run)

@@ -148,7 +148,11 @@ class Reading:
             by_name: dict[str, Placed] = {name: [] for name in one.names(shape)}
             for box, extent in self._unflattened(found, shape):
                 for name, inner, place in one.parts(shape, box, extent):
-                    by_name.setdefault(name, []).append((inner, place))
+                    if name not in by_name:
+                        raise CorruptError(
+                            "a part of a tensor lies outside it", path=self.folder, fqn=key, expected=shape, found=box
+                        )
+                    by_name[name].append((inner, place))
             for name, parts in by_name.items():
                 self.add((names[name], role), one.shape(shape), found.entry.dtype, parts)
 
