@@ -24,7 +24,7 @@ def main() -> int:
         choices=("auto", "cpu", "cuda"),
         default="auto",
         help="what every process computes on; auto: a GPU each, and the CPU where a machine has fewer GPUs than "
-        "processes or DS_ACCELERATOR is cpu (%(default)s)",
+        "processes or DS_ACCELERATOR is cpu; nothing here has run on a GPU yet (%(default)s)",
     )
     config.add_options(parser)
     try:
