@@ -8,8 +8,8 @@ and no process waits for one that is no more.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
-import socket
 import sys
 import threading
 import traceback
@@ -172,7 +172,7 @@ def _portable(error: BaseException | None, rank: int, size: int) -> BaseExceptio
     if error is None or getattr(error, "is_told", False):
         return error
     portable: Any = error
-    where = f"in rank {rank} of {size}, on {socket.gethostname()}"
+    where = f"in rank {rank} of {size}, on {os.uname().nodename}"
     if isinstance(error, CkptError):
         error.what = f"{error.what} ({where})"
     elif not isinstance(error, KeyboardInterrupt | MemoryError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -145,7 +144,7 @@ def _page_cache(folder: Path) -> tuple[str, int]:
     """Equal in processes that see each other's writes to `folder` at once: those of one node with the same mount."""
     with translate_os_errors(folder):
         boot = Path("/proc/sys/kernel/random/boot_id")
-        node = boot.read_text() if boot.is_file() else socket.gethostname()
+        node = boot.read_text() if boot.is_file() else os.uname().nodename
         return node, os.stat(folder).st_dev
 
 

@@ -12,7 +12,6 @@ import fcntl
 import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +79,8 @@ def _folder() -> str:
     """The folder of all stand-ins, which is made at the first call."""
     global _root
     if not _root:
+        import tempfile  # with all that it imports, only where there is a store
+
         _root = os.path.realpath(tempfile.mkdtemp(prefix="ckpt-stores-")) + "/"
         atexit.register(_remove, _root, os.getpid())
         sys.addaudithook(_refuse_holes)

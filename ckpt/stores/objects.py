@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -230,6 +229,8 @@ def _insist(get: Callable[[], memoryview], length: int, passing: type[Exception]
         except passing as raised:
             error = raised
         if tried < _TRIES:
+            import random  # as rarely as something fails
+
             time.sleep(min(_LONGEST_WAIT, _FIRST_WAIT * 2**tried) * random.uniform(0.5, 1))
     raise error
 

@@ -25,7 +25,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from ckpt.plan.tensors import Shape
@@ -44,7 +44,7 @@ class NoAnswerError(Exception):
 
 @cache
 def _file() -> Mapping[str, Any]:
-    found: dict[str, Any] = json.loads((files(__package__) / "learned.json").read_text("utf-8"))
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("learned.json").read_text("utf-8"))
     return found
 
 
