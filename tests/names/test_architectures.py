@@ -21,8 +21,9 @@ from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import Layout
 from converters.names.transformers import installed
 from converters.names.transformers import relation as relations
-from converters.names.transformers.known import known_from
+from converters.names.transformers.installed import converted_identifiers, model_folder
 from converters.names.transformers.relation import relation
+from converters.names.transformers.tables import declared
 from tests.support.architectures import auto, model_class, model_types, numbered, tiny_config, tiny_model
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -84,6 +85,19 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.numpy(force=True).tobytes() == b.numpy(force=True).tobytes()
+
+
+def known_from(config: Mapping[str, Any]) -> str | None:
+    """Who knows what becomes of this model's names between memory and the Hub; None where nobody does.
+
+    `tables` are ckpt's own; `transformers` is the installed one, of release 5 or later, which has this model type.
+    """
+    if declared(config) is not None:
+        return "tables"
+    whole = next(installed.model_types(config), None)
+    if whole is None or converted_identifiers() is None or model_folder(whole) is None:
+        return None
+    return "transformers"
 
 
 def forget() -> None:

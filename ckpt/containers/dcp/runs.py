@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import accumulate, compress
 from operator import add, itemgetter
 from typing import Any
@@ -26,14 +27,15 @@ from ckpt.containers.torchfile.tree import check_tree
 from ckpt.containers.torchfile.values import CutShortError, Global, Record
 
 _REF = rb"(?:h.|j.{4})"
-_TEXT = rb"\x8c.[^\x94]*\x94"
+_TEXT = rb"\x8c.[^\x94]{0,255}\x94"
 _NUMBER = rb"(?:K.|M..|J.{4}|\x8a\x05.{5})"
 _KEY = rb"(?:%b|%b)" % (_TEXT, _REF)
 _STEP = rb"(?:%b|%b|K.)" % (_TEXT, _REF)
-_SIZE = rb"%b(?:\)|%b{1,3}[\x85-\x87]\x94|\(%b+t\x94)\x85\x94R\x94" % (_REF, _NUMBER, _NUMBER)
+_SIZE = rb"%b(?:\)|%b{1,3}[\x85-\x87]\x94|\(%b{1,64}t\x94)\x85\x94R\x94" % (_REF, _NUMBER, _NUMBER)
 _TOKEN = rb"(?:%b|%b|%b|[]N\x88\x89)}(Rbut\x81\x85-\x87\x94])" % (_TEXT, _REF, _NUMBER)
 _NEW, _REFS = b"\x8c", (b"h", b"j")
 _MAX_STEPS = 6
+_MAX_MISSED = 100  # runs that have none of the forms, before no more are looked at: each look is of limited length
 _PLACE = (
     rb"%(index)b\)\x81\x94\}\x94\(%(fqn)b(?P<key>%(key)b)%(hint)b(?:N|%(number)b)(?:%(at)b(?P<where>%(size)b))?ub"
     rb"%(info)b\)\x81\x94\}\x94\(%(file)b(?P<path>%(key)b)%(start)b(?P<offset>%(number)b)%(size_)b(?P<length>%(number)b)ub"
@@ -61,7 +63,8 @@ def _place_form(refs: Mapping[bytes, bytes]) -> re.Pattern[bytes]:
 
 _TOKENS = _form(_TOKEN)
 #: A description of a tensor ends with the list of its chunks; that of another value is an object without a state.
-_DESCRIBED = _form(rb"(%b)(%b\)\x81\x94(?:\}\x94\((?:%b*[ae])+?ub|(?!\})))" % (_KEY, _REF, _TOKEN))
+#: Python adds a thousand chunks to it at once.
+_DESCRIBED = _form(rb"(%b)(%b\)\x81\x94(?:\}\x94\((?:%b{0,30000}[ae]){1,9}?ub|(?!\})))" % (_KEY, _REF, _TOKEN))
 _PATH = _form(rb"(%b)(\(?)(%b)%b([\x85-\x87t])\x94" % (_KEY, _STEP, rb"(%b)?" % _STEP * (_MAX_STEPS - 1)))
 _ANY_PLACE = _place_form({name: rb"(?P<%b>%b)" % (name, _REF) for name in _NAMED})
 
@@ -100,6 +103,7 @@ class Runs:
         self._form: re.Pattern[bytes] | None = None
         self._refs: dict[bytes, bytes] = {}
         self._numbers = _Numbers()
+        self._missed = 0
 
     def load(self, data: bytes, path: str) -> Any:
         """The object of the pickle, without the places that have become columns.
@@ -123,8 +127,20 @@ class Runs:
     def take(self, machine: Machine, at: int) -> int:
         """Take the items of known form from position `at` on, just behind a mark; return the position behind them."""
         stack = machine.stack
-        if len(stack) < 4 or len(machine.marks) != 2 or machine.marks[0] != 2 or type(stack[-1]) is not dict:
+        if (
+            self._missed > _MAX_MISSED
+            or len(stack) < 4
+            or len(machine.marks) != 2
+            or machine.marks[0] != 2
+            or type(stack[-1]) is not dict
+        ):
             return at
+        end = self._take(machine, at)
+        self._missed += end == at
+        return end
+
+    def _take(self, machine: Machine, at: int) -> int:
+        stack = machine.stack
         if stack[-2] == "storage_data":
             return self._take_places(machine, at)
         take = {"state_dict_metadata": self._take_described, "planner_data": self._take_paths}.get(stack[-2])
@@ -249,34 +265,47 @@ def _resolved(machine: Machine, *parts: Sequence[Any]) -> list[list[Any]]:
     Of these entries the texts are stored, and the others skipped.
     """
     base, stored = _num_memoized(machine), len(machine.memo)
-    sizes = [part if type(part[0]) is int else [step[:1] == _NEW for step in part] for part in parts]
-    *places, end = accumulate(map(sum, zip(*sizes, strict=True)), initial=base)
+    sizes = [part if type(part[0]) is int else _new(part) for part in parts]
+    counts = reduce(lambda a, b: list(map(add, a, b)), filter(None, sizes))
+    *places, end = accumulate(counts, initial=base)
     columns = []
     for part, size in zip(parts, sizes, strict=True):
         if part is not size:
             columns.append(_values(machine.memo, part, size, places))
-        places = list(map(add, places, size))
+        if size:
+            places = list(map(add, places, size))
     machine.skipped += end - base - (len(machine.memo) - stored)
     return columns
 
 
-def _values(memo: dict[int, Any], steps: Sequence[bytes], new: Sequence[bool], places: Sequence[int]) -> list[Any]:
+def _new(steps: Sequence[bytes]) -> list[bool]:
+    """Which of the steps push a new text; nothing if none does."""
+    kinds = {step[:1] for step in steps}
+    if _NEW not in kinds:
+        return []
+    return [True] * len(steps) if len(kinds) == 1 else [step[:1] == _NEW for step in steps]
+
+
+def _values(memo: dict[int, Any], steps: Sequence[bytes], new: Sequence[Any], places: Sequence[int]) -> list[Any]:
     """What these steps push, at whose turn so many entries are in the memo; None for a step that is not there.
 
     IrregularError for a text of another length than it says, and for a reference to what is yet to come.
     """
-    texts = [step[2:-1].decode("ascii") for step in compress(steps, new)]
-    if [len(text) for text in texts] != [step[1] for step in compress(steps, new)]:
+    said = list(compress(steps, new))
+    texts = [step[2:-1].decode("ascii") for step in said]
+    if [len(text) for text in texts] != [step[1] for step in said]:
         raise IrregularError
     memo.update(zip(compress(places, new), texts, strict=True))
     if len(texts) == len(steps):
         return texts
     known: dict[bytes, Any] = {b"": None}
-    for step in {step for step, is_new in zip(steps, new, strict=True) if step and not is_new}:
+    for step in set(steps).difference(said, known):
         number = _number(step)
         known[step] = number if step[:1] == b"K" else memo[number]
         if step[:1] != b"K" and number >= places[0] and number >= places[steps.index(step)]:
             raise IrregularError
+    if not texts:
+        return [known[step] for step in steps]
     made = iter(texts)
     return [next(made) if is_new else known[step] for step, is_new in zip(steps, new, strict=True)]
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ _PREFIX, _MODEL, _OPTIMIZER = "module.", "model", "optimizer"
 _STATES, _GROUPS = "state", "param_to_group_meta"
 _RNG = "rng_state"
 #: Where in a path the name of a parameter stands.
-_NAMED: Mapping[Any, int] = {_MODEL: 1, (_OPTIMIZER, _STATES): 2, (_OPTIMIZER, _GROUPS): 2}
+_NAMED: Mapping[Path_, int] = {(_MODEL,): 1, (_OPTIMIZER, _STATES): 2, (_OPTIMIZER, _GROUPS): 2}
 #: The one of Transformer Engine's states that is a copy of the parameter.
 _MASTER_STATE = "master_param"
 _SINKS = ".softmax_offset"
@@ -99,7 +100,7 @@ class _Stored:
     """The state dict that was saved.
 
     `names` tells what each name of a parameter in it means, `shapes` what is stored under these names, `masters` which
-    of the parameters are fp32 copies.
+    of the parameters are fp32 copies; `parts` has keys and paths by the first name of these, of the optimizer's by two.
     """
 
     reading: Reading
@@ -109,6 +110,7 @@ class _Stored:
     rest: Mapping[str | int, Any]
     names: Mapping[str, TensorKey]
     grid: Grid
+    parts: Mapping[Path_, Mapping[str, Path_]]
     shapes: dict[TensorKey, Shape] = field(default_factory=dict)
     masters: set[str] = field(default_factory=set)
 
@@ -118,23 +120,22 @@ class _Stored:
         _refuse_flat(metadata)
         tensors, values = reading.data.read(metadata)
         reading.data.count_ranks(folder)
-        leaves = [
+        parts: dict[Path_, dict[str, Path_]] = {}
+        for key, path in metadata.paths.items():
+            parts.setdefault(path[: 2 if path[0] == _OPTIMIZER else 1], {})[key] = path
+        leaves = (
             (path, values[key] if key in values else _value(reading, tensors[key]))
-            for key, path in metadata.paths.items()
-            if path[0] != _MODEL and path[:2] != (_OPTIMIZER, _STATES)
-        ]
+            for top, paths in parts.items()
+            if top not in ((_MODEL,), (_OPTIMIZER, _STATES))
+            for key, path in paths.items()
+        )
         rest = nest(leaves, metadata.path)
         reading.common = {name: value for name, value in rest.items() if name not in (_OPTIMIZER, _RNG)}
         dtypes = {"bf16": BFLOAT16, "fp16": FLOAT16}
         reading.native = next((dtype for name, dtype in dtypes.items() if reading.args.get(name)), None)
         grid = Grid.recorded(reading.args, folder)
-        about = dict.fromkeys(map(_parameter, metadata.paths.values()))
-        names = _meanings(name for name in about if name is not None)
-        return cls(reading, metadata, tensors, values, rest, names, grid)
-
-    def under(self, *top: str | int) -> Iterator[tuple[str, Path_]]:
-        """Keys and paths of what stands under these names."""
-        return ((key, path) for key, path in self.metadata.paths.items() if path[: len(top)] == top)
+        about = {str(path[at]): None for top, at in _NAMED.items() for path in parts.get(top, {}).values() if path[at:]}
+        return cls(reading, metadata, tensors, values, rest, _meanings(about), grid, parts)
 
     def strange(self, key: str, expected: str) -> CorruptError:
         return CorruptError(
@@ -153,12 +154,6 @@ def _refuse_flat(metadata: Metadata) -> None:
                 hint="was this made of a torch_dist checkpoint? convert that one, or what training goes on to save; "
                 "as dcp it is read under the names that it has",
             )
-
-
-def _parameter(path: Path_) -> str | None:
-    """The name of the parameter that an entry is about."""
-    at = _NAMED.get(path[0], _NAMED.get(path[:2], len(path)))
-    return str(path[at]) if at < len(path) else None
 
 
 def _value(reading: Reading, found: FoundTensor) -> StoredTensor:
@@ -194,7 +189,7 @@ def _note_model(stored: _Stored) -> None:
     """Note the parameters and buffers.  Those that are fp32 in a model of 16 bits are the optimizer's masters."""
     reading = stored.reading
     found: dict[TensorKey, FoundTensor] = {}
-    for key, path in stored.under(_MODEL):
+    for key, path in stored.parts.get((_MODEL,), {}).items():
         name = stored.names.get(str(path[1])) if len(path) == 2 else None
         if name is None or not is_models(name.name) or key not in stored.tensors:
             raise stored.strange(key, "a tensor of embedding., decoder., mtp. or output_layer.")
@@ -351,7 +346,8 @@ def _note_random_states(stored: _Stored) -> None:
 
 
 def _note_states(stored: _Stored, found: Optimizers) -> None:
-    for key, path in stored.under(_OPTIMIZER):
+    parts = (paths.items() for top, paths in stored.parts.items() if top[0] == _OPTIMIZER)
+    for key, path in chain.from_iterable(parts):
         if len(path) == 4 and path[1] == _STATES:
             _note_state(stored, found, key, stored.names[str(path[2])], str(path[3]))
         elif len(path) < 4 or path[1] != _GROUPS:
@@ -400,8 +396,12 @@ def _note_state(stored: _Stored, found: Optimizers, key: str, name: TensorKey, s
 def _note_groups(stored: _Stored, found: Optimizers) -> None:
     """Parameters with the same options are a group."""
     optimizer = stored.rest.get(_OPTIMIZER, {})
+    alike: dict[tuple[Any, ...], tuple[Mapping[Any, Any], list[str]]] = {}  # equal values are mostly one object
     for name, described in optimizer.get(_GROUPS, {}).items():
         if not isinstance(described, Mapping):
             raise stored.strange(f"{_OPTIMIZER}.{_GROUPS}.{name}", "the options of a param group")
+        key = (*described, *map(id, described.values()))
+        alike.setdefault(key, (described, []))[1].append(stored.names[str(name)].name)
+    for described, names in alike.values():
         options = {option: plain(value) for option, value in described.items()}
-        found.note_group(options, [stored.names[str(name)].name], stored.metadata.path, by_all=True)
+        found.note_group(options, names, stored.metadata.path, by_all=True)

@@ -109,6 +109,9 @@ class TensorKey:
         if self.half:
             offsets = (offsets[0] + shape[count], *offsets[1:])
         inner = Box(offsets, box.sizes[count:])
+        if not count:
+            yield self.name, inner, extent
+            return
         for index in product(*(range(n) for n in box.sizes[:count])):
             skip = sum(number * stride for number, stride in zip(index, extent.strides, strict=False))
             offset = extent.offset + skip * extent.dtype.itemsize
