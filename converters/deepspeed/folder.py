@@ -249,7 +249,7 @@ def experts_unsupported(path: str, what: str = "") -> NotFoundError:
         path,
         "experts that DeepSpeed-MoE spread over ranks" + what,
         "load it with the script that trained it at ep_size 1 (AutoEP: autoep_size 1), where every rank has all "
-        "experts, and save the module's state dict with torch.save: the format `full` is that",
+        "experts, and save the module's state dict with torch.save: the format `full` is that (`ckpt convert full hf`)",
     )
 
 

@@ -44,7 +44,7 @@ from ckpt.run_folder.steps import LATEST_UNIVERSAL, recorded_step
 from converters.deepspeed import model as zero_model
 from converters.deepspeed import model_file
 from converters.deepspeed import write as zero_writer
-from converters.deepspeed.folder import list_step_folder
+from converters.deepspeed.folder import experts_unsupported, list_step_folder
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model import Model
 from converters.deepspeed.options import UniversalOptions
@@ -132,6 +132,8 @@ def _read(path: Path) -> Checkpoint:
     reading = _Reading(path)
     models = _model_files(reading)
     model = models[0]
+    if model.content.get("ds_autoep_layers"):
+        raise experts_unsupported(model.path, " (AutoEP), put together as a universal checkpoint")
     if model.content.get("num_experts"):
         raise NotFoundError(
             "a universal checkpoint of a model whose experts DeepSpeed-MoE spread over ranks is not supported",
