@@ -158,7 +158,7 @@ def test_a_job_that_fails_is_not_requeued(cluster: Cluster, tmp_path: Path) -> N
     log = tmp_path / "log"
     with cluster.configured(PreemptType="preempt/none", PreemptMode="OFF"):
         words = ["--nodes=1", f"--output={log}", CONVERT, "zero3", "hf", tmp_path / "not-there"]
-        number = cluster.submit(*words, PROCESSES_PER_NODE="1")
+        number = cluster.submit(*words, PROCESSES_PER_NODE="2")
         cluster.wait(lambda: log.is_file() and " ended with " in log.read_text(), "its end", 120)
         cluster.wait_for_state(number, "FAILED", "PENDING")
     said, job = log.read_text(), cluster.job(number)
