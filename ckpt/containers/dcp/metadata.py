@@ -72,7 +72,8 @@ class Entry:
 class Metadata:
     """What one or several metadata files say.  `paths` has every key, in the order of the state dict where known.
 
-    `values` are the items that are no tensors.  `is_nested` says that paths are recorded.
+    `values` are the items that are no tensors, `unused` those that have no elements.  `is_nested` says that paths are
+    recorded.
     """
 
     path: str
@@ -80,6 +81,7 @@ class Metadata:
     values: dict[str, Place]
     paths: dict[str, Path_]
     is_nested: bool
+    unused: list[Place]
 
 
 def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.Metadata",)) -> Metadata:
@@ -144,6 +146,16 @@ def _merge(first: Metadata, other: Metadata) -> None:
     for key, steps in other.paths.items():
         first.paths.setdefault(key, steps)
     first.is_nested = first.is_nested or other.is_nested
+    first.unused += other.unused
+
+
+def _unused(
+    places: Mapping[tuple[str, Shape | None], Place], entries: Mapping[str, Entry], values: Mapping[str, Place]
+) -> list[Place]:
+    if len(places) == len(values) + sum(len(entry.chunks) for entry in entries.values()):
+        return []
+    used = {(key, box.offsets) for key, entry in entries.items() for box in entry.chunks}
+    return [place for (key, where), place in places.items() if key not in values and (key, where) not in used]
 
 
 class _Parser:
@@ -182,7 +194,7 @@ class _Parser:
             else:
                 self.fault("the metadata describes something that is no tensor and no value", key, found=kind)
         paths, is_nested = self._paths(root.get("planner_data"), described)
-        return Metadata(self.path, entries, values, paths, is_nested)
+        return Metadata(self.path, entries, values, paths, is_nested, _unused(places, entries, values))
 
     # -- storage -------------------------------------------------------------------------------------------------
 

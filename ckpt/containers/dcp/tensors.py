@@ -81,7 +81,7 @@ class DataFiles:
         self.add_file(metadata.path)
         tensors = {key: FoundTensor(entry) for key, entry in metadata.entries.items()}
         values: dict[str, Any] = {}
-        tiling = Tiling(metadata.entries)
+        tiling = Tiling(metadata)
         with Items() as items:
             for place, key, box, is_replica in in_reading_order(metadata.entries, metadata.values):
                 if box is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpt.containers.dcp.metadata import Entry, Place
+from ckpt.containers.dcp.metadata import Metadata, Place
 from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import SourceFile
 
@@ -16,8 +16,9 @@ from ckpt.plan.checkpoint import SourceFile
 class Tiling:
     """Takes the places of all items by file and offset, and raises CorruptError for one that cannot be."""
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
-        self._entries = entries
+    def __init__(self, metadata: Metadata) -> None:
+        self._entries = metadata.entries
+        self._unused = {(place.path, place.offset): place.length for place in metadata.unused if place.length}
         self._last = Place("", 0, 0)
         self._key = ""
         self._ends: dict[str, int] = {}
@@ -27,7 +28,8 @@ class Tiling:
     def add(self, place: Place, key: str) -> None:
         end = self._ends.get(place.path, 0)
         if place.offset > end:
-            self._loose.add(place.path)
+            if not self._is_filled(place.path, end, place.offset):
+                self._loose.add(place.path)
         elif place.offset < end:
             if place != self._last:
                 raise _overlap(place, key, f"offset {end} or more, behind {self._key}")
@@ -41,11 +43,18 @@ class Tiling:
 
         Where bytes of a file are of no item, it is a damaged offset that makes two tensors look like one.
         """
-        loose = self._loose | {path for path, end in self._ends.items() if end < files[path].size}
+        ends = {path: end for path, end in self._ends.items() if not self._is_filled(path, end, files[path].size)}
+        loose = self._loose | ends.keys()
         for key, other, place in self._shared:
             mine, its = self._entries.get(key), self._entries.get(other)
             if mine is None or its is None or mine.chunks != its.chunks or place.path in loose:
                 raise _overlap(place, key, f"bytes of its own, not those of {other}")
+
+    def _is_filled(self, path: str, start: int, stop: int) -> bool:
+        """Whether items without elements stand there."""
+        while start < stop and (path, start) in self._unused:
+            start += self._unused[path, start]
+        return start == stop
 
 
 def _overlap(place: Place, key: str, expected: str) -> CorruptError:
