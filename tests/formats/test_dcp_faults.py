@@ -140,6 +140,17 @@ def test_a_file_is_missing(step: Path, name: str) -> None:
     refused(step, 4, name, format="dcp")
 
 
+@pytest.mark.parametrize("names", [("__0_0.distcp", "__1_0.distcp"), ("__1_0.distcp", "__0_0.distcp")])
+def test_a_file_of_one_rank_copied_over_that_of_another(fixtures: Path, tmp_path: Path, names: tuple[str, str]) -> None:
+    """All shards are of the same sizes there, so that every item fits; exchanged files would not be noticed."""
+    model = "trl-fsdp2/outputs/llama-sft/checkpoint-2/pytorch_model_fsdp_0"
+    run = Path(shutil.copytree(fixtures / model, tmp_path / "run"))
+    shutil.copy(run / names[0], run / names[1])
+    done = ckpt("convert", "dcp", "full", run, "-o", tmp_path / "out")
+    assert (done.code, (tmp_path / "out").exists()) == (4, False)
+    assert "the very same" in done.err and all(name in done.err for name in names)
+
+
 @pytest.mark.parametrize("damage", [half, one_byte_short, emptied, zeroed_tail])
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
 def test_a_file_is_truncated(step: Path, name: str, damage: Callable[[Path], None]) -> None:

@@ -1,6 +1,6 @@
 """The tensors of a DCP checkpoint: which bytes of its data files hold which box of each.
 
-What the metadata and the items of the data files are is in `dcp_metadata` and `dcp_items`; what keys mean is the
+What the metadata and the items of the data files are is in `metadata` and `items`; what keys mean is the
 formats' business.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.containers.dcp.items import Items, in_reading_order
 from ckpt.containers.dcp.metadata import DATA_FILE, Entry, Metadata
-from ckpt.containers.dcp.tiling import Tiling
+from ckpt.containers.dcp.tiling import Tiling, check_no_copy, copies
 from ckpt.containers.torchfile.values import Record
 from ckpt.plan.assemble import whole_copies
 from ckpt.plan.checkpoint import SourceFile
@@ -99,6 +99,13 @@ class DataFiles:
                 if not box.sizes and not is_replica:
                     tensor.number = items.number(extent)
             tiling.finish(items.files)
+            for pair in copies(items.files):
+                held: dict[str, dict[str, tuple[Box, Extent]]] = {path: {} for path in pair}
+                for key, tensor in tensors.items():
+                    for box, extent in tensor.placed:
+                        if extent.path in held:
+                            held[extent.path][key] = box, extent
+                check_no_copy(*pair, held)
             self.files |= items.files
         return tensors, values
 

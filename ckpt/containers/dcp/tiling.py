@@ -1,4 +1,5 @@
-"""Whether the places that DCP's `.metadata` names can be those of its items: nothing else checks a damaged offset.
+"""Whether the places that DCP's `.metadata` names can be those of its items: nothing else checks a damaged offset,
+nor the copy of one rank's file over another's.
 
 torch writes item behind item, with nothing between them (2.1 to 2.13, `distributed/checkpoint/filesystem.py`,
 `_write_item`).  Only ties that were written here share items, and then all of them.
@@ -6,11 +7,19 @@ torch writes item behind item, with nothing between them (2.1 to 2.13, `distribu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from ckpt.containers.dcp.metadata import Metadata, Place
 from ckpt.errors import CorruptError
+from ckpt.move.source import open_file, read_at
 from ckpt.plan.checkpoint import SourceFile
+from ckpt.plan.tensors import Box, Extent
+
+#: Bytes at the end of a file, whose checksums tell it from others, and those of a tensor that are looked at.
+_TAIL, _LOOKED_AT = 1 << 16, 1 << 16
+_CHUNK = 1 << 20
 
 
 class Tiling:
@@ -66,3 +75,51 @@ def _overlap(place: Place, key: str, expected: str) -> CorruptError:
         found=f"{place.length} bytes at {place.offset}",
         hint="is .metadata damaged, or of another save than the file?",
     )
+
+
+def copies(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, str]]:
+    """Data files that are equal byte for byte, each with the first of its kind."""
+    seen: dict[tuple[int, int], str] = {}
+    sizes = Counter(file.size for file in files.values())
+    for path, file in sorted(files.items()):
+        if sizes[file.size] > 1:
+            tail = hash(_read(path, max(0, file.size - _TAIL), file.size))
+            first = seen.setdefault((file.size, tail), path)
+            if first != path and _are_equal(first, path, file.size):
+                yield first, path
+
+
+def check_no_copy(first: str, path: str, held: Mapping[str, Mapping[str, tuple[Box, Extent]]]) -> None:
+    """CorruptError where two equal files hold other parts of a tensor; `held` has the parts in each, by key.
+
+    Replicas are equal, and what is one value throughout, zeros say, may well be.
+    """
+    for key, (box, extent) in held.get(path, {}).items():
+        other = held.get(first, {}).get(key)
+        if other is None or other[0] == box or not extent.numel:
+            continue
+        start = extent.offset
+        data = _read(path, start, min(extent.end, start + _LOOKED_AT))
+        width = extent.dtype.itemsize
+        if data != data[:width] * (len(data) // width):
+            raise CorruptError(
+                "the files of two ranks hold the very same, and each should have a part of its own",
+                path=path,
+                fqn=key,
+                expected=f"other elements for {box} than those of {other[0]} in {first}",
+                found="equal files",
+                hint="was one copied over the other?",
+            )
+
+
+def _are_equal(one: str, other: str, size: int) -> bool:
+    spans = ((start, min(size, start + _CHUNK)) for start in range(0, size, _CHUNK))
+    return all(_read(one, *span) == _read(other, *span) for span in spans)
+
+
+def _read(path: str, start: int, stop: int) -> bytes:
+    descriptor = open_file(path)
+    try:
+        return read_at(descriptor, path, start, stop - start)
+    finally:
+        os.close(descriptor)
