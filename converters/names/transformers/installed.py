@@ -179,7 +179,7 @@ def _tied_literal(body: str) -> dict[str, str | None] | None:
         except (SyntaxError, ValueError):
             continue
         if isinstance(value, dict):
-            return {str(alias): str(owner) for alias, owner in value.items()}
+            return {str(alias): str(owner).removesuffix("$") for alias, owner in value.items()}  # I-BERT's is a pattern
         return dict.fromkeys(map(str, value or ()))
     return None
 
