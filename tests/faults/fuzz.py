@@ -89,15 +89,23 @@ def safetensors(data: bytes, place: Path) -> None:
 
 
 def metadata(data: bytes, place: Path) -> None:
-    """DCP's `.metadata`: chunks lie within their tensors, and files within the folder."""
+    """DCP's `.metadata`: chunks lie within their tensors, or the plan's proof refuses them; files within the folder."""
     from ckpt.containers.dcp.metadata import read_metadata
+    from ckpt.errors import CorruptError
+    from ckpt.plan.checkpoint import WEIGHT
+    from ckpt.plan.planner import check_source
+    from ckpt.plan.tensors import Extent, Fragment, Pieces, Tensor
 
     (place / ".metadata").write_bytes(data)
     found = read_metadata(place)
     for entry in found.entries.values():
-        for box in entry.chunks:
-            for offset, size, whole in zip(box.offsets, box.sizes, entry.shape, strict=True):
-                assert 0 <= offset <= offset + size <= whole, entry
+        parts = [Fragment(box, Extent.contiguous("fuzz", 0, entry.dtype, box.sizes)) for box in entry.chunks]
+        is_inside = all(stop <= size for box in entry.chunks for stop, size in zip(box.ends, entry.shape, strict=True))
+        try:
+            check_source(Tensor(entry.key, WEIGHT, entry.dtype, entry.shape, Pieces(tuple(parts))))
+        except CorruptError:
+            continue
+        assert is_inside, entry
     for one in [*found.values.values(), *(p for entry in found.entries.values() for p in entry.chunks.values())]:
         assert Path(one.path).resolve().is_relative_to(place.resolve()), one
 
