@@ -23,8 +23,7 @@ from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, TrainingState
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.state.numbered import names_by_shapes
-from converters.names.transformers.installed import all_tied_weights
-from converters.names.transformers.ties import ties_embeddings
+from converters.names.transformers.ties import declared_ties
 from converters.pytorch.optimizer_states import OptimizerStates
 from converters.quantized.states import Quantized, understood
 
@@ -105,9 +104,7 @@ def tie_as_declared(
     that they are one.  The second becomes a replica of the first, and is compared with it, unless it has been trained
     by itself.  With `trained`, the names in the optimizer's groups, only where these list the first and not the second.
     """
-    if not config or not ties_embeddings(config):
-        return
-    for alias, owner in (all_tied_weights(config) or {}).items():
+    for alias, owner in declared_ties(config or {}).items():
         kept, again = tensors.get((str(owner), WEIGHT)), tensors.get((alias, WEIGHT))
         if kept is None or again is None or (kept.shape, kept.dtype) != (again.shape, again.dtype):
             continue

@@ -193,14 +193,55 @@ def test_a_tensor_that_an_inner_model_ties_is_written_once(tmp_path: Path, model
     """DCP stores it under each of its names, here three; I-BERT declares the one that is kept as a pattern."""
     config = tiny_config(model_type)
     classes = auto.MODEL_FOR_MASKED_LM_MAPPING if model_type == "ibert" else auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    model = numbered(classes[type(config)](config))
-    model.save_pretrained(tmp_path / "saved")
-    dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / "stored"), no_dist=True)
-    shutil.copy(tmp_path / "saved" / "config.json", tmp_path / "stored")
-    ckpt.plan(ckpt.open(tmp_path / "stored", "dcp"), "hf").run(tmp_path / "out")
-    written, saved = tensors(tmp_path / "out"), tensors(tmp_path / "saved")
-    assert written.keys() == saved.keys()
+    assert from_dcp(classes[type(config)](config), tmp_path) == set()
+
+
+def chosen_inside(kind: str) -> transformers.PreTrainedModel:
+    """A model that has another inside, of the class that the inner config chooses."""
+    sizes = {"vocab_size": 37, "num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 12}
+    sizes |= {"intermediate_size": 10, "max_position_embeddings": 16}
+    bert = transformers.BertConfig(**sizes)
+    if kind.startswith("blip-2"):
+        t5 = {"vocab_size": 37, "d_model": 12, "d_kv": 6, "num_layers": 2, "num_heads": 2, "d_ff": 10}
+        opt = {**sizes, "ffn_dim": 10, "word_embed_proj_dim": 12}
+        texts = {"blip-2 of T5": {"model_type": "t5", **t5}, "blip-2 of OPT": {"model_type": "opt", **opt}}
+        qformer = {**sizes, "encoder_hidden_size": 12}
+        vision = {**sizes, "image_size": 16, "patch_size": 8}
+        config = transformers.Blip2Config(vision_config=vision, qformer_config=qformer, text_config=texts[kind])
+        return transformers.Blip2ForConditionalGeneration(config)
+    gpt2 = transformers.GPT2Config(vocab_size=37, n_embd=12, n_layer=2, n_head=2, n_positions=16)
+    untied = transformers.BertConfig(**sizes, tie_word_embeddings=False)
+    decoder = {"BERT to GPT-2": gpt2, "BERT to BERT": bert, "BERT to an untied one": untied}[kind]
+    both = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(bert, decoder)
+    return transformers.EncoderDecoderModel(both)
+
+
+@pytest.mark.parametrize(
+    "kind", ["BERT to BERT", "BERT to an untied one", "BERT to GPT-2", "blip-2 of T5", "blip-2 of OPT"]
+)
+def test_what_a_model_chosen_by_an_inner_config_ties_is_written_once(tmp_path: Path, kind: str) -> None:
+    assert from_dcp(chosen_inside(kind), tmp_path) == set()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_marian_ties_by_its_config_is_written_once(tmp_path: Path, shared: bool) -> None:
+    """Its positions, which it computes, stand in a checkpoint, and `save_pretrained` leaves them out."""
+    config = tiny_config("marian")
+    config.share_encoder_decoder_embeddings = shared
+    positions = {f"model.{part}.embed_positions.weight" for part in ("encoder", "decoder")}
+    assert from_dcp(transformers.MarianMTModel(config), tmp_path) == positions
+
+
+def from_dcp(model: transformers.PreTrainedModel, folder: Path) -> set[str]:
+    """Names that `ckpt` writes of a DCP checkpoint beside what `save_pretrained` does, whose bytes have to be equal."""
+    model = numbered(model)
+    model.save_pretrained(folder / "saved")
+    dcp.save(model.state_dict(), checkpoint_id=str(folder / "stored"), no_dist=True)
+    shutil.copy(folder / "saved" / "config.json", folder / "stored")
+    ckpt.plan(ckpt.open(folder / "stored", "dcp"), "hf").run(folder / "out")
+    written, saved = tensors(folder / "out"), tensors(folder / "saved")
     assert all(same(written[name], saved[name]) for name in saved)
+    return written.keys() - saved.keys()
 
 
 def test_a_class_that_serves_two_model_types_is_proved(tmp_path: Path) -> None:

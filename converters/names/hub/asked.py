@@ -52,12 +52,15 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
 
 
 def in_memory(model: Any) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Shapes of the tensors that `save_pretrained` of a model would take, and of those that are tied to them."""
+    """Shapes of the tensors that `save_pretrained` of a model would take, and of those that it leaves out.
+
+    Left out are the names of tied tensors but one, and what the model computes by itself (positions of Marian's).
+    """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+    state = model.state_dict()
     unsaved = set(model._keys_to_ignore_on_save or ())
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in unsaved}
-    required = remove_tied_weights_from_state_dict(dict(state), model)
+    required = remove_tied_weights_from_state_dict({n: t for n, t in state.items() if n not in unsaved}, model)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     return {n: shapes[n] for n in required}, {n: shape for n, shape in shapes.items() if n not in required}
 

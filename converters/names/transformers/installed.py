@@ -17,8 +17,19 @@ from typing import Any
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
 _TIED = re.compile(r"^    _tied_weights_keys(?::[^=\n]*)? = ", re.MULTILINE)
+#: The same where the model's config asks for it (Marian).
+_TIED_IF = re.compile(r"^        if self\.config\.(\w+):\n            self\._tied_weights_keys = ", re.MULTILINE)
 #: A module that a class makes for itself.
 _MADE = re.compile(r"^        self\.(\w+) = (\w+)\(", re.MULTILINE)
+#: A model inside whose class transformers chooses by a config inside the config.
+_CHOSEN = re.compile(
+    r"^ {8,}(?:self\.)?(\w+) = AutoModelFor(CausalLM|Seq2SeqLM)\.from_config\(config\.(\w+)", re.MULTILINE
+)
+#: Where it looks up the class.
+_CHOICES = {
+    "CausalLM": re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = (.*?)^\)", re.MULTILINE | re.DOTALL),
+    "Seq2SeqLM": re.compile(r"^MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES = (.*?)^\)", re.MULTILINE | re.DOTALL),
+}
 _PREFIX = re.compile(r"^    base_model_prefix(?:: str)? = [\"'](\w+)[\"']", re.MULTILINE)
 #: Classes that are a base model, without a head: `LlamaModel`, but not `GPT2LMHeadModel`.
 _BASE_MODEL = re.compile(r"(?<!Head)(?<!Heads)Model$")
@@ -137,7 +148,8 @@ def tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:
         while name in classes and name not in seen:
             seen.add(name)
             bases, body = classes[name]
-            found = _tied_literal(body)
+            asked = next((m for m in _TIED_IF.finditer(body) if config.get(m[1])), None)
+            found = _tied_literal(body, asked or _TIED.search(body))
             if found is not None:
                 return found
             name = next((base for base in bases if base in classes), "")
@@ -162,13 +174,13 @@ def _tied_inside(
     found: dict[str, str | None] = {}
     for attribute, inner in _MADE.findall(classes[name][1]):
         if inner in classes and inner not in around:
-            own = {**_tied_inside(classes, inner, (*around, name)), **(_tied_literal(classes[inner][1]) or {})}
+            body = classes[inner][1]
+            own = {**_tied_inside(classes, inner, (*around, name)), **(_tied_literal(body, _TIED.search(body)) or {})}
             found |= {f"{attribute}.{alias}": owner and f"{attribute}.{owner}" for alias, owner in own.items()}
     return found
 
 
-def _tied_literal(body: str) -> dict[str, str | None] | None:
-    match = _TIED.search(body)
+def _tied_literal(body: str, match: re.Match[str] | None) -> dict[str, str | None] | None:
     if match is None:
         return None
     rest = body[match.end() :]
@@ -182,6 +194,29 @@ def _tied_literal(body: str) -> dict[str, str | None] | None:
             return {str(alias): str(owner).removesuffix("$") for alias, owner in value.items()}  # I-BERT's is a pattern
         return dict.fromkeys(map(str, value or ()))
     return None
+
+
+def chosen_inside(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Configs of the models inside the config's model whose class transformers chooses by them, by attribute.
+
+    Each names the class that `AutoModelForCausalLM` takes; `AutoModelForSeq2SeqLM` where that has none, as BLIP-2 does.
+    """
+    root, model_type = package(), config.get("model_type")
+    classes = _classes(model_type, "modeling") if isinstance(model_type, str) else {}
+    chosen = [found for name in architectures(config) if name in classes for found in _CHOSEN.findall(classes[name][1])]
+    if root is None or not chosen:
+        return {}
+    text = (root / "models" / "auto" / "modeling_auto.py").read_text("utf-8")
+    maps = {
+        kind: dict(re.findall(r'\("([^"]+)", "(\w+)"\)', table[1])) if (table := pattern.search(text)) else {}
+        for kind, pattern in _CHOICES.items()
+    }
+    inside: dict[str, dict[str, Any]] = {}
+    for attribute, kind, key in sorted(chosen, key=lambda found: found[1]):
+        inner = config.get(key)
+        if isinstance(inner, Mapping) and inner.get("model_type") in maps[kind]:
+            inside.setdefault(attribute, {**inner, "architectures": [maps[kind][inner["model_type"]]]})
+    return inside
 
 
 def ties_by_default(model_type: str) -> bool:

@@ -13,7 +13,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt.plan.checkpoint import Checkpoint
-from converters.names.transformers.installed import all_tied_weights, model_types, ties_by_default
+from converters.names.transformers.installed import (
+    all_tied_weights,
+    chosen_inside,
+    model_types,
+    ties_by_default,
+)
 
 #: Output heads, by which the alias is told where transformers is not installed or does not know the class.
 _HEADS = re.compile(r"(.*\.)?(lm_head|lm_head\.decoder|embed_out)\.weight")
@@ -28,6 +33,15 @@ def ties_embeddings(config: Mapping[str, Any]) -> bool:
     return bool(stated)
 
 
+def declared_ties(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """Aliases that the config's model ties, and their owners where stated; those of a model inside by its config."""
+    ties = (all_tied_weights(config) or {}) if ties_embeddings(config) else {}
+    for attribute, inner in chosen_inside(config).items():
+        within = declared_ties(inner).items()
+        ties = {**ties, **{f"{attribute}.{alias}": owner and f"{attribute}.{owner}" for alias, owner in within}}
+    return ties
+
+
 def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
     """For each owner that the checkpoint records, the name under which a Hub model's files hold its tensor.
 
@@ -40,7 +54,7 @@ def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
     known = all_tied_weights(config) if config else None
     # an output head keeps its part whatever its name: gpt_neox's is `lm_head` in memory, `embed_out` on the Hub
     heads = known is None or any(_HEADS.fullmatch(alias) for alias in known)
-    aliases = [re.compile(pattern) for pattern in known or ()]
+    aliases = [re.compile(pattern) for pattern in {**(known or {}), **declared_ties(config or {})}]
     is_hub = config is not None and next(model_types(config), None) is not None
     stored = {fqn for fqn, _ in checkpoint.tensors}
 
@@ -60,10 +74,8 @@ def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
     """Aliases that a Hub model's files leave out, and their owners, as config and model class declare."""
-    if not ties_embeddings(config):
-        return {}
     return {
         alias: owner
-        for alias, owner in (all_tied_weights(config) or {}).items()
+        for alias, owner in declared_ties(config).items()
         if owner is not None and owner in stored and alias not in stored and re.fullmatch(r"[\w.]+", alias)
     }
