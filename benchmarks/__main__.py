@@ -1,8 +1,8 @@
 """`python -m benchmarks`: tables of times, ratios and peak memory.
 
 The yardstick of a conversion is `cp` of its output followed by `sync` of it, because what ckpt writes is on disk when
-it returns.  Caches are warm, and ckpt is compiled to bytecode.  Every figure is of a whole process; a time is the
-median over the rounds, a ratio the median of the ratios within each round.
+it returns.  Caches are warm, but for the section `cold`, and ckpt is compiled to bytecode.  Every figure is of a whole
+process; a time is the median over the rounds, a ratio the median of the ratios within each round.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks import dcp, hashing, load, lora, megatron, plans, processes, reshard, stores, universal, zero
+from benchmarks import cold, dcp, hashing, load, lora, megatron, plans, processes, reshard, stores, universal, zero
 from benchmarks.measure import CKPT, Case, rounds
 from benchmarks.runner import Bench
 
 SECTIONS = {
     "zero": zero,
+    "cold": cold,
     "reshard": reshard,
     "universal": universal,
     "dcp": dcp,

@@ -27,12 +27,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """A command, the paths that it writes, which are removed before each run, and a bound on the number of runs."""
+    """A command, the paths that it writes, which are removed before each run, and a bound on the number of runs.
+
+    Of `cold` folders nothing is in the page cache when it starts.
+    """
 
     name: str
     command: Sequence[str | Path]
     writes: tuple[Path, ...] = ()
     max_rounds: int | None = None
+    cold: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,9 @@ class Measured:
         return statistics.median(a.seconds / b.seconds for a, b in zip(self.runs, other.runs, strict=False))
 
 
-def copy_of(name: str, source: Path, copy: Path) -> Case:
+def copy_of(name: str, source: Path, copy: Path, cold: tuple[Path, ...] = ()) -> Case:
     """`cp -r`, then `sync` of every file and folder that it wrote."""
-    return Case(name, ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -exec sync {} +', source, copy], (copy,))
+    return Case(name, ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -exec sync {} +', source, copy], (copy,), cold=cold)
 
 
 def rounds(cases: Sequence[Case], number: int, filler: Path | None = None) -> dict[str, Measured]:
@@ -81,6 +85,8 @@ def run(case: Case, filler: Path | None = None) -> Run:
     os.sync()  # nobody pays for what was written before
     if filler is not None:
         fill_page_cache(filler)
+    for folder in case.cold:
+        forget(folder)
     start = time.perf_counter()
     with subprocess.Popen(case.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()) as process:
         assert process.stdout is not None
@@ -128,6 +134,14 @@ def remove(paths: Iterable[Path]) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def forget(folder: Path) -> None:
+    """Drop every file of the folder from the page cache; what was written has to be on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def warm(folder: Path) -> None:
