@@ -1,7 +1,7 @@
 """DeepSpeed's AutoTP: tensor parallel ranks without a pipeline, each with ZeRO files of its own.
 
     mp_rank_TT_model_states.pt, with ZeRO-3 zero_pp_rank_D_mp_rank_TT_model_states.pt
-    [bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt
+    [bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt, without ZeRO none
 
 Each tensor parallel rank wrote what a run of its parts alone would write.  How the parts make up the model is recorded
 in its model file, for each parameter by name: `universal_checkpoint_info.affine_map`, pieces of the whole tensor and
@@ -12,12 +12,12 @@ where they are in the rank's (deepspeed 0.19.8, checkpoint/affine.py, `ParamAffi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckpt.containers.sources import RankFile
+from ckpt.containers.sources import RankFile, Sources
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import BUFFER, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Source, Tensor, contiguous_strides
@@ -47,10 +47,11 @@ class Map:
     is_replicated: bool
 
 
-def joined(slices: Sequence[Slice], maps: Mapping[str, Map]) -> Checkpoint:
-    """The model that tensor parallel ranks have together.
+def joined(slices: Sequence[Slice], maps: Mapping[str, Map], sources: Sources) -> Checkpoint:
+    """The model that tensor parallel ranks have together; `sources` knows the storages of all their files.
 
-    Raises NotFoundError for a tensor of which no map tells, CorruptError where maps and tensors do not agree.
+    Raises NotFoundError for a tensor of which no map tells, CorruptError where maps and tensors do not agree, or two
+    files hold the very same.
     """
     first = slices[0].checkpoint
     for other in slices[1:]:
@@ -66,6 +67,7 @@ def joined(slices: Sequence[Slice], maps: Mapping[str, Map]) -> Checkpoint:
             f"optimizer states of AutoTP's ranks that are stored quantized ({quantized}) are not supported",
             path=first.path,
         )
+    _check_distinct(slices, maps, sources)
     return replace(
         first,
         tensors=tensors,
@@ -93,6 +95,14 @@ def _check_alike(first: Slice, other: Slice) -> None:
                 path=other.file.path,
                 expected=f"as {first.file.path}",
             )
+
+
+def _check_distinct(slices: Sequence[Slice], maps: Mapping[str, Map], sources: Sources) -> None:
+    """Of files with parts that ranks do not share: a partition of an embedding may well be the same on each."""
+    own = {fqn for fqn, one in maps.items() if not one.is_replicated}
+    parts = (t for one in slices for (fqn, _), t in one.checkpoint.tensors.items() if fqn in own)
+    with_own = {fragment.extent.path for part in parts for fragment in part.fragments()}
+    sources.check_distinct((number, file) for number, file in enumerate(sources.storages) if file in with_own)
 
 
 def _tensor(key: Key, slices: Sequence[Slice], maps: Mapping[str, Map], dp: int) -> Tensor:
@@ -137,36 +147,49 @@ def recorded_maps(file: RankFile, ranks: Sequence[int]) -> dict[str, Map]:
     recorded = info.get("affine_map") if isinstance(info, Mapping) else None
     if not isinstance(recorded, Mapping) or recorded.get("version") != _MAP_VERSION:
         raise tensor_parallel(file.path)
-    shapes: list[Any] = file.need("param_shapes")
-    names = {fqn for group in shapes for fqn in group} | set(file.need("module"))
     # patterns are whole names, escaped
-    known = {f"^{re.escape(fqn)}$": fqn for fqn in names if isinstance(fqn, str)}
+    known = {f"^{re.escape(fqn)}$": fqn for fqn in file.need("module") if isinstance(fqn, str)}
     return {
-        known[pattern]: _map(known[pattern], entry, len(ranks), file)
+        known[pattern]: map_of(known[pattern], entry, ranks, file)
         for pattern, entry in recorded["params"].items()
         if pattern in known
     }
 
 
-def _map(fqn: str, entry: Mapping[str, Any], num_ranks: int, file: RankFile) -> Map:
+def map_of(
+    fqn: str,
+    entry: Mapping[str, Any],
+    found: Sequence[int],
+    file: RankFile,
+    unsupported: Callable[[str, str], NotFoundError] = tensor_parallel,
+) -> Map:
+    """How the ranks that were `found` share a parameter, as it is recorded.
+
+    CorruptError where it is other ranks that share it, `unsupported` where no rank's part is a cut.
+    """
     shape = tuple(entry["logical_shape"])
     ranks = {int(rank): one for rank, one in entry["ranks"].items()}
-    if sorted(ranks) != list(range(num_ranks)):
+    if sorted(ranks) != list(found) or len(found) != found[-1] + 1:
         raise CorruptError(
-            "the tensor parallel ranks that share a parameter are not those that have files",
+            "the ranks that share a parameter are not those that have files",
             path=file.path,
             fqn=fqn,
-            expected=f"{num_ranks} ranks",
-            found=", ".join(map(str, sorted(ranks))),
+            expected=f"ranks {', '.join(map(str, sorted(ranks)))}",
+            found=f"files of ranks {', '.join(map(str, found))}",
         )
-    shards = tuple(tuple(ranks[rank]["shard_shape"]) for rank in range(num_ranks))
-    boxes = tuple(_boxes(fqn, ranks[rank]["pieces"], shape, shards[rank], file) for rank in range(num_ranks))
+    shards = tuple(tuple(ranks[rank]["shard_shape"]) for rank in found)
+    boxes = tuple(_boxes(fqn, ranks[rank]["pieces"], shape, shards[rank], file, unsupported) for rank in found)
     is_replicated = all(own == (Box((0,) * len(shape), shape),) for own in boxes)
     return Map(shape, shards, boxes, is_replicated)
 
 
 def _boxes(
-    fqn: str, pieces: Sequence[Mapping[str, Any]], shape: Shape, shard: Shape, file: RankFile
+    fqn: str,
+    pieces: Sequence[Mapping[str, Any]],
+    shape: Shape,
+    shard: Shape,
+    file: RankFile,
+    unsupported: Callable[[str, str], NotFoundError],
 ) -> tuple[Box, ...]:
     """A rank's pieces as boxes of the whole tensor, if they lie one behind the other in the rank's own."""
     found, at, strides = [], 0, contiguous_strides(shape)
@@ -179,7 +202,7 @@ def _boxes(
             reason = (
                 "a bias that ranks hold divided by their number" if piece.get("scale", 1.0) != 1.0 else "fused parts"
             )
-            raise tensor_parallel(file.path, f": {fqn} is shared in a way that is no cut ({reason})")
+            raise unsupported(file.path, f": {fqn} is shared in a way that is no cut ({reason})")
         offsets = []
         for stride in strides:
             offset, start = divmod(start, stride) if stride else (0, start)

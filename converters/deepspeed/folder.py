@@ -237,7 +237,7 @@ def tensor_parallel(path: str, what: str = "") -> NotFoundError:
     return _unsupported(
         path,
         "parts of tensors on tensor-parallel ranks (mp_rank other than 00) without a pipeline's files of layers" + what,
-        "AutoTP's are read where DeepSpeed recorded how ranks share tensors (0.19.8, ZeRO-1 to 3); else have the "
+        "AutoTP's are read where DeepSpeed recorded how ranks share tensors (0.19.8); else have the "
         "script that trained it save whole tensors, as Accelerate's get_state_dict does under AutoTP; GPT-NeoX writes "
         "files of layers with pipe_parallel_size 1",
     )
@@ -256,6 +256,11 @@ def experts_unsupported(path: str, what: str = "") -> NotFoundError:
 def is_of_experts(name: str) -> bool:
     """Whether a file holds an expert, or the optimizer of an expert parallel rank."""
     return bool(_EXPERT.fullmatch(name) or _EXPERTS_OPTIMIZER.fullmatch(name))
+
+
+def is_model_file(name: str) -> bool:
+    """Whether a file is a tensor parallel rank's model file, of those that all its data parallel ranks share."""
+    return bool(_MODEL.fullmatch(name))
 
 
 def refuse_unsupported(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """DeepSpeed without ZeRO (stage 0): read.
 
 One file, `mp_rank_00_model_states.pt`, has the module and the optimizer: torch's own in fp32, and under bf16 and fp16
-one around it with float32 masters.  With MoE layers there is a file for each expert, and one with the optimizer of each
+one around it with float32 masters.  Under AutoTP each tensor parallel rank has such a file of its parts
+(`converters.deepspeed.autotp`).  With MoE layers there is a file for each expert, and one with the optimizer of each
 expert parallel rank, `expp_rank_E_mp_rank_00_optim_states.pt`.  Format facts are from deepspeed 0.19.8:
 runtime/engine.py (`_save_checkpoint`, `_save_moe_checkpoint`), runtime/fp16/unfused_optimizer.py (`state_dict`).
 """
@@ -37,11 +38,18 @@ from ckpt.plan.tensors import Shape, Tensor, Whole
 from ckpt.run_folder.steps import LATEST, recorded_step
 from ckpt.state.numbered import names_by_shapes
 from converters.deepspeed import model_file
+from converters.deepspeed.autotp import Slice, joined, recorded_maps
 from converters.deepspeed.experts import Experts, read_experts
-from converters.deepspeed.folder import is_of_experts, is_universal, list_step_folder, refuse_unsupported
+from converters.deepspeed.folder import (
+    is_model_file,
+    is_of_experts,
+    is_universal,
+    list_step_folder,
+    refuse_unsupported,
+    tensor_parallel_ranks,
+)
 from converters.deepspeed.rank_files import hyperparameters, known_structure
 
-MODEL = "mp_rank_00_model_states.pt"
 #: What DeepSpeed calls the param groups of experts by.
 _EP_SIZE = re.compile(r"ep_size_(\d+)")
 #: What of an optimizer's entries describes tensors; the others are training state.
@@ -72,9 +80,8 @@ class Stage0:
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe a step; an optimizer's states under names that the shapes prove, or else left out, which is said."""
-        sources = Sources()
         with known_structure(path):
-            return _read(path, sources, sources.of_rank(confined(path, MODEL), 0, "DeepSpeed file"))
+            return _read(path)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         raise UsageError("the format 'zero0' cannot be written", hint="`zero1` resumes with any stage's config")
@@ -84,18 +91,54 @@ ZERO0 = Stage0()
 
 
 def _is_step(folder: Path) -> bool:
-    """Whether the folder has the one model file, and neither partitions, nor layers, nor files of other ranks.
+    """Whether the folder has model files of tensor parallel ranks, one mostly, and neither partitions nor layers.
 
-    A universal checkpoint made of stage 1 or 2 has the same one.
+    A universal checkpoint made of stage 1 or 2 has the same ones.
     """
     names = [name for name in os.listdir(folder) if name.endswith("_states.pt")] if folder.is_dir() else []
-    return [name for name in names if not is_of_experts(name)] == [MODEL] and not is_universal(folder)
+    names = [name for name in names if not is_of_experts(name)]
+    return bool(names) and all(map(is_model_file, names)) and not is_universal(folder)
 
 
-def _read(path: Path, sources: Sources, file: RankFile) -> Checkpoint:
-    folder = list_step_folder(path)
+def _read(path: Path) -> Checkpoint:
+    ranks, together = tensor_parallel_ranks(path), Sources()
+    maps = recorded_maps(_model_file(path, ranks[0], Sources()), ranks) if any(ranks) else None
+    held = [_held(path, Sources(storages=together.storages), rank, len(ranks)) for rank in ranks]
+    if maps is None:
+        return _checkpoint(held[0], held[0].groups)
+    is_proved = all(one.groups is not None for one in held)
+    slices = [Slice(_checkpoint(one, one.groups if is_proved else None), one.file) for one in held]
+    return joined(slices, maps, together)
+
+
+def _model_file(path: Path, tp_rank: int, sources: Sources) -> RankFile:
+    name = list_step_folder(path, tp_rank).model
+    assert name is not None
+    return sources.of_rank(name, 0, "DeepSpeed file")
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a tensor parallel rank has, the only one mostly: tensors of its module, and the optimizer's param groups.
+
+    `groups` is None where nothing proves which parameters they have.
+    """
+
+    path: Path
+    sources: Sources
+    file: RankFile
+    num_ranks: int
+    experts: Experts
+    tensors: Mapping[Key, Tensor]
+    ties: Mapping[str, str]
+    optimizers: Sequence[_Numbered]
+    groups: Sequence[_Group] | None
+
+
+def _held(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _Held:
+    folder, file = list_step_folder(path, tp_rank), _model_file(path, tp_rank, sources)
     experts = read_experts(folder.experts, file, sources)
-    module, buffers = {**model_file.module(file), **experts.tensors}, model_file.buffer_names(file)
+    module, buffers = {**model_file.module(file, num_ranks), **experts.tensors}, model_file.buffer_names(file)
     buffers |= experts.buffers(buffers)
     tensors: dict[Key, Tensor] = {}
     ties: dict[str, str] = {}
@@ -116,47 +159,56 @@ def _read(path: Path, sources: Sources, file: RankFile) -> Checkpoint:
         optimizers = [_Numbered(each, each.need("optimizer")) for each in ranks]
     shapes = {fqn: tensor.shape for (fqn, role), tensor in tensors.items() if role == WEIGHT}
     groups = _groups(shapes, optimizers, experts) if optimizers[0].groups else []
+    return _Held(path, sources, file, num_ranks, experts, tensors, ties, optimizers, groups)
+
+
+def _checkpoint(held: _Held, groups: Sequence[_Group] | None) -> Checkpoint:
+    """What a tensor parallel rank has as if it were a model, with the states of `groups`."""
+    file, tensors = held.file, dict(held.tensors)
     notes: list[str] = []
     scalars: dict[str, dict[str, Any]] = {}
     if "optimizer" not in file.content:
-        notes.append(f"{MODEL} lacks the entry 'optimizer', which DeepSpeed always writes: there are no states of one")
+        name = Path(file.path).name
+        notes.append(f"{name} lacks the entry 'optimizer', which DeepSpeed always writes: there are no states of one")
     if groups is None:
         notes.append(
             "the optimizer's states and masters are left out: DeepSpeed numbers them without names, and their shapes "
             "do not prove which parameter has which number"
-            + (", or layers are of several ep_size" if len(sizes) > 1 else "")
+            + (", or layers are of several ep_size" if len(held.optimizers[0].expert_parallel_sizes) > 1 else "")
         )
     for group in groups or ():
         for fqn, role, value in group.values():
-            if isinstance(value, StoredTensor) and value.extent.shape == shapes[fqn] and role != "step":
-                native, source = tensors[fqn, WEIGHT].dtype, Whole(value.extent, group.optimizer.file.rank)
-                tensors[fqn, role] = Tensor(fqn, role, value.extent.dtype, shapes[fqn], source, native)
+            weight = tensors[fqn, WEIGHT]
+            if isinstance(value, StoredTensor) and value.extent.shape == weight.shape and role != "step":
+                source = Whole(value.extent, group.optimizer.file.rank)
+                tensors[fqn, role] = Tensor(fqn, role, value.extent.dtype, weight.shape, source, weight.dtype)
             elif isinstance(value, StoredTensor) and value.extent.numel == 1:
                 scalars.setdefault(role, {})[fqn] = read_scalar(value.extent)
             elif isinstance(value, int | float):
                 scalars.setdefault(role, {})[fqn] = value
             else:
                 notes.append(f"the optimizer state {role} of {fqn} is left out: it is not of the parameter's shape")
-    step, version = file.content.get("global_steps"), file.content.get("ds_version")
+    step, version, dp = (file.content.get(name) for name in ("global_steps", "ds_version", "dp_world_size"))
     others = {name: value for name, value in (file.content.get("optimizer") or {}).items() if name not in _TENSORS}
     state = TrainingState.of_entries(
         "deepspeed",
         model_file.entries(file, others),
         step=step if isinstance(step, int) else None,
-        param_groups=_param_groups(groups or (), experts),
+        param_groups=_param_groups(groups or (), held.experts),
         scalars=scalars,
         engine_version=version,
     )
     return Checkpoint(
-        path=str(path),
+        path=str(held.path),
         format="zero0",
         tensors=tensors,
-        files=sources.files,
+        files=held.sources.files,
         framework=f"deepspeed {version}" if version else "deepspeed",
-        tag=path.name,
-        ties=ties,
+        tag=held.path.name,
+        world_size=dp if held.num_ranks > 1 and isinstance(dp, int) else None,
+        ties=held.ties,
         state=state,
-        folders=(str(path.parent),),
+        folders=(str(held.path.parent),),
         notes=tuple(notes),
     )
 
