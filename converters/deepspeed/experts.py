@@ -20,12 +20,11 @@ from typing import Any
 
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError, IncompleteError, NotFoundError, UsageError
-from ckpt.plan.tensors import Shape
-from converters.deepspeed.folder import experts_unsupported
-
-#: Up to an expert's number, the number, and the parameter in the expert.
-_NAME = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
+from ckpt.errors import CorruptError, IncompleteError, NotFoundError
+from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key
+from ckpt.plan.tensors import Shape, Tensor
+from converters.deepspeed import model_file
+from converters.deepspeed.keys import EXPERT
 
 #: Files of experts by the number of their layer and their own.
 Files = Mapping[tuple[int, int], str]
@@ -41,18 +40,18 @@ class Experts:
 
     model: RankFile
     counts: Mapping[str, int]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[Key, Tensor]
     is_in_rows: bool
 
-    def buffers(self, recorded: set[str]) -> set[str]:
-        """Names of experts' tensors that are buffers, of which those of one rank are `recorded`."""
-        return {fqn for fqn in self.tensors if _numbered(fqn, 0) in recorded}
+    def tied(self, module: Mapping[str, StoredTensor]) -> dict[str, str]:
+        """Entries of the module dict that are others of it again: none."""
+        return {}
 
     def in_order(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """As the model registers them, where all are of experts."""
         fqns = tuple(fqns)
         layers = list(self.counts)
-        found = [_NAME.fullmatch(fqn) for fqn in fqns]
+        found = [EXPERT.fullmatch(fqn) for fqn in fqns]
         if not all(found):
             return fqns
         places = {match[0]: (layers.index(match[1]), int(match[2])) for match in found if match}
@@ -66,7 +65,7 @@ class Experts:
         `shapes` are recorded by rank 0, `count` is the number of ranks of `num_ranks` that share a buffer.  One buffer
         that all share, or one for each expert parallel rank.
         """
-        matches = [_NAME.fullmatch(fqn) for fqn in shapes]
+        matches = [EXPERT.fullmatch(fqn) for fqn in shapes]
         num_expert_parallel, rest = divmod(num_ranks, count)
         if not any(matches) and count == num_ranks:
             yield range(num_ranks), dict(shapes)
@@ -80,19 +79,27 @@ class Experts:
         self._check_local([match for match in matches if match], num_expert_parallel)
         for rank in range(num_expert_parallel):
             named = {self.of_rank(fqn, rank, num_expert_parallel): shape for fqn, shape in shapes.items()}
-            row = range(rank * count, (rank + 1) * count)
-            yield row if self.is_in_rows else range(rank, num_ranks, num_expert_parallel), named
+            yield sharing_ranks(rank, count, num_ranks, is_in_rows=self.is_in_rows), named
+
+    def together(self, parts: Sequence[Mapping[Key, Tensor]], ranks: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """The tensors of which expert parallel ranks have `parts`: each has its own."""
+        for part in parts:
+            yield from part.values()
+
+    def held_by(self, rank: int | None, num_ranks: int, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """What of `shapes` is of experts that one of so many expert parallel ranks has; None: what is of no expert."""
+        return {fqn: shape for fqn, shape in shapes.items() if self.rank_of(fqn, num_ranks) == rank}
 
     def of_rank(self, fqn: str, rank: int, num_expert_parallel: int) -> str:
         """What is called `fqn` on an expert parallel rank by its name in the whole model."""
-        match = _NAME.fullmatch(fqn)
+        match = EXPERT.fullmatch(fqn)
         if match is None:
             return fqn
         return _numbered(fqn, rank * (self.counts[match[1]] // num_expert_parallel) + int(match[2]))
 
     def rank_of(self, fqn: str, num_expert_parallel: int) -> int | None:
         """The expert parallel rank that has a parameter; None for one that is of no expert."""
-        match = _NAME.fullmatch(fqn)
+        match = EXPERT.fullmatch(fqn)
         return int(match[2]) // (self.counts[match[1]] // num_expert_parallel or 1) if match else None
 
     def _check_local(self, names: Sequence[re.Match[str]], num_expert_parallel: int) -> None:
@@ -109,30 +116,55 @@ class Experts:
                 )
 
 
-def refuse_experts(fqns: Iterable[str]) -> None:
-    """UsageError where a model has such experts, for what writes files that DeepSpeed's engine loads."""
-    if expert := next((fqn for fqn in fqns if _NAME.fullmatch(fqn)), None):
-        raise UsageError(
-            "DeepSpeed loads the experts of its MoE layers from files of their own, which are not written",
-            fqn=expert,
-            hint="hf, full and dcp hold all experts, as the model at ep_size 1 has them",
-        )
-
-
 def _numbered(fqn: str, number: int) -> str:
-    return _NAME.sub(rf"\g<1>{number}\g<3>", fqn)
+    return EXPERT.sub(rf"\g<1>{number}\g<3>", fqn)
 
 
 def read_experts(files: Files, model: RankFile, sources: Sources) -> Experts:
     """The experts of which a step's folder has `files`, none for a model without such layers.
 
-    Raises NotFoundError for AutoEP's, IncompleteError where an expert's file is missing, CorruptError where one holds
-    something else.
+    Raises IncompleteError where an expert's file is missing, CorruptError where one holds something else.
     """
-    if model.content.get("ds_autoep_layers"):
-        raise experts_unsupported(model.path, " (AutoEP)")
+    recorded, wanted = check_files(files, model)
+    counts: dict[str, int] = {}
+    stored: dict[str, StoredTensor] = {}
+    for layer, expert in wanted:
+        path = files[layer, expert]
+        content = sources.root(path, is_named=True)
+        begins = {_beginning(name, expert, value, path) for name, value in entries_of(content, path)}
+        for begin in begins:
+            counts.setdefault(begin, recorded[layer])
+        if list(counts)[layer:] != list(begins):
+            raise CorruptError(
+                "an expert's file does not hold the parameters of an expert of its layer",
+                path=path,
+                found=", ".join(begins) or "nothing",
+            )
+        stored |= content
+    buffers = model_file.buffer_names(model)
+    tensors: dict[Key, Tensor] = {}
+    for name, value in stored.items():
+        role = BUFFER if _numbered(name, 0) in buffers else WEIGHT  # those of one rank are recorded
+        tensors[name, role] = model_file.whole(name, role, value)
+    return Experts(model, counts, tensors, are_in_rows(model))
+
+
+def sharing_ranks(rank: int, count: int, num_ranks: int, *, is_in_rows: bool) -> range:
+    """The `count` of `num_ranks` data parallel ranks that have what an expert parallel rank has."""
+    return range(rank * count, (rank + 1) * count) if is_in_rows else range(rank, num_ranks, num_ranks // count)
+
+
+def are_in_rows(model: RankFile) -> bool:
+    """Whether ranks with the same experts follow one another."""
     config = model.content.get("ds_config")
-    is_in_rows = isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism"))
+    return isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism"))
+
+
+def check_files(files: Files, model: RankFile) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
+    """How many experts each layer has, and the layer and number of each, all of which have files.
+
+    CorruptError or IncompleteError where there are others.
+    """
     recorded = model.content.get("num_experts") or []
     if not isinstance(recorded, Sequence) or not all(type(count) is int for count in recorded):
         raise CorruptError("the numbers of experts are no list of them", path=model.path, found=recorded)
@@ -152,25 +184,10 @@ def read_experts(files: Files, model: RankFile, sources: Sources) -> Experts:
             + "layer_{}_expert_{}_mp_rank_00_model_states.pt".format(*missing[0]),
             found=f"{len(wanted) - len(missing)} files",
         )
-    counts: dict[str, int] = {}
-    tensors: dict[str, StoredTensor] = {}
-    for layer, expert in wanted:
-        path = files[layer, expert]
-        content = sources.root(path, is_named=True)
-        begins = {_beginning(name, expert, value, path) for name, value in _entries(content, path)}
-        for begin in begins:
-            counts.setdefault(begin, recorded[layer])
-        if list(counts)[layer:] != list(begins):
-            raise CorruptError(
-                "an expert's file does not hold the parameters of an expert of its layer",
-                path=path,
-                found=", ".join(begins) or "nothing",
-            )
-        tensors |= content
-    return Experts(model, counts, tensors, is_in_rows)
+    return recorded, wanted
 
 
-def _entries(content: Any, path: str) -> Iterable[tuple[Any, Any]]:
+def entries_of(content: Any, path: str) -> Iterable[tuple[Any, Any]]:
     if not isinstance(content, Mapping):
         raise CorruptError("this is no expert's file", path=path, expected="a dict", found=type(content).__name__)
     return content.items()
@@ -178,7 +195,7 @@ def _entries(content: Any, path: str) -> Iterable[tuple[Any, Any]]:
 
 def _beginning(name: Any, expert: int, value: Any, path: str) -> str:
     """What names in an expert's file begin with; CorruptError where this is none of the expert's tensors."""
-    match = _NAME.fullmatch(name) if isinstance(name, str) else None
+    match = EXPERT.fullmatch(name) if isinstance(name, str) else None
     if match is None or int(match[2]) != expert or not isinstance(value, StoredTensor):
         raise CorruptError(
             "an entry of an expert's file is none of its tensors",

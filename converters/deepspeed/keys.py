@@ -6,6 +6,8 @@ stage3.py and runtime/bf16_optimizer.py (`state_dict`), checkpoint/ds_to_univers
 
 from __future__ import annotations
 
+import re
+
 # fmt: off
 #: Training state with a place of its own in a model file.
 MODEL_STATE = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples")
@@ -13,11 +15,13 @@ MODEL_STATE = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "g
 OPTIMIZER_STATE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 #: What a client hands over so that universal checkpoints can be made of its run.
 UNIVERSAL_INFO = "universal_checkpoint_info"
+#: How expert parallel ranks of AutoEP share experts.
+AUTOEP = "ds_autoep_layers"
 #: All that DeepSpeed itself has in a model file.  Everything else there is the user's client state.
 MODEL_FILE = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", *MODEL_STATE, "sparse_tensor_module_names", "global_steps", "dp_world_size", "mp_world_size",
-    "checkpoint_parallel_dimensions", "num_experts", "ds_config", "ds_version", "ds_autoep_layers", UNIVERSAL_INFO,
+    "checkpoint_parallel_dimensions", "num_experts", "ds_config", "ds_version", AUTOEP, UNIVERSAL_INFO,
 })
 #: What describes tensors, or the schema, in an optimizer file or the one of a universal checkpoint.  Everything else
 #: there is training state.
@@ -29,3 +33,7 @@ OPTIMIZER_FILE = frozenset({
 # fmt: on
 #: What a pipeline of Megatron-DeepSpeed was read from, so that it can be written again.
 PIPELINE = "pipeline"
+#: A parameter of an expert of DeepSpeed's MoE layers: up to the expert's number, the number, and the rest.
+EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
+#: Experts of a layer under AutoEP.
+AUTOEP_EXPERTS = re.compile(r".*\.experts\.w[123]")

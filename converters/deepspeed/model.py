@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.containers.torchfile.values import Record
-from ckpt.errors import LossError
+from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices
 from ckpt.plan.tensors import Tensor
 from ckpt.state import adam, positions
-from converters.deepspeed.experts import refuse_experts
-from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, PIPELINE
+from converters.deepspeed.keys import AUTOEP_EXPERTS, EXPERT, MODEL_FILE, MODEL_STATE, PIPELINE
 
 #: The version whose files these are, for sources that DeepSpeed did not write.
 VERSION = "0.19.8"
@@ -141,7 +140,7 @@ def describe(checkpoint: Checkpoint, dtype: DType | None, *, may_be_elastic: boo
 
     `may_be_elastic`: whether the target has a schema for states without hyperparameters.
     """
-    refuse_experts(fqn for fqn, _ in checkpoint.tensors)
+    _refuse_experts((fqn for fqn, _ in checkpoint.tensors), checkpoint.state.ds_config or {})
     recorded = None if dtype is not None else _recorded_dtype(checkpoint)
     dtype = dtype or recorded
     ties = _ties(checkpoint)
@@ -178,6 +177,20 @@ def describe(checkpoint: Checkpoint, dtype: DType | None, *, may_be_elastic: boo
         tuple(notes),
         bool(known),
     )
+
+
+def _refuse_experts(fqns: Iterable[str], config: Mapping[str, Any]) -> None:
+    """UsageError where a model of this DeepSpeed config has such experts, or AutoEP's, for what its engine loads."""
+    auto = config.get("expert_parallel")
+    is_auto = isinstance(auto, Mapping) and bool(auto.get("enabled"))
+    if expert := next(
+        (fqn for fqn in fqns if EXPERT.fullmatch(fqn) or (is_auto and AUTOEP_EXPERTS.fullmatch(fqn))), None
+    ):
+        raise UsageError(
+            "DeepSpeed loads the experts that ranks share from files of their own, which are not written",
+            fqn=expert,
+            hint="hf, full and dcp hold all experts, as the model at ep_size 1 has them",
+        )
 
 
 def _recorded_dtype(checkpoint: Checkpoint) -> DType | None:

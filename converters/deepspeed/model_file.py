@@ -6,13 +6,14 @@ Facts: see `converters.deepspeed.zero`; entries: `converters.deepspeed.keys`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ckpt.containers.sources import RankFile
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
-from ckpt.plan.checkpoint import WEIGHT
+from ckpt.plan.checkpoint import WEIGHT, Key
 from ckpt.plan.tensors import Shape, Tensor, Whole
 from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, OPTIMIZER_FILE
 from converters.deepspeed.model import is_bf16_optimizer
@@ -53,6 +54,17 @@ def ties(model: RankFile) -> dict[str, str]:
 def whole(fqn: str, role: str, stored: StoredTensor, rank: int | None = None) -> Tensor:
     extent = stored.extent
     return Tensor(fqn, role, extent.dtype, extent.shape, Whole(extent, rank), extent.dtype)
+
+
+def with_replicas(
+    tensors: Mapping[Key, Tensor], ties: Mapping[str, str], module: Mapping[str, StoredTensor]
+) -> dict[Key, Tensor]:
+    """The owners of ties of which `module` has each alias as well, with that as a replica, to be compared with it."""
+    found: dict[Key, Tensor] = {}
+    for alias, owner in ties.items():
+        tensor = tensors[owner, WEIGHT]
+        found[owner, WEIGHT] = replace(tensor, replicas=(*tensor.replicas, Whole(module[alias].extent, 0)))
+    return found
 
 
 def buffer_names(model: RankFile) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, flat_regions
@@ -19,7 +19,7 @@ class Part:
     shape: Shape
     boxes: tuple[Box, ...]
     source: Source
-    ranks: range | None
+    ranks: Sequence[int] | None
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
         """Fragments that hold the rank's part of the whole tensor, which is of `shape`."""

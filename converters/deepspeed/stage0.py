@@ -38,8 +38,9 @@ from ckpt.plan.tensors import Shape, Tensor, Whole
 from ckpt.run_folder.steps import LATEST, recorded_step
 from ckpt.state.numbered import names_by_shapes
 from converters.deepspeed import model_file
+from converters.deepspeed.autoep import AutoExperts, experts_of
 from converters.deepspeed.autotp import Slice, joined, recorded_maps
-from converters.deepspeed.experts import Experts, read_experts
+from converters.deepspeed.experts import Experts
 from converters.deepspeed.folder import (
     is_model_file,
     is_of_experts,
@@ -128,7 +129,7 @@ class _Held:
     sources: Sources
     file: RankFile
     num_ranks: int
-    experts: Experts
+    experts: Experts | AutoExperts
     tensors: Mapping[Key, Tensor]
     ties: Mapping[str, str]
     optimizers: Sequence[_Numbered]
@@ -137,18 +138,22 @@ class _Held:
 
 def _held(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _Held:
     folder, file = list_step_folder(path, tp_rank), _model_file(path, tp_rank, sources)
-    experts = read_experts(folder.experts, file, sources)
-    module, buffers = {**model_file.module(file, num_ranks), **experts.tensors}, model_file.buffer_names(file)
-    buffers |= experts.buffers(buffers)
+    experts = experts_of(folder.experts, file, sources)
+    module, buffers = model_file.module(file, num_ranks), model_file.buffer_names(file)
     tensors: dict[Key, Tensor] = {}
-    ties: dict[str, str] = {}
+    again = experts.tied(module)
+    ties = dict(again)
     owners: dict[Any, str] = {}
     for fqn, stored in module.items():
+        if fqn in again:
+            continue
         if stored.extent.numel and owners.setdefault(stored.extent, fqn) != fqn:
             ties[fqn] = owners[stored.extent]
         else:
             role = BUFFER if fqn in buffers else WEIGHT
-            tensors[fqn, role] = model_file.whole(fqn, role, stored, None if fqn in experts.tensors else 0)
+            tensors[fqn, role] = model_file.whole(fqn, role, stored, 0)
+    tensors.update(model_file.with_replicas(tensors, again, module))
+    tensors.update(experts.tensors)
     optimizers = [_Numbered(file, file.content.get("optimizer"))]
     if sizes := optimizers[0].expert_parallel_sizes:
         name, files = "expp_rank_{}_mp_rank_00_optim_states.pt", folder.experts_optimizer
@@ -176,18 +181,11 @@ def _checkpoint(held: _Held, groups: Sequence[_Group] | None) -> Checkpoint:
             "do not prove which parameter has which number"
             + (", or layers are of several ep_size" if len(held.optimizers[0].expert_parallel_sizes) > 1 else "")
         )
-    for group in groups or ():
-        for fqn, role, value in group.values():
-            weight = tensors[fqn, WEIGHT]
-            if isinstance(value, StoredTensor) and value.extent.shape == weight.shape and role != "step":
-                source = Whole(value.extent, group.optimizer.file.rank)
-                tensors[fqn, role] = Tensor(fqn, role, value.extent.dtype, weight.shape, source, weight.dtype)
-            elif isinstance(value, StoredTensor) and value.extent.numel == 1:
-                scalars.setdefault(role, {})[fqn] = read_scalar(value.extent)
-            elif isinstance(value, int | float):
-                scalars.setdefault(role, {})[fqn] = value
-            else:
-                notes.append(f"the optimizer state {role} of {fqn} is left out: it is not of the parameter's shape")
+    ranks = range(len(held.optimizers))
+    for number in sorted({group.number for group in groups or ()}):
+        parts = [_values(group, tensors, scalars, notes) for group in groups or () if group.number == number]
+        for tensor in held.experts.together(parts, [ranks] * len(parts)):
+            tensors[tensor.fqn, tensor.role] = tensor
     step, version, dp = (file.content.get(name) for name in ("global_steps", "ds_version", "dp_world_size"))
     others = {name: value for name, value in (file.content.get("optimizer") or {}).items() if name not in _TENSORS}
     state = TrainingState.of_entries(
@@ -211,6 +209,25 @@ def _checkpoint(held: _Held, groups: Sequence[_Group] | None) -> Checkpoint:
         folders=(str(held.path.parent),),
         notes=tuple(notes),
     )
+
+
+def _values(
+    group: _Group, tensors: Mapping[Key, Tensor], scalars: dict[str, dict[str, Any]], notes: list[str]
+) -> dict[Key, Tensor]:
+    """Masters and states of a group's parameters; states of one number are noted, others that are no tensors told."""
+    found: dict[Key, Tensor] = {}
+    for fqn, role, value in group.values():
+        shape, native = group.shapes[fqn], tensors[fqn, WEIGHT].dtype
+        if isinstance(value, StoredTensor) and value.extent.shape == shape and role != "step":
+            source = Whole(value.extent, group.optimizer.file.rank)
+            found[fqn, role] = Tensor(fqn, role, value.extent.dtype, shape, source, native)
+        elif isinstance(value, StoredTensor) and value.extent.numel == 1:
+            scalars.setdefault(role, {})[fqn] = read_scalar(value.extent)
+        elif isinstance(value, int | float):
+            scalars.setdefault(role, {})[fqn] = value
+        else:
+            notes.append(f"the optimizer state {role} of {fqn} is left out: it is not of the parameter's shape")
+    return found
 
 
 class _Numbered:
@@ -258,11 +275,12 @@ class _Numbered:
 
 @dataclass(frozen=True)
 class _Group:
-    """Param group `number` of an optimizer, its parameters by name."""
+    """Param group `number` of an optimizer, its parameters by name, and their shapes on the rank that has it."""
 
     optimizer: _Numbered
     number: int
     fqns: tuple[str, ...]
+    shapes: Mapping[str, Shape]
 
     def values(self) -> Iterator[tuple[str, str, Any]]:
         """Masters and states: whose, which, and what is stored."""
@@ -274,7 +292,9 @@ class _Group:
                 yield fqn, role, value
 
 
-def _groups(shapes: Mapping[str, Shape], optimizers: Sequence[_Numbered], experts: Experts) -> list[_Group] | None:
+def _groups(
+    shapes: Mapping[str, Shape], optimizers: Sequence[_Numbered], experts: Experts | AutoExperts
+) -> list[_Group] | None:
     """The param groups of `optimizers`, by expert parallel rank: those of experts of each, the others once.
 
     None where the shapes do not prove which parameters they have, or where ranks share experts in several ways.
@@ -285,17 +305,17 @@ def _groups(shapes: Mapping[str, Shape], optimizers: Sequence[_Numbered], expert
     found = []
     for rank, optimizer in enumerate(optimizers):
         for of_experts in (True, False) if rank == 0 else (True,):
-            own = [fqn for fqn in shapes if experts.rank_of(fqn, len(optimizers)) == (rank if of_experts else None)]
+            own = experts.held_by(rank if of_experts else None, len(optimizers), shapes)
             numbers = [n for n, options in enumerate(first.options) if bool(options.get("moe")) == of_experts]
             held = [optimizer.shapes(number) for number in numbers]
-            names = names_by_shapes({fqn: shapes[fqn] for fqn in own}, held) if numbers else []
+            names = names_by_shapes(own, held) if numbers else []
             if names is None:
                 return None
-            found += [_Group(optimizer, number, fqns) for number, fqns in zip(numbers, names, strict=True)]
+            found += [_Group(optimizer, number, fqns, own) for number, fqns in zip(numbers, names, strict=True)]
     return found
 
 
-def _param_groups(groups: Sequence[_Group], experts: Experts) -> tuple[ParamGroup, ...]:
+def _param_groups(groups: Sequence[_Group], experts: Experts | AutoExperts) -> tuple[ParamGroup, ...]:
     """Those of the whole model: what ranks have of one is one."""
     numbers = sorted({group.number for group in groups})
     fqns = [

@@ -7,7 +7,7 @@ runtime/zero/stage_1_and_2.py and runtime/zero/stage3.py (`state_dict`), runtime
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -30,10 +30,11 @@ from ckpt.plan.checkpoint import (
     Target,
     TrainingState,
 )
+from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from converters.deepspeed import model_file
+from converters.deepspeed.autoep import AutoExperts, experts_of, recorded_experts, sharing_under_stage3
 from converters.deepspeed.autotp import Slice, joined, recorded_maps
-from converters.deepspeed.experts import read_experts
 from converters.deepspeed.folder import (
     StepFolder,
     experts_unsupported,
@@ -44,6 +45,7 @@ from converters.deepspeed.folder import (
     tensor_parallel,
     tensor_parallel_ranks,
 )
+from converters.deepspeed.keys import AUTOEP
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from converters.deepspeed.rank_files import (
@@ -237,16 +239,17 @@ def _name_for_rank(files: Mapping[int, str], rank: int, kind: str) -> str:
 def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
     assert reading.folder.model is not None
     file = reading.load(reading.folder.model, 0)
-    experts = read_experts(reading.folder.experts, file, reading.sources)
-    module = {**model_file.module(file, reading.num_tensor_parallel), **experts.tensors}
-    ties, buffers = model_file.ties(file), model_file.buffer_names(file)
-    buffers |= experts.buffers(buffers)
+    experts = experts_of(reading.folder.experts, file, reading.sources)
+    module = model_file.module(file, reading.num_tensor_parallel)
+    again, buffers = experts.tied(module), model_file.buffer_names(file)
+    ties = model_file.ties(file) | again
     groups, num_ranks = model_file.param_shapes(file), len(inners)
     frozen = file.content.get("frozen_param_fragments") or {}
     for fqn, stored in {**frozen, **module}.items():
         if isinstance(stored, StoredTensor) and fqn not in ties:
-            rank = None if fqn in experts.tensors else 0
-            reading.add(model_file.whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored, rank))
+            reading.add(model_file.whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored, 0))
+    reading.tensors.update(model_file.with_replicas(reading.tensors, again, module))
+    reading.tensors.update(experts.tensors)
     expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
     counts = partition_counts(inners[0])
     counts = counts if len(counts) == len(groups) else (max(counts),) * len(groups)
@@ -256,11 +259,14 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
     scalars: dict[str, dict[str, Any]] = {}
     for number, (recorded, count) in enumerate(zip(groups, counts, strict=True)):
         order: list[str] = []
+        parts: list[dict[Key, Tensor]] = []
         for ranks, shapes in experts.shared(recorded, count, num_ranks):
             dealt = model_file.is_dealt(file, inners[0])
             order += before_dealing(list(shapes), count) if dealt else shapes
             sharing = _Sharing(number, [inners[rank] for rank in ranks], ranks)
-            _read_flat_group(reading, sharing, shapes, module, scalars)
+            parts.append(_read_flat_group(reading, sharing, shapes, scalars))
+        for tensor in experts.together(parts, [range(num_ranks)] * len(parts)):
+            reading.add(tensor)
         param_groups.append(ParamGroup(experts.in_order(order), options[number] if number < len(options) else {}))
     return _Model(file, ties, tuple(param_groups), scalars, [file])
 
@@ -278,10 +284,9 @@ def _read_flat_group(
     reading: _Reading,
     sharing: _Sharing,
     shapes: Mapping[str, Shape],
-    module: Mapping[str, StoredTensor],
     scalars: dict[str, dict[str, Any]],
-) -> None:
-    """Add masters and states of the parameters that lie in one flat buffer."""
+) -> dict[Key, Tensor]:
+    """Masters and states of the parameters that lie in one flat buffer."""
     number, inners = sharing.number, sharing.inners
     partition = partition_size(inners, number)
     starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
@@ -289,14 +294,33 @@ def _read_flat_group(
     masters = [flat_extent(inner.need("single_partition_of_fp32_groups")[number], inner) for inner in inners]
     states = flat_group_states(inners, number, partition)
     reading.others.add(states, shapes)
+    found: dict[Key, Tensor] = {}
     for role, extents in {MASTER: masters, **states.buffers}.items():
         group = FlatGroup(extents, partition, sharing.ranks)
         for fqn, shape in shapes.items():
-            native = module[fqn].extent.dtype if fqn in module else None
-            source = InFlatGroup(group, starts[fqn], nexts[fqn] - starts[fqn] - prod(shape))
-            reading.add(Tensor(fqn, role, extents[0].dtype, shape, states.in_blocks(source, role), native))
-    for name, value in states.numbers.items():
-        scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
+            weight = reading.tensors.get((fqn, WEIGHT))
+            source = states.in_blocks(InFlatGroup(group, starts[fqn], nexts[fqn] - starts[fqn] - prod(shape)), role)
+            found[fqn, role] = Tensor(fqn, role, extents[0].dtype, shape, source, weight.dtype if weight else None)
+    _add_numbers(scalars, states.numbers, shapes, inners[0])
+    return found
+
+
+def _add_numbers(
+    scalars: dict[str, dict[str, Any]], numbers: Mapping[str, Any], fqns: Iterable[str], inner: RankFile
+) -> None:
+    """Note one-number states; CorruptError where ranks with other experts have another number."""
+    for name, value in numbers.items():
+        known = scalars.setdefault(name, {})
+        for fqn in fqns:
+            if known.setdefault(fqn, value) != value:
+                raise CorruptError(
+                    f"expert parallel ranks disagree in the optimizer's {name!r} of a parameter",
+                    path=inner.path,
+                    rank=inner.rank,
+                    fqn=fqn,
+                    expected=known[fqn],
+                    found=value,
+                )
 
 
 # -- stage 3 -----------------------------------------------------------------------------------------------------------
@@ -318,33 +342,74 @@ def _read_stage3(reading: _Reading, inners: list[RankFile]) -> _Model:
             raise CorruptError(
                 "ranks describe different models", path=model.path, rank=model.rank, expected=f"as {file.path}"
             )
-    if inners[0].content.get("ds_zero_partition_groups"):
-        raise experts_unsupported(inners[0].path, " (AutoEP)")
+    experts = _experts_under_stage3(models, inners)
+    ties |= experts.tied(module) if experts else {}
     for tensor in model_file.frozen(models, ties):
         reading.add(tensor)
     _add_buffers(reading, models, buffer_names)
     expect_groups(inners, "fp32_flat_groups", len(sub_groups))
 
     scalars: dict[str, dict[str, Any]] = {}
+    natives = {fqn: stored.extent.dtype for fqn, stored in module.items()}
+    if experts is not None:  # without placeholders: in the dtype to which the engine casts all parameters
+        dtypes = {dtype for fqn, dtype in natives.items() if fqn not in buffer_names}
+        natives |= dict.fromkeys(experts.maps, *dtypes) if len(dtypes) == 1 else {}
     for number, shapes in enumerate(sub_groups):
-        length = sum(slot_size(prod(shape), world_size) for shape in shapes.values())
-        masters = [_offloaded(reading, inner, inner.need("fp32_flat_groups")[number], None, length) for inner in inners]
-        sizes = [(length, master.numel) for master in masters]
-        states = group_states(inners, partial(_sub_group_state, reading, number=number, length=length), sizes)
-        reading.others.add(states, shapes)
-        for role, extents in {MASTER: masters, **states.buffers}.items():
-            check_lengths(inners, extents, length, role)
-            offset = 0
-            for fqn, shape in shapes.items():
-                native = module[fqn].extent.dtype if fqn in module else None
-                source = states.in_blocks(InSlots(extents, offset), role)
-                reading.add(Tensor(fqn, role, extents[0].dtype, shape, source, native))
-                offset += slot_size(prod(shape), world_size)
-        for name, value in states.numbers.items():
-            scalars.setdefault(name, {}).update(dict.fromkeys(shapes, value))
+        if experts is None:
+            parts = [_read_sub_group(reading, number, inners, shapes, natives, scalars)]
+            reading.tensors |= parts[0]
+            continue
+        groups = sharing_under_stage3(experts, models, inners, number, list(shapes))
+        if len(groups) > 1:
+            experts.check_local(shapes)
+        sharing = [[inners[rank] for rank in ranks] for ranks in groups]
+        parts = [_read_sub_group(reading, number, some, shapes, natives, scalars) for some in sharing]
+        for tensor in experts.together(parts, groups):
+            reading.add(tensor)
     _check_placeholders(reading, file, ties)
-    groups = _stage3_groups(inners[0], sub_groups)
-    return _Model(file, ties, groups, scalars, models)
+    return _Model(file, ties, _stage3_groups(inners[0], sub_groups), scalars, models)
+
+
+def _experts_under_stage3(models: list[RankFile], inners: list[RankFile]) -> AutoExperts | None:
+    """How ranks share experts, for a run under AutoEP."""
+    file = models[0]
+    if not file.content.get(AUTOEP):
+        if inners[0].content.get("ds_zero_partition_groups"):
+            raise experts_unsupported(inners[0].path, " (AutoEP)")
+        return None
+    num_ranks, maps = recorded_experts(file)
+    for model in models[1:]:
+        if recorded_experts(model) != (num_ranks, maps):
+            raise CorruptError(
+                "ranks describe different experts", path=model.path, rank=model.rank, expected=f"as {file.path}"
+            )
+    return AutoExperts(file, num_ranks, maps, {}, False)
+
+
+def _read_sub_group(
+    reading: _Reading,
+    number: int,
+    inners: list[RankFile],
+    shapes: Mapping[str, Shape],
+    natives: Mapping[str, DType],
+    scalars: dict[str, dict[str, Any]],
+) -> dict[Key, Tensor]:
+    """Masters and states of the parameters of a sub-group, which the ranks of `inners` share."""
+    length = sum(slot_size(prod(shape), len(inners)) for shape in shapes.values())
+    masters = [_offloaded(reading, inner, inner.need("fp32_flat_groups")[number], None, length) for inner in inners]
+    sizes = [(length, master.numel) for master in masters]
+    states = group_states(inners, partial(_sub_group_state, reading, number=number, length=length), sizes)
+    reading.others.add(states, shapes)
+    found: dict[Key, Tensor] = {}
+    for role, extents in {MASTER: masters, **states.buffers}.items():
+        check_lengths(inners, extents, length, role)
+        offset = 0
+        for fqn, shape in shapes.items():
+            source = states.in_blocks(InSlots(extents, offset), role)
+            found[fqn, role] = Tensor(fqn, role, extents[0].dtype, shape, source, natives.get(fqn))
+            offset += slot_size(prod(shape), len(inners))
+    _add_numbers(scalars, states.numbers, shapes, inners[0])
+    return found
 
 
 def _light(reading: _Reading, rank: int) -> RankFile:
