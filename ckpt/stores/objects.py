@@ -130,7 +130,7 @@ class _Obstore:
 
         def get() -> memoryview:
             answer = self.lib.get(self.client, entry.key, options=options)
-            found = answer.meta["e_tag"]
+            found = _quoted(answer.meta["e_tag"])
             if found != entry.identity:  # of a server that knows no conditions
                 raise _changed(f"{self._url}/{entry.key}", entry.identity, found)
             try:
@@ -215,7 +215,12 @@ def _client(kind: str, bucket: str) -> Any:
 
 def _entry(found: Any) -> Entry:
     modified = found["last_modified"]
-    return Entry(found["path"], found["size"], int(modified.timestamp() * 1e9), found["e_tag"])
+    return Entry(found["path"], found["size"], int(modified.timestamp() * 1e9), _quoted(found["e_tag"]))
+
+
+def _quoted(tag: str | None) -> str | None:
+    """An ETag as headers have it: Azure lists it without the quotes."""
+    return tag if tag is None or tag.endswith('"') else f'"{tag}"'
 
 
 def _insist(get: Callable[[], memoryview], length: int, passing: type[Exception]) -> memoryview:
