@@ -21,6 +21,7 @@ def main() -> None:
     if (fault := streams.flush_output()) is not None and not code:
         print(f"error: standard output could not be written: {fault}", file=sys.stderr)
         code = STORAGE
+    gc.freeze()  # what is left are modules, which Python would look through for circles before it ends
     sys.exit(code)
 
 
