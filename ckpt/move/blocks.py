@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move import standins
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
-from ckpt.move.ranges import Ranges
 from ckpt.move.reading import in_shape, read_bits, strided
 from ckpt.move.source import GAP, read_into, truncated
 from ckpt.plan.checkpoint import Slot
@@ -30,6 +29,9 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import Copy
 from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import Extent, Shape, is_contiguous
+
+if TYPE_CHECKING:
+    from ckpt.move.ranges import Ranges
 
 Turn = contextlib.AbstractContextManager[object]  # a lock
 

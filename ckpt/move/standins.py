@@ -13,12 +13,14 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt import errors
 from ckpt.errors import UsageError
-from ckpt.move.ranges import Ranges
 from ckpt.text import scheme_of
+
+if TYPE_CHECKING:
+    from ckpt.move.ranges import Ranges
 
 #: The folder of all stand-ins, with `/` behind it; empty while there is none.
 _root = ""

@@ -6,7 +6,6 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ckpt.move import standins
@@ -16,6 +15,8 @@ _Job = TypeVar("_Job")
 
 def in_threads(work: Callable[[Iterator[_Job]], None], jobs: Iterable[_Job], workers: int = 0) -> None:
     """Let several threads take `jobs` one after the other; the first error of any of them is raised."""
+    from concurrent.futures import ThreadPoolExecutor  # with logging, only when there is something to be done
+
     left: queue.SimpleQueue[_Job] = queue.SimpleQueue()
     for job in jobs:
         left.put(job)

@@ -9,13 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt.errors import NotFoundError, StorageError, UnsafeError, UsageError
 from ckpt.move import standins
 from ckpt.move.files import translate_os_errors
-from ckpt.move.ranges import Ranges
-from ckpt.stores.objects import Entry, Store, split, store
 from ckpt.text import scheme_of
+
+if TYPE_CHECKING:
+    from ckpt.stores.objects import Entry, Store
 
 _MOST = 1_000_000  # objects below one URL
 _ABOVE = 2  # folders above it whose own files are looked at: a step's run, and what that lies in
@@ -34,6 +36,8 @@ def local(where: str | os.PathLike[str]) -> Path:
     path = standins.place(text) if scheme_of(text) is not None else Path(where)
     url = standins.url_of(path)
     assert url is not None
+    from ckpt.stores.objects import split, store  # only for a URL: local paths come here, too
+
     scheme, root, key = split(url)
     objects, home = store(scheme, root), standins.place(f"{scheme}://{root}")
     found = {home / entry.key: entry for entry in islice(_files(objects.below(key)), _MOST + 1)}
@@ -69,6 +73,8 @@ def _files(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 def _stand(found: Mapping[Path, Entry], objects: Store) -> None:
     """Let a file stand for each of the objects."""
+    from ckpt.move.ranges import Ranges
+
     newest: dict[Path, int] = {}
     for path, entry in found.items():
         newest[path.parent] = max(newest.get(path.parent, 0), entry.modified_ns)

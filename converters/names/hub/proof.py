@@ -7,15 +7,16 @@ they have no answer, or another one, the installed transformers is asked.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
 from ckpt.errors import CkptError, LossError, UsageError
 from ckpt.plan.tensors import Shape
 from ckpt.text import counted
-from converters.names.hub import asked, families, learned
+from converters.names.hub import asked, families
 from converters.names.hub.rows import Saved
 from converters.names.transformers.installed import architectures
 
@@ -29,8 +30,6 @@ _BEHIND = re.compile(
 _INSTEAD = re.compile(r"\b(qweight|qzeros|scales|g_idx|SCB|weight_format|(input|output|activation|k|v)_\w*scale)$")
 _PEFT = "base_model.model."
 _SHOWN = 2
-#: What knows models without transformers, in the order in which it is asked.
-_TABLES = (families.saved, learned.saved)
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
     the architecture.
     """
     known: Saved | None = None
-    for ask in (*_TABLES, asked.saved):
+    for ask in chain(_tables(), [asked.saved]):
         try:
             saved = ask(config)
         except CkptError:
@@ -90,13 +89,21 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
     )
 
 
+def _tables() -> Iterator[Callable[[Mapping[str, Any]], Saved | None]]:
+    """What knows models without transformers, in the order in which it is asked."""
+    yield families.saved
+    from converters.names.hub import learned  # only here: most models are answered before it is imported
+
+    yield learned.saved
+
+
 def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
     """A note where tensors of `shapes`, by name, are not those of the config's architecture, where a table has it.
 
     transformers is not asked, which takes seconds to import.
     """
     found: list[str] = []
-    for ask in _TABLES if config and not any(name.startswith(_PEFT) for name in shapes) else ():
+    for ask in _tables() if config and not any(name.startswith(_PEFT) for name in shapes) else ():
         try:
             saved = ask(config or {})
         except CkptError:
