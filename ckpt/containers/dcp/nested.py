@@ -21,13 +21,16 @@ def nest(leaves: Iterable[tuple[Path_, Any]], path: str) -> dict[str | int, Any]
     `path` is the file, for messages.  CorruptError where two values have the same place.
     """
     root: dict[str | int, Any] = {}
+    node = root
+    above: Path_ = ()
     for steps, value in leaves:
-        node = root
-        for step in steps[:-1]:
-            inner = node.setdefault(step, _Node())
-            if type(inner) is not _Node:
-                raise _conflict(steps, path)
-            node = inner
+        if steps[:-1] != above:  # those of one node mostly follow each other
+            node, above = root, steps[:-1]
+            for step in above:
+                inner = node.setdefault(step, _Node())
+                if type(inner) is not _Node:
+                    raise _conflict(steps, path)
+                node = inner
         if steps[-1] in node:
             raise _conflict(steps, path)
         node[steps[-1]] = value

@@ -15,10 +15,12 @@ protocols 4 and 5.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate, compress
 from operator import add, itemgetter
+from struct import iter_unpack
 from typing import Any
 
 from ckpt.containers.torchfile.machine import Machine
@@ -102,7 +104,7 @@ class Runs:
         self._taken: dict[str, dict[Any, Any]] = {}
         self._form: re.Pattern[bytes] | None = None
         self._refs: dict[bytes, bytes] = {}
-        self._numbers = _Numbers()
+        self._memo = _Memo()
         self._missed = 0
 
     def load(self, data: bytes, path: str) -> Any:
@@ -111,8 +113,10 @@ class Runs:
         Raises IrregularError, and what `Machine.run` raises.
         """
         data = unframed(data)
+        machine = Machine(data, allowed(), path=path, runs=self.take)
+        machine.memo = self._memo
         try:
-            root, end = Machine(data, allowed(), path=path, runs=self.take).run()
+            root, end = machine.run()
         except CutShortError:
             raise IrregularError from None
         if end != len(data) or type(root) is not Record or type(root.state) is not dict:
@@ -161,7 +165,7 @@ class Runs:
         if not self._know(machine, blobs):
             return at
         values = [self._values[blob] for blob in blobs]
-        (names,) = _resolved(machine, keys, [count for _, count in values])
+        (names,) = self._resolved(machine, keys, [count for _, count in values])
         taken.update(zip(_as_names(names), map(itemgetter(0), values), strict=True))
         return end
 
@@ -174,7 +178,8 @@ class Runs:
         for opening, count, closing in set(zip(columns[1], counts, columns[-1], strict=True)):
             if (opening, closing) != (b"(", b"t") and (opening, closing) != (b"", bytes([0x84 + count])):
                 return at
-        keys, *steps = _resolved(machine, columns[0], *columns[2:-1], [1] * len(rows))
+        used = filter(any, columns[2:-1])  # most paths are short
+        keys, *steps = self._resolved(machine, columns[0], *used, [1] * len(rows))
         paths = (found[:count] for found, count in zip(zip(*steps, strict=True), counts, strict=True))
         taken.update(zip(_as_names(keys), paths, strict=True))
         return end
@@ -191,13 +196,12 @@ class Runs:
             return at
         known = [self._values[where] for where in wheres]
         # Each of the two objects is in the memo, and so is its dict.
-        fqns, names = _resolved(machine, [2] * len(rows), keys, [count + 2 for _, count in known], files)
+        fqns, names = self._resolved(machine, [2] * len(rows), keys, [count + 2 for _, count in known], files)
         self.fqns += _as_names(fqns)
         self.wheres += map(itemgetter(0), known)
         self.files += _as_names(names)
-        self.offsets += map(self._numbers.__getitem__, offsets)
-        self.lengths += map(self._numbers.__getitem__, lengths)
-        self._numbers.clear()
+        self.offsets += _numbers(offsets)
+        self.lengths += _numbers(lengths)
         return end
 
     def _place_form(self, machine: Machine, at: int) -> re.Pattern[bytes] | None:
@@ -230,13 +234,54 @@ class Runs:
             self._values[code] = value, count
         return True
 
+    def _resolved(self, machine: Machine, *parts: Sequence[Any]) -> list[list[Any]]:
+        """The values of the columns of steps among `parts`, whose others say how many entries of the memo come between.
 
-class _Numbers(dict[bytes, int]):
-    """Numbers by what pushes them, which pushes few of them only once."""
+        The machine takes all of these entries for skipped ones.
+        """
+        base = _num_memoized(machine)
+        sizes = [part if type(part[0]) is int else _new(part) for part in parts]
+        counts = reduce(lambda a, b: list(map(add, a, b)), filter(None, sizes))
+        *places, end = accumulate(counts, initial=base)
+        columns = []
+        for part, size in zip(parts, sizes, strict=True):
+            if part is not size:
+                columns.append(_values(self._memo, base, part, size, places))
+            if size:
+                places = list(map(add, places, size))
+        machine.skipped += end - base
+        return columns
 
-    def __missing__(self, token: bytes) -> int:
-        number = self[token] = _number(token)
-        return number
+
+class _Memo(dict[int, Any]):
+    """The memo of a machine.  Texts, few of which are referred to, stay in columns, in which they are looked for."""
+
+    def __init__(self) -> None:
+        self._bases: list[int] = []
+        self._columns: list[list[tuple[Sequence[int], Sequence[str]]]] = []
+
+    def add(self, base: int, places: Sequence[int], texts: Sequence[str]) -> None:
+        """Add a column of a run before which there were `base` entries: places, which rise, and what is there."""
+        if not self._bases or self._bases[-1] != base:
+            self._bases.append(base)
+            self._columns.append([])
+        self._columns[-1].append((places, texts))
+
+    def __missing__(self, place: int) -> str:
+        run = bisect_right(self._bases, place) - 1
+        for places, texts in self._columns[run] if run >= 0 else ():
+            at = bisect_left(places, place)
+            if at < len(places) and places[at] == place:
+                return texts[at]
+        raise KeyError(place)
+
+
+def _numbers(tokens: Sequence[bytes]) -> list[int]:
+    """The numbers that these steps push."""
+    if {token[:1] for token in tokens} == {b"J"}:
+        return [number for (number,) in iter_unpack("<xi", b"".join(tokens))]
+    known = {token: _number(token) for token in set(tokens)}
+    return [known[token] for token in tokens]
 
 
 def _number(token: bytes) -> int:
@@ -253,29 +298,10 @@ def _num_memoized(machine: Machine) -> int:
 def _rows(form: re.Pattern[bytes], data: bytes, at: int) -> tuple[list[Any], int]:
     """The groups of the matches that stand one behind the other from `at` on, and where the last one ends."""
     rows: list[Any] = []
-    while (found := form.match(data, at)) is not None:
+    found = None
+    for found in iter(form.scanner(data, at).match, None):  # type: ignore[attr-defined]
         rows.append(found.groups(b""))
-        at = found.end()
-    return rows, at
-
-
-def _resolved(machine: Machine, *parts: Sequence[Any]) -> list[list[Any]]:
-    """The values of the columns of steps among `parts`, whose others say how many entries of the memo come between.
-
-    Of these entries the texts are stored, and the others skipped.
-    """
-    base, stored = _num_memoized(machine), len(machine.memo)
-    sizes = [part if type(part[0]) is int else _new(part) for part in parts]
-    counts = reduce(lambda a, b: list(map(add, a, b)), filter(None, sizes))
-    *places, end = accumulate(counts, initial=base)
-    columns = []
-    for part, size in zip(parts, sizes, strict=True):
-        if part is not size:
-            columns.append(_values(machine.memo, part, size, places))
-        if size:
-            places = list(map(add, places, size))
-    machine.skipped += end - base - (len(machine.memo) - stored)
-    return columns
+    return rows, found.end() if found else at
 
 
 def _new(steps: Sequence[bytes]) -> list[bool]:
@@ -286,7 +312,7 @@ def _new(steps: Sequence[bytes]) -> list[bool]:
     return [True] * len(steps) if len(kinds) == 1 else [step[:1] == _NEW for step in steps]
 
 
-def _values(memo: dict[int, Any], steps: Sequence[bytes], new: Sequence[Any], places: Sequence[int]) -> list[Any]:
+def _values(memo: _Memo, base: int, steps: Sequence[bytes], new: Sequence[Any], places: Sequence[int]) -> list[Any]:
     """What these steps push, at whose turn so many entries are in the memo; None for a step that is not there.
 
     IrregularError for a text of another length than it says, and for a reference to what is yet to come.
@@ -295,7 +321,8 @@ def _values(memo: dict[int, Any], steps: Sequence[bytes], new: Sequence[Any], pl
     texts = [step[2:-1].decode("ascii") for step in said]
     if [len(text) for text in texts] != [step[1] for step in said]:
         raise IrregularError
-    memo.update(zip(compress(places, new), texts, strict=True))
+    if texts:
+        memo.add(base, places if len(texts) == len(steps) else list(compress(places, new)), texts)
     if len(texts) == len(steps):
         return texts
     known: dict[bytes, Any] = {b"": None}
