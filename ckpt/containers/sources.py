@@ -101,7 +101,7 @@ class Sources:
             if held is None:
                 continue
             other = first.setdefault(held.sums, (rank, path))
-            if other[1] != path and not held.is_constant(path):
+            if other[1] != path and not is_constant(path, held.offset, held.size, 8):
                 raise CorruptError(
                     "the files of two ranks hold the very same, and each should have a part of its own",
                     path=path,
@@ -120,14 +120,15 @@ class _Storages:
     offset: int
     size: int
 
-    def is_constant(self, path: str) -> bool:
-        """Whether the largest storage, as far as it is looked at, is one value throughout."""
-        descriptor = open_file(path)
-        try:
-            data = read_at(descriptor, path, self.offset, min(self.size, _LOOKED_AT) // 8 * 8)
-        finally:
-            os.close(descriptor)
-        return data == data[:8] * (len(data) // 8)
+
+def is_constant(path: str, offset: int, size: int, width: int) -> bool:
+    """Whether bytes of a file, as far as they are looked at, are one value of `width` bytes throughout."""
+    descriptor = open_file(path)
+    try:
+        data = read_at(descriptor, path, offset, min(size, _LOOKED_AT) // width * width)
+    finally:
+        os.close(descriptor)
+    return data == data[:width] * (len(data) // width)
 
 
 def _size(record: torchfile.StoredRecord) -> int:

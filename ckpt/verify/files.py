@@ -216,12 +216,10 @@ def _is_zip(path: Path) -> bool:
 
 def _read_items(path: Path, count: Bytes) -> None:
     """Compare what torch's distributed checkpoint put into a file: zip files, one behind another."""
-    metadata = read_metadata(path.parent)
-    places = [*metadata.values.values()]
-    for entry in metadata.entries.values():
-        places += [*entry.chunks.values(), *(place for _, place in entry.replicas)]
+    places = read_metadata(path.parent).places
+    here = {row for row, name in enumerate(places.paths) if Path(name).name == path.name}
     with open_stream(path) as file:
-        for offset, length in sorted({(p.offset, p.length) for p in places if Path(p.path).name == path.name}):
+        for offset, length in sorted({(places.offsets[row], places.lengths[row]) for row in here}):
             file.seek(offset)
             if file.read(4) == _ZIP:
                 _compare(_Part(file, offset, length), path, count)

@@ -389,7 +389,7 @@ def _same_items(metadata: Metadata) -> dict[str, str]:
         entry = metadata.entries.get(key)
         if entry is None or not entry.chunks or path[0] != "model" or len(path) != 2:
             continue
-        owner = first.setdefault(tuple(entry.chunks.items()), key)
+        owner = first.setdefault(tuple(metadata.chunks(key).items()), key)
         if owner != key:
             found[key] = owner
     return found

@@ -92,7 +92,7 @@ def test_engines_files(tmp_path: Path, name: str) -> None:
 def test_items_of_dcp(tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "fixtures" / "dcp-fsdp2" / "step-2", tmp_path / "step")
     metadata = read_metadata(tmp_path / "step")
-    place = next(place for entry in metadata.entries.values() for place in entry.chunks.values())
+    place = metadata.places[next(row for entry in metadata.entries.values() for row in entry.chunks.values())]
     assert flip_all(Path(place.path), place.offset, place.length)["refused"] > 100
 
 

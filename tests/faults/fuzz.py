@@ -106,8 +106,8 @@ def metadata(data: bytes, place: Path) -> None:
         except CorruptError:
             continue
         assert is_inside, entry
-    for one in [*found.values.values(), *(p for entry in found.entries.values() for p in entry.chunks.values())]:
-        assert Path(one.path).resolve().is_relative_to(place.resolve()), one
+    for one in found.places.paths:
+        assert Path(one).resolve().is_relative_to(place.resolve()), one
 
 
 def indexes(data: bytes, place: Path) -> None:

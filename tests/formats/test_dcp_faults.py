@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,11 @@ def overlap(metadata: Any) -> None:
     metadata.state_dict_metadata[KEY].chunks[1] = ChunkStorageMetadata((2, 0), second.sizes)
 
 
+def begin_twice(metadata: Any) -> None:
+    first = metadata.state_dict_metadata[KEY].chunks[0]
+    metadata.state_dict_metadata[KEY].chunks.append(ChunkStorageMetadata(first.offsets, torch.Size([1, 1])))
+
+
 def run_past_the_end(metadata: Any) -> None:
     metadata.state_dict_metadata[KEY].size = torch.Size([4, 3])
 
@@ -87,6 +93,7 @@ METADATA: dict[str, tuple[Callable[[Any], None], int, tuple[str, ...]]] = {
     "has-a-nul": (lead_to("a\0b"), 5, ("leads out",)),
     "leaves-a-hole": (leave_a_hole, 4, ("tensor: down.weight\n", "hole at elements 9:15")),
     "overlaps": (overlap, 4, ("tensor: down.weight\n", "overlap")),
+    "begins-twice": (begin_twice, 4, ("tensor: model.down.weight\n", "two chunks of a tensor begin at the same")),
     "runs-past-the-end": (run_past_the_end, 4, ("tensor: down.weight\n", "outside at [3:5, 0:3]")),
 }
 
@@ -99,6 +106,18 @@ def test_metadata_that(step: Path, case: str, format: str, monkeypatch: pytest.M
     edit(step, change)
     refused(step, code, *words, format=format)
     assert not Path("executed").exists()
+
+
+def test_a_file_of_items_that_nothing_describes(step: Path) -> None:
+    """Ranks without elements of any tensor write such: the file is not looked for."""
+
+    def add(metadata: Any) -> None:
+        index = MetadataIndex("model.nothing", torch.Size([0]))
+        metadata.storage_data[index] = replace(next(iter(metadata.storage_data.values())), relative_path="__7_0.distcp")
+
+    before = api.open(step)
+    edit(step, add)
+    assert api.open(step).tensors.keys() == before.tensors.keys()
 
 
 DRAWN = {"leaves-a-hole": "#ffffff", "overlaps": RED, "runs-past-the-end": None}

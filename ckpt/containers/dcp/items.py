@@ -17,11 +17,10 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 from ckpt.containers import safetensors as st
-from ckpt.containers.dcp.metadata import Entry, Place
+from ckpt.containers.dcp.metadata import Place
 from ckpt.containers.dcp.shards import saved_offsets
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.scalars import scalar_from_bytes
@@ -264,13 +263,3 @@ def _between(tail: bytes) -> Iterator[slice]:
         yield slice(reached, match.start(group))
         reached = match.end(group)
     yield slice(reached, None)
-
-
-def in_reading_order(entries: dict[str, Entry], values: dict[str, Place]) -> list[tuple[Place, str, Box | None, bool]]:
-    """Every item with its key, box (None: no tensor), and whether it is a replica; by file and offset."""
-    items: list[tuple[Place, str, Box | None, bool]] = [(place, key, None, False) for key, place in values.items()]
-    for key, entry in entries.items():
-        items += [(place, key, box, False) for box, place in entry.chunks.items()]
-        items += [(place, key, box, True) for box, place in entry.replicas]
-    items.sort(key=itemgetter(0))
-    return items

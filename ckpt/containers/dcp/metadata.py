@@ -18,7 +18,7 @@ collectives (since 2.9) each rank writes a `__{rank}.metadata` of what it alone 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from operator import eq
@@ -41,8 +41,11 @@ DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 #: Where a value stands in the nested state dict: names, and indices of lists.
 Path_ = tuple[str | int, ...]
 
+#: What an item is of: a value, by its key, or a chunk of a tensor, by its key and offset.
+_Index = str | tuple[str, Shape]
+
 #: What is said of a tensor: dtype, shape, its chunks' boxes, and how many bytes the item of each has at least.
-_Described = tuple[DType, Shape, list[tuple[Box, float]]]
+_Described = tuple[DType, Shape, dict[Box, float]]
 
 _MAX_DIMS = 64
 _MAX_DEPTH = 32
@@ -58,30 +61,73 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
+class Places:
+    """Where items are: numbers side by side and not objects, as there may be millions.  An item is a row of these."""
+
+    paths: list[str] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    def __getitem__(self, row: int) -> Place:
+        return Place(self.paths[row], self.offsets[row], self.lengths[row])
+
+    def __iadd__(self, other: Places) -> Places:
+        self.paths += other.paths
+        self.offsets += other.offsets
+        self.lengths += other.lengths
+        return self
+
+    def by_file(self) -> Iterator[list[tuple[int, Place]]]:
+        """The items of each file in turn, by their offsets, each with its row."""
+        found: dict[str, list[int]] = {}
+        for row, path in enumerate(self.paths):
+            found.setdefault(path, []).append(row)
+        for path, rows in sorted(found.items()):
+            rows.sort(key=self.offsets.__getitem__)
+            yield [(row, Place(path, self.offsets[row], self.lengths[row])) for row in rows]
+
+
+@dataclass(slots=True)
 class Entry:
-    """A tensor and its chunks, those without elements left out; `replicas` are further copies of chunks."""
+    """A tensor, and the rows of its chunks, those without elements left out; `replicas` are further copies of these."""
 
     key: str
     dtype: DType
     shape: Shape
-    chunks: dict[Box, Place]
-    replicas: list[tuple[Box, Place]] = field(default_factory=list)
+    chunks: dict[Box, int]
+    replicas: list[tuple[Box, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Metadata:
     """What one or several metadata files say.  `paths` has every key, in the order of the state dict where known.
 
-    `values` are the items that are no tensors, `unused` those that have no elements.  `is_nested` says that paths are
-    recorded.
+    `values` are the items that are no tensors; items of `places` that are neither these nor of `entries` have no
+    elements.  `is_nested` says that paths are recorded.
     """
 
     path: str
     entries: dict[str, Entry]
-    values: dict[str, Place]
+    values: dict[str, int]
     paths: dict[str, Path_]
     is_nested: bool
-    unused: list[Place]
+    places: Places
+
+    def chunks(self, key: str) -> dict[Box, Place]:
+        """Where the chunks of a tensor are."""
+        return {box: self.places[row] for box, row in self.entries[key].chunks.items()}
+
+    def owners(self) -> list[tuple[str, Box | None, bool] | None]:
+        """Of each item its key, its box (None: no tensor), whether it is a replica; None for one without elements."""
+        found: list[tuple[str, Box | None, bool] | None] = [None] * len(self.places.paths)
+        for key, row in self.values.items():
+            found[row] = key, None, False
+        for key, entry in self.entries.items():
+            for box, row in entry.chunks.items():
+                found[row] = key, box, False
+            for box, row in entry.replicas:
+                found[row] = key, box, True
+        return found
 
 
 def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.Metadata",)) -> Metadata:
@@ -126,7 +172,10 @@ def _read(folder: Path, name: str, classes: tuple[str, ...]) -> Metadata:
 
 def _merge(first: Metadata, other: Metadata) -> None:
     """Add what another rank has saved.  The same chunk again is a replica; of plain values the first rank's stay."""
+    before = len(first.places.paths)
+    first.places += other.places
     for key, entry in other.entries.items():
+        entry.chunks = {box: before + row for box, row in entry.chunks.items()}
         mine = first.entries.setdefault(key, entry)
         if mine is entry:
             continue
@@ -138,24 +187,14 @@ def _merge(first: Metadata, other: Metadata) -> None:
                 expected=f"{mine.dtype} of shape {list(mine.shape)}",
                 found=f"{entry.dtype} of shape {list(entry.shape)}",
             )
-        for box, place in entry.chunks.items():
-            if mine.chunks.setdefault(box, place) is not place:
-                mine.replicas.append((box, place))
-    for key, place in other.values.items():
-        first.values.setdefault(key, place)
+        for box, row in entry.chunks.items():
+            if mine.chunks.setdefault(box, row) != row:
+                mine.replicas.append((box, row))
+    for key, row in other.values.items():
+        first.values.setdefault(key, before + row)
     for key, steps in other.paths.items():
         first.paths.setdefault(key, steps)
     first.is_nested = first.is_nested or other.is_nested
-    first.unused += other.unused
-
-
-def _unused(
-    places: Mapping[tuple[str, Shape | None], Place], entries: Mapping[str, Entry], values: Mapping[str, Place]
-) -> list[Place]:
-    if len(places) == len(values) + sum(len(entry.chunks) for entry in entries.values()):
-        return []
-    used = {(key, box.offsets) for key, entry in entries.items() for box in entry.chunks}
-    return [place for (key, where), place in places.items() if key not in values and (key, where) not in used]
 
 
 class _Parser:
@@ -165,6 +204,7 @@ class _Parser:
         self.folder = folder
         self.path = path
         self.files: dict[str, str] = {}
+        self.places = Places()
         self.known: dict[int, _Described] = {}  # by the id of the record
 
     def fault(self, what: str, key: str | None = None, expected: object = None, found: object = None) -> NoReturn:
@@ -179,43 +219,48 @@ class _Parser:
         described = root.get("state_dict_metadata")
         if not isinstance(described, Mapping):
             self.fault("the metadata lists no tensors", expected="state_dict_metadata")
-        places = self._places(root.get("storage_data"))
-        self._add_places(places, runs)
+        rows = self._rows(root.get("storage_data"), runs)
         entries: dict[str, Entry] = {}
-        values: dict[str, Place] = {}
+        values: dict[str, int] = {}
         for key, what in described.items():
             if type(key) is not str:
                 self.fault("a key of the metadata is no text", found=type(key).__name__)
             kind = what.name if isinstance(what, Record) else type(what).__name__
             if kind == "TensorStorageMetadata":
-                entries[key] = self._entry(key, self._described(key, what), places)
+                entries[key] = self._entry(key, self._described(key, what), rows)
             elif kind == "BytesStorageMetadata":
-                values[key] = places.get((key, None)) or self._place(places, key, None)
+                values[key] = self._row(rows, key)
             else:
                 self.fault("the metadata describes something that is no tensor and no value", key, found=kind)
         paths, is_nested = self._paths(root.get("planner_data"), described)
-        return Metadata(self.path, entries, values, paths, is_nested, _unused(places, entries, values))
+        return Metadata(self.path, entries, values, paths, is_nested, self.places)
 
     # -- storage -------------------------------------------------------------------------------------------------
 
-    def _places(self, stored: Any) -> dict[tuple[str, Shape | None], Place]:
+    def _rows(self, stored: Any, runs: Runs) -> dict[_Index, int]:
+        """The row of each item.  IrregularError where what is in `runs` is not as it must be."""
         if not isinstance(stored, Mapping):
             self.fault("the metadata does not say where anything is stored", expected="storage_data")
-        places: dict[tuple[str, Shape | None], Place] = {}
+        self._take_places(runs)
+        indices = zip(runs.fqns, runs.wheres, strict=True)
+        rows = {fqn if where is None else (fqn, where): row for row, (fqn, where) in enumerate(indices)}
+        if len(rows) != len(runs.fqns):
+            raise IrregularError
         for index, info in stored.items():
             if not isinstance(index, Record) or index.name != "MetadataIndex" or not isinstance(info, Record):
                 self.fault("the storage data are not those of torch's file writer")
             fqn, offset = index.get("fqn"), index.get("offset")
             if type(fqn) is not str:
                 self.fault("a key of the storage data is no text")
-            where = None if offset is None else self._numbers(offset, fqn, "an offset")
-            if (fqn, where) in places:
-                self.fault("the storage data have two places for one part", fqn, found=str(where))
-            places[fqn, where] = self._info(fqn, info)
-        return places
+            at = fqn if offset is None else (fqn, self._numbers(offset, fqn, "an offset"))
+            if at in rows:
+                self.fault("the storage data have two places for one part", fqn, found=str(at))
+            rows[at] = len(rows)
+            self._add(fqn, info)
+        return rows
 
-    def _add_places(self, places: dict[tuple[str, Shape | None], Place], runs: Runs) -> None:
-        """Add the places that are columns.  IrregularError where one of them is not as `_places` has them."""
+    def _take_places(self, runs: Runs) -> None:
+        """Take the places that are columns.  IrregularError where one of them is not as `_add` has them."""
         if not runs.fqns:
             return
         wheres = {id(where): where for where in runs.wheres}
@@ -224,14 +269,10 @@ class _Parser:
                 raise IrregularError
         if min(runs.offsets) < 0 or min(runs.lengths) < 0:
             raise IrregularError
-        paths = {name: str(confined(self.folder, name)) for name in set(runs.files)}
-        items = map(Place, map(paths.__getitem__, runs.files), runs.offsets, runs.lengths)
-        count = len(places) + len(runs.fqns)
-        places.update(zip(zip(runs.fqns, runs.wheres, strict=True), items, strict=True))
-        if len(places) != count:
-            raise IrregularError
+        self.files = {name: str(confined(self.folder, name)) for name in set(runs.files)}
+        self.places = Places([self.files[name] for name in runs.files], runs.offsets, runs.lengths)
 
-    def _info(self, key: str, info: Record) -> Place:
+    def _add(self, key: str, info: Record) -> None:
         name, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if transforms := info.get("transform_descriptors"):
             raise NotFoundError(
@@ -248,14 +289,14 @@ class _Parser:
         path = self.files.get(name)
         if path is None:
             path = self.files[name] = str(confined(self.folder, name))
-        return Place(path, offset, length)
+        self.places += Places([path], [offset], [length])
 
-    def _place(self, places: Mapping[tuple[str, Shape | None], Place], key: str, offset: Shape | None) -> Place:
-        place = places.get((key, offset))
-        if place is None:
-            part = "" if offset is None else f" at {list(offset)}"
+    def _row(self, rows: Mapping[_Index, int], index: _Index) -> int:
+        row = rows.get(index)
+        if row is None:
+            key, part = (index, "") if isinstance(index, str) else (index[0], f" at {list(index[1])}")
             self.fault("a part is stored nowhere", key, expected=f"a place for the part{part}")
-        return place
+        return row
 
     # -- tensors -------------------------------------------------------------------------------------------------
 
@@ -271,7 +312,7 @@ class _Parser:
         listed = what.get("chunks")
         if not isinstance(listed, list | tuple):
             self.fault("a tensor has no list of chunks", key)
-        boxes = []
+        boxes: dict[Box, float] = {}
         for chunk in listed:
             if not isinstance(chunk, Record):
                 self.fault("a chunk is damaged", key)
@@ -283,25 +324,26 @@ class _Parser:
                 self.fault("a tensor without elements has a chunk with some", key, f"{list(shape)}", f"{list(sizes)}")
             if 0 in sizes:  # a rank without a part of its own: FSDP2 records one, at the end
                 continue
-            # An optimizer's states of 8 or 4 bits pose as fp32.
-            boxes.append((Box(offsets, sizes), prod(sizes) * (0.5 if dtype.floating else dtype.itemsize)))
+            # An optimizer's states of 8 or 4 bits pose as fp32.  Listed twice (replicas before torch 2.2): one item.
+            boxes[Box(offsets, sizes)] = prod(sizes) * (0.5 if dtype.floating else dtype.itemsize)
+        if len({box.offsets for box in boxes}) < len(boxes):
+            self.fault("two chunks of a tensor begin at the same element", key)
         found = self.known[id(what)] = dtype, shape, boxes
         return found
 
-    def _entry(self, key: str, described: _Described, places: Mapping[tuple[str, Shape | None], Place]) -> Entry:
+    def _entry(self, key: str, described: _Described, rows: Mapping[_Index, int]) -> Entry:
         dtype, shape, boxes = described
-        entry = Entry(key, dtype, shape, {})
-        for box, least in boxes:
-            place = self._place(places, key, box.offsets)
-            if least > place.length:
+        chunks = {}
+        for box, least in boxes.items():
+            row = chunks[box] = self._row(rows, (key, box.offsets))
+            if least > self.places.lengths[row]:
                 self.fault(
                     "a chunk is larger than the item that holds it",
                     key,
                     expected=f"{box.numel} elements of {dtype} for {box}",
-                    found=f"an item of {place.length} bytes in {place.path}",
+                    found=f"an item of {self.places.lengths[row]} bytes in {self.places.paths[row]}",
                 )
-            entry.chunks[box] = place  # listed twice (replicas before torch 2.2): one item
-        return entry
+        return Entry(key, dtype, shape, chunks)
 
     def _numbers(self, value: Any, key: str, what: str) -> Shape:
         if type(value) is list:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.dcp.items import Items, in_reading_order
+from ckpt.containers.dcp.items import Items
 from ckpt.containers.dcp.metadata import DATA_FILE, Entry, Metadata
 from ckpt.containers.dcp.tiling import Tiling, check_no_copy, copies
 from ckpt.containers.torchfile.values import Record
@@ -81,23 +81,26 @@ class DataFiles:
         self.add_file(metadata.path)
         tensors = {key: FoundTensor(entry) for key, entry in metadata.entries.items()}
         values: dict[str, Any] = {}
-        tiling = Tiling(metadata)
+        owners = metadata.owners()
+        tiling = Tiling(metadata, owners)
         with Items() as items:
-            for place, key, box, is_replica in in_reading_order(metadata.entries, metadata.values):
-                if box is None:
-                    values[key] = items.value(place, key)
-                    tiling.add(place, key)
-                    continue
-                tensor = tensors[key]
-                extent = items.elements(place, key, box, tensor.entry.dtype)
-                if not items.is_shard(place):  # whose header names its tensors
-                    tiling.add(place, key)
-                if isinstance(extent, Record):
-                    tensor.wrapped.setdefault(box, extent)
-                    continue
-                (tensor.replicas if is_replica else tensor.placed).append((box, extent))
-                if not box.sizes and not is_replica:
-                    tensor.number = items.number(extent)
+            for found in metadata.places.by_file():
+                is_row = tiling.is_row([place for _, place in found])
+                for row, place in found:
+                    if (owner := owners[row]) is None:
+                        continue
+                    key, box, is_replica = owner
+                    if box is None:
+                        values[key] = items.value(place, key)
+                    elif isinstance(extent := items.elements(place, key, box, tensors[key].entry.dtype), Record):
+                        tensors[key].wrapped.setdefault(box, extent)
+                    else:
+                        tensor = tensors[key]
+                        (tensor.replicas if is_replica else tensor.placed).append((box, extent))
+                        if not box.sizes and not is_replica:
+                            tensor.number = items.number(extent)
+                    if not is_row and not items.is_shard(place):  # whose header names its tensors
+                        tiling.add(place, key)
             tiling.finish(items.files)
             for pair in copies(items.files):
                 held: dict[str, dict[str, tuple[Box, Extent]]] = {path: {} for path in pair}

@@ -9,30 +9,40 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from ckpt.containers.dcp.metadata import Metadata, Place
+from ckpt.containers.sources import is_constant
 from ckpt.errors import CorruptError
 from ckpt.move.source import open_file, read_at
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.tensors import Box, Extent
 
-#: Bytes at the end of a file, whose checksums tell it from others, and those of a tensor that are looked at.
-_TAIL, _LOOKED_AT = 1 << 16, 1 << 16
+#: Bytes at the end of a file, whose checksums tell it from others.
+_TAIL = 1 << 16
 _CHUNK = 1 << 20
 
 
 class Tiling:
     """Takes the places of all items by file and offset, and raises CorruptError for one that cannot be."""
 
-    def __init__(self, metadata: Metadata) -> None:
-        self._entries = metadata.entries
-        self._unused = {(place.path, place.offset): place.length for place in metadata.unused if place.length}
+    def __init__(self, metadata: Metadata, owners: Sequence[object]) -> None:
+        self._metadata = metadata
+        unused = (metadata.places[row] for row, owner in enumerate(owners) if owner is None)
+        self._unused = {(place.path, place.offset): place.length for place in unused if place.length}
         self._last = Place("", 0, 0)
         self._key = ""
         self._ends: dict[str, int] = {}
         self._loose: set[str] = set()
         self._shared: list[tuple[str, str, Place]] = []
+
+    def is_row(self, places: Sequence[Place]) -> bool:
+        """Whether items of a file, by their offsets, stand one behind the other: then none of them is to be added."""
+        *ends, end = accumulate((place.length for place in places), initial=0)
+        if is_row := [place.offset for place in places] == ends:
+            self._ends[places[0].path] = end
+        return is_row
 
     def add(self, place: Place, key: str) -> None:
         end = self._ends.get(place.path, 0)
@@ -52,11 +62,11 @@ class Tiling:
 
         Where bytes of a file are of no item, it is a damaged offset that makes two tensors look like one.
         """
-        ends = {path: end for path, end in self._ends.items() if not self._is_filled(path, end, files[path].size)}
-        loose = self._loose | ends.keys()
+        ends = {path: end for path, end in self._ends.items() if path in files}  # others have no elements
+        loose = self._loose | {path for path, end in ends.items() if not self._is_filled(path, end, files[path].size)}
+        tensors, chunks = self._metadata.entries, self._metadata.chunks
         for key, other, place in self._shared:
-            mine, its = self._entries.get(key), self._entries.get(other)
-            if mine is None or its is None or mine.chunks != its.chunks or place.path in loose:
+            if not (key in tensors and other in tensors) or chunks(key) != chunks(other) or place.path in loose:
                 raise _overlap(place, key, f"bytes of its own, not those of {other}")
 
     def _is_filled(self, path: str, start: int, stop: int) -> bool:
@@ -98,10 +108,7 @@ def check_no_copy(first: str, path: str, held: Mapping[str, Mapping[str, tuple[B
         other = held.get(first, {}).get(key)
         if other is None or other[0] == box or not extent.numel:
             continue
-        start = extent.offset
-        data = _read(path, start, min(extent.end, start + _LOOKED_AT))
-        width = extent.dtype.itemsize
-        if data != data[:width] * (len(data) // width):
+        if not is_constant(path, extent.offset, extent.nbytes, extent.dtype.itemsize):
             raise CorruptError(
                 "the files of two ranks hold the very same, and each should have a part of its own",
                 path=path,
