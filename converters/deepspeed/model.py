@@ -16,6 +16,7 @@ from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices
 from ckpt.plan.tensors import Tensor
 from ckpt.state import adam, positions
+from converters.deepspeed.config import is_enabled, section
 from converters.deepspeed.keys import AUTOEP_EXPERTS, EXPERT, MODEL_FILE, MODEL_STATE, PIPELINE
 
 #: The version whose files these are, for sources that DeepSpeed did not write.
@@ -410,39 +411,16 @@ def ds_config(model: Model, stage: int, asked: DType | None) -> tuple[dict[str, 
     config["zero_optimization"] = options
     if asked is not None or not recorded:  # otherwise the run's own config has the precision
         config |= {
-            "bf16": _section(config, "bf16") | {"enabled": model.dtype == BFLOAT16},
-            "fp16": _section(config, "fp16") | {"enabled": model.dtype == FLOAT16},
+            "bf16": section(config, "bf16") | {"enabled": model.dtype == BFLOAT16},
+            "fp16": section(config, "fp16") | {"enabled": model.dtype == FLOAT16},
         }
-    device = _section(options, "offload_optimizer").get("device")
+    device = section(options, "offload_optimizer").get("device")
     if device == "nvme":
         notes.append(
             "ds_config: the run offloads its optimizer to NVMe and would look for swap files; the state is in the "
             "optimizer files, so resume without offload_optimizer or with its device cpu"
         )
     return config, notes
-
-
-def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = config.get(name)
-    return dict(section) if isinstance(section, Mapping) else {}
-
-
-def is_enabled(config: Mapping[str, Any], name: str) -> bool:
-    """Whether `bf16` or `fp16` is enabled in a DeepSpeed config."""
-    names = (name, "bfloat16") if name == "bf16" else (name,)
-    return any(_section(config, one).get("enabled") for one in names)
-
-
-def is_bf16_optimizer(config: Mapping[str, Any]) -> bool:
-    """Whether the engine of a DeepSpeed config has BF16_Optimizer, which deals no parameters and aligns none.
-
-    engine.py, `_do_optimizer_sanity_check`: bf16 with gradients in float32 under stage 1 without offload, or no ZeRO.
-    """
-    types, options = _section(config, "data_types"), _section(config, "zero_optimization")
-    stage = options.get("stage", 0)
-    is_offloaded = _section(options, "offload_optimizer").get("device") not in (None, "none")
-    in_fp32 = str(types.get("grad_accum_dtype")) in ("torch.float32", "fp32", "float32", "float")
-    return is_enabled(config, "bf16") and (stage == 0 or (stage == 1 and in_fp32 and not is_offloaded))
 
 
 def loss_scaler(model: Model, config: Mapping[str, Any]) -> Record:
@@ -453,7 +431,7 @@ def loss_scaler(model: Model, config: Mapping[str, Any]) -> Record:
     module = "deepspeed.runtime.fp16.loss_scaler"
     if not is_enabled(config, "fp16"):
         return Record(module, "LossScaler", state={"cur_scale": 1.0, "dynamic": False})
-    fp16 = _section(config, "fp16")
+    fp16 = section(config, "fp16")
     if fp16.get("loss_scale"):
         return Record(module, "LossScaler", state={"cur_scale": fp16["loss_scale"], "dynamic": False})
     hysteresis = fp16.get("hysteresis", 2)

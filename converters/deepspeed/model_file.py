@@ -15,8 +15,8 @@ from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import WEIGHT, Key
 from ckpt.plan.tensors import Shape, Tensor, Whole
+from converters.deepspeed.config import is_bf16_optimizer
 from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, OPTIMIZER_FILE
-from converters.deepspeed.model import is_bf16_optimizer
 from converters.deepspeed.partitions import InSlots, slot_size
 from converters.deepspeed.rank_files import check_lengths, flat_extent
 

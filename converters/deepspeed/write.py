@@ -47,6 +47,7 @@ from ckpt.plan.tensors import Box, FlatRange, Shape, Tensor, flat_regions
 from ckpt.run_folder.carried import run_companions
 from ckpt.state import adam
 from converters.deepspeed import model as zero_model
+from converters.deepspeed.config import is_bf16_optimizer, is_enabled
 from converters.deepspeed.layout import (
     SUB_GROUP_SIZE,
     FlatLayout,
@@ -128,7 +129,7 @@ File = tuple[str, Any]
 
 def optimizer_name(rank: int, config: Mapping[str, Any], mp_rank: int = 0) -> str:
     """engine.py, `_get_zero_ckpt_prefix`: the prefix says that bf16 is enabled, and nothing else."""
-    prefix = "bf16_" if zero_model.is_enabled(config, "bf16") else ""
+    prefix = "bf16_" if is_enabled(config, "bf16") else ""
     return f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 
 
@@ -378,7 +379,7 @@ def flat_group(
     local: Mapping[str, Local] | None = None,
 ) -> Group:
     """A group as an engine with this config flattens it on `num_ranks` ranks."""
-    options = {} if zero_model.is_bf16_optimizer(config) else config.get("zero_optimization", {})
+    options = {} if is_bf16_optimizer(config) else config.get("zero_optimization", {})
     own = local or {}
     fqns = dealt(group.fqns, num_ranks) if options.get("round_robin_gradients") else list(group.fqns)
     alignment = 1
@@ -416,7 +417,7 @@ def stage12_items(
     What the source did not record is left to the engine (`_load_global_state`), which has its config for it.
     """
     items = zero_model.optimizer_items(model)
-    if "loss_scaler" not in items and not zero_model.is_enabled(config, "fp16"):
+    if "loss_scaler" not in items and not is_enabled(config, "fp16"):
         items = _scaler_items(model, config) | items
     return {
         **items,
