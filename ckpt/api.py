@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt import registry
 from ckpt.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError, UsageError, shown
 from ckpt.move import standins
-from ckpt.move.files import check_destination, is_filled, translate_os_errors
+from ckpt.move.files import check_destination, is_filled, lies_in, translate_os_errors
 from ckpt.move.lazy import OpenCheckpoint
 from ckpt.plan.checkpoint import (
     BUFFER,
@@ -250,7 +250,7 @@ def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
     for place in (checkpoint.path, *checkpoint.origins, *(file.path for file in checkpoint.files)):
         check_destination(destination, Path(place))
     for folder in checkpoint.folders:  # the config's too; output may lie in these, but not replace them
-        if Path(folder).resolve().is_relative_to(destination.resolve()):
+        if lies_in(Path(folder), destination):
             raise UsageError(
                 "the destination holds files of the source",
                 path=destination,

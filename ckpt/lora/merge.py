@@ -170,7 +170,8 @@ class _Merge:
         owner = self.base.ties.get(target, target)
         if owner not in self.chosen:
             raise _misfit(adapter, fqn, "a parameter of the base", "none of this name")
-        if ".base_layer." not in fqn and _is_saved_module(adapter.config, target):
+        is_copied = _is_saved_module(adapter.config, target) or _is_saved_module(adapter.config, owner)
+        if ".base_layer." not in fqn and is_copied and not _ties_copies(adapter.config):
             # the module is a copy of the base's, which no longer shares its weight with another
             if target != owner:
                 self.untied.add(target)
@@ -520,6 +521,12 @@ def _is_saved_module(config: AdapterConfig, fqn: str) -> bool:
     """Whether `modules_to_save` names the module of this parameter (peft `_set_trainable`)."""
     module = fqn.rpartition(".")[0]
     return any(module == name or module.endswith(f".{name}") or f".{name}." in f".{fqn}" for name in config.saved)
+
+
+def _ties_copies(config: AdapterConfig) -> bool:
+    """Whether modules tied to a copied embedding share the copy (peft `_check_tied_modules`)."""
+    names = {name.rpartition(".")[2] for name in config.saved}
+    return bool(config.raw.get("ensure_weight_tying")) and not names.isdisjoint(("embed_tokens", "lm_head"))
 
 
 def _token_index(config: AdapterConfig, module: str) -> list[int]:

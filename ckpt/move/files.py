@@ -118,8 +118,7 @@ def confined(root: Path, name: str) -> Path:
 
 def check_destination(destination: Path, source: Path) -> None:
     """Refuse a destination that is the source, lies in it, or contains it."""
-    real, origin = Path(os.path.realpath(destination)), Path(os.path.realpath(source))
-    if real == origin or real.is_relative_to(origin) or origin.is_relative_to(real):
+    if lies_in(destination, source) or lies_in(source, destination):
         raise UsageError(
             "the destination and the source overlap",
             path=destination,
@@ -127,6 +126,17 @@ def check_destination(destination: Path, source: Path) -> None:
             found=f"source {source}",
             hint="give another folder with -o",
         )
+
+
+def lies_in(inner: Path, outer: Path) -> bool:
+    """Whether `inner` is `outer` or lies in it, by whichever name: a bind mount gives a folder a second one."""
+    real, container = Path(os.path.realpath(inner)), Path(os.path.realpath(outer))
+    if real.is_relative_to(container):
+        return True
+    with contextlib.suppress(OSError):
+        identity = os.stat(container)
+        return any(os.path.samestat(identity, os.stat(place)) for place in (real, *real.parents) if place.exists())
+    return False
 
 
 class Staging:

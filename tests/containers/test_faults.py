@@ -556,6 +556,24 @@ def test_fault_25_the_destination_overlaps_the_source(fixtures: Path, tmp_path: 
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize("place", ["second", "second/new"])
+def test_fault_25_the_destination_is_the_source_by_a_bind_mount(hub_folder: Path, tmp_path: Path, place: str) -> None:
+    model = Path(shutil.copytree(hub_folder, tmp_path / "model"))
+    (tmp_path / "second").mkdir()
+    shell = (  # in a namespace of its own: nothing stays mounted
+        f"mount --bind {model} {tmp_path}/second || exit 99\n"
+        f"{sys.executable} -m ckpt convert hf hf {tmp_path}/second -o {model} --overwrite; first=$?\n"
+        f"{sys.executable} -m ckpt convert hf hf {model} -o {tmp_path}/{place} --overwrite\n"
+        "exit $((10 * first + $?))"
+    )
+    before = snapshot(model)
+    result = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", shell], capture_output=True)
+    if result.returncode in (1, 99, 127):
+        pytest.skip("no mounts for users here")
+    assert result.returncode == 22, result.stderr.decode()
+    assert snapshot(model) == before
+
+
 def test_fault_25_the_destination_is_where_the_config_stands(fixtures: Path, hub_folder: Path, tmp_path: Path) -> None:
     base = Path(shutil.copytree(hub_folder, tmp_path / "base"))
     (base / "config.json").write_text('{"model_type": "toy"}')

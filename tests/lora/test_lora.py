@@ -120,6 +120,9 @@ def kinds(model: str) -> dict[str, list[dict[str, Any]]]:
         "head": [{"target_modules": [n.head]}],
         "modules_to_save": [{"target_modules": [first], "modules_to_save": [n.head]}],
         "modules_to_save, embeddings": [{"target_modules": [first], "modules_to_save": [n.embedding]}],
+        "modules_to_save, kept tied": [
+            {"target_modules": [first], "modules_to_save": [n.head], "ensure_weight_tying": True}
+        ],
         "trained tokens": [{"target_modules": [first], "trainable_token_indices": {n.embedding: [1, 4, 7]}}],
         "layers_to_transform": [{"target_modules": n.linear, "layers_to_transform": [1]}],
         "exclude_modules": [{"target_modules": n.linear, "exclude_modules": rf".*1\..*{last}"}],
