@@ -46,6 +46,7 @@ OPTIONS = {
     ),
     **dict.fromkeys(("hf", "dcp"), "converters.names.options:NameOptions"),
     "universal": "converters.deepspeed.options:UniversalOptions",
+    **dict.fromkeys(("zero1", "zero2"), "converters.deepspeed.options:ExpertOptions"),
     "fsdp-ranks": "converters.pytorch.ranks_options:RanksOptions",
 }
 

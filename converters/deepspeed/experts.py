@@ -95,7 +95,7 @@ class Experts:
         match = EXPERT.fullmatch(fqn)
         if match is None:
             return fqn
-        return _numbered(fqn, rank * (self.counts[match[1]] // num_expert_parallel) + int(match[2]))
+        return numbered(fqn, rank * (self.counts[match[1]] // num_expert_parallel) + int(match[2]))
 
     def rank_of(self, fqn: str, num_expert_parallel: int) -> int | None:
         """The expert parallel rank that has a parameter; None for one that is of no expert."""
@@ -116,7 +116,7 @@ class Experts:
                 )
 
 
-def _numbered(fqn: str, number: int) -> str:
+def numbered(fqn: str, number: int) -> str:
     return EXPERT.sub(rf"\g<1>{number}\g<3>", fqn)
 
 
@@ -144,7 +144,7 @@ def read_experts(files: Files, model: RankFile, sources: Sources) -> Experts:
     buffers = model_file.buffer_names(model)
     tensors: dict[Key, Tensor] = {}
     for name, value in stored.items():
-        role = BUFFER if _numbered(name, 0) in buffers else WEIGHT  # those of one rank are recorded
+        role = BUFFER if numbered(name, 0) in buffers else WEIGHT  # those of one rank are recorded
         tensors[name, role] = model_file.whole(name, role, value)
     return Experts(model, counts, tensors, are_in_rows(model))
 

@@ -136,12 +136,17 @@ def _is_deepspeed(checkpoint: Checkpoint) -> bool:
     return checkpoint.state.engine == "deepspeed"
 
 
-def describe(checkpoint: Checkpoint, dtype: DType | None, *, may_be_elastic: bool = False) -> Model:
+def describe(
+    checkpoint: Checkpoint, dtype: DType | None, *, may_be_elastic: bool = False, may_have_experts: bool = False
+) -> Model:
     """`checkpoint` as a DeepSpeed model; `dtype` None keeps the model's own.
 
-    `may_be_elastic`: whether the target has a schema for states without hyperparameters.
+    `may_be_elastic`: whether the target has a schema for states without hyperparameters; `may_have_experts`: whether
+    it has files of experts.
     """
-    _refuse_experts((fqn for fqn, _ in checkpoint.tensors), checkpoint.state.ds_config or {})
+    refuse_experts(
+        (fqn for fqn, _ in checkpoint.tensors), checkpoint.state.ds_config or {}, but_native=may_have_experts
+    )
     recorded = None if dtype is not None else _recorded_dtype(checkpoint)
     dtype = dtype or recorded
     ties = _ties(checkpoint)
@@ -180,12 +185,17 @@ def describe(checkpoint: Checkpoint, dtype: DType | None, *, may_be_elastic: boo
     )
 
 
-def _refuse_experts(fqns: Iterable[str], config: Mapping[str, Any]) -> None:
-    """UsageError where a model of this DeepSpeed config has such experts, or AutoEP's, for what its engine loads."""
+def refuse_experts(fqns: Iterable[str], config: Mapping[str, Any], *, but_native: bool = False) -> None:
+    """UsageError where a model of this DeepSpeed config has AutoEP's experts, or those of its MoE layers unless `but_native`."""
     auto = config.get("expert_parallel")
     is_auto = isinstance(auto, Mapping) and bool(auto.get("enabled"))
     if expert := next(
-        (fqn for fqn in fqns if EXPERT.fullmatch(fqn) or (is_auto and AUTOEP_EXPERTS.fullmatch(fqn))), None
+        (
+            fqn
+            for fqn in fqns
+            if (not but_native and EXPERT.fullmatch(fqn)) or (is_auto and AUTOEP_EXPERTS.fullmatch(fqn))
+        ),
+        None,
     ):
         raise UsageError(
             "DeepSpeed loads the experts that ranks share from files of their own, which are not written",

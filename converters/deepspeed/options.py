@@ -1,10 +1,21 @@
-"""What is asked for of universal checkpoints."""
+"""What is asked for of DeepSpeed's formats."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckpt.plan.options import option
+from ckpt.plan.options import MAX_SIZE, option
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertOptions:
+    """None is what the source's own layers have."""
+
+    ep_size: int | None = option(
+        "`ep_size` of all `deepspeed.moe` layers: ranks that share the experts of a layer. [default: as the source]",
+        min=1,
+        max=MAX_SIZE,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -376,7 +376,7 @@ def _optimizer_state(model: Model, config: Mapping[str, Any], num_ranks: int, st
             "group_paddings": [group.layout.padding(0) for group in groups],
             "param_alignment_paddings": [list(group.layout.paddings) for group in groups],
         }
-        items = zero_writer.stage12_items(model, config, num_ranks, stage) | paddings
+        items = zero_writer.stage12_items(model, config, [num_ranks] * len(groups), stage) | paddings
         return items | {"param_groups": zero_writer.param_groups(model, [[i] for i in range(len(groups))])}
     slots = zero_writer.slot_groups(model, num_ranks)
     groups_within = zero_writer.param_groups(model, slots.members)

@@ -43,11 +43,12 @@ from ckpt.plan.checkpoint import (
     TargetFile,
 )
 from ckpt.plan.dtypes import DType
-from ckpt.plan.tensors import Box, FlatRange, Shape, Tensor, flat_regions
+from ckpt.plan.tensors import Box, FlatRange, Shape, Tensor, flat_regions, whole
 from ckpt.run_folder.carried import run_companions
 from ckpt.state import adam
 from converters.deepspeed import model as zero_model
 from converters.deepspeed.config import is_bf16_optimizer, is_enabled
+from converters.deepspeed.dealt_experts import DealtExperts, dealt_experts
 from converters.deepspeed.layout import (
     SUB_GROUP_SIZE,
     FlatLayout,
@@ -60,6 +61,7 @@ from converters.deepspeed.layout import (
 )
 from converters.deepspeed.layout import Part as Place
 from converters.deepspeed.model import Model
+from converters.deepspeed.options import ExpertOptions
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
@@ -68,10 +70,15 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
     Raises UsageError where no number of ranks is known, LossError for what ZeRO cannot represent.
     """
     num_ranks = layout.num_ranks(checkpoint)
-    model = zero_model.describe(checkpoint, layout.dtype, may_be_elastic=stage < 3)
+    model = zero_model.describe(checkpoint, layout.dtype, may_be_elastic=stage < 3, may_have_experts=stage < 3)
     config, notes = zero_model.ds_config(model, stage, layout.dtype)
     tag = step_folder(checkpoint)
-    files = _stage3_files(model, config, num_ranks) if stage == 3 else _stage12_files(model, config, num_ranks, stage)
+    if stage == 3:
+        files = _stage3_files(model, config, num_ranks)
+    else:
+        experts = dealt_experts(model, config, num_ranks, layout.read(ExpertOptions).ep_size)
+        files = _stage12_files(model, config, num_ranks, stage, experts)
+        notes = [*notes, *experts.notes]
     beside = run_companions(checkpoint, num_ranks, layout.dtype)
     _, dropped = zero_model.client_state(model)
     return Target(
@@ -399,20 +406,44 @@ def flat_param_shapes(model: Model, config: Mapping[str, Any], num_ranks: int) -
     return [group.shapes(model) for group in flat_groups(model, config, num_ranks)]
 
 
-def _stage12_files(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) -> Iterator[File]:
-    shapes = flat_param_shapes(model, config, num_ranks)
-    yield "mp_rank_00_model_states.pt", model_root(model, config, num_ranks, shapes, 0, stage)
-    groups = flat_groups(model, config, num_ranks)
+def _stage12_files(
+    model: Model, config: Mapping[str, Any], num_ranks: int, stage: int, experts: DealtExperts
+) -> Iterator[File]:
+    of_ranks = [_rank_groups(model, config, num_ranks, experts, rank) for rank in range(experts.ep_size)]
+    root = model_root(model, config, num_ranks, [group.shapes(model) for group in of_ranks[0]], 0, stage)
+    yield from experts.files(root["module"])
+    yield "mp_rank_00_model_states.pt", experts.without(root)
+    counts = [experts.num_sharing if group.local else num_ranks for group in of_ranks[0]]
+    items = stage12_items(model, config, counts, stage)
     for rank in range(num_ranks):
-        inner = stage12_items(model, config, num_ranks, stage) | partitions(model, groups, rank)
-        root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
-        yield optimizer_name(rank, config), root
+        expert_rank, place = experts.place(rank)
+        groups = of_ranks[expert_rank]
+        inner = items | partitions(model, groups, [place if group.local else rank for group in groups])
+        yield (
+            optimizer_name(rank, config),
+            {
+                "optimizer_state_dict": inner,
+                "ds_config": config,
+                "ds_version": model.version,
+            },
+        )
 
 
-def stage12_items(
-    model: Model, config: Mapping[str, Any], num_ranks: int, stage: int, num_groups: int | None = None
-) -> dict[str, Any]:
-    """What an optimizer file of stages 1 and 2 says beside its partitions.
+def _rank_groups(
+    model: Model, config: Mapping[str, Any], num_ranks: int, experts: DealtExperts, expert_rank: int
+) -> list[Group]:
+    """The groups of an expert parallel rank: those of experts are under the names that it has for these."""
+    groups = []
+    for group in experts.groups(expert_rank):
+        names = {fqn: experts.name(fqn) for fqn in group.fqns if experts.is_expert(fqn)}
+        own = {fqn: model.masters[fqn].shape for fqn in names}
+        local = {fqn: Local(names[fqn], shape, (whole(shape),)) for fqn, shape in own.items()}
+        groups.append(flat_group(model, config, group, experts.num_sharing if local else num_ranks, local))
+    return groups
+
+
+def stage12_items(model: Model, config: Mapping[str, Any], counts: Sequence[int], stage: int) -> dict[str, Any]:
+    """What an optimizer file of stages 1 and 2 says beside its partitions, of which each group has a number.
 
     What the source did not record is left to the engine (`_load_global_state`), which has its config for it.
     """
@@ -422,7 +453,7 @@ def stage12_items(
     return {
         **items,
         "zero_stage": stage_record(stage),
-        "partition_count": [num_ranks] * (len(model.groups) if num_groups is None else num_groups),
+        "partition_count": list(counts),
         "ds_version": model.version,
     }
 
@@ -432,10 +463,13 @@ def _scaler_items(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"loss_scaler": scaler, "dynamic_loss_scale": bool(scaler.get("dynamic")), "overflow": False}
 
 
-def partitions(model: Model, groups: list[Group], rank: int) -> dict[str, Any]:
-    """A rank's flat buffers: masters without padding, states with it, but for elastic ones."""
+def partitions(model: Model, groups: Sequence[Group], ranks: Sequence[int]) -> dict[str, Any]:
+    """A rank's flat buffers: masters without padding, states with it, but for elastic ones.
+
+    `ranks` are its numbers among those that share each group.
+    """
     masters, states, mappings = [], {}, []
-    for index, group in enumerate(groups):
+    for index, (group, rank) in enumerate(zip(groups, ranks, strict=True)):
         layout = group.layout
         kept = layout.partition - layout.padding(rank)
         tensors = [model.masters[fqn] for fqn in group.fqns]
@@ -449,13 +483,13 @@ def partitions(model: Model, groups: list[Group], rank: int) -> dict[str, Any]:
     return {
         **(_elastic(model, states) if model.is_elastic else _rigid(groups, states)),
         "single_partition_of_fp32_groups": masters,
-        "group_paddings": [group.layout.padding(rank) for group in groups],
+        "group_paddings": [group.layout.padding(rank) for group, rank in zip(groups, ranks, strict=True)],
         "param_alignment_paddings": [list(group.layout.paddings) for group in groups],
         "param_slice_mappings": mappings,
     }
 
 
-def _rigid(groups: list[Group], states: Mapping[int, Any]) -> dict[str, Any]:
+def _rigid(groups: Sequence[Group], states: Mapping[int, Any]) -> dict[str, Any]:
     options = [{**group.options, "params": [index]} for index, group in enumerate(groups)]
     return {"base_optimizer_state": {"state": states, "param_groups": options}}
 

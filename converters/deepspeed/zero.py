@@ -249,26 +249,29 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
         if isinstance(stored, StoredTensor) and fqn not in ties:
             reading.add(model_file.whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored, 0))
     reading.tensors.update(model_file.with_replicas(reading.tensors, again, module))
-    reading.tensors.update(experts.tensors)
+    reading.tensors = {**experts.tensors, **reading.tensors, **experts.tensors}  # in the order of their layers
     expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
     counts = partition_counts(inners[0])
     counts = counts if len(counts) == len(groups) else (max(counts),) * len(groups)
 
     options = hyperparameters(inners[0].content.get("base_optimizer_state"))
     param_groups = []
+    own_order = False
     scalars: dict[str, dict[str, Any]] = {}
     for number, (recorded, count) in enumerate(zip(groups, counts, strict=True)):
         order: list[str] = []
         parts: list[dict[Key, Tensor]] = []
         for ranks, shapes in experts.shared(recorded, count, num_ranks):
             dealt = model_file.is_dealt(file, inners[0])
-            order += before_dealing(list(shapes), count) if dealt else shapes
+            own = before_dealing(list(shapes), count) if dealt else list(shapes)
+            own_order |= experts.in_order(own) != tuple(own)
+            order += own
             sharing = _Sharing(number, [inners[rank] for rank in ranks], ranks)
             parts.append(_read_flat_group(reading, sharing, shapes, scalars))
         for tensor in experts.together(parts, [range(num_ranks)] * len(parts)):
             reading.add(tensor)
         param_groups.append(ParamGroup(experts.in_order(order), options[number] if number < len(options) else {}))
-    return _Model(file, ties, tuple(param_groups), scalars, [file])
+    return _Model(file, ties, tuple(param_groups), scalars, [file], own_order)
 
 
 @dataclass(frozen=True)
@@ -516,13 +519,17 @@ def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple
 
 @dataclass(frozen=True)
 class _Model:
-    """What the model files say: rank 0's file, ties, param groups by fqn, one-number states, and all model files."""
+    """What the model files say: rank 0's file, ties, param groups by fqn, one-number states, and all model files.
+
+    `own_order`: ranks have experts in another order than the model's.
+    """
 
     file: RankFile
     ties: dict[str, str]
     param_groups: tuple[ParamGroup, ...]
     scalars: dict[str, dict[str, Any]]
     all_files: list[RankFile]
+    own_order: bool = False
 
 
 def _check_steps(models: list[RankFile], inners: list[RankFile]) -> None:
@@ -593,6 +600,7 @@ def _checkpoint(reading: _Reading, model: _Model, inners: list[RankFile], stage:
         tag=folder.name,
         world_size=world_size,
         ties=model.ties,
+        own_module_order=model.own_order,
         state=state,
         folders=(str(folder.parent),),
         notes=_step_note(model, folder.name),

@@ -263,6 +263,14 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> Model:
     Raises UsageError for a layout that does not fit the model.
     """
     args: dict[str, Any] = dict(checkpoint.state.args or {})
+    if args.get("gpt_j_residual"):
+        raise LossError(
+            "megatron-core has no parallel residual, and would compute something else with these weights",
+            path=checkpoint.path,
+            expected="use_parallel_residual false",
+            found="use_parallel_residual true",
+            hint="GPT-NeoX has one, whose files the format megatron-deepspeed writes",
+        )
     chosen = choices(checkpoint, layout.dtype)
     names = list(chosen)
     layers = {int(m[1]) for name in names if (m := _LAYER.match(name))}

@@ -453,7 +453,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "architecture, more",
         [
-            ("gpt_neox", {"use_parallel_residual": True}),
             ("gpt_neox", {"attention_bias": False}),
             ("llama", {"hidden_act": "gelu"}),
             ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),

@@ -47,6 +47,14 @@ def recorded(args: Any, sizes: Mapping[str, Any]) -> Any:
     return {**known, **changed}
 
 
+def of_neox(args: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """What GPT-NeoX records of its arguments (`save_ds_checkpoint`), but for the type of the tokenizer."""
+    names = ("hidden_size", "num_attention_heads", "max_position_embeddings", "make_vocab_size_divisible_by")
+    found = {name: args[name] for name in names if name in args}
+    found |= {name: sizes[name] for name in ("num_layers", "padded_vocab_size")}
+    return found | {"model_parallel_size": sizes[_TP[0]]}
+
+
 def namespace(args: Mapping[str, Any], sizes: Mapping[str, Any]) -> Record:
     """Megatron-LM's arguments as Megatron-DeepSpeed's, for a source that recorded none of the latter."""
     found = {**args, **sizes}

@@ -15,7 +15,7 @@ runtime/pipe/engine.py, runtime/bf16_optimizer.py, runtime/zero/stage_1_and_2.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ from converters.deepspeed.pipeline.read import (
 )
 from converters.deepspeed.pipeline.write import OF_SLICES, lay_out
 from converters.deepspeed.rank_files import known_structure
+from converters.names.megatron.architectures.gpt_neox import parallel_residual
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
+from converters.names.megatron.sizes import Config
 
 
 class MegatronDeepSpeed:
@@ -91,6 +93,7 @@ class MegatronDeepSpeed:
         optimizer = read_partitions(reading, slices)
         first = slices[0]
         folders = tuple(p for p in (request.config, path, path.parent) if p)
+        config = read_config(folders)
         dp, step = (first.content.get(name) for name in ("dp_world_size", "global_steps"))
         version = first.content.get("ds_version")
         return Checkpoint(
@@ -106,13 +109,13 @@ class MegatronDeepSpeed:
             ties={OUTPUT: EMBEDDING} if reading.layers.tied else {},
             state=TrainingState.of_entries(
                 "deepspeed",
-                _entries(reading, slices, optimizer),
+                _entries(reading, slices, optimizer, config),
                 step=step if isinstance(step, int) else None,
                 param_groups=reading.param_groups(),
                 scalars=reading.scalars,
                 engine_version=version,
             ),
-            config=read_config(folders),
+            config=config,
             folders=tuple(str(p) for p in folders if p.is_dir()),
             notes=tuple(reading.notes),
             computed=reading.others.computed,
@@ -128,7 +131,9 @@ class MegatronDeepSpeed:
 MEGATRON_DEEPSPEED = MegatronDeepSpeed()
 
 
-def _entries(reading: Reading, slices: Sequence[RankFile], optimizer: RankFile | None) -> dict[str, Any]:
+def _entries(
+    reading: Reading, slices: Sequence[RankFile], optimizer: RankFile | None, config: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """What describes the run, by the names in the files.
 
     The client's entries are one item, as of other files of DeepSpeed's; `args` has the run's arguments also under the
@@ -146,6 +151,8 @@ def _entries(reading: Reading, slices: Sequence[RankFile], optimizer: RankFile |
         "pipeline_model_parallel_size": reading.folder.pp,
         "untie_embeddings_and_output_weights": not reading.layers.tied,
     }
+    if reading.layers.neox and config and config.get("model_type") == "gpt_neox":
+        items["args"] |= parallel_residual(Config(config))
     of_slices = {
         name: {file.rank: file.content[name] for file in slices if file.content.get(name) is not None}
         for name in OF_SLICES

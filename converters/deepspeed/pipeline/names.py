@@ -98,6 +98,13 @@ class Layers:
         return cls(dict(enumerate(order, 1)))
 
     @classmethod
+    def of_neox(cls, num_layers: int, *, tied: bool) -> Layers:
+        """The layers of a model as GPT-NeoX numbers them: a function before the transformer layers, and one behind."""
+        kinds = {0: Kind.EMBEDDING, **dict.fromkeys(range(2, num_layers + 2), Kind.TRANSFORMER)}
+        kinds[num_layers + 3] = Kind.NORM
+        return cls(kinds if tied else {**kinds, num_layers + 4: Kind.OUTPUT}, neox=True)
+
+    @classmethod
     def of_names(cls, names: Mapping[int, Iterable[str]], path: str) -> Layers:
         """From the entries of each layer.
 

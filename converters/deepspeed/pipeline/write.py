@@ -25,7 +25,7 @@ from ckpt.run_folder.steps import TRACKER
 from converters.deepspeed import model as zero_model
 from converters.deepspeed.keys import MODEL_STATE, OPTIMIZER_STATE, PIPELINE, UNIVERSAL_INFO
 from converters.deepspeed.model import Model
-from converters.deepspeed.pipeline.args import namespace, recorded
+from converters.deepspeed.pipeline.args import namespace, of_neox, recorded
 from converters.deepspeed.pipeline.names import Kind, Layers
 from converters.deepspeed.pipeline.read import OTHER_ORDER
 from converters.deepspeed.write import (
@@ -162,7 +162,7 @@ def _describe(checkpoint: Checkpoint, layout: Layout) -> _Pipeline:
     # A pipeline's own entries are written here and not by what is shared with ZeRO's files.
     others = {name: value for name, value in checkpoint.state.private.items() if name != "megatron-deepspeed"}
     model = zero_model.describe(replace(checkpoint, state=replace(checkpoint.state, private=others)), layout.dtype)
-    layers = _layers(model, record)
+    layers = _layers(model, record, args)
     grid = _grid(args, layout)
     recorded_stage = zero_model.zero_options(checkpoint).get("stage")
     stage = 0 if recorded_stage == 0 and record else 1
@@ -181,14 +181,15 @@ def _describe(checkpoint: Checkpoint, layout: Layout) -> _Pipeline:
     return pipeline
 
 
-def _layers(model: Model, record: Mapping[str, Any]) -> Layers:
-    """The source's own numbering, or Megatron-DeepSpeed's."""
+def _layers(model: Model, record: Mapping[str, Any], args: Mapping[str, Any]) -> Layers:
+    """The source's own numbering, or Megatron-DeepSpeed's, or GPT-NeoX's where only that has such a model."""
     names = (*model.weights, *model.buffers)
     if record:
         layers = Layers({number: Kind(kind) for number, kind in record["kinds"].items()}, record["neox"])
     else:
         numbers = {int(fqn.split(".")[2]) for fqn in names if fqn.startswith("decoder.layers.")}
-        layers = Layers.of_model(len(numbers), tied=OUTPUT not in names)
+        make = Layers.of_neox if args.get("gpt_j_residual") else Layers.of_model
+        layers = make(len(numbers), tied=OUTPUT not in names)
     for fqn in names:
         layers.order(fqn)  # LossError for one without a place
     for fqn in (EMBEDDING, "decoder.final_layernorm.weight"):
@@ -266,9 +267,11 @@ def _check(pipeline: _Pipeline, args: Mapping[str, Any]) -> None:
     rows = (".linear_proj.bias", ".linear_fc2.bias")
     biases = [fqn for fqn in pipeline.tensors if fqn.endswith(rows)] if pipeline.layers.neox else []
     if biases and pipeline.grid.tp > 1:
+        says = "each would have a part of it that no rank of the source has"
+        if not args.get("gpt_j_residual"):
+            says = "otherwise each has the same one; the source does not say which of the two it is"
         raise LossError(
-            "under --gpt-j-residual GPT-NeoX adds up the ranks' biases of this layer, and otherwise each has the same "
-            "one; the source does not say which of the two it is",
+            f"under --gpt-j-residual GPT-NeoX adds up the ranks' biases of this layer, and {says}",
             fqn=biases[0],
             hint="--tp 1",
         )
@@ -329,9 +332,9 @@ def _slice_files(pipeline: _Pipeline, client: Mapping[str, Any], pp: int, tp: in
     yield f"mp_rank_{number:02d}_model_states.pt", {**root, **client, **_of_slice(pipeline, number)}
     if not pipeline.has_optimizer:
         return
-    items = stage12_items(model, config, dp, 1, len(groups))
+    items = stage12_items(model, config, [dp] * len(groups), 1)
     for rank in range(dp):
-        inner = items | partitions(model, groups, rank)
+        inner = items | partitions(model, groups, [rank] * len(groups))
         root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
         yield optimizer_name(rank, config, number), root
 
@@ -373,6 +376,8 @@ def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
         client, dropped = {}, [f"training state {name}" for name in checkpoint.state.entries() if name not in known]
     if "args" in client:
         client["args"] = recorded(client["args"], sizes)
+    elif not pipeline.record and pipeline.layers.neox:
+        client["args"] = of_neox(checkpoint.state.args or {}, sizes)
     elif not pipeline.record:
         client["args"] = namespace(checkpoint.state.args or {}, sizes)
         client["checkpoint_version"] = 3.0  # the order of the rows of query_key_value, which the reader relies on
@@ -421,6 +426,12 @@ def _notes(pipeline: _Pipeline) -> Iterator[str]:
     if len(set(counts)) > 1:
         yield f"transformer layers of the stages: {', '.join(map(str, counts))}"
     yield from batch_notes(pipeline.config, pipeline.dp)
+    if pipeline.layers.neox and not pipeline.record:
+        yield (
+            "names are GPT-NeoX's, as it had them until September 2024 (commit 0d4bdb96): only that has the parallel "
+            "residual of this model (gpt_j_residual). It loads this with "
+            + ("no_load_rng" if pipeline.has_optimizer and pipeline.checkpoint.state.step else "finetune")
+        )
     if not pipeline.layers.neox:
         yield (
             "rows of query_key_value are by head, as Megatron-DeepSpeed had them until December 2024: since commit "

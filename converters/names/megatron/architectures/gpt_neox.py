@@ -21,13 +21,6 @@ def sizes(config: Config) -> Sizes:
 
 
 def args(config: Config) -> dict[str, Any]:
-    if config.flag("use_parallel_residual", True):
-        raise LossError(
-            "megatron-core has no parallel residual, and would compute something else with these weights",
-            expected="use_parallel_residual false",
-            found="use_parallel_residual true",
-            hint="GPT-NeoX has one, and tools/ckpts/convert_hf_to_sequential.py and convert_neox_to_hf.py of its own",
-        )
     if not config.flag("attention_bias", True):
         raise LossError("Megatron has biases in all linear layers or in none", found="attention_bias false")
     activation = config.get("hidden_act") or "gelu"
@@ -49,7 +42,13 @@ def args(config: Config) -> dict[str, Any]:
             "openai_gelu": activation != "gelu",
             "hidden_dropout": config.number("hidden_dropout", 0.0),
         }
+        | parallel_residual(config)
     )
+
+
+def parallel_residual(config: Config) -> dict[str, Any]:
+    """GPT-NeoX's argument for it.  Megatron has none, and its writers refuse this one."""
+    return {"gpt_j_residual": True} if config.flag("use_parallel_residual", True) else {}
 
 
 TABLE = Table(

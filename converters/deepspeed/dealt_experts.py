@@ -1,0 +1,233 @@
+"""Experts of DeepSpeed's MoE layers as ranks have them: which files and param groups an engine of ZeRO-1 or 2 loads.
+
+For any number of ranks and `ep_size`, the same in all layers: with several, DeepSpeed puts the optimizer's groups into
+the order of a set of strings, which is another in each process (deepspeed 0.19.8, moe/utils.py,
+`split_params_into_different_moe_groups_for_optimizer`).  What ranks have of experts: `converters.deepspeed.experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.containers.torchfile.values import StoredDict
+from ckpt.errors import LossError, UsageError
+from ckpt.plan.checkpoint import ParamGroup
+from converters.deepspeed.experts import numbered
+from converters.deepspeed.keys import EXPERT
+from converters.deepspeed.model import Model, refuse_experts
+
+#: moe/utils.py: a param group of experts is split where it would have more elements.
+MAX_GROUP_SIZE = 178956971
+_PREFIX = "ep_size_"
+
+
+@dataclass(frozen=True)
+class DealtExperts:
+    """Experts dealt to `ep_size` ranks each; none, and one rank, for a model without.
+
+    `counts` has the number of experts of each layer, in the model's order.
+    """
+
+    model: Model
+    num_ranks: int
+    counts: Mapping[str, int]
+    ep_size: int = 1
+    is_in_rows: bool = False
+
+    @property
+    def num_sharing(self) -> int:
+        """How many ranks have the same experts."""
+        return self.num_ranks // self.ep_size
+
+    @property
+    def notes(self) -> Iterator[str]:
+        if self.counts:
+            yield f"experts of {len(self.counts)} MoE layers are for ep_size {self.ep_size}: build the model with it"
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """A rank's number among those with other experts, and among those with the same."""
+        if self.is_in_rows:
+            return divmod(rank, self.num_sharing)
+        return rank % self.ep_size, rank // self.ep_size
+
+    def is_expert(self, fqn: str) -> bool:
+        return bool(self.counts) and EXPERT.fullmatch(fqn) is not None
+
+    def name(self, fqn: str) -> str:
+        """What the rank that has an expert calls a tensor of it."""
+        begin, number, _ = self._parts(fqn)
+        return numbered(fqn, number % (self.counts[begin] // self.ep_size))
+
+    def groups(self, expert_rank: int) -> list[ParamGroup]:
+        """The param groups of an expert parallel rank, as an engine of this `ep_size` makes them."""
+        found: list[ParamGroup] = []
+        for group in self._whole_groups():
+            if not self.is_expert(group.fqns[0]):
+                found.append(group)
+                continue
+            own = [fqn for fqn in group.fqns if self._rank_of(fqn) == expert_rank]
+            options = {**group.options, "name": f"{_PREFIX}{self.ep_size}"}
+            found += [ParamGroup(tuple(fqns), options) for fqns in ([own] if self._is_kept else self._split(own))]
+        return found
+
+    def files(self, module: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The file of each expert: its name, and its part of the whole module's state dict."""
+        for layer, (begin, count) in enumerate(self.counts.items()):
+            for number in range(count):
+                own = {fqn: tensor for fqn, tensor in module.items() if fqn.startswith(f"{begin}{number}.")}
+                yield f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt", own
+
+    def without(self, root: dict[str, Any]) -> dict[str, Any]:
+        """The content of the model file: without experts but for what is listed of rank 0's."""
+        if not self.counts:
+            return root
+        kept = {"module": lambda fqn: not self.is_expert(fqn), "buffer_names": self._is_of_first}
+        kept |= dict.fromkeys(("frozen_param_shapes", "frozen_param_fragments"), self._is_of_first)
+        found = dict(root)
+        for entry, is_kept in kept.items():
+            value = root[entry]
+            if isinstance(value, Mapping):
+                found[entry] = StoredDict("OrderedDict")
+                found[entry].update({fqn: one for fqn, one in value.items() if is_kept(fqn)})
+            elif value is not None:
+                found[entry] = [fqn for fqn in value if is_kept(fqn)]
+        return found | {"num_experts": list(self.counts.values()), "ds_autoep_layers": None}
+
+    def _is_of_first(self, fqn: str) -> bool:
+        return not self.is_expert(fqn) or self._rank_of(fqn) == 0
+
+    def _parts(self, fqn: str) -> tuple[str, int, str]:
+        match = EXPERT.fullmatch(fqn)
+        assert match is not None
+        return match[1], int(match[2]), match[3]
+
+    def _rank_of(self, fqn: str) -> int:
+        begin, number, _ = self._parts(fqn)
+        return number // (self.counts[begin] // self.ep_size)
+
+    def _whole_groups(self) -> list[ParamGroup]:
+        """The groups of the whole model: where `ep_size` changes, those that it told apart are one."""
+        if self._is_kept:
+            return list(self.model.groups)
+        found: list[ParamGroup] = []
+        seen: dict[str, int] = {}
+        for group in self.model.groups:
+            if not self.is_expert(group.fqns[0]):
+                found.append(group)
+                continue
+            others = _other_options(group)
+            if others in seen:
+                known = found[seen[others]]
+                found[seen[others]] = ParamGroup(self._in_order(known.fqns + group.fqns), known.options)
+            else:
+                seen[others] = len(found)
+                found.append(group)
+        return found
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether the source's groups are those of an engine of this `ep_size`."""
+        return _recorded_sizes(self.model) <= {self.ep_size}
+
+    def _in_order(self, fqns: Sequence[str]) -> tuple[str, ...]:
+        """As the model registers them."""
+        layers = list(self.counts)
+        places = {fqn: (layers.index(begin), number) for fqn in fqns for begin, number, _ in (self._parts(fqn),)}
+        return tuple(sorted(fqns, key=places.__getitem__))
+
+    def _split(self, fqns: Sequence[str]) -> Iterator[list[str]]:
+        """A rank's parameters of a group, in several where they are too many."""
+        own: list[str] = []
+        size = 0
+        for fqn in fqns:
+            numel = self.model.masters[fqn].numel
+            if own and size + numel > MAX_GROUP_SIZE:
+                yield own
+                own, size = [], 0
+            own.append(fqn)
+            size += numel
+        yield own
+
+
+def dealt_experts(model: Model, config: Mapping[str, Any], num_ranks: int, ep_size: int | None) -> DealtExperts:
+    """The experts of a model for `num_ranks` ranks; `ep_size` None is that of the source.
+
+    UsageError where experts do not divide, or where no engine would load them.
+    """
+    names = (*model.weights, *model.buffers)
+    counts = _counts(names)
+    if not counts:
+        if ep_size is not None:
+            raise UsageError("the model has no experts of `deepspeed.moe` layers", found=f"--ep-size {ep_size}")
+        return DealtExperts(model, num_ranks, {})
+    if not model.is_deepspeed or not model.resumable or model.checkpoint.own_module_order:
+        refuse_experts(names, config)
+    sizes = _recorded_sizes(model)
+    if ep_size is None and len(sizes) != 1:
+        raise UsageError(
+            "DeepSpeed's layers of the source have several ep_size, or record none; all get the same one",
+            path=model.checkpoint.path,
+            found=", ".join(map(str, sorted(sizes))) or "none",
+            hint="--ep-size says which; with several, DeepSpeed's own files have groups in another order on each rank",
+        )
+    size = ep_size or sizes.pop()
+    if uneven := [count for count in (num_ranks, *counts.values()) if count % size]:
+        raise UsageError(
+            f"experts do not divide among expert parallel ranks of ep_size {size}",
+            expected="an ep_size that divides the ranks and the experts of every layer",
+            found=f"{num_ranks} ranks; {', '.join(map(str, counts.values()))} experts",
+            hint=f"--ep-size N, which divides {uneven[0]}",
+        )
+    if sizes - {size}:
+        _refuse_split_groups(model)
+    return DealtExperts(model, num_ranks, counts, size, bool(config.get("use_data_before_expert_parallelism")))
+
+
+def _counts(names: Sequence[str]) -> dict[str, int]:
+    """The number of experts by what the names of a layer's begin with, in the order of the layers."""
+    numbers: dict[str, int] = {}
+    for fqn in names:
+        if match := EXPERT.fullmatch(fqn):
+            numbers[match[1]] = max(numbers.get(match[1], 0), int(match[2]) + 1)
+    return numbers
+
+
+def _recorded_sizes(model: Model) -> set[int]:
+    """`ep_size` of the source's param groups of experts.
+
+    LossError for groups that no engine makes: of experts and others.
+    """
+    sizes = set()
+    for group in model.groups:
+        experts = [fqn for fqn in group.fqns if EXPERT.fullmatch(fqn)]
+        name = str(group.options.get("name", ""))
+        if not experts:
+            continue
+        if len(experts) < len(group.fqns) or not group.options.get("moe") or not name.startswith(_PREFIX):
+            raise LossError("a param group is not one of experts alone, as DeepSpeed makes them", fqn=experts[0])
+        sizes.add(int(name.removeprefix(_PREFIX)))
+    return sizes
+
+
+def _other_options(group: ParamGroup) -> str:
+    return repr(sorted((key, value) for key, value in group.options.items() if key != "name"))
+
+
+def _refuse_split_groups(model: Model) -> None:
+    """LossError where groups of experts differ in nothing: an engine of another `ep_size` may split them elsewhere."""
+    seen = set()
+    for group in model.groups:
+        key = (group.options.get("name"), _other_options(group))
+        if group.options.get("moe") and key in seen:
+            raise LossError(
+                "experts of one ep_size are in several param groups with the same options, split by a size that "
+                "nothing records, or by hand: with another ep_size DeepSpeed may split them elsewhere",
+                fqn=group.fqns[0],
+                hint=f"keep the ep_size of the source, {str(key[0]).removeprefix(_PREFIX)}",
+            )
+        seen.add(key)
+
+
+__all__ = ["DealtExperts", "dealt_experts"]
