@@ -46,6 +46,8 @@ class Model:
     notes: tuple[str, ...]
     #: Whether states are written as `elastic_checkpoint` has them: without hyperparameters, which the source lacks.
     is_elastic: bool = False
+    #: States other than steps of which parameters of one group have different numbers, as Adafactor's RMS.
+    uneven_numbers: tuple[str, ...] = ()
 
     @property
     def frozen(self) -> list[str]:
@@ -114,13 +116,13 @@ class Model:
         return stored.pop() if len(stored) == 1 else FLOAT32
 
     def numbers(self, fqns: Sequence[str]) -> dict[str, Any]:
-        """States that are one number for all of these, such as Adam's step.
+        """States that are one number for all of these, such as Adam's step, without `uneven_numbers`.
 
-        Raises LossError where they differ: a flat buffer has one of each.
+        Raises LossError where steps differ: a flat buffer has one.
         """
         found: dict[str, Any] = {}
         for name, values in self.checkpoint.state.scalars.items():
-            for fqn in fqns:
+            for fqn in fqns if name not in self.uneven_numbers else ():
                 if fqn in values and found.setdefault(name, values[fqn]) != values[fqn]:
                     raise LossError(
                         f"parameters of one group have taken different numbers of steps ({name}), which ZeRO's flat "
@@ -130,6 +132,12 @@ class Model:
                         found=f"{name} {values[fqn]}",
                     )
         return found
+
+    @property
+    def dropped(self) -> list[str]:
+        """What of the optimizer is no tensor and has no place in flat buffers."""
+        why = "parameters of one group have different numbers, and ZeRO's flat buffers have one"
+        return [f"optimizer state {name}: {why}" for name in self.uneven_numbers]
 
 
 def _is_deepspeed(checkpoint: Checkpoint) -> bool:
@@ -182,6 +190,7 @@ def describe(
         left_out,
         tuple(notes),
         bool(known),
+        tuple(_uneven_numbers(checkpoint, groups)),
     )
 
 
@@ -366,6 +375,13 @@ def _states(
         else:
             misfits.add((fqn, role))
     return states, frozenset(misfits)
+
+
+def _uneven_numbers(checkpoint: Checkpoint, groups: Sequence[ParamGroup]) -> Iterator[str]:
+    for name, values in checkpoint.state.scalars.items():
+        held = ({values[fqn] for fqn in group.fqns if fqn in values} for group in groups)
+        if not name.endswith("step") and any(len(numbers) > 1 for numbers in held):
+            yield name
 
 
 def _misfits(misfits: Iterable[Key]) -> dict[Key, str]:

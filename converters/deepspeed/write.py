@@ -88,7 +88,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
             TargetFile.of_bytes("latest", tag.encode()),
         ),
         left_out=model.left_out,
-        dropped=(*dropped, *beside.dropped),
+        dropped=(*dropped, *model.dropped, *beside.dropped),
         notes=(*notes, *model.notes, *_notes(model, config, num_ranks, stage), *beside.notes),
     )
 

@@ -361,6 +361,17 @@ def test_different_steps_in_a_group_are_refused(fixtures: Path) -> None:
         make_plan(odd, ZERO1.lay_out(odd, Layout()))
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_numbers_that_differ_in_a_group_are_listed(fixtures: Path, tmp_path: Path, stage: int) -> None:
+    """transformers' Adafactor keeps the RMS of each parameter: its weights could not be had as ZeRO files."""
+    source = api.open(fixtures / "toy-zero3")
+    values = {fqn: float(number) for number, fqn in enumerate(source.state.scalars["step"])}
+    odd = replace(source, state=replace(source.state, scalars={**source.state.scalars, "RMS": values}))
+    target = lay_out(odd, stage, tmp_path / "out", world_size=2)
+    assert [line for line in target.not_written if line.startswith("optimizer state RMS: parameters of one group have")]
+    assert api.open(tmp_path / "out").state.scalars == source.state.scalars
+
+
 def test_states_that_are_not_there_are_zeros_and_said_to_be(fixtures: Path, tmp_path: Path) -> None:
     source = api.open(fixtures / "toy-zero3")
     kept = {key: tensor for key, tensor in source.tensors.items() if key != ("down.bias", "exp_avg")}

@@ -73,7 +73,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     return Target(
         files=(*files, *model_files(checkpoint, layout.dtype)[0], *trackers),
         left_out={**model.left_out, **pipeline.without_groups},
-        dropped=tuple(dropped),
+        dropped=(*dropped, *model.dropped),
         notes=(*pipeline.notes, *model.notes, *_notes(pipeline)),
     )
 
