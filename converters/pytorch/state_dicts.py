@@ -248,11 +248,24 @@ def read_proved(content: Mapping[str, Any], path: str, parameters: Mapping[str, 
     """
     spelled = take_apart(content)
     shapes = [[_shape(spelled.states.get(key, {})) for key in group["params"]] for group in spelled.groups]
-    names = names_by_shapes(parameters, shapes)
+    names = _names_of_groups(spelled.groups, shapes, parameters) or names_by_shapes(parameters, shapes)
     if names is None:
         return None
     named = [{**group, "param_names": list(fqns)} for group, fqns in zip(spelled.groups, names, strict=True)]
     return read_optimizer({**content, "param_groups": named}, path)
+
+
+def _names_of_groups(
+    groups: Sequence[Mapping[str, Any]], shapes: Sequence[Sequence[Shape | None]], parameters: Mapping[str, Shape]
+) -> list[tuple[str, ...]] | None:
+    """What groups of one parameter each are called (Adam-mini's), if these are parameters of as many elements."""
+    names = [group.get("name") for group in groups]
+    if any(not isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        return None
+    for name, held in zip(names, shapes, strict=True):
+        if len(held) != 1 or name not in parameters or prod(held[0] or parameters[name]) != prod(parameters[name]):
+            return None
+    return [(str(name),) for name in names]
 
 
 def _shape(states: Mapping[str, Any]) -> Shape | None:

@@ -111,6 +111,30 @@ def test_every_spelling(tmp_path: Path, layout: str, spelling: str) -> None:
     assert any("numbered" in note for note in checkpoint.notes) == (spelling == "numbered")
 
 
+@pytest.mark.parametrize("wrong", [None, "swapped", "unknown"])
+def test_numbers_are_the_names_of_groups_of_one_parameter(tmp_path: Path, wrong: str | None) -> None:
+    """As Adam-mini's optimizer has them, which sorts parameters in its own way; names that do not fit prove nothing."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))
+    parts = [{"params": [parameter], "name": fqn} for fqn, parameter in reversed(list(model.named_parameters()))]
+    optimizer = torch.optim.AdamW(parts)
+    model(torch.rand(2, 5)).square().mean().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    first, *_, last = saved["param_groups"]
+    if wrong == "swapped":
+        first["name"], last["name"] = last["name"], first["name"]
+    elif wrong:
+        first["name"] = "another"
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "model.pt")
+    checkpoint = api.open(tmp_path)
+    if wrong:
+        assert {role for _, role in checkpoint.tensors} == {WEIGHT}
+        assert any("the optimizer's states are left out" in note for note in checkpoint.notes)
+        return
+    for fqn, parameter in model.named_parameters():
+        assert content(checkpoint.tensors[fqn, "exp_avg"]) == raw(optimizer.state[parameter]["exp_avg"])
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_numbers_are_names_where_the_shapes_prove_them(tmp_path: Path, groups: int) -> None:
     """As a script saves them, with one group or with biases apart; square layers of one shape, whose order decides."""
