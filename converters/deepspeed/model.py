@@ -195,7 +195,10 @@ def describe(
 
 
 def refuse_experts(fqns: Iterable[str], config: Mapping[str, Any], *, but_native: bool = False) -> None:
-    """UsageError where a model of this DeepSpeed config has AutoEP's experts, or those of its MoE layers unless `but_native`."""
+    """UsageError where a model of this DeepSpeed config has such experts, or AutoEP's, for what its engine loads.
+
+    `but_native` is for what loads those of MoE layers.
+    """
     auto = config.get("expert_parallel")
     is_auto = isinstance(auto, Mapping) and bool(auto.get("enabled"))
     if expert := next(

@@ -259,13 +259,13 @@ def _names_of_groups(
     groups: Sequence[Mapping[str, Any]], shapes: Sequence[Sequence[Shape | None]], parameters: Mapping[str, Shape]
 ) -> list[tuple[str, ...]] | None:
     """What groups of one parameter each are called (Adam-mini's), if these are parameters of as many elements."""
-    names = [group.get("name") for group in groups]
-    if any(not isinstance(name, str) for name in names) or len(set(names)) < len(names):
+    names = [name for group in groups if isinstance(name := group.get("name"), str) and name in parameters]
+    if len(set(names)) < len(groups) or any(len(held) != 1 for held in shapes):
         return None
-    for name, held in zip(names, shapes, strict=True):
-        if len(held) != 1 or name not in parameters or prod(held[0] or parameters[name]) != prod(parameters[name]):
-            return None
-    return [(str(name),) for name in names]
+    fit = all(
+        prod(held or parameters[name]) == prod(parameters[name]) for name, (held,) in zip(names, shapes, strict=True)
+    )
+    return [(name,) for name in names] if fit else None
 
 
 def _shape(states: Mapping[str, Any]) -> Shape | None:
