@@ -38,6 +38,7 @@ _AHEAD = 64 << 10  # bytes that are read with an item that stands right behind t
 _MAX_TAIL = 4 << 10
 _MAX_ALIKE = 8  # kinds of items that are kept per dtype and shape
 _MAX_SHARED = 16 << 10  # bytes of an item whose value is kept for items of the same bytes
+_TELLING = 512  # bytes at the end of these, where the checksums are, by which they are looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Items:
         self._reached = -1  # the end of what was read last
         self._ahead: tuple[int, bytes] = 0, b""
         self._kinds: dict[tuple[int, DType, Shape], list[_Kind]] = {}
-        self._values: dict[bytes, Any] = {}
+        self._values: dict[bytes, tuple[bytes, Any]] = {}  # by their ends: whole items, and what they are
         self._shards: dict[tuple[str, int], dict[str, tuple[Shape, st.Entry]]] = {}
 
     def __enter__(self) -> Items:
@@ -87,8 +88,8 @@ class Items:
                 self._reached = offset + length
                 return read_up_to(self._fd, offset, length)
             start, data = self._ahead = offset, read_up_to(self._fd, offset, max(length, _AHEAD))
-        self._reached = offset + length
-        return data[offset - start : self._reached - start]
+        self._reached = max(self._reached, offset + length)
+        return data[offset - start : offset - start + length]
 
     def _open(self, place: Place, key: str, box: Box | None) -> None:
         """Make `place.path` the open file and prove that it is long enough."""
@@ -184,7 +185,7 @@ class Items:
 
     def number(self, extent: Extent) -> int | float | bool:
         """The one element of a chunk that `elements` has just found."""
-        data = read_up_to(self._fd, extent.offset, extent.dtype.itemsize)
+        data = self._read(extent.offset, extent.dtype.itemsize)
         if len(data) != extent.dtype.itemsize:
             raise CorruptError("the file ends inside a tensor", path=extent.path)
         return scalar_from_bytes(data, extent.dtype)
@@ -193,12 +194,13 @@ class Items:
         """The value of an item that is no tensor.  Equal values are the same object: they are not to be changed."""
         self._open(place, key, None)
         item = self._read(place.offset, place.length) if place.length <= _MAX_SHARED else b""
-        if item in self._values:
-            return self._values[item]
+        known, value = self._values.get(item[-_TELLING:], (None, None))
+        if known == item:
+            return value
         with _about(key, None, place):
             found = torchfile.read(place.path, place.offset, place.length)
         if item and len(item) == place.length and not any(name.startswith("data/") for name in found.records):
-            self._values[item] = found.root
+            self._values[item[-_TELLING:]] = item, found.root
         return found.root
 
 

@@ -92,13 +92,15 @@ class DataFiles:
                     key, box, is_replica = owner
                     if box is None:
                         values[key] = items.value(place, key)
-                    elif isinstance(extent := items.elements(place, key, box, tensors[key].entry.dtype), Record):
-                        tensors[key].wrapped.setdefault(box, extent)
                     else:
                         tensor = tensors[key]
-                        (tensor.replicas if is_replica else tensor.placed).append((box, extent))
-                        if not box.sizes and not is_replica:
-                            tensor.number = items.number(extent)
+                        extent = items.elements(place, key, box, tensor.entry.dtype)
+                        if isinstance(extent, Record):
+                            tensor.wrapped.setdefault(box, extent)
+                        else:
+                            (tensor.replicas if is_replica else tensor.placed).append((box, extent))
+                            if not box.sizes and not is_replica:
+                                tensor.number = items.number(extent)
                     if not is_row and not items.is_shard(place):  # whose header names its tensors
                         tiling.add(place, key)
             tiling.finish(items.files)
