@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,17 @@ def test_what_no_engine_would_load_is_refused(fixtures: Path, case: str) -> None
     name, target, asked, error, words = REFUSED[case]
     with pytest.raises(error, match=words):
         api.plan(api.open(fixtures / name), target, Layout(**asked))
+
+
+def test_groups_that_no_engine_makes_are_refused(fixtures: Path) -> None:
+    source = api.open(fixtures / "experts-zero1")
+    shared, experts, *others = source.state.param_groups
+    mixed = replace(shared, fqns=(*shared.fqns, *experts.fqns))
+    odd = replace(source, state=replace(source.state, param_groups=(mixed, *others)))
+    with pytest.raises(LossError, match="not one of experts alone"):
+        api.plan(odd, "zero1")
+    with pytest.raises(UsageError, match="from files of their own"):
+        api.plan(replace(source, own_module_order=True), "zero1")
 
 
 def test_without_the_optimizers_groups_nothing_is_written(fixtures: Path, tmp_path: Path) -> None:

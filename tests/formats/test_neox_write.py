@@ -16,6 +16,7 @@ from ckpt.errors import LossError
 from ckpt.plan.checkpoint import Layout
 from tests.support import commands
 from tests.support.engines import fork, raw
+from tests.support.neox_pipeline import INPUT, ROLES
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -76,32 +77,65 @@ def in_pipeline(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.fixture(scope="module")
+def trained(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A script's file after a step of the model, and the optimizer's states by name."""
+    found = transformers.GPTNeoXForCausalLM.from_pretrained(model.folder)
+    optimizer = torch.optim.AdamW(found.named_parameters(), lr=1e-3)
+    found(INPUT, labels=INPUT).loss.backward()
+    optimizer.step()
+    found.folder = tmp_path_factory.mktemp("trained") / "run"
+    found.folder.mkdir()
+    state = {"model": found.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+    torch.save(state, found.folder / "model.pt")
+    found.config.save_pretrained(found.folder)
+    found.states = {
+        role: {fqn: optimizer.state[parameter][role] for fqn, parameter in found.named_parameters()} for role in ROLES
+    }
+    return found.eval()
+
+
+@pytest.fixture(scope="module")
+def held(model: Any, trained: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[Any]]:
+    """What each rank of DeepSpeed's engine has of the model and of the trained one, on one stage and on two."""
+    folder, starts = tmp_path_factory.mktemp("held"), []
+    for name, source in (("model", model), ("trained", trained)):
+        for stages in (1, 2):
+            run, out = folder / f"{name}-{stages}", folder / f"{name}-{stages}-held"
+            ckpt.plan(ckpt.open(source.folder), FORMAT, Layout(pp=stages, world_size=stages)).run(run)
+            starts.append((stages, "tests.support.neox_pipeline", [json.dumps(SIZES), str(run), str(out)]))
+    fork(starts, ["deepspeed"])
+    return {
+        (name, stages): [torch.load(folder / f"{name}-{stages}-held" / f"{rank}.pt") for rank in range(stages)]
+        for name in ("model", "trained")
+        for stages in (1, 2)
+    }
+
+
 @pytest.mark.slow
-def test_the_pipeline_engine_loads_it_and_computes_the_same(model: Any, tmp_path: Path) -> None:
-    for stages in (1, 2):
-        ckpt.plan(ckpt.open(model.folder), FORMAT, Layout(pp=stages)).run(tmp_path / f"pp{stages}")
-    where = [(s, str(tmp_path / f"pp{s}"), str(tmp_path / f"held{s}")) for s in (1, 2)]
-    fork(
-        [(s, "tests.support.neox_pipeline", [json.dumps(SIZES), folder, out]) for s, folder, out in where],
-        ["deepspeed"],
-    )
-    truth = in_pipeline(model.state_dict())
-    for stages in (1, 2):
-        ranks = [torch.load(tmp_path / f"held{stages}" / f"{rank}.pt") for rank in range(stages)]
-        held = {name: tensor for rank in ranks for name, tensor in rank["state"].items()}
-        assert {name: raw(tensor) for name, tensor in held.items()} == {n: raw(t) for n, t in truth.items()}
-        assert ranks[0]["client"]["args"] == {
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-            "make_vocab_size_divisible_by": 128,
-            "num_layers": 3,
-            "padded_vocab_size": 128,
-            "model_parallel_size": 1,
-        }
-        if stages == 1:
-            logits = model(torch.arange(24).view(2, 12)).logits
-            torch.testing.assert_close(ranks[0]["logits"][..., :VOCABULARY], logits, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", ["model", "trained"])
+def test_the_pipeline_engine_loads_it_and_computes_the_same(
+    name: str, stages: int, held: dict[tuple[str, int], list[Any]], request: pytest.FixtureRequest
+) -> None:
+    source, ranks = request.getfixturevalue(name), held[name, stages]
+    wanted = {"state": source.state_dict(), **(source.states if name == "trained" else {})}
+    for role, state in wanted.items():
+        found = {fqn: raw(tensor) for rank in ranks for fqn, tensor in rank[role].items()}
+        assert found == {fqn: raw(tensor) for fqn, tensor in in_pipeline(state).items()}, role
+    assert ranks[0]["client"]["iteration"] == int(name == "trained")
+    assert ranks[0]["client"]["args"] == {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "make_vocab_size_divisible_by": 128,
+        "num_layers": 3,
+        "padded_vocab_size": 128,
+        "model_parallel_size": 1,
+    }
+    if stages == 1:
+        logits = source(INPUT).logits
+        torch.testing.assert_close(ranks[0]["logits"][..., :VOCABULARY], logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("stages", [1, 3])

@@ -3,7 +3,8 @@
     python -m tests.support.neox_pipeline SIZES FOLDER OUTPUT      on as many ranks as there are stages
 
 SIZES is JSON, for `train.engines.pipeline_layers.Sizes`.  FOLDER goes to the engine's `load_checkpoint`, with the
-arguments that GPT-NeoX gives for weights alone; OUTPUT/RANK.pt gets the stage's state dict, and on one rank the logits.
+arguments that GPT-NeoX gives, for weights alone where there are no others; OUTPUT/RANK.pt gets the stage's state dict,
+the optimizer's states if there are any, and on one rank the logits.
 Order and names: EleutherAI/gpt-neox, megatron/model/gpt2_model.py (`init_specs`), transformer.py.
 """
 
@@ -18,11 +19,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.utils import safe_get_full_optimizer_state
 from torch import nn
 
 from train import launch
 from train.engines.pipeline_layers import MLP, Attention, Embedding, Linear, Norm, Sizes, loss
 
+ROLES = ("exp_avg", "exp_avg_sq")
 INPUT = torch.arange(24).view(2, 12)
 
 
@@ -72,13 +75,23 @@ def main() -> None:
     module = PipelineModule(
         layers, num_stages=dist.get_world_size(), loss_fn=loss, partition_method="type:transformer", seed_layers=False
     )
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    trained = any(Path(folder).rglob("*_optim_states.pt"))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "zero_optimization": {"stage": int(trained)},
+    }
     engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
     loaded, client = engine.load_checkpoint(
-        folder, load_optimizer_states=False, load_lr_scheduler_states=False, load_module_only=True
+        folder, load_optimizer_states=trained, load_lr_scheduler_states=trained, load_module_only=not trained
     )
     assert loaded is not None
     held = {"client": dict(client), "state": dict(engine.module.state_dict())}
+    if trained:  # before a step nothing else links the states that were loaded
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for role in ROLES if trained else ():
+        held[role] = {fqn: safe_get_full_optimizer_state(p, role) for fqn, p in engine.module.named_parameters()}
     if dist.get_world_size() == 1:
         with torch.no_grad():
             held["logits"] = engine.module(INPUT)
