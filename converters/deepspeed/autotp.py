@@ -19,12 +19,14 @@ from typing import Any
 
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.errors import CorruptError, NotFoundError
-from ckpt.plan.checkpoint import BUFFER, Checkpoint, Key
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Source, Tensor, contiguous_strides
+from ckpt.state.unread import Unread
 from converters.deepspeed.folder import tensor_parallel
 from converters.deepspeed.keys import UNIVERSAL_INFO
 from converters.deepspeed.parts import Joined, Part
 from converters.deepspeed.rank_files import check_same
+from converters.deepspeed.sums import added_up
 
 _MAP_VERSION = 1
 
@@ -39,15 +41,21 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """How ranks share a tensor of `shape`: the boxes of it that each has, one behind the other in its own tensor."""
+    """How ranks share a tensor of `shape`: the boxes of it that each has, one behind the other in its own tensor.
+
+    `is_added`: each has a summand of all of it.
+    """
 
     shape: Shape
     shards: tuple[Shape, ...]
     boxes: tuple[tuple[Box, ...], ...]
     is_replicated: bool
+    is_added: bool = False
 
 
-def joined(slices: Sequence[Slice], maps: Mapping[str, Map], sources: Sources) -> Checkpoint:
+def joined(
+    slices: Sequence[Slice], maps: Mapping[str, Map], sources: Sources, how: str = "as AutoTP recorded them"
+) -> Checkpoint:
     """The model that tensor parallel ranks have together; `sources` knows the storages of all their files.
 
     Raises NotFoundError for a tensor of which no map tells, CorruptError where maps and tensors do not agree, or two
@@ -58,7 +66,18 @@ def joined(slices: Sequence[Slice], maps: Mapping[str, Map], sources: Sources) -
         _check_alike(slices[0], other)
     check_same("step", [(each.file, each.file.content.get("global_steps")) for each in slices])
     dp = first.world_size or 1
-    tensors = {key: _tensor(key, slices, maps, dp) for key in first.tensors}
+    computed: dict[str, Callable[[], memoryview]] = {}
+    unread = Unread()
+    tensors: dict[Key, Tensor] = {}
+    for fqn, role in first.tensors:
+        if not (fqn in maps and maps[fqn].is_added):
+            tensors[fqn, role] = _tensor((fqn, role), slices, maps, dp)
+        elif role in (WEIGHT, MASTER):
+            held = _held((fqn, role), slices, maps[fqn])
+            tensors[fqn, role], found = added_up(held, slices[0].file.path)
+            computed |= found
+        else:
+            unread.add(role, "ranks add up what they have of it, and that of their sum is not known", [fqn])
     config = dict(first.state.ds_config or {})
     config.pop("tensor_parallel", None)  # what is read are whole tensors
     quantized = next((method for each in slices for method in each.checkpoint.quantized.values()), None)
@@ -74,7 +93,9 @@ def joined(slices: Sequence[Slice], maps: Mapping[str, Map], sources: Sources) -
         files=tuple(file for each in slices for file in each.checkpoint.files),
         world_size=dp * len(slices),
         state=replace(first.state, ds_config=config or None),
-        notes=(*first.notes, f"parts of {len(slices)} tensor parallel ranks are put together as AutoTP recorded them"),
+        notes=(*first.notes, f"parts of {len(slices)} tensor parallel ranks are put together {how}"),
+        computed=computed,
+        unread=(*first.unread, *unread.sentences),
     )
 
 
@@ -107,23 +128,14 @@ def _check_distinct(slices: Sequence[Slice], maps: Mapping[str, Map], sources: S
 
 def _tensor(key: Key, slices: Sequence[Slice], maps: Mapping[str, Map], dp: int) -> Tensor:
     fqn, role = key
-    held = [one.checkpoint.tensors[key] for one in slices]
-    first = held[0]
+    first = slices[0].checkpoint.tensors[key]
     if role == BUFFER:
-        known = Map(first.shape, (first.shape,) * len(held), ((),) * len(held), True)
+        known = Map(first.shape, (first.shape,) * len(slices), ((),) * len(slices), True)
     elif fqn not in maps:
         raise tensor_parallel(slices[0].file.path, f", and nothing is recorded of {fqn}")
     else:
         known = maps[fqn]
-    for one, shard, slice_ in zip(held, known.shards, slices, strict=True):
-        if (one.shape, one.dtype) != (shard, first.dtype):
-            raise CorruptError(
-                f"a tensor parallel rank's part is not as it is recorded ({role})",
-                path=slice_.file.path,
-                fqn=fqn,
-                expected=f"{first.dtype} {list(shard)}",
-                found=f"{one.dtype} {list(one.shape)}",
-            )
+    held = _held(key, slices, known)
     if known.is_replicated:
         replicas: tuple[Source, ...] = tuple(source for one in held for source in (one.source, *one.replicas))
         return replace(first, replicas=replicas[1:])
@@ -133,6 +145,21 @@ def _tensor(key: Key, slices: Sequence[Slice], maps: Mapping[str, Map], dp: int)
         for tp, (one, boxes) in enumerate(zip(held, known.boxes, strict=True))
     )
     return replace(first, shape=known.shape, source=Joined(parts), replicas=())
+
+
+def _held(key: Key, slices: Sequence[Slice], known: Map) -> list[Tensor]:
+    """The ranks' parts of a tensor; CorruptError where one is not as `known` has it."""
+    held = [one.checkpoint.tensors[key] for one in slices]
+    for one, shard, slice_ in zip(held, known.shards, slices, strict=True):
+        if (one.shape, one.dtype) != (shard, held[0].dtype):
+            raise CorruptError(
+                f"a tensor parallel rank's part is not as it is recorded ({key[1]})",
+                path=slice_.file.path,
+                fqn=key[0],
+                expected=f"{held[0].dtype} {list(shard)}",
+                found=f"{one.dtype} {list(one.shape)}",
+            )
+    return held
 
 
 # -- what is recorded --------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from ckpt.run_folder.steps import LATEST, recorded_step
 from ckpt.state.numbered import names_by_shapes
 from converters.deepspeed import model_file
 from converters.deepspeed.autoep import AutoExperts, experts_of
-from converters.deepspeed.autotp import Slice, joined, recorded_maps
+from converters.deepspeed.autotp import Slice
 from converters.deepspeed.experts import Experts
 from converters.deepspeed.folder import (
     is_model_file,
@@ -49,6 +49,7 @@ from converters.deepspeed.folder import (
     refuse_unsupported,
     tensor_parallel_ranks,
 )
+from converters.deepspeed.neox import sharing_of, together
 from converters.deepspeed.rank_files import hyperparameters, known_structure
 
 #: What DeepSpeed calls the param groups of experts by.
@@ -82,7 +83,7 @@ class Stage0:
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe a step; an optimizer's states under names that the shapes prove, or else left out, which is said."""
         with known_structure(path):
-            return _read(path)
+            return _read(path, [one for one in (request.config, path, path.parent) if one])
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         raise UsageError("the format 'zero0' cannot be written", hint="`zero1` resumes with any stage's config")
@@ -101,15 +102,15 @@ def _is_step(folder: Path) -> bool:
     return bool(names) and all(map(is_model_file, names)) and not is_universal(folder)
 
 
-def _read(path: Path) -> Checkpoint:
-    ranks, together = tensor_parallel_ranks(path), Sources()
-    maps = recorded_maps(_model_file(path, ranks[0], Sources()), ranks) if any(ranks) else None
-    held = [_held(path, Sources(storages=together.storages), rank, len(ranks)) for rank in ranks]
-    if maps is None:
+def _read(path: Path, folders: Sequence[Path]) -> Checkpoint:
+    ranks, sources = tensor_parallel_ranks(path), Sources()
+    sharing = sharing_of(_model_file(path, ranks[0], Sources()), ranks, folders) if any(ranks) else None
+    held = [_held(path, Sources(storages=sources.storages), rank, len(ranks)) for rank in ranks]
+    if sharing is None:
         return _checkpoint(held[0], held[0].groups)
     is_proved = all(one.groups is not None for one in held)
     slices = [Slice(_checkpoint(one, one.groups if is_proved else None), one.file) for one in held]
-    return joined(slices, maps, together)
+    return together(slices, sharing, sources)
 
 
 def _model_file(path: Path, tp_rank: int, sources: Sources) -> RankFile:

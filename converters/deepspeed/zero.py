@@ -34,7 +34,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from converters.deepspeed import model_file
 from converters.deepspeed.autoep import AutoExperts, experts_of, recorded_experts, sharing_under_stage3
-from converters.deepspeed.autotp import Slice, joined, recorded_maps
+from converters.deepspeed.autotp import Slice
 from converters.deepspeed.folder import (
     StepFolder,
     experts_unsupported,
@@ -47,6 +47,7 @@ from converters.deepspeed.folder import (
 )
 from converters.deepspeed.keys import AUTOEP
 from converters.deepspeed.layout import before_dealing
+from converters.deepspeed.neox import sharing_of, together
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from converters.deepspeed.rank_files import (
     check_lengths,
@@ -93,8 +94,9 @@ class Zero:
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe a step of any stage, under the name of the stage that its optimizer files record."""
-        with naming_a_complete_step(path.parent, _read_step):
-            checkpoint = _read_step(path)
+        read = partial(_read_step, config=request.config)
+        with naming_a_complete_step(path.parent, read):
+            checkpoint = read(path)
         ahead = newer_than_latest(path)
         if ahead and request.tag is None:
             note = f"{path.name} is what `latest` records; there is also {', '.join(ahead)} (--tag takes it)"
@@ -146,7 +148,7 @@ def _stage(inner: RankFile) -> int:
     raise CorruptError("the ZeRO stage is not recorded", path=inner.path, rank=inner.rank, found=stage)
 
 
-def _read_step(path: Path) -> Checkpoint:
+def _read_step(path: Path, config: Path | None = None) -> Checkpoint:
     ranks = tensor_parallel_ranks(path)
     if not any(ranks):
         return _read_slice(path, 0, 1).checkpoint
@@ -157,18 +159,18 @@ def _read_step(path: Path) -> Checkpoint:
     if model is None:
         raise tensor_parallel(str(path))
     with known_structure(path):
-        maps = recorded_maps(_Reading(first).load(model, ranks[0]), ranks)
-    together = Sources()
-    slices = [_read_slice(path, rank, len(ranks), together) for rank in ranks]
-    return joined(slices, maps, together)
+        folders = [one for one in (config, path, path.parent) if one]
+        sharing = sharing_of(_Reading(first).load(model, ranks[0]), ranks, folders)
+    sources = Sources()
+    return together([_read_slice(path, rank, len(ranks), sources) for rank in ranks], sharing, sources)
 
 
-def _read_slice(path: Path, tp_rank: int, num_ranks: int, together: Sources | None = None) -> Slice:
+def _read_slice(path: Path, tp_rank: int, num_ranks: int, every: Sources | None = None) -> Slice:
     """What one of `num_ranks` tensor parallel ranks wrote; all there is, if it is the only one.
 
-    `together` is told of the storages of every rank's files.
+    `every` is told of the storages of every rank's files.
     """
-    sources = Sources() if together is None else Sources(storages=together.storages)
+    sources = Sources() if every is None else Sources(storages=every.storages)
     reading = _Reading(list_step_folder(path, tp_rank), num_ranks, sources)
     with known_structure(path, lambda: _framework(reading)):
         return _understand(reading)

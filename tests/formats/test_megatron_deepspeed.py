@@ -21,7 +21,7 @@ import ckpt
 from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import MASTER, WEIGHT
 from ckpt.plan.planner import check_source
-from converters.deepspeed.pipeline.names import Kind, Layers, kind_of
+from converters.names.megatron.layers import Kind, Layers, kind_of
 from tests.support import commands
 from tests.support.describing import content
 from tests.support.pipeline_runs import BY_NAME, RANKS, RUNS, TAG, as_neox, copy_of, edit, sample, truth

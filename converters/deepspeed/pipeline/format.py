@@ -10,7 +10,7 @@ that is also the output layer has one file, and is in the optimizer of the first
 
 Format facts: deepspeed 0.19.8, runtime/pipe/module.py (`save_state_dict`, `ckpt_layer_path`), runtime/pipe/topology.py,
 runtime/pipe/engine.py, runtime/bf16_optimizer.py, runtime/zero/stage_1_and_2.py; for names
-`converters.deepspeed.pipeline.names`.  What is in the files is in `converters.deepspeed.pipeline.read`.
+`converters.names.megatron.layers`.  What is in the files is in `converters.deepspeed.pipeline.read`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from converters.deepspeed.model_file import is_dealt, param_shapes
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup
 from converters.deepspeed.parts import Joined, Part
 from converters.deepspeed.pipeline.args import attributes
-from converters.deepspeed.pipeline.names import Layers, is_neox, is_recomputed, is_tied
 from converters.deepspeed.rank_files import (
     check_same,
     expect_groups,
@@ -36,6 +35,7 @@ from converters.deepspeed.rank_files import (
     partition_size,
 )
 from converters.deepspeed.states import Others, flat_group_states
+from converters.names.megatron.layers import Layers, is_neox, is_recomputed, is_tied
 from converters.names.megatron.model.spelling import registered
 from converters.names.megatron.model.splits import (
     Split,
@@ -260,7 +260,7 @@ def read_layers(reading: Reading) -> None:
             left = {name: value for name, value in file.content.items() if name not in entries}
             reading.recomputed |= {layer: left} if left else {}
         if is_neox(entries):
-            _check_neox(entries, file, folder.tp)
+            check_neox(entries, file, folder.tp)
         _note_gated(reading, layer, entries)
         for name, value in entries.items():
             _note_weight(reading, layer, rank, file, name, value)
@@ -292,7 +292,12 @@ def _note_gated(reading: Reading, layer: int, entries: Mapping[str, Any]) -> Non
             reading.gated[fqn] = is_gated(shape, second)
 
 
-def _check_neox(entries: Mapping[str, Any], file: RankFile, tp: int) -> None:
+def check_neox(
+    entries: Mapping[str, Any],
+    file: RankFile,
+    tp: int,
+    hint: str = "convert it with GPT-NeoX's tools/ckpts/convert_neox_to_hf.py",
+) -> None:
     """What GPT-NeoX does otherwise than Megatron, and no box can say."""
     biases = [name for name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias") if name in entries]
     if biases and tp > 1:
@@ -301,7 +306,7 @@ def _check_neox(entries: Mapping[str, Any], file: RankFile, tp: int) -> None:
             "one; the file does not say which of the two it is",
             path=file.path,
             fqn=biases[0],
-            hint="convert it with GPT-NeoX's tools/ckpts/convert_neox_to_hf.py",
+            hint=hint,
         )
     qkv, dense = (entries.get(f"attention.{name}.weight") for name in ("query_key_value", "dense"))
     if isinstance(qkv, StoredTensor) and isinstance(dense, StoredTensor) and qkv.shape[0] != 3 * dense.shape[1]:

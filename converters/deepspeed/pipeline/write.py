@@ -26,7 +26,6 @@ from converters.deepspeed import model as zero_model
 from converters.deepspeed.keys import MODEL_STATE, OPTIMIZER_STATE, PIPELINE, UNIVERSAL_INFO
 from converters.deepspeed.model import Model
 from converters.deepspeed.pipeline.args import namespace, of_neox, recorded
-from converters.deepspeed.pipeline.names import Kind, Layers
 from converters.deepspeed.pipeline.read import OTHER_ORDER
 from converters.deepspeed.write import (
     Group,
@@ -40,6 +39,7 @@ from converters.deepspeed.write import (
     stage12_items,
     step_folder,
 )
+from converters.names.megatron.layers import Kind, Layers
 from converters.names.megatron.model.axes import STAGE_ARGS, Grid, Stages
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import is_gated, rank_boxes, rank_shape, second_linear, split_of

@@ -13,13 +13,18 @@ from typing import Any
 from ckpt.errors import CkptError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
 from ckpt.plan.relation import Link, Relation, translate
-from converters.names.hub import asked, families
+from converters.names.hub import asked, families, neox
 from converters.names.hub.autoep import as_in_transformers
 from converters.names.transformers import relation as transformers
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint`, which has the names of transformers' modules or these behind a prefix, under those of the Hub."""
+    """`checkpoint`, which has the names of transformers' modules or these behind a prefix, under those of the Hub.
+
+    GPT-NeoX's own are related to them as well.
+    """
+    if neox.recognizes(checkpoint):
+        return neox.to_hub(checkpoint)
     return transformers.to_hub(as_in_transformers(unwrapped(checkpoint)))
 
 

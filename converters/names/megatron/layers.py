@@ -1,11 +1,13 @@
 """What Megatron-DeepSpeed and GPT-NeoX call the layers of a pipeline and what is in them.
 
+Without a pipeline GPT-NeoX's model is the same layers one behind the other, `sequential.3.` and the entry's name.
+
 Pure.  A layer's kind is told from the names in it, not from its number: how many functions without a file stand before
 the first transformer layer differs between Megatron-DeepSpeed, BLOOM's version of it and GPT-NeoX.
 
 After deepspeedai/Megatron-DeepSpeed, megatron/model/gpt_model.py (`GPTModelPipe`), language_model.py (`EmbeddingPipe`,
-`LMHeadPipe`), transformer.py; EleutherAI/gpt-neox, megatron/model/gpt2_model.py (`GPT2ModelPipe.init_specs`),
-transformer.py, word_embeddings.py.
+`LMHeadPipe`), transformer.py; EleutherAI/gpt-neox, megatron/model/gpt2_model.py (`GPT2ModelPipe.init_specs` and
+`to_sequential`), transformer.py, word_embeddings.py.
 """
 
 from __future__ import annotations
@@ -58,11 +60,18 @@ _LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _TIE = "embed"
 _TIED = re.compile(r"tied_modules\.(?P<key>[^.]+)\.(?P<rest>.+)")
 _NUMBERED = re.compile(r"(?P<layer>\d+)\.(?P<rest>.+)")
+_SEQUENTIAL = re.compile(r"sequential\.(\d+)\.(.+)")
 
 
 def is_recomputed(name: str) -> bool:
     """Whether an entry of a layer is no part of the model."""
     return _RECOMPUTED.fullmatch(name) is not None
+
+
+def sequential(fqn: str) -> tuple[int, str] | None:
+    """The layer's number and the entry's name in it of one that GPT-NeoX has without a pipeline."""
+    match = _SEQUENTIAL.fullmatch(fqn)
+    return (int(match[1]), match[2]) if match else None
 
 
 def is_neox(names: Collection[str]) -> bool:

@@ -1,0 +1,141 @@
+"""GPT-NeoX without a pipeline (`pipe_parallel_size` 0): tensor parallel ranks, each with files as of a run of its own.
+
+Its model is the pipeline's layers one behind the other, `sequential.N.` and what layer N calls its parameters
+(EleutherAI/gpt-neox: megatron/model/gpt2_model.py, `to_sequential`; megatron/model/utils.py, `SequentialWrapper`).
+Nothing records how ranks share a tensor: it follows from its name, and the sizes among the run's arguments prove it
+(megatron/checkpointing.py, `save_ds_checkpoint`).  With a parallel residual the ranks' biases of row parallel layers
+are added up (tools/ckpts/convert_neox_to_hf.py does it, too), otherwise each has the same one (megatron/model/
+transformer.py, `ParallelTransformerLayer.forward`): of the two only the Hub's config tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt.containers.sources import RankFile, Sources
+from ckpt.errors import CorruptError, LossError
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.tensors import Shape
+from ckpt.run_folder.companions import read_config
+from converters.deepspeed import model_file
+from converters.deepspeed.autotp import Map, Slice, joined, recorded_maps
+from converters.deepspeed.pipeline.args import attributes, recorded
+from converters.deepspeed.pipeline.read import check_neox
+from converters.names.megatron.layers import Layers, is_recomputed, sequential
+from converters.names.megatron.model.splits import Split, full_shape, rank_boxes, split_of
+
+#: Dims of whole tensors by how their names end: h hidden, v the padded vocabulary, p positions, f of the MLP.
+_DIMS = {
+    "word_embeddings.weight": "v h",
+    "output_layer.weight": "v h",
+    "position_embeddings.weight": "p h",
+    "linear_qkv.weight": "3h h",
+    "linear_qkv.bias": "3h",
+    "linear_proj.weight": "h h",
+    "linear_proj.bias": "h",
+    "linear_fc1.weight": "f h",
+    "linear_fc1.bias": "f",
+    "linear_fc2.weight": "h f",
+    "linear_fc2.bias": "h",
+}
+#: Of layers whose columns ranks share: each adds a bias of its own, or has the same.
+_ROW_BIASES = ("linear_proj.bias", "linear_fc2.bias")
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How tensor parallel ranks share each tensor: as AutoTP recorded it, or as GPT-NeoX does it."""
+
+    maps: Mapping[str, Map]
+    is_neox: bool = False
+
+
+def together(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> Checkpoint:
+    """The model that tensor parallel ranks have together; see `joined`."""
+    if not sharing.is_neox:
+        return joined(slices, sharing.maps, sources)
+    how = "as GPT-NeoX shares them"
+    if any(one.is_added for one in sharing.maps.values()):
+        how += ", biases of row parallel layers added up, as with the config's parallel residual"
+    found = joined(slices, sharing.maps, sources, how)
+    client = dict(found.state.client_state or {})
+    client["args"] = recorded(client["args"], {"tensor_model_parallel_size": 1})  # what is read are whole tensors
+    return replace(found, state=replace(found.state, client_state=client))
+
+
+def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) -> Sharing:
+    """How the `ranks` of which there are files share tensors, one of whose model files is `file`.
+
+    `folders` may have the Hub's config.  Raises what `recorded_maps` raises where the file is of neither.
+    """
+    args, module = attributes(file.content.get("args")), file.content.get("module")
+    if "model_parallel_size" not in args or not isinstance(module, Mapping) or not all(map(sequential, module)):
+        return Sharing(recorded_maps(file, ranks))
+    size = len(ranks)
+    if args["model_parallel_size"] != size or list(ranks) != list(range(size)):
+        raise CorruptError(
+            "there are files of other tensor parallel ranks than the run had",
+            path=file.path,
+            expected=f"{args['model_parallel_size']} ranks",
+            found=f"files of ranks {', '.join(map(str, ranks))}",
+        )
+    entries: dict[int, dict[str, Any]] = {}
+    for fqn, stored in model_file.module(file, size).items():
+        number, name = sequential(fqn) or (0, fqn)
+        entries.setdefault(number, {})[name] = stored
+    names = {number: [name for name in held if not is_recomputed(name)] for number, held in entries.items()}
+    layers = Layers.of_names({number: held for number, held in names.items() if held}, file.path)
+    sizes = {"h": args["hidden_size"], "v": args["padded_vocab_size"], "p": args["max_position_embeddings"]}
+    if args["num_layers"] != len(layers.transformers):
+        raise CorruptError(
+            "there are other layers than the run's arguments tell",
+            path=file.path,
+            expected=f"{args['num_layers']} layers",
+            found=f"{len(layers.transformers)} layers",
+        )
+    maps: dict[str, Map] = {}
+    are_added = _are_added(folders)
+    for number, held in entries.items():
+        hint = "--config with the Hub's config.json of the model, whose use_parallel_residual tells it"
+        check_neox(held, file, size if are_added is None else 1, hint)
+        for name, stored in held.items():
+            if is_recomputed(name):
+                continue  # a buffer
+            fqn = f"sequential.{number}.{name}"
+            canonical = layers.canonical(number, name)
+            split = split_of(canonical, gated=False) if canonical else None
+            if canonical is None or split is None:
+                raise LossError("nothing is known of this entry of a layer", path=file.path, fqn=fqn)
+            known = _map(fqn, canonical, split, stored.extent.shape, size, sizes, file)
+            maps[fqn] = replace(known, is_added=bool(are_added) and canonical.endswith(_ROW_BIASES))
+    return Sharing(maps, True)
+
+
+def _are_added(folders: Sequence[Path]) -> bool | None:
+    """Whether ranks' biases of row parallel layers are added up; None where no config tells."""
+    config = read_config(folders) or {}
+    told = config.get("use_parallel_residual") if config.get("model_type") == "gpt_neox" else None
+    return told if isinstance(told, bool) else None
+
+
+def _map(fqn: str, canonical: str, split: Split, local: Shape, size: int, sizes: dict[str, int], file: RankFile) -> Map:
+    """How ranks share a tensor of which each has `local`; `sizes` learns the MLP's of the first that has it."""
+    shape = full_shape(split, local, size)
+    ending = ".".join(canonical.split(".")[-2:])
+    dims = _DIMS.get(ending, "h").split()
+    if "f" in dims and len(shape) == len(dims):
+        sizes.setdefault("f", shape[dims.index("f")])
+    expected = tuple((3 if dim[0] == "3" else 1) * sizes.get(dim[-1], 0) for dim in dims)
+    if shape != expected:
+        raise CorruptError(
+            "a tensor parallel rank's part is not as the run's arguments tell",
+            path=file.path,
+            fqn=fqn,
+            expected=f"a part of {list(expected)}",
+            found=list(local),
+        )
+    boxes = tuple(rank_boxes(split, shape, size, rank) for rank in range(size))
+    return Map(shape, (local,) * size, boxes, split is Split.WHOLE)
