@@ -1,7 +1,7 @@
 """The proof that what is about to be written is what `save_pretrained` of the config's architecture would write.
 
-Names and shapes are compared, of all tensors.  The tables of `families` answer first, then those of `learned`; where
-they have no answer, or another one, the installed transformers is asked.
+Names and shapes are compared, of all tensors.  The tables of `families` and `composites` answer first, then those of
+`learned`; where they have no answer, or another one, the installed transformers is asked.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 from ckpt.errors import CkptError, LossError, UsageError
 from ckpt.plan.tensors import Shape
 from ckpt.text import counted
-from converters.names.hub import asked, families
+from converters.names.hub import asked, composites, families
 from converters.names.hub.rows import Saved
 from converters.names.transformers.installed import architectures
+from converters.names.transformers.tables import declared
 
 OWN_NAMES = "--names own writes every tensor under the name that it has"
 #: How the parts of a quantized weight go on behind its name, or stand in place of `weight` (Marlin, GPTQ, AWQ,
@@ -75,7 +76,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
             continue
         if saved is not None and not compare(saved, shapes, config):
             loads = f"from_pretrained finds every tensor: names and shapes are what {saved.cls} has"
-            return [*_notes(saved, shapes), loads]
+            return [*_notes(saved, shapes, config), loads]
         known = saved or known
     if known is None:
         raise _unknown(config, path)
@@ -92,6 +93,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
 def _tables() -> Iterator[Callable[[Mapping[str, Any]], Saved | None]]:
     """What knows models without transformers, in the order in which it is asked."""
     yield families.saved
+    yield composites.saved
     from converters.names.hub import learned  # only here: most models are answered before it is imported
 
     yield learned.saved
@@ -129,13 +131,38 @@ def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str |
 
 
 def compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Differences:
-    """How tensors of `shapes` differ from what is `saved`; files of the base model may lack its prefix."""
+    """How tensors of `shapes` differ from what is `saved`.
+
+    Files of the base model may lack its prefix, and those of an earlier release have names that loading renames.
+    """
     if _lacks_prefix(saved, shapes):
         prefix = f"{saved.base}."
         prefixed = {name if name in saved.required else prefix + name: shape for name, shape in shapes.items()}
         if not (differences := _compare(saved, prefixed, config)):
             return differences
-    return _compare(saved, shapes, config)
+    differences = _compare(saved, shapes, config)
+    renamed = _renamed(shapes, differences, config) if differences else None
+    return differences if renamed is None else _compare(saved, renamed, config)
+
+
+def _renamed(
+    shapes: Mapping[str, Shape], differences: Differences, config: Mapping[str, Any]
+) -> Mapping[str, Shape] | None:
+    """`shapes` under the names that files have today; None where `from_pretrained` would not rename all that differ.
+
+    The Hub's files of Gemma 3 and LLaVA have `vision_tower.vision_model.`, which transformers 5 writes no more.
+    """
+    rules = declared(config)
+    if rules is None or not differences.extra:
+        return None
+    try:
+        memory = rules.relation(shapes, "to_memory")
+        files = memory and rules.relation(memory.b_shapes, "to_hub")
+    except CkptError:
+        return None
+    if memory is None or not memory.b_shapes.keys().isdisjoint(differences.extra):
+        return None
+    return files.b_shapes if files else memory.b_shapes
 
 
 def _compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Differences:
@@ -187,10 +214,12 @@ def _owner(name: str, known: Mapping[str, Shape]) -> str | None:
     return None
 
 
-def _notes(saved: Saved, shapes: Mapping[str, Shape]) -> list[str]:
+def _notes(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> list[str]:
     notes = []
     if _lacks_prefix(saved, shapes):
         notes.append(f"names are those of the model without its head, which {saved.cls} has behind {saved.base!r}")
+    elif _compare(saved, shapes, config):
+        notes.append(f"names are those of an earlier release, which {saved.cls} renames as it loads them")
     twice = [name for name in saved.optional if name in shapes]
     if twice:
         notes.append(f"written though save_pretrained leaves it out: {_some(twice)}")

@@ -126,29 +126,29 @@ class Family:
             optional |= dict(self._prediction(filling, base, read.count("num_nextn_predict_layers")))
         return Saved(cls, required, optional, (*DERIVED, *self.ignored), self.base)
 
-    def _filling(self, config: Config) -> _Filling:
+    def _filling(self, config: Config) -> Filling:
         sizes = attention_sizes(config)
         dims: dict[str, int] = {**sizes.dims, "heads": sizes.heads, "groups": sizes.groups, "labels": _labels(config)}
         if self.experts:
             dims["e"] = config.count(*self.experts)
         dims |= self.dims(config, dims)
-        return _Filling(config, dims, sizes.num_layers)
+        return Filling(config, dims, sizes.num_layers)
 
-    def _model(self, filling: _Filling, base: str) -> Iterator[tuple[str, Shape]]:
+    def _model(self, filling: Filling, base: str) -> Iterator[tuple[str, Shape]]:
         yield from filling.tensors(parse(self.top), (), base)
         rows = parse(self.layer)
         for number in range(filling.num_layers):
             kinds = self.kinds(filling.config, number)
             yield from filling.tensors(rows, kinds, f"{base}{self.layers}.{number}.")
 
-    def _prediction(self, filling: _Filling, base: str, count: int) -> Iterator[tuple[str, Shape]]:
+    def _prediction(self, filling: Filling, base: str, count: int) -> Iterator[tuple[str, Shape]]:
         for number in range(filling.num_layers, filling.num_layers + count):
             rows = (*parse(self.layer), *parse(self.prediction))
             yield from filling.tensors(rows, (SPARSE,), f"{base}{self.layers}.{number}.")
 
 
 @dataclass(frozen=True)
-class _Filling:
+class Filling:
     """What the names and shapes of rows are filled with."""
 
     config: Config
