@@ -77,6 +77,12 @@ def test_a_copy_without_a_name(fixtures: Path, tmp_path: Path, name: str) -> Non
     [
         ("autotp-zero1", "mp_rank_*_model_states.pt"),
         ("autotp-zero1", "*optim_states.pt"),
+        ("autotp-zero0", "mp_rank_*_model_states.pt"),
+        ("autoep-zero2", "*zero_pp*optim_states.pt"),
+        ("autoep-zero3", "*zero_pp*optim_states.pt"),
+        ("autoep-zero0", "expp_rank_*.pt"),
+        ("neox-zero1", "*optim_states.pt"),
+        ("neox-zero0", "mp_rank_*_model_states.pt"),
         ("verl-fsdp1", "optim_*.pt"),
         ("experts-zero0", "expp_rank_*.pt"),
     ],
