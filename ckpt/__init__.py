@@ -7,12 +7,14 @@
     ckpt.check("outputs").whole                           # nothing missing, cut off or damaged
     ckpt.resume("outputs")                                # the folder to go on from, on the ranks that there are now
     ckpt.StorageReader("outputs")                         # for torch's dcp.load, from any format into FSDP2
+    except ckpt.CkptError as error: ...                   # the base of all errors of `ckpt.errors`
 
 Importing this package imports neither torch nor any framework.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ckpt.version import __version__
@@ -20,6 +22,7 @@ from ckpt.version import __version__
 if TYPE_CHECKING:
     from ckpt.api import open, plan, verify
     from ckpt.checking import check
+    from ckpt.errors import CkptError
     from ckpt.loading import load_into
     from ckpt.resuming import resume
     from ckpt.storage_reader import StorageReader
@@ -29,7 +32,17 @@ else:
 
     del plan, verify
 
-__all__ = ["StorageReader", "__version__", "check", "load_into", "open", "plan", "resume", "verify"]
+_FROM = {
+    "CkptError": "ckpt.errors",
+    "StorageReader": "ckpt.storage_reader",
+    "check": "ckpt.checking",
+    "load_into": "ckpt.loading",
+    "open": "ckpt.api",
+    "plan": "ckpt.api",
+    "resume": "ckpt.resuming",
+    "verify": "ckpt.api",
+}
+__all__ = ["CkptError", "StorageReader", "__version__", "check", "load_into", "open", "plan", "resume", "verify"]
 
 
 def __dir__() -> list[str]:
@@ -37,24 +50,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("open", "plan", "verify"):
-        from ckpt import api
-
-        return getattr(api, name)
-    if name == "check":
-        from ckpt.checking import check
-
-        return check
-    if name == "load_into":
-        from ckpt.loading import load_into
-
-        return load_into
-    if name == "resume":
-        from ckpt.resuming import resume
-
-        return resume
-    if name == "StorageReader":
-        from ckpt.storage_reader import StorageReader
-
-        return StorageReader
-    raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    if name not in _FROM:
+        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    return getattr(import_module(_FROM[name]), name)

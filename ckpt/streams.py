@@ -8,6 +8,8 @@ import os
 import sys
 
 INTERRUPTED, TERMINATED = 130, 143
+#: Commands whose work is what they write; what they print says where it is.
+_WRITING = (["convert"], ["merge-lora"], ["mount"], ["push"])
 
 
 class TerminatedError(KeyboardInterrupt):
@@ -21,6 +23,8 @@ def code_of(interrupt: KeyboardInterrupt) -> int:
 
 class _Unfailing(io.RawIOBase):
     """A descriptor to which writing never fails: what it does not take is lost."""
+
+    is_used = False
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -37,6 +41,7 @@ class _Unfailing(io.RawIOBase):
     def write(self, data: object) -> int:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         size = len(view)
+        self.is_used = True
         with contextlib.suppress(OSError):
             while view:
                 view = view[os.write(self._descriptor, view) :]
@@ -51,7 +56,7 @@ def prepare() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free is this one
     if sys.stdout is None:
-        sys.stdout = open(1, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        sys.stdout = io.TextIOWrapper(_Unfailing(1), "utf-8", "backslashreplace")
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
     sys.stderr = io.TextIOWrapper(
         _Unfailing(2),
@@ -69,4 +74,7 @@ def flush_output() -> str | None:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return None if isinstance(error, BrokenPipeError) else error.strerror
+    closed = getattr(sys.stdout, "buffer", None)
+    if isinstance(closed, _Unfailing) and closed.is_used and sys.argv[1:2] not in _WRITING:
+        return "it is closed"
     return None

@@ -202,6 +202,14 @@ def call(webhook: str, run: Path, findings: list[Finding]) -> None:
         print(f"watch: the webhook was not reached: {error}", file=sys.stderr)
 
 
+def _say(text: str) -> None:
+    """Prints, unless whoever read it has seen enough (`| head`): the exit code tells the rest."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+
+
 def main() -> int:
     """Watches one run."""
     parser = argparse.ArgumentParser(
@@ -230,12 +238,12 @@ def main() -> int:
     while True:
         watcher.look()
         if watcher.finished:
-            print(f"{options.run}: all {len(watcher.ranks)} ranks are done")
+            _say(f"{options.run}: all {len(watcher.ranks)} ranks are done")
             return 0
         if findings := watcher.findings():
             if options.webhook:  # first: the terminal may be gone
                 call(options.webhook, options.run, findings)
-            print("\n".join(map(str, findings)), flush=True)
+            _say("\n".join(map(str, findings)))
             return 1
         if not watcher.ranks and time.monotonic() - begin > options.silent:
             print(f"watch: no heartbeat in {watcher.folder}\nhint: give the folder of --output", file=sys.stderr)

@@ -83,4 +83,4 @@ def main() -> None:
     if "convert" in sys.argv[1:2]:
         silence_all_but_one()
     complete.offer_at_the_first_tab()
-    quick.command(app)()
+    quick.command(app)(prog_name="ckpt")  # for `python -m ckpt` too: shells complete the name of a command

@@ -14,7 +14,7 @@ from typing import Any
 import typer.core
 
 
-def command(app: typer.Typer) -> Callable[[], Any]:
+def command(app: typer.Typer) -> Callable[..., Any]:
     """What runs `app`, built without the other commands where the one that was typed is known."""
     known = {one.name or getattr(one.callback, "__name__", None): one for one in app.registered_commands}
     if len(sys.argv) > 1 and (typed := known.get(sys.argv[1])):

@@ -319,7 +319,7 @@ def _translated(again: str, to: Push) -> Iterator[None]:
         raise StorageError(
             what,
             path=to.repo_id,
-            found=" ".join(map(_text, causes)),
+            found=" ".join(dict.fromkeys(map(_text, causes))),
             hint="; ".join(filter(None, (hint, again))),
         ) from error
 

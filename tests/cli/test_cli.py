@@ -395,9 +395,12 @@ def test_the_module_and_the_command_are_the_same(run: Path) -> None:
     for result in (process("--version", cwd=Path.cwd()), process("--help"), process("convert", "-h")):
         assert result.code == 0
         assert result.err == ""
-        assert result.out.startswith((f"ckpt {ckpt.__version__}\n", "Usage: python -m ckpt"))
+        assert result.out.startswith((f"ckpt {ckpt.__version__}\n", "Usage: ckpt "))
     failed = process("inspect", "nowhere")
     assert (failed.code, failed.out) == (3, "")
+    for shell, line in {"bash": "_ckpt_completion ckpt", "zsh": "#compdef ckpt", "fish": "--command ckpt "}.items():
+        shown = process("--show-completion", shell)
+        assert shown.code == 0 and line in shown.out and "_CKPT_COMPLETE=" in shown.out, shown
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(fixtures: Path) -> None:

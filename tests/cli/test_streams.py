@@ -40,6 +40,20 @@ def test_the_work_is_done_where_nobody_listens(fixtures: Path, tmp_path: Path, c
     assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
 
 
+@pytest.mark.parametrize("command", ["hash {run}", "formats", "--version", "verify {run} {run}", "resume {run}"])
+def test_a_result_that_nobody_can_read_is_none(fixtures: Path, command: str) -> None:
+    done = shell(f"ckpt {command.format(run=fixtures / 'toy-zero2')} >&-")
+    assert (done.returncode, done.stdout) == (7, "")
+    assert done.stderr.endswith("error: standard output could not be written: it is closed\n")
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_nothing_printed_is_nothing_lost(fixtures: Path) -> None:
+    run = fixtures / "toy-zero2"
+    assert shell(f"ckpt verify {run} {run} -q >&-").returncode == 0
+    assert shell(f"ckpt verify {run} {fixtures / 'toy-zero3'} >&-").returncode == 1
+
+
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("command", ["--version", "formats", "--help", "inspect {run} --tensors", "hash {run}"])
 def test_a_full_disk_behind_stdout(fixtures: Path, command: str) -> None:

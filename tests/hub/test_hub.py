@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -194,6 +195,15 @@ def test_what_the_hub_refuses(server: HubServer, folder: Path, request_: str, st
     assert report.code == 7 and said in report.err and "Traceback" not in report.err
     assert f"you get {status}" in report.err or str(status) in report.err
     assert f"ckpt push {folder} --repo-id {REPO}` goes on" in report.err and contents(folder) == before
+
+
+def test_without_a_network_the_reason_is_said_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as bound:  # and not listening
+        bound.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{bound.getsockname()[1]}")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        report = process("push", folder, "--repo-id", REPO)
+    assert (report.code, report.err.count("Connection refused")) == (7, 1), report.err
 
 
 def test_a_repository_of_others_that_takes_pull_requests(server: HubServer, folder: Path) -> None:

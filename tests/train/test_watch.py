@@ -126,13 +126,16 @@ def test_a_killed_rank_is_named_and_the_webhook_is_called(tmp_path: Path, ranks:
         code, out, _ = watch(tmp_path, *options)
         nobody_reads, terminal = os.pipe()
         os.close(nobody_reads)
-        subprocess.run(command_of_watch(tmp_path, *options), cwd=REPOSITORY, stdout=terminal, timeout=90)
+        unread = subprocess.run(
+            command_of_watch(tmp_path, *options), cwd=REPOSITORY, stdout=terminal, stderr=subprocess.PIPE, timeout=90
+        )
         os.close(terminal)
         server.shutdown()
     assert code == 1 and out.startswith(f"rank 0 (pid {ranks[0].pid} on ") and "is gone" in out
     assert [(one["kind"], one["rank"], one["step"]) for one in posted[0]["findings"]] == [("dead", 0, 5)]
     assert posted[0]["text"].startswith(f"{tmp_path}: rank 0 ")
     assert posted[1] == posted[0], "also where the watcher's terminal is gone"
+    assert (unread.returncode, unread.stderr) == (1, b"")
 
 
 def test_a_rank_that_failed_is_named_and_ranks_that_are_done_end_the_watch(
