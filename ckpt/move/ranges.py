@@ -15,7 +15,7 @@ from itertools import pairwise
 
 _PAGE = 256 << 10  # bytes that are fetched at least
 _PAGES = 16  # of a window at most
-_DIRECT = 2 << 20  # bytes from which on a range is fetched as it is, and not kept
+DIRECT = 2 << 20  # bytes from which on a range is fetched as it is, and not kept
 _PART = 8 << 20  # bytes of one request at most
 _KEPT = 128 << 20  # bytes of pages that are kept, of all objects together
 _NUM_FETCHERS = 16  # threads that fetch ahead, and parts of a range side by side
@@ -44,6 +44,11 @@ class Ranges:
             done += len(part)
         return done
 
+    def fetched(self, start: int, stop: int) -> memoryview:
+        """The bytes from `start` to `stop`, or as many as there are, as they come: copied nowhere, and not kept."""
+        stop = min(self.size, stop)
+        return self._fetch(start, stop) if start < stop else memoryview(b"")
+
     def parts(self, start: int, stop: int) -> Iterator[memoryview]:
         """The bytes from `start` to `stop`, or as many as there are, one part after the other."""
         stop = min(self.size, stop)
@@ -54,7 +59,7 @@ class Ranges:
 
     def _parts(self, start: int, stop: int) -> list[memoryview]:
         """The bytes from `start` to `stop`, or the first of them."""
-        if stop - start >= _DIRECT:
+        if stop - start >= DIRECT:
             cuts = [*range(start, stop, _PART), stop]
             ahead = [_pool(os.getpid()).submit(self._fetch, *cut) for cut in pairwise(cuts[1:])]
             return [self._fetch(cuts[0], cuts[1]), *(one.result() for one in ahead)]

@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.errors import CorruptError
+from ckpt.move import standins
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
+from ckpt.move.ranges import Ranges
 from ckpt.move.reading import Computed, strided
 from ckpt.move.source import read_into, truncated
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
@@ -121,6 +123,10 @@ class Reader:
     def fill(self, side: int, path: str, offset: int, size: int) -> None:
         """Read `size` bytes into the buffer of `side`."""
         self._read(path, offset, self._views[side][:size])
+
+    def remote(self, path: str) -> Ranges | None:
+        """What is in a store under this path; None for a file."""
+        return None if path in self._computed else standins.behind(self._files.descriptor(path))
 
     def _read(self, path: str, offset: int, into: memoryview) -> None:
         if path in self._computed:

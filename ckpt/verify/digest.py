@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from ckpt.move.casts import cast_bits, storage_dtype
+from ckpt.move.ranges import DIRECT, Ranges
 from ckpt.move.reading import strided
+from ckpt.move.source import truncated
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, OneElement
 from ckpt.plan.dtypes import DType
@@ -44,6 +46,7 @@ Span = tuple[str, int, int]
 Progress = Callable[[int], None]
 
 _CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the processor's cache
+_REQUEST = 4 << 20  # bytes that are asked of a store at a time
 _SLAB = 16 << 20  # bytes of a tensor that are put in order at a time, where they do not lie so
 _NUMBER = "number"  # the dtype of an optimizer state that is one number per parameter
 
@@ -188,8 +191,10 @@ def _hash_contents(
                     for dtype, hasher in hashers.items():
                         as_form = bits if dtype == tensor.dtype else cast_bits(bits, tensor.dtype, dtype)
                         hasher.update(as_form.view(np.uint8).data)
+                    num_bytes = bits.nbytes
+                    del bits, as_form  # what a store sent is given back before more is asked for
                     with lock:
-                        advance(bits.nbytes)
+                        advance(num_bytes)
                 found[key] = {dtype: hasher.digest() for dtype, hasher in hashers.items()}
 
     in_threads(hash_all, sorted(forms, key=lambda key: _location(checkpoint.tensors[key])), workers)
@@ -241,11 +246,22 @@ def _wanted(tensor: Tensor, region: FlatRange) -> Fragment:
 
 
 def _contiguous(extent: Extent, reader: Reader) -> Iterator[NDArray]:
-    step = _CHUNK // extent.dtype.itemsize
+    remote = reader.remote(extent.path) if extent.nbytes >= DIRECT else None
+    step = (_CHUNK if remote is None else _REQUEST) // extent.dtype.itemsize
     for start in range(0, extent.numel, step):
         part = extent.flat(start, min(start + step, extent.numel))
-        reader.fill(0, part.path, part.offset, part.nbytes)
-        yield reader.bits(0, part.numel, part.dtype)
+        if remote is not None:  # hashed where it arrives
+            yield _fetched(remote, part)
+        else:
+            reader.fill(0, part.path, part.offset, part.nbytes)
+            yield reader.bits(0, part.numel, part.dtype)
+
+
+def _fetched(remote: Ranges, part: Extent) -> NDArray:
+    content = remote.fetched(part.offset, part.end)
+    if len(content) < part.nbytes:
+        raise truncated(part.path, part.offset + len(content))
+    return np.frombuffer(content, storage_dtype(part.dtype))
 
 
 def _put_in_order(part: Overlap, slab: NDArray, reader: Reader) -> None:
