@@ -1,44 +1,73 @@
 """One conversion on several processes: bf16 weights of ZeRO-3 masters, in memory, which takes processors alone.
 
-A process that works together with others imports torch, which takes it a second or two; so this is a larger model,
-whose masters are zeros that take no memory.
+A process that works together with others imports torch, which takes it a second; so this is a larger model, whose
+masters are zeros that take no memory.  One process uses all processors, too, by its threads: what two do is held
+against one on one processor, and against one with one thread that copies.  torchrun imports torch as well, before it
+starts them and as it ends; mpirun and srun do not, and tell each process by variables that it is one of two.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.measure import CKPT, PYTHON, Case, call, remove, rounds
+from benchmarks.measure import CKPT, PYTHON, Case, call, remove, rounds, run
 from benchmarks.models import num_params
 from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ()
 FOLDER = Path("/dev/shm/ckpt-benchmarks")
-TIMES = 7  # as many layers as the other sections have
-ONE, ONE_CORE, TWO = "ckpt, 1 process", "ckpt, 1 process on 1 core", "ckpt, 2 processes"
+TIMES = 16  # as many layers as the other sections have
+CHECKED_LAYERS = 1  # of the model with random masters of which one process and two are compared
+ONE, ONE_CORE, ONE_WORKER = "ckpt, 1 process", "ckpt, 1 process on 1 core", "ckpt, 1 process, --workers 1"
+TWO, TWO_WORKERS = "ckpt, 2 processes", "ckpt, 2 processes, --workers 1 each"
+TORCHRUN = "ckpt, 2 processes by torchrun"
+
+_AS_MPIRUN = """
+export OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2
+OMPI_COMM_WORLD_RANK=1 "$@" & OMPI_COMM_WORLD_RANK=0 "$@" && wait $!
+"""
 
 
 def measure(bench: Bench) -> Table:
     layers = bench.num_layers * TIMES
-    source, one, two = (FOLDER / name for name in ("source", "one", "two"))
-    convert = ["convert", "zero3", "hf", source, "--dtype", "bf16", "-q", "-o"]
+    source, random, out, other = (FOLDER / name for name in ("source", "random", "out", "other"))
+    torchrun = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--monitor-interval", "0.05", "-m"]
+    two = ["sh", "-c", _AS_MPIRUN, "sh", *CKPT]
     try:
         call("benchmarks.zero_source", source, layers, "sparse")
-        together = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--monitor-interval", "0.05"]
         measured = rounds(
             [
-                Case(ONE, [*CKPT, *convert, one], (one,)),
-                Case(ONE_CORE, ["taskset", "-c", "0", *CKPT, *convert, one], (one,)),
-                Case(TWO, [*together, "-m", "ckpt", *convert, two], (two,)),
+                Case(name, [*start, *_convert(source, out), *options], (out,))
+                for name, start, options in (
+                    (ONE, CKPT, []),
+                    (ONE_CORE, ["taskset", "-c", "0", *CKPT], []),
+                    (TWO, two, []),
+                    (TORCHRUN, [*torchrun, "ckpt"], []),
+                    (ONE_WORKER, CKPT, ["--workers", "1"]),
+                    (TWO_WORKERS, two, ["--workers", "1"]),
+                )
             ],
             bench.num_rounds,
         )
-        same = call("benchmarks.equal", "safetensors", one, two)
+        remove([source, out])
+        call("benchmarks.zero_source", random, CHECKED_LAYERS)
+        run(Case(ONE, [*CKPT, *_convert(random, out)]))
+        run(Case(TWO, [*two, *_convert(random, other)]))
+        same = call("benchmarks.equal", "safetensors", out, other)
     finally:
         remove([FOLDER])
     return Table(
         f"ZeRO-3 masters, 8 ranks, {num_params(layers) / 1e6:.0f} M parameters -> hf --dtype bf16, in /dev/shm",
         measured,
-        [Goal(TWO, ONE_CORE, at_least=1.6), Goal(TWO, ONE)],
-        [f"{same} tensors are the same from one process and from two"],
+        [
+            Goal(TWO, ONE_CORE, at_least=1.6),
+            Goal(TWO, ONE),
+            Goal(TORCHRUN, ONE_CORE, at_least=1.6),
+            Goal(TWO_WORKERS, ONE_WORKER),
+        ],
+        [f"{same} tensors of a smaller model with random masters are the same from one process and from two"],
     )
+
+
+def _convert(source: Path, output: Path) -> list[str | Path]:
+    return ["convert", "zero3", "hf", source, "--dtype", "bf16", "-q", "-o", output]
