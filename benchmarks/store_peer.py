@@ -1,55 +1,104 @@
-"""`python -m benchmarks.store_peer LIBRARY PREFIX`: reads all below a prefix in ranges, side by side, and drops it."""
+"""`python -m benchmarks.store_peer WHAT PREFIX OUTPUT`: reads all below a prefix in ranges, side by side.
+
+WHAT is a library that reads with nothing around it and drops what it read (`obstore`, `s3fs`), obstore that writes it
+to the folder OUTPUT (`obstore writes`), or what ckpt does when it has looked at the checkpoint (`hash`, `convert`).
+Prints the seconds from the first range to the last.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.store_server import BUCKET
 
 PART, NUM_THREADS = 4 << 20, 8  # as ckpt does
 
+#: A range of an object: its key, start and stop.
+Part = tuple[str, int, int]
+
 
 def main() -> None:
-    library, prefix = sys.argv[1:]
-    sys.exit(_READ[library](prefix) == 0)
+    what, prefix, output = sys.argv[1:]
+    transfer = _PREPARED[what](prefix, Path(output))
+    start = time.perf_counter()
+    transfer()
+    print(time.perf_counter() - start)
 
 
-def _obstore(prefix: str) -> int:
+def _obstore(prefix: str, output: Path) -> Callable[[], None]:
+    sizes, get = _obstore_client(prefix)
+    return partial(_read, sizes, lambda part: get(part))
+
+
+def _obstore_writes(prefix: str, output: Path) -> Callable[[], None]:
+    sizes, get = _obstore_client(prefix)
+    output.mkdir()
+    names = {key: str(number) for number, key in enumerate(sizes)}
+    files = {key: os.open(output / name, os.O_WRONLY | os.O_CREAT) for key, name in names.items()}
+    writing = threading.Lock()  # Linux lets one thread at a time write to a file, and the others spin
+
+    def copy(part: Part) -> None:
+        data = memoryview(get(part))
+        with writing:
+            assert os.pwrite(files[part[0]], data, part[1]) == len(data)
+
+    return partial(_read, sizes, copy)
+
+
+def _obstore_client(prefix: str) -> tuple[dict[str, int], Callable[[Part], Any]]:
     import obstore
     from obstore.store import S3Store
 
     store = S3Store(BUCKET, client_options={"allow_http": True})
     sizes = {one["path"]: one["size"] for chunk in obstore.list(store, prefix) for one in chunk}
-
-    def read(part: tuple[str, int, int]) -> int:
-        answer: Any = obstore.get(store, part[0], options={"range": part[1:]})
-        return len(answer.bytes())
-
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        return sum(pool.map(read, _parts(sizes)))
+    return sizes, lambda part: obstore.get(store, part[0], options={"range": part[1:]}).bytes()
 
 
-def _s3fs(prefix: str) -> int:
+def _s3fs(prefix: str, output: Path) -> Callable[[], None]:
     import s3fs
 
     files = s3fs.S3FileSystem(endpoint_url=os.environ["AWS_ENDPOINT_URL"])
     sizes = {name: info["size"] for name, info in files.find(f"{BUCKET}/{prefix}", detail=True).items()}
+    return partial(_read, sizes, lambda part: files.cat_file(part[0], start=part[1], end=part[2]))
 
-    def read(part: tuple[str, int, int]) -> int:
-        return len(files.cat_file(part[0], start=part[1], end=part[2]))
 
+def _hash(prefix: str, output: Path) -> Callable[[], None]:
+    from ckpt import api
+
+    checkpoint = api.open(f"s3://{BUCKET}/{prefix}")
+    return lambda: print(api.digests(checkpoint).whole)
+
+
+def _convert(prefix: str, output: Path) -> Callable[[], None]:
+    from ckpt import api
+
+    conversion = api.plan(api.open(f"s3://{BUCKET}/{prefix}"), "hf")
+    return lambda: print(conversion.run(output, manifest=False))
+
+
+def _read(sizes: dict[str, int], take: Callable[[Part], object]) -> None:
+    parts = [(key, at, min(size, at + PART)) for key, size in sizes.items() for at in range(0, size, PART)]
+    assert parts
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        return sum(pool.map(read, _parts(sizes)))
+        for done in [pool.submit(take, part) for part in parts]:
+            done.result()
 
 
-def _parts(sizes: dict[str, int]) -> list[tuple[str, int, int]]:
-    return [(key, at, min(size, at + PART)) for key, size in sizes.items() for at in range(0, size, PART)]
-
-
-_READ = {"obstore": _obstore, "s3fs": _s3fs}
+_PREPARED: dict[str, Callable[[str, Path], Callable[[], None]]] = {
+    "obstore": _obstore,
+    "obstore writes": _obstore_writes,
+    "s3fs": _s3fs,
+    "hash": _hash,
+    "convert": _convert,
+}
 
 if __name__ == "__main__":
     main()
