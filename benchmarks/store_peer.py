@@ -35,7 +35,7 @@ def main() -> None:
 
 def _obstore(prefix: str, output: Path) -> Callable[[], None]:
     sizes, get = _obstore_client(prefix)
-    return partial(_read, sizes, lambda part: get(part))
+    return partial(_read, sizes, lambda part: len(get(part)))
 
 
 def _obstore_writes(prefix: str, output: Path) -> Callable[[], None]:
@@ -45,10 +45,10 @@ def _obstore_writes(prefix: str, output: Path) -> Callable[[], None]:
     files = {key: os.open(output / name, os.O_WRONLY | os.O_CREAT) for key, name in names.items()}
     writing = threading.Lock()  # Linux lets one thread at a time write to a file, and the others spin
 
-    def copy(part: Part) -> None:
+    def copy(part: Part) -> int:
         data = memoryview(get(part))
         with writing:
-            assert os.pwrite(files[part[0]], data, part[1]) == len(data)
+            return os.pwrite(files[part[0]], data, part[1])
 
     return partial(_read, sizes, copy)
 
@@ -67,29 +67,30 @@ def _s3fs(prefix: str, output: Path) -> Callable[[], None]:
 
     files = s3fs.S3FileSystem(endpoint_url=os.environ["AWS_ENDPOINT_URL"])
     sizes = {name: info["size"] for name, info in files.find(f"{BUCKET}/{prefix}", detail=True).items()}
-    return partial(_read, sizes, lambda part: files.cat_file(part[0], start=part[1], end=part[2]))
+    return partial(_read, sizes, lambda part: len(files.cat_file(part[0], start=part[1], end=part[2])))
 
 
 def _hash(prefix: str, output: Path) -> Callable[[], None]:
     from ckpt import api
+    from ckpt.verify.digest import digests
 
     checkpoint = api.open(f"s3://{BUCKET}/{prefix}")
-    return lambda: print(api.digests(checkpoint).whole)
+    return lambda: print(digests(checkpoint).whole)
 
 
 def _convert(prefix: str, output: Path) -> Callable[[], None]:
+    import ckpt.move.run  # noqa: F401, which the first conversion imports
     from ckpt import api
 
     conversion = api.plan(api.open(f"s3://{BUCKET}/{prefix}"), "hf")
     return lambda: print(conversion.run(output, manifest=False))
 
 
-def _read(sizes: dict[str, int], take: Callable[[Part], object]) -> None:
+def _read(sizes: dict[str, int], take: Callable[[Part], int]) -> None:
     parts = [(key, at, min(size, at + PART)) for key, size in sizes.items() for at in range(0, size, PART)]
     assert parts
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for done in [pool.submit(take, part) for part in parts]:
-            done.result()
+        assert sum(pool.map(take, parts)) == sum(sizes.values())
 
 
 _PREPARED: dict[str, Callable[[str, Path], Callable[[], None]]] = {

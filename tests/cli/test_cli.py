@@ -391,13 +391,14 @@ def test_a_number_of_ranks_that_is_none_is_refused(fixtures: Path, number: str) 
     assert "--world-size" in result.err
 
 
-def test_the_module_and_the_command_are_the_same(run: Path) -> None:
+def test_the_module_and_the_command_are_the_same(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for result in (process("--version", cwd=Path.cwd()), process("--help"), process("convert", "-h")):
         assert result.code == 0
         assert result.err == ""
         assert result.out.startswith((f"ckpt {ckpt.__version__}\n", "Usage: ckpt "))
     failed = process("inspect", "nowhere")
     assert (failed.code, failed.out) == (3, "")
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # else the shell around this is taken
     for shell, line in {"bash": "_ckpt_completion ckpt", "zsh": "#compdef ckpt", "fish": "--command ckpt "}.items():
         shown = process("--show-completion", shell)
         assert shown.code == 0 and line in shown.out and "_CKPT_COMPLETE=" in shown.out, shown

@@ -230,6 +230,11 @@ def test_only_what_is_needed_is_fetched(store: ObjectStore, tmp_path: Path) -> N
     assert len(fetched) <= 8
     objects_of_s3 = [one for one in store.requests if one.method == "GET" and one.key and not one.range]
     assert objects_of_s3 == []
+    store.requests.clear()
+    ranges.forget()
+    assert api.digests(checkpoint) == api.digests(ckpt.open(tmp_path / "out"))
+    fetched = [one.num_bytes for one in store.requests if one.range]
+    assert (sum(fetched), len(fetched)) == (content.nbytes, 6), "as large as it is, each byte once"
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
