@@ -134,6 +134,12 @@ class _Merge:
         self.shapes = {fqn: choice.tensor.shape for fqn, choice in self.chosen.items()}
         self.quantized = api.quantized_parts(self.base)
 
+    @property
+    def _vocabulary(self) -> object:
+        config = self.base.config or {}
+        text = config.get("text_config")
+        return config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, Mapping) else None)
+
     # -- what an adapter changes -----------------------------------------------------------------------------
 
     def add(self, adapter: Adapter) -> None:
@@ -169,6 +175,8 @@ class _Merge:
         target = f"{name.module}.{name.rest}" if name.kind == names.SAVED else name.module
         owner = self.base.ties.get(target, target)
         if owner not in self.chosen:
+            if re.sub(r"\.(modules_to_save|original_module)\b", "", owner) in self.chosen:
+                raise _resized(adapter, fqn, factor)
             raise _misfit(adapter, fqn, "a parameter of the base", "none of this name")
         is_copied = _is_saved_module(adapter.config, target) or _is_saved_module(adapter.config, owner)
         if ".base_layer." not in fqn and is_copied and not _ties_copies(adapter.config):
@@ -181,6 +189,8 @@ class _Merge:
             else:
                 self.untied |= {alias for alias, o in self.base.ties.items() if o == owner}
         if factor.shape != self.shapes[owner]:
+            if factor.shape[1:] == self.shapes[owner][1:] and self.shapes[owner][0] == self._vocabulary:
+                raise _resized(adapter, fqn, factor)
             raise _misfit(adapter, fqn, f"shape {list(self.shapes[owner])}", f"shape {list(factor.shape)}")
         if owner in self.replaced and self.replaced[owner].of is not adapter.checkpoint:
             raise UsageError("two adapters bring their own copy of this parameter", path=adapter.path, fqn=target)
@@ -514,6 +524,17 @@ def _misfit(adapter: Adapter, fqn: str, expected: str, found: str, hint: str | N
         expected=expected,
         found=found,
         hint=hint or trained or "give the model that it was trained on with --base",
+    )
+
+
+def _resized(adapter: Adapter, fqn: str, factor: Factor) -> LossError:
+    """PEFT saves both embeddings, and copies of what `modules_to_save` has, where the vocabulary was resized."""
+    return _misfit(
+        adapter,
+        fqn,
+        "the rows of the base's vocabulary",
+        f"shape {list(factor.shape)}, of a vocabulary that was resized before training, which is not merged",
+        "in Python: resize_token_embeddings on the base, PeftModel.from_pretrained, merge_and_unload, save_pretrained",
     )
 
 
