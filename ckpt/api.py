@@ -31,6 +31,7 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.dtypes import DType
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN, in_words
+from ckpt.run_folder import from_hub
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.precision import with_computing_dtype
 from ckpt.run_folder.runs import run_below
@@ -303,23 +304,8 @@ def find_config(where: str) -> Path:
     if path.is_file():
         return path.parent
     if HUB_ID.fullmatch(where):
-        return _from_hub(where)
+        return from_hub.fetched(where)
     raise NotFoundError("no such config", path=where, expected="a folder, a config.json or a Hub id like org/name")
-
-
-def _from_hub(repo_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.jinja", "*.py", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*"]
-    try:
-        folder = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=["*.safetensors.index.json"])
-    except Exception as error:  # the library raises its own, requests' and OS errors
-        raise NotFoundError(
-            f"the config of {repo_id!r} could not be downloaded from the Hub",
-            found=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            hint="give the folder of a local copy",
-        ) from error
-    return Path(folder)
 
 
 def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout | None = None) -> Checkpoint:

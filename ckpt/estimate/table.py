@@ -32,6 +32,7 @@ from ckpt.estimate.setup import (
 )
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
+from ckpt.run_folder import from_hub
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.sizes import show_size
 from ckpt.state.adapter import BASE, is_adapter, parse_name
@@ -108,7 +109,7 @@ def find(where: str) -> Subject:
                 return _of_config(where, config)
             return _of_checkpoint(where, api.open(path))
     if HUB_ID.fullmatch(where):
-        return _of_config(where, _read_config(_from_hub(where)))
+        return _of_config(where, _read_config(from_hub.fetched(where, ["config.json"]) / "config.json"))
     raise NotFoundError(
         "no such model",
         path=where,
@@ -122,20 +123,6 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise CorruptError("the model's config is not a JSON object", path=path, found=type(config).__name__)
     return config
-
-
-def _from_hub(repo_id: str) -> Path:
-    """The model's config.json, from the local cache or else from the Hub."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(repo_id, "config.json"))
-    except Exception as error:  # the library raises its own, requests' and OS errors
-        raise NotFoundError(
-            f"the config of {repo_id!r} could not be downloaded from the Hub",
-            found=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            hint="give the folder of a local copy, or its config.json",
-        ) from error
 
 
 def _of_config(where: str, config: Mapping[str, Any]) -> Subject:

@@ -134,7 +134,8 @@ class TestGoingOn:
         written = staging / "out0.bin"
         written.write_bytes(bytes(len(written.read_bytes())))
         done, _ = run(case.plan, tmp_path / "out")
-        assert 0.3 * case.plan.moved_bytes < done < 0.45 * case.plan.moved_bytes
+        # of what is moved in four tenths, the fifth being under way, one is lost
+        assert 0.25 * case.plan.moved_bytes < done < 0.45 * case.plan.moved_bytes
         case.assert_written(tmp_path / "out")
 
     def test_without_it_nothing_is_taken_over(self, tmp_path: Path, case: Case) -> None:

@@ -16,13 +16,13 @@ Opcodes after Python 3.13's `pickletools` (protocols 0 to 5).
 
 from __future__ import annotations
 
-import codecs
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
+from ckpt.containers.torchfile import texts
 from ckpt.containers.torchfile.tree import LEAVES, check_tree
 from ckpt.containers.torchfile.values import (
     MAX_LINE,
@@ -401,44 +401,6 @@ def _unsupported(what: str) -> _Handler:
     return lambda machine, pos: machine.unsupported(what)
 
 
-def _decimal(line: bytes) -> int:
-    if len(line) > MAX_LONG:
-        raise MalformedError(f"an integer of {len(line)} digits")
-    return int(line)
-
-
-def _decimal_or_bool(line: bytes) -> int:
-    return line == b"01" if line in (b"00", b"01") else _decimal(line)
-
-
-def _two_complement(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
-
-
-def _quoted(line: bytes) -> str:
-    """Python 2's protocol 0; no framework writes it with escapes in what it stores."""
-    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"') or b"\\" in line:
-        raise MalformedError("a quoted string that is not plain text")
-    return line[1:-1].decode("ascii")
-
-
-def _python2_text(data: bytes) -> str | bytes:
-    """A Python 2 `str`: text in the files that torch wrote under Python 2, else bytes."""
-    try:
-        return data.decode("ascii")
-    except UnicodeDecodeError:
-        return data
-
-
-def _text(data: bytes) -> str:
-    return str(data, "utf-8", "surrogatepass")
-
-
-def _escaped(line: bytes) -> str:
-    # By its function, as by its name the codec would be imported.
-    return codecs.raw_unicode_escape_decode(line)[0]
-
-
 def _short_text(machine: Machine, pos: int) -> int:
     end = pos + 1 + machine.data[pos]
     if end > len(machine.data):
@@ -526,7 +488,7 @@ def _pop_mark(machine: Machine, pos: int) -> None:
 
 def _text_get(machine: Machine, pos: int) -> int:
     line, pos = machine.line_at(pos)
-    machine.stack.append(machine.memo[_decimal(line)])
+    machine.stack.append(machine.memo[texts.decimal(line)])
     return pos
 
 
@@ -535,7 +497,7 @@ def _text_put(machine: Machine, pos: int) -> int:
         raise _numbered()
     line, pos = machine.line_at(pos)
     top = machine.stack[-1]
-    machine.memo[_decimal(line)] = top
+    machine.memo[texts.decimal(line)] = top
     return pos
 
 
@@ -633,28 +595,28 @@ _ONE_BYTE = b"K\x8chq"
 
 OPCODES: Mapping[bytes, _Handler] = {
     # numbers
-    b"I": _line(_decimal_or_bool),
+    b"I": _line(texts.decimal_or_bool),
     b"J": _number("<i"),
     b"M": _number("<H"),
-    b"L": _line(lambda line: _decimal(line.removesuffix(b"L"))),
-    b"\x8a": _counted("B", _two_complement),
-    b"\x8b": _counted("<i", _two_complement, MAX_LONG, "an integer of {} bytes"),
+    b"L": _line(lambda line: texts.decimal(line.removesuffix(b"L"))),
+    b"\x8a": _counted("B", texts.two_complement),
+    b"\x8b": _counted("<i", texts.two_complement, MAX_LONG, "an integer of {} bytes"),
     b"F": _line(float),
     b"G": _number(">d"),
     # text and bytes
-    b"S": _line(_quoted),
-    b"T": _counted("<i", _python2_text, 1 << 31, "a string of negative length"),
-    b"U": _counted("B", _python2_text),
+    b"S": _line(texts.quoted),
+    b"T": _counted("<i", texts.python2_text, 1 << 31, "a string of negative length"),
+    b"U": _counted("B", texts.python2_text),
     b"B": _counted("<I", bytes),
     b"C": _counted("B", bytes),
     b"\x8e": _counted("<Q", bytes),
     b"\x96": _counted("<Q", bytearray),
     b"\x97": _malformed("it refers to buffers outside the file"),
     b"\x98": _malformed("it refers to buffers outside the file"),
-    b"V": _line(_escaped, MAX_PICKLE),
+    b"V": _line(texts.escaped, MAX_PICKLE),
     b"\x8c": _short_text,
-    b"X": _counted("<I", _text),
-    b"\x8d": _counted("<Q", _text),
+    b"X": _counted("<I", texts.text),
+    b"\x8d": _counted("<Q", texts.text),
     # constants and containers
     b"N": _constant(None),
     b"\x88": _constant(True),

@@ -1,0 +1,45 @@
+"""Numbers and texts as a pickle's opcodes have them."""
+
+from __future__ import annotations
+
+import codecs
+
+from ckpt.containers.torchfile.values import MAX_LONG, MalformedError
+
+
+def decimal(line: bytes) -> int:
+    if len(line) > MAX_LONG:
+        raise MalformedError(f"an integer of {len(line)} digits")
+    return int(line)
+
+
+def decimal_or_bool(line: bytes) -> int:
+    return line == b"01" if line in (b"00", b"01") else decimal(line)
+
+
+def two_complement(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def quoted(line: bytes) -> str:
+    """Python 2's protocol 0; no framework writes it with escapes in what it stores."""
+    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"') or b"\\" in line:
+        raise MalformedError("a quoted string that is not plain text")
+    return line[1:-1].decode("ascii")
+
+
+def python2_text(data: bytes) -> str | bytes:
+    """A Python 2 `str`: text in the files that torch wrote under Python 2, else bytes."""
+    try:
+        return data.decode("ascii")
+    except UnicodeDecodeError:
+        return data
+
+
+def text(data: bytes) -> str:
+    return str(data, "utf-8", "surrogatepass")
+
+
+def escaped(line: bytes) -> str:
+    # By its function, as by its name the codec would be imported.
+    return codecs.raw_unicode_escape_decode(line)[0]
