@@ -34,9 +34,11 @@ def _run() -> int:
 
         run()
     except SystemExit as stop:
+        if isinstance(ended := getattr(stop.__context__, "__cause__", None), KeyboardInterrupt):
+            return streams.say_ended(ended)  # struck outside of a command, where typer makes 130 of it
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except KeyboardInterrupt as interrupt:
-        return streams.code_of(interrupt)
+    except KeyboardInterrupt as interrupt:  # while commands are imported, say
+        return streams.say_ended(interrupt)
     except Exception as error:  # ours have ended in an exit code before
         return _say(error)
     return 0

@@ -16,8 +16,9 @@ class TerminatedError(KeyboardInterrupt):
     """SIGTERM, which ends a command as Ctrl-C does."""
 
 
-def code_of(interrupt: KeyboardInterrupt) -> int:
-    """The exit code of a command that was ended so."""
+def say_ended(interrupt: KeyboardInterrupt) -> int:
+    """Say what ended a command so; its exit code."""
+    print(*(interrupt.args or ["interrupted; the destination is as it was"]), file=sys.stderr)
     return TERMINATED if isinstance(interrupt, TerminatedError) else INTERRUPTED
 
 

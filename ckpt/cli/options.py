@@ -21,7 +21,7 @@ from ckpt.cli.examples import EXAMPLES
 from ckpt.cli.text import coloured
 from ckpt.errors import CkptError, SeveralRunsError, UsageError
 from ckpt.plan.options import Option, options_of
-from ckpt.streams import code_of
+from ckpt.streams import say_ended
 from ckpt.text import scheme_of
 
 DIFFERENT = 1
@@ -178,8 +178,7 @@ def guarded(function: Function) -> Function:
                 print(f"{head} {error}", *_commands(error), sep="\n", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
-            print(*(interrupt.args or ["interrupted; the destination is as it was"]), file=sys.stderr)
-            raise typer.Exit(code_of(interrupt)) from None
+            raise typer.Exit(say_ended(interrupt)) from None
 
     return run  # type: ignore[return-value]
 

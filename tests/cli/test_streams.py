@@ -92,6 +92,30 @@ main()
     assert ("an error of ckpt itself" in done.stderr) == own
 
 
+@pytest.mark.parametrize(
+    "where",
+    ["ckpt.move.files.translate_os_errors", "ckpt.cli.quick.command", "ckpt.cli.complete.offer_at_the_first_tab"],
+)
+def test_sigterm_outside_of_a_command_is_said(where: str) -> None:
+    """While modules are imported and arguments are read: it ended with 143, or 130, and no word."""
+    module, _, name = where.rpartition(".")
+    script = f"""
+import importlib, os, signal
+def strike(*_, **__):
+    os.kill(os.getpid(), signal.SIGTERM)
+setattr(importlib.import_module("{module}"), "{name}", strike)
+from ckpt.__main__ import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, "formats"],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (143, "terminated; the destination is as it was\n")
+
+
 def test_sigterm_ends_as_ctrl_c_does(fixtures: Path, tmp_path: Path) -> None:
     script = """
 import sys, time
