@@ -146,16 +146,19 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str]]:
         if (shard := _SHARD.fullmatch(name)) is not None:
             key = (shard["stem"], shard["suffix"], int(shard["count"]))
             sets.setdefault(key, set()).add(int(shard["number"]))
+    indexes = {n: _named(folder / n) for n in names if n.endswith((".safetensors.index.json", ".bin.index.json"))}
     told = set()
     for (stem, suffix, count), numbers in sorted(sets.items()):
+        index = f"{stem}{suffix}.index.json"
+        if (named := indexes.get(index)) and not any(name.endswith(f"-of-{count:05}{suffix}") for name in named):
+            continue  # of another save, which the index has nothing of
         for number in sorted(set(range(1, min(count, _MAX_FILES) + 1)) - numbers):
             told.add(name := f"{stem}-{number:05}-of-{count:05}{suffix}")
             yield name, f"the shard is missing, {len(numbers)} of {count} are there"
-        if f"{stem}{suffix}.index.json" not in names:
-            yield f"{stem}{suffix}.index.json", "the index of the shards is missing; it is written behind them"
-    for name in sorted(names):
-        if name.endswith((".safetensors.index.json", ".bin.index.json")):
-            yield from ((gone, f"missing, {name} names it") for gone in sorted(_named(folder / name) - names - told))
+        if index not in names:
+            yield index, "the index of the shards is missing; it is written behind them"
+    for name, named in sorted(indexes.items()):
+        yield from ((gone, f"missing, {name} names it") for gone in sorted(named - names - told))
     ranks = {int(match[1]) for name in names if (match := _RNG.fullmatch(name))}
     for rank in sorted(set(range(max(ranks, default=-1))) - ranks):
         yield f"rng_state_{rank}.pth", f"the file of rank {rank} is missing, rank {max(ranks)}'s is there"

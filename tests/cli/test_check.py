@@ -207,6 +207,14 @@ MODEL: dict[str, tuple[Damage, str]] = {
 }
 
 
+def test_a_shard_of_another_save_beside_a_whole_set_is_nothing_missing(sharded: Path, tmp_path: Path) -> None:
+    """The index names none of it, and every loader goes by the index; six shards were said to be missing."""
+    model = Path(shutil.copytree(sharded, tmp_path / "model"))
+    shutil.copy(model / "model-00001-of-00003.safetensors", model / "model-00001-of-00007.safetensors")
+    found = run_ckpt("check", model)
+    assert found.code == 0 and "whole (hf" in found.out
+
+
 @pytest.mark.parametrize("case", MODEL)
 def test_an_interrupted_save_of_shards(sharded: Path, tmp_path: Path, case: str) -> None:
     damage, words = MODEL[case]
