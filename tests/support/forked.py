@@ -35,10 +35,19 @@ def main() -> None:
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        mp.start_processes(_rank, (module, arguments), ranks, start_method="fork")
+        # Nobody asks the store before all are forked: a lock that its thread holds at a fork is never given back there.
+        waits, goes = os.pipe()
+        begun = mp.start_processes(_rank, (module, arguments, waits, goes), ranks, join=False, start_method="fork")
+        os.close(goes)
+        os.close(waits)
+        while not begun.join():
+            pass
 
 
-def _rank(rank: int, module: str, arguments: list[str]) -> None:
+def _rank(rank: int, module: str, arguments: list[str], waits: int, goes: int) -> None:
+    os.close(goes)
+    os.read(waits, 1)  # to the end, which comes when every process has closed the other side
+    os.close(waits)
     sys.argv[1:] = arguments
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     sys.exit(importlib.import_module(module).main())
