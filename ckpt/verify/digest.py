@@ -16,14 +16,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from ckpt.move.casts import cast_bits, storage_dtype
-from ckpt.move.ranges import DIRECT, Ranges
 from ckpt.move.reading import strided
 from ckpt.move.source import truncated
 from ckpt.move.threads import in_threads
@@ -33,6 +32,9 @@ from ckpt.plan.planner import check_source
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Overlap, Tensor, overlay
 from ckpt.verify.compare import Reader, blocks, check_replicas
+
+if TYPE_CHECKING:
+    from ckpt.move.ranges import Ranges
 
 ALGORITHM = "xxh3-128"
 #: Kinds of tensors that have a digest together, in the order in which they are shown.
@@ -246,6 +248,8 @@ def _wanted(tensor: Tensor, region: FlatRange) -> Fragment:
 
 
 def _contiguous(extent: Extent, reader: Reader) -> Iterator[NDArray]:
+    from ckpt.move.ranges import DIRECT  # only here: a conversion hashes what it writes
+
     remote = reader.remote(extent.path) if extent.nbytes >= DIRECT else None
     step = (_CHUNK if remote is None else _REQUEST) // extent.dtype.itemsize
     for start in range(0, extent.numel, step):
