@@ -149,7 +149,7 @@ def tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:
             seen.add(name)
             bases, body = classes[name]
             asked = next((m for m in _TIED_IF.finditer(body) if config.get(m[1])), None)
-            found = _tied_literal(body, asked or _TIED.search(body))
+            found = _tied_literal(asked or _TIED.search(body))
             if found is not None:
                 return found
             name = next((base for base in bases if base in classes), "")
@@ -174,16 +174,16 @@ def _tied_inside(
     found: dict[str, str | None] = {}
     for attribute, inner in _MADE.findall(classes[name][1]):
         if inner in classes and inner not in around:
-            body = classes[inner][1]
-            own = {**_tied_inside(classes, inner, (*around, name)), **(_tied_literal(body, _TIED.search(body)) or {})}
+            literal = _tied_literal(_TIED.search(classes[inner][1]))
+            own = {**_tied_inside(classes, inner, (*around, name)), **(literal or {})}
             found |= {f"{attribute}.{alias}": owner and f"{attribute}.{owner}" for alias, owner in own.items()}
     return found
 
 
-def _tied_literal(body: str, match: re.Match[str] | None) -> dict[str, str | None] | None:
+def _tied_literal(match: re.Match[str] | None) -> dict[str, str | None] | None:
     if match is None:
         return None
-    rest = body[match.end() :]
+    rest = match.string[match.end() :]
     lines = rest.splitlines(keepends=True)
     for count in range(1, min(len(lines), 100) + 1):
         try:
