@@ -419,14 +419,8 @@ def _stage12_files(
         expert_rank, place = experts.place(rank)
         groups = of_ranks[expert_rank]
         inner = items | partitions(model, groups, [place if group.local else rank for group in groups])
-        yield (
-            optimizer_name(rank, config),
-            {
-                "optimizer_state_dict": inner,
-                "ds_config": config,
-                "ds_version": model.version,
-            },
-        )
+        root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
+        yield optimizer_name(rank, config), root
 
 
 def _rank_groups(
