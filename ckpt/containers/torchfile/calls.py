@@ -312,12 +312,12 @@ def _from_type(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
     return StoredTensor(made.extent, made.requires_grad, _attributes(machine, state))
 
 
-def _wrapper_subclass(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
-    machine.unsupported("a tensor subclass without storage")
+def _unsupported(what: str) -> Builder:
+    return lambda machine, cls, args: machine.unsupported(what)
 
 
-def _meta(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
-    machine.unsupported("a tensor on the meta device")
+_wrapper_subclass = _unsupported("a tensor subclass without storage")
+_meta = _unsupported("a tensor on the meta device")
 
 
 def _from_cpu_tensor(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:

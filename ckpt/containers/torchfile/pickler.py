@@ -21,16 +21,16 @@ Opcodes after Python 3.13's `pickle.py`; how tensors are written after torch 2.1
 
 from __future__ import annotations
 
-import datetime
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, NoReturn
+from typing import Any
 
 from ckpt.containers.torchfile.table import STORAGES
-from ckpt.containers.torchfile.values import Array, Global, Record, StoredDict
+from ckpt.containers.torchfile.values import TIMES, Array, Global, Record, StoredDict
 from ckpt.errors import LossError
 from ckpt.plan.dtypes import DType
 
@@ -211,7 +211,7 @@ class _Encoder:
             self.name("torch._utils", "_rebuild_parameter_with_state" if ref.attributes else "_rebuild_parameter")
             self.out += b"("
             self.plain(ref, requires_grad=False)
-            self.out += b"\x88" if ref.requires_grad else b"\x89"
+            _bool(self, ref.requires_grad)
             self.no_hooks()
             if ref.attributes:
                 self.save(dict(ref.attributes))
@@ -243,20 +243,13 @@ class _Encoder:
         _int(self, ref.numel if kind else ref.numel * ref.dtype.itemsize)
         self.out += b"tQ"
         _int(self, ref.offset)
-        self.numbers(ref.shape)
-        self.numbers(ref.strides)
-        self.out += b"\x88" if requires_grad else b"\x89"
+        self.plain_tuple(ref.shape)
+        self.plain_tuple(ref.strides)
+        _bool(self, requires_grad)
         self.no_hooks()
         if not kind:
-            _dtype(self, ref.dtype)
+            self.name("torch", ref.dtype.name)
         self.out += b"t"
-
-    def numbers(self, values: tuple[int, ...]) -> None:
-        if len(values) > 3:
-            self.out += b"("
-        for value in values:
-            _int(self, value)
-        self.out += _TUPLES[min(len(values), 4)]
 
     def no_hooks(self) -> None:
         self.name("collections", "OrderedDict")
@@ -269,13 +262,8 @@ def _rebuild(ref: TensorRef) -> str:
 
 
 def _batches(items: Iterable[Any]) -> Iterable[list[Any]]:
-    batch: list[Any] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
+    left = iter(items)
+    while batch := list(islice(left, _BATCH)):
         yield batch
 
 
@@ -287,10 +275,6 @@ _TUPLES = (b")", b"\x85", b"\x86", b"\x87", b"t")
 # --- plain values --------------------------------------------------------------------------------------------
 #
 # Immutable, so that it makes no difference how often they are written.
-
-
-def _none(encoder: _Encoder, value: None) -> None:
-    encoder.out += b"N"
 
 
 def _bool(encoder: _Encoder, value: bool) -> None:
@@ -309,44 +293,8 @@ def _int(encoder: _Encoder, value: int) -> None:
         encoder.out += (b"\x8a%c" % len(data) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
 
 
-def _float(encoder: _Encoder, value: float) -> None:
-    encoder.out += b"G" + struct.pack(">d", value)
-
-
-def _complex(encoder: _Encoder, value: complex) -> None:
-    encoder.call("builtins", "complex", value.real, value.imag)
-
-
-def _ellipsis(encoder: _Encoder, value: object) -> None:
-    encoder.name("builtins", "Ellipsis")
-
-
-def _dtype(encoder: _Encoder, value: DType) -> None:
-    encoder.name("torch", value.name)
-
-
-def _global(encoder: _Encoder, value: Global) -> None:
-    encoder.name(value.module, value.name)
-
-
-def _size(encoder: _Encoder, value: Size) -> None:
-    encoder.call("torch", "Size", tuple(value))
-
-
-def _slice(encoder: _Encoder, value: slice) -> None:
-    encoder.call("builtins", "slice", value.start, value.stop, value.step)
-
-
-def _range(encoder: _Encoder, value: range) -> None:
-    encoder.call("builtins", "range", value.start, value.stop, value.step)
-
-
-def _posix_path(encoder: _Encoder, value: PurePosixPath) -> None:
-    encoder.call("pathlib", "PosixPath", *value.parts)
-
-
-def _windows_path(encoder: _Encoder, value: PureWindowsPath) -> None:
-    encoder.call("pathlib", "PureWindowsPath", *value.parts)
+def _steps(encoder: _Encoder, value: slice | range) -> None:
+    encoder.call("builtins", type(value).__name__, value.start, value.stop, value.step)
 
 
 def _time(encoder: _Encoder, value: Any) -> None:
@@ -354,25 +302,21 @@ def _time(encoder: _Encoder, value: Any) -> None:
     encoder.call("datetime", type(value).__name__, *made[1])
 
 
-_PLAIN: dict[type, Callable[[_Encoder, Any], None]] = {
-    type(None): _none,
+_PLAIN: dict[Any, Callable[[_Encoder, Any], None]] = {
+    type(None): lambda encoder, _: encoder.out.extend(b"N"),
     bool: _bool,
     int: _int,
-    float: _float,
-    complex: _complex,
-    type(...): _ellipsis,
-    DType: _dtype,
-    Global: _global,
-    Size: _size,
-    slice: _slice,
-    range: _range,
-    PurePosixPath: _posix_path,
-    PureWindowsPath: _windows_path,
-    datetime.datetime: _time,
-    datetime.date: _time,
-    datetime.time: _time,
-    datetime.timedelta: _time,
-    datetime.timezone: _time,
+    float: lambda encoder, value: encoder.out.extend(b"G" + struct.pack(">d", value)),
+    complex: lambda encoder, value: encoder.call("builtins", "complex", value.real, value.imag),
+    type(...): lambda encoder, _: encoder.name("builtins", "Ellipsis"),
+    DType: lambda encoder, value: encoder.name("torch", value.name),
+    Global: lambda encoder, value: encoder.name(value.module, value.name),
+    Size: lambda encoder, value: encoder.call("torch", "Size", tuple(value)),
+    slice: _steps,
+    range: _steps,
+    PurePosixPath: lambda encoder, value: encoder.call("pathlib", "PosixPath", *value.parts),
+    PureWindowsPath: lambda encoder, value: encoder.call("pathlib", "PureWindowsPath", *value.parts),
+    **dict.fromkeys(TIMES.values(), _time),
 }
 
 
@@ -391,11 +335,6 @@ def _bytes(encoder: _Encoder, value: bytes) -> None:
         encoder.out += b"B" + _u32(len(value)) + value
     else:
         encoder.out += b"\x8e" + struct.pack("<Q", len(value)) + value
-    encoder.put(value)
-
-
-def _bytearray(encoder: _Encoder, value: bytearray) -> None:
-    encoder.call("builtins", "bytearray", bytes(value))
     encoder.put(value)
 
 
@@ -424,30 +363,21 @@ def _dict(encoder: _Encoder, value: dict[Any, Any]) -> None:
 
 
 def _stored_dict(encoder: _Encoder, value: StoredDict) -> None:
-    if value.kind == "Counter":
-        encoder.call("collections", "Counter", dict(value))
-        encoder.put(value)
-    else:
-        encoder.call("collections", value.kind)
-        encoder.put(value)
+    is_counter = value.kind == "Counter"
+    encoder.call("collections", value.kind, *([dict(value)] if is_counter else []))
+    encoder.put(value)
+    if not is_counter:
         encoder.dict_items(value)
     if value.attributes is not None:
         encoder.save(value.attributes)
         encoder.out += b"b"
 
 
-def _sorted(items: Iterable[Any]) -> list[Any]:
-    """The elements of a set in an order that does not depend on their hashes."""
-    return sorted(items, key=lambda item: (type(item).__name__, repr(item)))
-
-
-def _set(encoder: _Encoder, value: set[Any]) -> None:
-    encoder.call("builtins", "set", _sorted(value))
-    encoder.put(value)
-
-
-def _frozenset(encoder: _Encoder, value: frozenset[Any]) -> None:
-    encoder.call("builtins", "frozenset", _sorted(value))
+def _built_in(encoder: _Encoder, value: set[Any] | frozenset[Any] | bytearray) -> None:
+    """A call of the class; the elements of a set in an order that does not depend on their hashes."""
+    is_set = not isinstance(value, bytearray)
+    made_of = sorted(value, key=lambda item: (type(item).__name__, repr(item))) if is_set else bytes(value)
+    encoder.call("builtins", type(value).__name__, made_of)
     encoder.put(value)
 
 
@@ -460,7 +390,7 @@ def _deque(encoder: _Encoder, value: deque[Any]) -> None:
 
 def _record(encoder: _Encoder, value: Record) -> None:
     if value.typename in _WRAPPERS:
-        _refuse(value)
+        raise LossError(f"a {value.name} cannot be pickled: it is a part of a tensor that other ranks hold too")
     encoder.name(value.module, value.name)
     encoder.plain_tuple(value.args)
     if value.kwargs:
@@ -485,10 +415,6 @@ _WRAPPERS = frozenset(
 )
 
 
-def _refuse(value: Record) -> NoReturn:
-    raise LossError(f"a {value.name} cannot be pickled: it is a part of a tensor that other ranks hold too")
-
-
 def _array(encoder: _Encoder, value: Array) -> None:
     """As numpy's `ndarray.__reduce__`.  numpy has the module's name since 1.26."""
     encoder.call("numpy._core.multiarray", "_reconstruct", Global("numpy", "ndarray"), (0,), b"b")
@@ -500,16 +426,14 @@ def _array(encoder: _Encoder, value: Array) -> None:
 
 _OBJECTS: dict[type, Callable[[_Encoder, Any], None]] = {
     bytes: _bytes,
-    bytearray: _bytearray,
+    bytearray: _built_in,
     tuple: _tuple,
     list: _list,
     dict: _dict,
     StoredDict: _stored_dict,
-    set: _set,
-    frozenset: _frozenset,
+    set: _built_in,
+    frozenset: _built_in,
     deque: _deque,
     Record: _record,
     Array: _array,
 }
-
-__all__ = ["Size", "TensorRef", "dumps"]

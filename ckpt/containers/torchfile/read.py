@@ -454,9 +454,6 @@ class _Archive:
         self.folder = _folder(region, entries)
         self.located: dict[str, StoredRecord] = {}
 
-    def has(self, name: str) -> bool:
-        return self.folder + name in self.entries
-
     def locate(self, name: str) -> StoredRecord:
         found = self.located.get(name)
         if found is None:
@@ -499,7 +496,7 @@ def _folder(region: _Region, entries: dict[str, _Entry]) -> str:
 
 def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
     archive = _Archive(region, _read_directory(region, _find_directory(region, tail)))
-    if archive.has("byteorder"):
+    if f"{archive.folder}byteorder" in archive.entries:
         _check_byteorder(region, archive.content("byteorder", 16).decode("latin-1"))
     name = f"{archive.folder}data.pkl"
     data = archive.content("data.pkl", MAX_PICKLE)
@@ -687,6 +684,3 @@ def _legacy_places(region: _Region, keys: list[str], dtypes: dict[str, Any], at:
             "there is something behind the last storage", expected=f"{at} bytes", found=f"{region.size} bytes"
         )
     return places
-
-
-__all__ = ["StoredRecord", "TorchFile", "read"]

@@ -7,8 +7,9 @@ an object is pickled with, mostly ().  The objects become inert `Record`s, like 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from itertools import product
 from typing import Any
 
 from ckpt.containers.torchfile.calls import FUNCTIONS, record
@@ -39,15 +40,12 @@ _RECORDS: tuple[Name, ...] = (
     ("torch._C", "Generator"),
     ("torch.serialization", "_get_layout"),
     # torch.distributed.checkpoint (`.metadata`)
-    ("torch.distributed.checkpoint.metadata", "Metadata MetadataIndex StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "Metadata MetadataIndex StorageMeta TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata BytesStorageMetadata"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix"),
-    ("torch.distributed.checkpoint.planner", "SavePlan WriteItem TensorWriteData"),
-    ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
+    ("torch.distributed.checkpoint.planner", "SavePlan WriteItem TensorWriteData BytesIOWriteData"),
     # DTensor (FSDP2) and ShardedTensor (FSDP1)
-    ("torch.distributed.tensor._dtensor_spec", "DTensorSpec"),
-    ("torch.distributed._tensor._dtensor_spec", "DTensorSpec"),
+    ("torch.distributed.tensor._dtensor_spec torch.distributed._tensor._dtensor_spec", "DTensorSpec"),
     ("torch.distributed._tensor.placement_types", "Shard Replicate Partial _Partial DTensorSpec"),
     ("torch.distributed.tensor.placement_types", "Shard Replicate Partial _StridedShard _MaskPartial"),
     ("torch.distributed.tensor._ops._embedding_ops", "_MaskPartial"),
@@ -107,9 +105,7 @@ _NAMES: tuple[Name, ...] = (
     ("torch", "Tensor"),
     ("torch", "contiguous_format preserve_format channels_last channels_last_3d"),
     ("torch.nn.parameter", "Parameter Buffer"),
-    ("torch.distributed.tensor", "DTensor"),
-    ("torch.distributed.tensor._api", "DTensor"),
-    ("torch.distributed._tensor.api", "DTensor"),
+    ("torch.distributed.tensor torch.distributed.tensor._api torch.distributed._tensor.api", "DTensor"),
     ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
     # what FSDP2 gathers into a tensor that is made of others
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
@@ -117,12 +113,6 @@ _NAMES: tuple[Name, ...] = (
     ("torchao.prototype.low_bit_optim.subclass_8bit torchao.optim.subclass_8bit", "OptimState8bit"),
     ("torchao.prototype.low_bit_optim.subclass_4bit torchao.optim.subclass_4bit", "OptimState4bit"),
     ("torchao.prototype.low_bit_optim.subclass_fp8 torchao.optim.subclass_fp8", "OptimStateFp8"),
-)
-
-#: Constants that are pickled by name.
-_VALUES: tuple[tuple[str, str, Any], ...] = (
-    ("builtins", "Ellipsis", ...),
-    ("__builtin__", "Ellipsis", ...),
 )
 
 #: torch's storage classes.  `UntypedStorage` is written for dtypes without one; it counts bytes.
@@ -153,11 +143,7 @@ _UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
     ("torch._utils", "_rebuild_sparse_tensor", "a sparse tensor"),
     ("torch._utils", "_rebuild_sparse_csr_tensor", "a sparse tensor"),
     ("torch._utils", "_rebuild_nested_tensor", "a nested tensor"),
-    (
-        "torch._utils",
-        "_rebuild_device_tensor_from_numpy _rebuild_xla_tensor",
-        "a tensor within a numpy array",
-    ),
+    ("torch._utils", "_rebuild_device_tensor_from_numpy _rebuild_xla_tensor", "a tensor within a numpy array"),
     ("torch.storage", "_load_from_bytes", "a torch file within the pickle"),
     ("torch", "uint1 uint2 uint3 uint4 uint5 uint6 uint7", "a dtype of less than a byte"),
     ("torch", "int1 int2 int3 int4 int5 int6 int7", "a dtype of less than a byte"),
@@ -166,28 +152,26 @@ _UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
 
 def _table() -> dict[Name, Any]:
     table: dict[Name, Any] = {("torch", dtype.name): dtype for dtype in dtypes.ALL}
-    for module, names in _RECORDS:
-        table.update({(module, name): Global(module, name, record) for name in names.split()})
-    for module, name, fields in _FIELDS:
+    table |= {(module, name): Global(module, name, record) for module, name in _each(_RECORDS)}
+    for module, name, fields in _each(_FIELDS):
         table[module, name] = Global(module, name, record, tuple(fields.split()))
-    for (module, name), members in ENUMS.items():
-        table[module, name] = Global(module, name, record, members=members)
-    table.update({("signal", name): Record("signal", "Signals", (number,)) for name, number in SIGNALS.items()})
-    for modules, names in _NAMES:
-        for module in modules.split():
-            table.update({(module, name): Global(module, name) for name in names.split()})
-    for modules, names, build in FUNCTIONS:
-        for module in modules.split():
-            table.update({(module, name): Global(module, name, build) for name in names.split()})
-    for module, name, value in _VALUES:
-        table[module, name] = value
-    for name, dtype_name in STORAGES.items():
-        kind = StorageType(dtypes.BY_NAME[dtype_name])
-        # torch.cuda's classes stand in files from before 1.5; the elements are stored alike.
-        table.update({(module, name): kind for module in ("torch", "torch.cuda", "torch.storage")})
-    for module, names, what in _UNSUPPORTED:
-        table.update({(module, name): Unsupported(what) for name in names.split()})
+    table |= {key: Global(*key, record, members=members) for key, members in ENUMS.items()}
+    table |= {("signal", name): Record("signal", "Signals", (number,)) for name, number in SIGNALS.items()}
+    table |= {(module, name): Global(module, name) for module, name in _each(_NAMES)}
+    table |= {(module, name): Global(module, name, build) for module, name, build in _each(FUNCTIONS)}
+    table |= {(module, "Ellipsis"): ... for module in ("builtins", "__builtin__")}
+    # torch.cuda's classes stand in files from before 1.5; the elements are stored alike.
+    kinds = {name: StorageType(dtypes.BY_NAME[dtype]) for name, dtype in STORAGES.items()}
+    table |= {(module, name): kinds[name] for module in ("torch", "torch.cuda", "torch.storage") for name in kinds}
+    table |= {(module, name): Unsupported(what) for module, name, what in _each(_UNSUPPORTED)}
     return table
+
+
+def _each(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Rows of modules, names and what more there is, as one for each of the names."""
+    for modules, names, *more in rows:
+        for module, name in product(modules.split(), names.split()):
+            yield module, name, *more
 
 
 GLOBALS: Mapping[Name, Any] = _table()

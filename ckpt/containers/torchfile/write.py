@@ -381,19 +381,3 @@ def _carried(stored: StoredTensor) -> NewTensor:
     return NewTensor(
         extent.dtype, extent.shape, (), stored.requires_grad, stored.attributes, storage, 0, extent.strides
     )
-
-
-__all__ = [
-    "Bytes",
-    "FromSource",
-    "NewStorage",
-    "NewTensor",
-    "Part",
-    "Pickled",
-    "Zeros",
-    "copy_of",
-    "number",
-    "pickled",
-    "torch_file",
-    "torch_item",
-]
