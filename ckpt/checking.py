@@ -97,9 +97,7 @@ class Checked:
             "files": self.num_files,
             "bytes": self.num_bytes,
             "state": self.state,
-            "problems": [
-                {"kind": p.kind, "where": printable(p.where), "what": printable(p.what)} for p in self.problems
-            ],
+            "problems": [problem.to_json() for problem in self.problems],
         }
 
 
@@ -146,9 +144,7 @@ class Report:
         found: dict[str, Any] = {
             "path": self.path,
             "whole": self.whole,
-            "problems": [
-                {"kind": p.kind, "where": printable(p.where), "what": printable(p.what)} for p in self.problems
-            ],
+            "problems": [problem.to_json() for problem in self.problems],
             "checkpoints": [one.to_json() for one in self.checkpoints],
         }
         if self.bytes is not None:

@@ -54,19 +54,12 @@ def choose(weight: Tensor | None, master: Tensor | None, dtype: DType | None) ->
 
 def choices(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
     """One choice per parameter and buffer, by fqn.  Buffers keep their bits whatever `dtype` says."""
-    weights: dict[str, Tensor] = {}
-    masters: dict[str, Tensor] = {}
-    found: dict[str, Choice] = {}
-    for (fqn, role), tensor in checkpoint.tensors.items():
-        if role == BUFFER:
-            found[fqn] = Choice(tensor, tensor.dtype)
-        elif role == WEIGHT:
-            weights[fqn] = tensor
-        elif role == MASTER:
-            masters[fqn] = tensor
-    for fqn in {**weights, **masters}:
-        found[fqn] = choose(weights.get(fqn), masters.get(fqn), dtype)
-    return found
+    weights, masters, buffers = (
+        {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role == wanted}
+        for wanted in (WEIGHT, MASTER, BUFFER)
+    )
+    found = {fqn: Choice(buffer, buffer.dtype) for fqn, buffer in buffers.items()}
+    return found | {fqn: choose(weights.get(fqn), masters.get(fqn), dtype) for fqn in {**weights, **masters}}
 
 
 def num_elements(chosen: Iterable[Choice]) -> dict[DType, int]:
@@ -119,15 +112,9 @@ def describe(
         other = f"; --dtype keep writes the model's own dtype, {' and '.join(native)}" if native and asked else ""
         notes.append(f"{_count(exact)} written as the {_stored(exact)} masters are, bit for bit{other}")
     if beside:
-        masters = [checkpoint.tensors[c.tensor.fqn, MASTER] for c in beside]
-        differ = [m for m, c in zip(masters, beside, strict=True) if m.dtype != c.dtype]
-        if differ:
-            notes.append(
-                f"{_count(beside)} written as the model's {_stored(beside)} weights are; "
-                "--dtype fp32 writes the fp32 masters"
-            )
-        else:
-            notes.append(f"{_count(beside)} written as the model's {_stored(beside)} weights are")
+        differ = any(checkpoint.tensors[c.tensor.fqn, MASTER].dtype != c.dtype for c in beside)
+        other = "; --dtype fp32 writes the fp32 masters" if differ else ""
+        notes.append(f"{_count(beside)} written as the model's {_stored(beside)} weights are{other}")
     if cast and computes_in is not None:
         notes.append(
             f"{_count(cast)} written in {_dtypes(cast)}, which the run computes in ({computes_in[1]}), rounded from "

@@ -28,8 +28,8 @@ from ckpt.plan.tensors import (
     Tensor,
     TilingFault,
     Whole,
+    as_boxes,
     check_tiling,
-    flat_boxes,
     flat_range,
     run_fragments,
     runs_of,
@@ -239,11 +239,13 @@ def _shift(fragment: Fragment, starts: tuple[int, int], numel: int) -> Iterator[
 
 
 def _carry(fragment: Fragment, a_shape: Shape, link: Link) -> Iterator[Fragment]:
-    for box, extent in _boxes(fragment, a_shape):
+    for piece in as_boxes(fragment, a_shape):
+        box = piece.region
+        assert isinstance(box, Box)
         common = box.intersect(link.a_box)
         if common is None:
             continue
-        part, linked = extent.narrow(common.relative_to(box)), common.relative_to(link.a_box)
+        part, linked = piece.extent.narrow(common.relative_to(box)), common.relative_to(link.a_box)
         num_dims = len(link.b_box.sizes)
         offsets, sizes, steps, strides = [0] * num_dims, [1] * num_dims, [1] * num_dims, [0] * num_dims
         for dim, target in enumerate(link.dims):
@@ -258,17 +260,6 @@ def _carry(fragment: Fragment, a_shape: Shape, link: Link) -> Iterator[Fragment]
         region = link.b_box.inside(stepped(tuple(offsets), tuple(sizes), tuple(steps)))
         placed = Extent(part.path, part.offset, part.dtype, tuple(sizes), tuple(strides))
         yield Fragment(region, placed, fragment.rank)
-
-
-def _boxes(fragment: Fragment, shape: Shape) -> Iterator[tuple[Box, Extent]]:
-    region = fragment.region
-    if isinstance(region, Box):
-        yield region, fragment.extent
-        return
-    done = 0
-    for box in flat_boxes(shape, region.start, region.stop):
-        yield box, fragment.extent.flat(done, done + box.numel).reshape(box.sizes)
-        done += box.numel
 
 
 def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Checkpoint:

@@ -452,7 +452,7 @@ def _all_flat(fragments: list[Fragment], shape: Shape) -> list[Fragment] | None:
     return found
 
 
-def _as_boxes(fragment: Fragment, shape: Shape) -> Iterator[Fragment]:
+def as_boxes(fragment: Fragment, shape: Shape) -> Iterator[Fragment]:
     """The fragment as fragments of boxes."""
     region = fragment.region
     if isinstance(region, Box):
@@ -476,9 +476,9 @@ def overlay(a: Iterable[Fragment], b: Iterable[Fragment], shape: Shape) -> Itera
     if flat_a is not None and flat_b is not None:
         yield from _overlay_flat(flat_a, flat_b)
     else:
-        boxes_b = sorted((g for f in b for g in _as_boxes(f, shape)), key=_first_offset)
+        boxes_b = sorted((g for f in b for g in as_boxes(f, shape)), key=_first_offset)
         for fragment in a:
-            for piece in _as_boxes(fragment, shape):
+            for piece in as_boxes(fragment, shape):
                 yield from _overlay_boxes(piece, boxes_b)
 
 
@@ -613,10 +613,7 @@ def is_inside(region: Region, shape: Shape) -> bool:
 
 
 def _box_faults(regions: Sequence[Region], shape: Shape, overlaps: bool) -> Iterator[TilingFault]:
-    boxes: list[Box] = []
-    for region in regions:
-        parts = [region] if isinstance(region, Box) else flat_boxes(shape, region.start, region.stop)
-        boxes += [box for box in parts if box.numel]
+    boxes = [box for region in regions for box in region_boxes(region, shape) if box.numel]
     return _sweep(boxes, (), (), shape, overlaps)
 
 

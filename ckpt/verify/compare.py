@@ -391,6 +391,12 @@ def value(bits: NDArray, dtype: DType) -> Value | None:
     return int(array[0]) if array.dtype.kind in "iu" else float(array[0])
 
 
+def location(tensor: Tensor) -> tuple[str, int]:
+    """Where a tensor begins: path and offset, to read tensors in the order in which they lie in the files."""
+    first = next(iter(tensor.fragments()), None)
+    return (first.extent.path, first.extent.offset) if first else ("", 0)
+
+
 def check_replicas(tensor: Tensor, reader: Reader) -> None:
     """Raise CorruptError where a replica of the tensor does not hold the same bits as its source."""
     for replica in tensor.replicas:

@@ -31,7 +31,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import check_source
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Overlap, Tensor, overlay
-from ckpt.verify.compare import Reader, blocks, check_replicas
+from ckpt.verify.compare import Reader, blocks, check_replicas, location
 
 if TYPE_CHECKING:
     from ckpt.move.ranges import Ranges
@@ -199,7 +199,7 @@ def _hash_contents(
                         advance(num_bytes)
                 found[key] = {dtype: hasher.digest() for dtype, hasher in hashers.items()}
 
-    in_threads(hash_all, sorted(forms, key=lambda key: _location(checkpoint.tensors[key])), workers)
+    in_threads(hash_all, sorted(forms, key=lambda key: location(checkpoint.tensors[key])), workers)
     return found
 
 
@@ -214,11 +214,6 @@ def _known(entry: _Entry, known: Mapping[Span, bytes]) -> dict[DType, bytes]:
     extent = fragment.extent
     content = known.get((extent.path, extent.offset, extent.nbytes)) if extent.is_contiguous and not others else None
     return {} if content is None else {tensor.dtype: content}
-
-
-def _location(tensor: Tensor) -> tuple[str, int]:
-    first = next(iter(tensor.fragments()), None)
-    return (first.extent.path, first.extent.offset) if first else ("", 0)
 
 
 def row_major(tensor: Tensor, reader: Reader) -> Iterator[NDArray]:

@@ -12,15 +12,16 @@ import re
 import zipfile
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from ckpt.containers.dcp.metadata import read_metadata
+from ckpt.containers.dcp.metadata import Places, read_metadata
 from ckpt.containers.safetensors import read_header
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.weights import MAX_INDEX, parse_index
-from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, StorageError, UnsafeError
+from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, StorageError, UnsafeError, printable
 from ckpt.move.source import Seekable, open_stream, read_file
 from ckpt.run_folder.companions import MAX_JSON, parse_json
 
@@ -53,6 +54,9 @@ class Problem:
     where: str
     what: str
     exit_code: int = 0
+
+    def to_json(self) -> dict[str, str]:
+        return {"kind": self.kind, "where": printable(self.where), "what": printable(self.what)}
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}"
@@ -187,17 +191,19 @@ class Bytes:
 
 def read_all(root: Path, files: Iterable[Path], count: Bytes, progress: Callable[[int], None]) -> Iterator[Problem]:
     """Read every byte of `files`, and compare the CRC-32s that torch puts into its zip files."""
+    places = cache(lambda folder: read_metadata(folder).places)  # of all of its `.distcp` files
     for path in files:
         try:
             size = path.stat().st_size
             if path.suffix == ".distcp":
-                _read_items(path, count)
-            elif path.suffix in _TORCH and _is_zip(path):
+                _read_items(path, places(path.parent), count)
+            elif path.suffix in _TORCH and read_file(path, 4) == _ZIP:
                 with open_stream(path) as file:
                     _compare(file, path, count)
             else:
-                for block in _blocks(path):
-                    count.without += len(block)
+                with open_stream(path) as file:
+                    while block := file.read(_BLOCK):
+                        count.without += len(block)
         except OSError as error:
             what = f"the file cannot be read: {error.strerror}"
             yield Problem(UNKNOWN, relative(path, root), what, StorageError.exit_code)
@@ -206,20 +212,8 @@ def read_all(root: Path, files: Iterable[Path], count: Bytes, progress: Callable
         progress(size)
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    with open_stream(path) as file:
-        while block := file.read(_BLOCK):
-            yield block
-
-
-def _is_zip(path: Path) -> bool:
-    with open_stream(path) as file:
-        return file.read(4) == _ZIP
-
-
-def _read_items(path: Path, count: Bytes) -> None:
+def _read_items(path: Path, places: Places, count: Bytes) -> None:
     """Compare what torch's distributed checkpoint put into a file: zip files, one behind another."""
-    places = read_metadata(path.parent).places
     here = {row for row, name in enumerate(places.paths) if Path(name).name == path.name}
     with open_stream(path) as file:
         for offset, length in sorted({(places.offsets[row], places.lengths[row]) for row in here}):

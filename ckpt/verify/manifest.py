@@ -287,7 +287,7 @@ def _hash_files(folder: Path, files: dict[str, FileDigest], progress: Progress |
 
     def advance(count: int) -> None:
         with lock:
-            (progress or _ignore)(count)
+            (progress or (lambda _: None))(count)
 
     def hash_all(todo: Iterator[tuple[str, list[Piece] | None]]) -> None:
         hasher = Hasher(advance=advance)
@@ -302,7 +302,3 @@ def _hash_files(folder: Path, files: dict[str, FileDigest], progress: Progress |
 
     in_threads(hash_all, todo)
     return {name: FileDigest(file.size, found[name], rests[name]) for name, file in files.items()}
-
-
-def _ignore(_: int) -> None:
-    pass

@@ -19,10 +19,10 @@ from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.planner import check_source
-from ckpt.plan.tensors import Fragment, Tensor
+from ckpt.plan.tensors import Tensor
 from ckpt.sizes import show_size
 from ckpt.text import counted, one_line, summary_text
-from ckpt.verify.compare import Difference, Element, Reader, check_replicas, compare, narrower
+from ckpt.verify.compare import Difference, Element, Reader, check_replicas, compare, location, narrower
 
 Only = Literal["all", "weights", "optimizer"]
 #: Called with the bytes of side A that were compared since the last call.
@@ -182,7 +182,8 @@ def verify(
     for file in (*a.files, *b.files):
         file.check_unchanged()
     notes = [*work.notes, *_notes(a, b, results)]
-    return Report(a, b, tuple(results), tuple(work.not_compared()), num_bytes, tuple(notes))
+    not_compared = [NotCompared(side, role, count, why) for (side, role, why), count in work.skipped.items()]
+    return Report(a, b, tuple(results), tuple(not_compared), num_bytes, tuple(notes))
 
 
 def _check_holds(checkpoint: Checkpoint, only: Only) -> None:
@@ -262,35 +263,20 @@ class _Work:
 
     def alone(self, side: _Side, other: _Side, thing: _Thing) -> None:
         """Note that the other side has nothing that `thing` could be compared with."""
-        why = other.reason_missing(thing)
-        if why is not None:
+        if (why := other.reason_missing(thing)) is not None:
             self.skip(side, thing, why)
-            return
-        self.missing(side, thing)
+        else:
+            self.missing(side, thing)
 
     def missing(self, side: _Side, thing: _Thing) -> None:
         status, kind = (ONLY_A, "missing") if side is self.a else (ONLY_B, "extra")
         self.pairs.append(Result(status, kind, thing.fqn, thing.role, thing.fqn, thing.role))
 
-    def not_compared(self) -> Iterator[NotCompared]:
-        for (side, role, why), count in self.skipped.items():
-            yield NotCompared(side, role, count, why)
 
-
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """The name of one parameter on either side; None where it has none.
-
-    `second` marks an alias whose owner is matched under its own name already.
-    """
-
-    a: str | None
-    b: str | None
-    second: bool = False
-
-
-def _match(a: _Side, b: _Side, a_ties: Mapping[str, str], b_ties: Mapping[str, str]) -> Iterator[_Match]:
-    """Which name of A is which name of B.
+def _match(
+    a: _Side, b: _Side, a_ties: Mapping[str, str], b_ties: Mapping[str, str]
+) -> Iterator[tuple[str | None, str | None]]:
+    """Which name of A is which name of B; None where a side has none.
 
     A name that one side stores and the other records as tied is the other side's owner of that tie.
     """
@@ -307,15 +293,12 @@ def _match(a: _Side, b: _Side, a_ties: Mapping[str, str], b_ties: Mapping[str, s
                 tied[owner, fqn] = None
     met_a, met_b = {x for x, _ in tied}, {y for _, y in tied}
     for fqn in a.names:
-        if fqn in b.names:
-            yield _Match(fqn, fqn)
-        elif fqn not in met_a:
-            yield _Match(fqn, None)
-    for x, y in tied:
-        yield _Match(x, y, second=x in b.names or y in a.names)
+        if fqn in b.names or fqn not in met_a:
+            yield fqn, fqn if fqn in b.names else None
+    yield from tied
     for fqn in b.names:
         if fqn not in a.names and fqn not in met_b:
-            yield _Match(None, fqn)
+            yield None, fqn
 
 
 def _owner(fqn: str, ties: Mapping[str, str], names: Mapping[str, Any]) -> str | None:
@@ -332,16 +315,18 @@ def _owner(fqn: str, ties: Mapping[str, str], names: Mapping[str, Any]) -> str |
 def _pair_up(a: Checkpoint, b: Checkpoint, only: Only) -> _Work:
     work = _Work(_Side.of("A", a), _Side.of("B", b), computed={**a.computed, **b.computed})
     num_common = num_tied = 0
-    for match in _match(work.a, work.b, a.ties, b.ties):
-        a_roles = work.a.names[match.a] if match.a is not None else {}
-        b_roles = work.b.names[match.b] if match.b is not None else {}
+    for x, y in _match(work.a, work.b, a.ties, b.ties):
+        a_roles = work.a.names[x] if x is not None else {}
+        b_roles = work.b.names[y] if y is not None else {}
+        is_tied = x is not None and y is not None and x != y
+        is_second = is_tied and (x in work.b.names or y in work.a.names)  # its owner is matched under its own name
         num_common += bool(a_roles and b_roles)
-        num_tied += match.a is not None and match.b is not None and match.a != match.b
+        num_tied += is_tied
         model = _model_tensors(a_roles, b_roles)
         if only != "optimizer":
             _put_model(work, a_roles, b_roles, model)
         if only != "weights":
-            _put_states(work, a_roles, b_roles, model if only == "all" else (None, None), match.second)
+            _put_states(work, a_roles, b_roles, model if only == "all" else (None, None), is_second)
     if num_tied:
         work.notes.append(f"{counted(num_tied, 'tensor')} compared with the owner of a tie that the other side records")
     if not num_common and work.a.names and work.b.names:
@@ -416,7 +401,7 @@ def _carry_out(work: _Work, cast: bool, progress: Progress | None) -> tuple[list
             results.append(None)
         else:
             results.append(_compare_scalars(work, *item))
-    jobs.sort(key=lambda job: _location(job[1]))
+    jobs.sort(key=lambda job: location(job[1]))
     advance = progress or (lambda _: None)
     with Reader(advance, work.computed) as reader, Reader(computed=work.computed) as other_ranks:
         for slot, x, y in jobs:
@@ -425,11 +410,6 @@ def _carry_out(work: _Work, cast: bool, progress: Progress | None) -> tuple[list
                 advance(x.nbytes)
     done = [result for result in results if result is not None]
     return done, sum(result.nbytes for result in done)
-
-
-def _location(tensor: Tensor) -> tuple[str, int]:
-    first: Fragment | None = next(iter(tensor.fragments()), None)
-    return (first.extent.path, first.extent.offset) if first else ("", 0)
 
 
 def _compare_tensors(a: Tensor, b: Tensor, reader: Reader, other_ranks: Reader, cast: bool) -> Result:
