@@ -57,9 +57,9 @@ class Canvas:
     """
 
     numbers: Mapping[Holder, int]
-    bar: float = 0.0  # where bars begin
-    length: float = 0.0
-    width: float = 0.0
+    bar: float  # where bars begin
+    length: float
+    width: float
     y: float = MARGIN
     parts: list[str] = field(default_factory=list)
     patterns: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)
@@ -111,11 +111,12 @@ class Canvas:
 
     def label_in(self, x: float, y: float, text: str, colours: Sequence[str], width: float, height: float) -> None:
         """A label around the middle of a slice of these colours, where it has room."""
-        fitting = [size for size in (_SMALL, _SMALLEST) if len(text) * size * 0.58 + 1 <= width and size <= height]
-        if not fitting:
+        for size in (_SMALL, _SMALLEST):
+            if (needed := len(text) * size * 0.58 + 1) <= width and size <= height:
+                break
+        else:
             return
-        size = fitting[0]
-        needed, style = len(text) * size * 0.58 + 1, "l" if size > _SMALLEST else "l s"
+        style = "l" if size > _SMALLEST else "l s"
         if len(colours) > 1:
             self.rect(x - needed / 2 - 1, y - size * 0.6, needed + 2, size * 1.2, PAPER, "", ' rx="2"')
         elif not _is_light(colours[0]):
@@ -163,10 +164,8 @@ class Canvas:
                 ranks = [holder for holder in patch.holders if isinstance(holder, int)]
                 files = [self.label(holder) for holder in patch.holders if isinstance(holder, str)]
                 label = " ".join([*([ranks_text(ranks)] if ranks else []), *files])
-                self.label_in(x + width / 2, y + height / 2, label, self._colours(patch.holders), width, height)
-
-    def _colours(self, holders: Sequence[Holder]) -> list[str]:
-        return [self.colour(holder) for holder in holders]
+                colours = [self.colour(holder) for holder in patch.holders]
+                self.label_in(x + width / 2, y + height / 2, label, colours, width, height)
 
 
 def _is_light(colour: str) -> bool:

@@ -13,11 +13,11 @@ from itertools import islice
 from math import prod
 from typing import Any
 
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement, ParamGroup
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor
 from ckpt.sizes import show_size
-from ckpt.text import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, aligned, counted, json_text, one_line, summarise
+from ckpt.text import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, counted, json_text, one_line, summarise
 
 _MAX_LISTED = 20  # ties, groups, items and notes shown as text
 _FEW_RANKS = 8
@@ -188,7 +188,10 @@ def _training(checkpoint: Checkpoint, bounds: Bounds) -> dict[str, JSON]:
         "masters": any(role == MASTER for _, role in checkpoint.tensors),
         "optimizer_states": [one_line(name) for name in checkpoint.optimizer_states],
         "scalars": {one_line(name): _scalars(values) for name, values in state.scalars.items()},
-        "param_groups": [_group(group, bounds) for group in state.param_groups],
+        "param_groups": [
+            {"parameters": len(group.fqns), "options": summarise(dict(group.options), bounds)}
+            for group in state.param_groups
+        ],
         "items": {one_line(name): summarise(value, bounds) for name, value in state.entries().items()},
     }
 
@@ -212,10 +215,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64)
 
 
-def _group(group: ParamGroup, bounds: Bounds) -> dict[str, JSON]:
-    return {"parameters": len(group.fqns), "options": summarise(dict(group.options), bounds)}
-
-
 def _tensor(tensor: Tensor) -> dict[str, Any]:
     num_fragments, ranks, files = 0, set(), set()
     for fragment in tensor.fragments():
@@ -235,14 +234,12 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def lines(
-    checkpoint: Checkpoint, tensors: bool = False, everything: bool = False, width: int | None = None
-) -> Iterator[str]:
-    """The description as text, folded to `width` columns; with `tensors` followed by a table of them.
+def lines(checkpoint: Checkpoint, everything: bool = False, width: int | None = None) -> Iterator[str]:
+    """The description as text, folded to `width` columns.
 
     Where something is cut, the last line says what shows it: `everything` cuts nothing.
     """
-    facts = describe(checkpoint, tensors, everything)
+    facts = describe(checkpoint, everything=everything)
     found = [(name, text) for name, text in _facts(facts, mesh_text(checkpoint), everything) if text]
     first = max(len(name) for name, _ in found) + 2
     if any("..." in text for _, text in found):
@@ -251,14 +248,6 @@ def lines(
         folded = textwrap.wrap(text, max(20, width - first), break_on_hyphens=False) if width else [text]
         yield f"{name:{first}}{folded[0]}"
         yield from (" " * first + rest for rest in folded[1:])
-    if tensors:
-        yield ""
-        yield from aligned(HEADS, _rows(facts["tensors"]), RIGHT)
-
-
-def rows(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
-    """The table of all tensors: cells under `HEADS`."""
-    return _rows([_tensor(tensor) for tensor in checkpoint.tensors.values()])
 
 
 def _facts(facts: dict[str, Any], mesh_words: str, everything: bool) -> Iterator[tuple[str, str]]:
@@ -345,25 +334,15 @@ HEADS = ("name", "role", "dtype", "shape", "bytes", "fragments", "ranks")
 RIGHT = ("bytes", "fragments")
 
 
-def _rows(tensors: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    return [
-        (
-            tensor["fqn"],
-            tensor["role"],
-            tensor["dtype"],
-            str(tensor["shape"]),
-            str(tensor["bytes"]),
-            str(tensor["fragments"]),
-            _holders_text(tensor),
-        )
-        for tensor in tensors
-    ]
+def rows(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
+    """The table of all tensors: cells under `HEADS`."""
+    return [_row(_tensor(tensor)) for tensor in checkpoint.tensors.values()]
 
 
-def _holders_text(tensor: Mapping[str, Any]) -> str:
-    ranks = ranks_text(tensor["ranks"])
+def _row(tensor: Mapping[str, Any]) -> tuple[str, ...]:
     replicas = counted(tensor["replicas"], "replica") if tensor["replicas"] else ""
-    return "; ".join(filter(None, (ranks, replicas)))
+    holders = "; ".join(filter(None, (ranks_text(tensor["ranks"]), replicas)))
+    return *(str(tensor[name]) for name in ("fqn", "role", "dtype", "shape", "bytes", "fragments")), holders
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -128,23 +128,16 @@ def _relative(path: str, folder: str) -> str:
 
 def _fold(sketches: Iterable[tuple[Tensor, Sketch]]) -> list[Row]:
     """A row for all tensors whose names differ in numbers only and that look the same; the order is the model's."""
-    by_fqn: dict[tuple[str, Shape, Sketch], list[Tensor]] = {}
+    by_fqn: dict[str, dict[tuple[Shape, Sketch], list[Tensor]]] = {}
     for tensor, sketch in sketches:
-        by_fqn.setdefault((tensor.fqn, tensor.shape, sketch), []).append(tensor)
-    rows: dict[object, list[Tensor]] = {}
-    looks: dict[object, Sketch] = {}
-    order = {fqn: number for number, fqn in enumerate(dict.fromkeys(fqn for fqn, _, _ in by_fqn))}
-    for (fqn, shape, sketch), tensors in sorted(by_fqn.items(), key=lambda item: order[item[0][0]]):
-        roles = tuple((tensor.role, tensor.dtype.name) for tensor in tensors)
-        key = (_pattern(fqn)[0], shape, roles, sketch)
-        rows.setdefault(key, []).extend(tensors)
-        looks[key] = sketch
+        by_fqn.setdefault(tensor.fqn, {}).setdefault((tensor.shape, sketch), []).append(tensor)
     # Rows of one tensor's name, whoever holds them, one below the other.
-    firsts: dict[tuple[str, ...], int] = {}
-    for tensors in rows.values():
-        firsts.setdefault(_pattern(tensors[0].fqn)[0], len(firsts))
-    folded = sorted(rows.items(), key=lambda item: firsts[_pattern(item[1][0].fqn)[0]])
-    return [_row(tensors, looks[key]) for key, tensors in folded]
+    rows: dict[tuple[str, ...], dict[tuple[object, Sketch], list[Tensor]]] = {}
+    for fqn, looks in by_fqn.items():
+        for (shape, sketch), tensors in looks.items():
+            roles = tuple((tensor.role, tensor.dtype.name) for tensor in tensors)
+            rows.setdefault(_pattern(fqn)[0], {}).setdefault(((shape, roles), sketch), []).extend(tensors)
+    return [_row(tensors, sketch) for alike in rows.values() for (_, sketch), tensors in alike.items()]
 
 
 def _row(tensors: Sequence[Tensor], sketch: Sketch) -> Row:

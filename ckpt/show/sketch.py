@@ -25,6 +25,7 @@ from ckpt.plan.tensors import (
     Region,
     Shape,
     Tensor,
+    TilingFault,
     fits,
     flat_range,
     is_inside,
@@ -90,7 +91,9 @@ class Sketcher:
     def sketch(self, tensor: Tensor, padding: Box | None) -> Sketch:
         parts = self._parts(tensor, tensor.source.fragments(tensor.shape))
         copies = tuple(self._parts(tensor, source.fragments(tensor.shape)) for source in tensor.replicas)
-        behind = self._parts(tensor, _behind(tensor))
+        behind = tuple(_Part(part.region, self._name(part)) for part in _behind(tensor))
+        for part in behind:  # which has bytes of no tensor
+            self.by_role.setdefault(part.holder, Counter())
         key = (tensor.shape, padding, parts, copies, behind)
         if key not in self._known:
             self._known[key] = _sketch(*key)
@@ -127,22 +130,26 @@ def _sketch(
     copies: tuple[tuple[_Part, ...], ...],
     behind: tuple[_Part, ...],
 ) -> Sketch:
-    faults = [*tiling_faults([part.region for part in parts], shape)]
-    words = [f"{fault.kind} at {fault.region}" for fault in faults]
-    for number, copy in enumerate(copies, 2):
+    faults: list[TilingFault] = []
+    words: list[str] = []
+    for number, copy in enumerate((parts, *copies), 1):
         of_copy = [*tiling_faults([part.region for part in copy], shape)]
         faults += of_copy
-        words += [f"copy {number}: {fault.kind} at {fault.region}" for fault in of_copy]
-    everything = [*parts, *(part for copy in copies for part in copy)]
+        which = f"copy {number}: " if number > 1 else ""
+        words += [f"{which}{fault.kind} at {fault.region}" for fault in of_copy]
+    everything = [part for copy in (parts, *copies) for part in copy]
     words += [f"what should be {part.region} has another size or dtype" for part in everything if not part.is_sound]
-    parts, copies = _inside(parts, shape), tuple(_inside(copy, shape) for copy in copies)
-    everything = [*parts, *(part for copy in copies for part in copy)]
+    parts, *inside = (tuple(part for part in copy if is_inside(part.region, shape)) for copy in (parts, *copies))
+    copies = tuple(inside)
     marked = [padding] if padding is not None and is_inside(padding, shape) else []
     num_behind = sum(part.region.numel for part in behind)
-    plane = _Plane.of([part.region for part in everything], marked, shape, num_behind)
+    plane = _Plane.of([part.region for copy in (parts, *copies) for part in copy], marked, shape, num_behind)
 
     def patches() -> Iterator[Patch]:
-        copied = _holders_by_region(copies, shape)
+        copied: dict[Region, list[Holder]] = {}
+        for copy in copies:
+            for part in copy:
+                copied.setdefault(_place(part.region, shape), []).append(part.holder)
         for part in parts:
             others = copied.get(_place(part.region, shape), ())
             yield from plane.patches("held", part.region, tuple(dict.fromkeys((part.holder, *others))))
@@ -167,21 +174,9 @@ def _sketch(
     )
 
 
-def _inside(parts: Iterable[_Part], shape: Shape) -> tuple[_Part, ...]:
-    return tuple(part for part in parts if is_inside(part.region, shape))
-
-
 def _place(region: Region, shape: Shape) -> Region:
     """The same for equal parts of a tensor, however they are described."""
     return region if isinstance(region, FlatRange) else flat_range(region, shape) or region
-
-
-def _holders_by_region(copies: Iterable[Iterable[_Part]], shape: Shape) -> dict[Region, list[Holder]]:
-    found: dict[Region, list[Holder]] = {}
-    for copy in copies:
-        for part in copy:
-            found.setdefault(_place(part.region, shape), []).append(part.holder)
-    return found
 
 
 def _cut_otherwise(parts: Sequence[_Part], copies: Sequence[Sequence[_Part]], shape: Shape) -> Iterator[str]:

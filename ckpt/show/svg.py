@@ -6,7 +6,6 @@ Pure.  On a dark page it is dark: the file has both, and asks the browser (`pref
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt.plan.checkpoint import Checkpoint
@@ -31,30 +30,23 @@ def draw(picture: Picture, checkpoint: Checkpoint) -> str:
     return _Drawing(picture, checkpoint).draw("/".join(Path(checkpoint.path).parts[-2:]))
 
 
-@dataclass
 class _Drawing:
-    picture: Picture
-    checkpoint: Checkpoint
-    canvas: Canvas = field(init=False)
-
-    def __post_init__(self) -> None:
-        rows = self.picture.rows
+    def __init__(self, picture: Picture, checkpoint: Checkpoint) -> None:
+        self.picture, self.checkpoint, rows = picture, checkpoint, picture.rows
         #: Where no tensor is cut there is nothing to see within a bar: it is as long as it is large.
-        self.is_by_size = all(isinstance(holder, str) for holder in self.picture.holders) and all(
+        self.is_by_size = all(isinstance(holder, str) for holder in picture.holders) and all(
             not row.sketch.faults and all(patch.kind == "held" for patch in row.sketch.patches) for row in rows
         )
-        self.is_by_part = self.is_by_size and len(self.picture.holders) == 1
+        self.is_by_part = self.is_by_size and len(picture.holders) == 1
         self.most = max([1, *(row.nbytes for row in rows)])
         self.total = max(1, sum(row.nbytes for row in rows))
         self.has_tooltips = sum(len(row.sketch.patches) for row in rows) <= _MAX_TOOLTIPS
         names = [len(one_line(row.name)) * LETTER for row in rows]
         abouts = [len(_about(row)) * SANS for row in rows]
         column = min(max([300.0, *names, *abouts]), _MAX_NAME * LETTER)
-        canvas = Canvas({holder: number for number, holder in enumerate(self.picture.holders)})
-        canvas.bar = MARGIN + column + GAP
-        canvas.length = _LONG_BAR if len(self.picture.holders) > _LONG_FROM else _BAR
-        canvas.width = canvas.bar + canvas.length + GAP + _NOTES + MARGIN
-        self.canvas = canvas
+        numbers = {holder: number for number, holder in enumerate(picture.holders)}
+        length = _LONG_BAR if len(numbers) > _LONG_FROM else _BAR
+        self.canvas = Canvas(numbers, MARGIN + column + GAP, length, column + length + _NOTES + 2 * (MARGIN + GAP))
 
     def draw(self, title: str) -> str:
         draw_head(self.canvas, self.picture, self.checkpoint, title, by_part=self.is_by_part)

@@ -18,9 +18,9 @@ from ckpt.containers.torchfile.values import Record
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, ParamGroup, SourceFile, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, BOOL, FLOAT32, DType
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Pieces, Shape, Tensor, Whole
-from ckpt.show.overview import describe, lines, mesh, mesh_text, ranks_text
+from ckpt.show.overview import HEADS, RIGHT, describe, lines, mesh, mesh_text, ranks_text, rows
 from ckpt.show.parts import part_lines, parts_of
-from ckpt.text import one_line, summarise, summary_text
+from ckpt.text import aligned, one_line, summarise, summary_text
 from tests.support.golden import agrees
 
 
@@ -145,8 +145,7 @@ def test_an_optimizer_without_states_still_tells_what_is_trained() -> None:
 def test_the_table_of_tensors_is_aligned() -> None:
     one = tensor("layers.0.weight", MASTER, FLOAT32, (10, 4), 4)
     other = replace(tensor("b", BUFFER, BOOL, ()), replicas=(Pieces(()),))
-    text = list(lines(checkpoint(one, other), tensors=True))
-    assert text[text.index("") + 1 :] == [
+    assert list(aligned(HEADS, rows(checkpoint(one, other)), RIGHT)) == [
         "name             role    dtype    shape    bytes  fragments  ranks",
         "layers.0.weight  master  float32  [10, 4]    160          4  0-3",
         "b                buffer  bool     []           1          1  1 replica",
@@ -274,7 +273,8 @@ def test_hostile_names_are_escaped_and_cut_everywhere() -> None:
             param_groups=(ParamGroup((evil,), {evil: evil}),),
         ),
     )
-    shown = [*lines(found, tensors=True), *texts(describe(found, tensors=True))]
+    table = aligned(HEADS, rows(found), RIGHT)
+    shown = [*lines(found), *table, *texts(describe(found, tensors=True))]
     assert len(shown) > 20
     for text in shown:
         assert text.isprintable()

@@ -25,7 +25,7 @@ from ckpt.plan.dtypes import BFLOAT16, FLOAT32, DType
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, Shape, Tensor, Whole
 from ckpt.show import rows as picture
 from ckpt.show.canvas import COLOURS, RED
-from ckpt.show.overview import coordinates
+from ckpt.show.overview import coordinates, describe
 from ckpt.show.sketch import Patch, Sketcher
 from ckpt.show.summary import part_of
 from ckpt.show.svg import draw
@@ -262,6 +262,15 @@ def test_the_padding_of_slots_follows_the_tensor() -> None:
         ("url(#padding)", near(5 / 6, 1, 0, 1)),
     ]
     assert "padding: 1 element" in row.notes
+
+
+@pytest.mark.parametrize("name", ["toy-zero1", "toy-zero2", "toy-zero3"])
+def test_a_rank_has_as_many_bytes_as_inspect_says(fixtures: Path, name: str) -> None:
+    """Padding behind tensors is of none, and neither counts it."""
+    found = api.open(fixtures / name)
+    sizes = {str(rank): size for rank, size in api.picture(found).holders.items()}
+    assert sizes == describe(found)["bytes_per_rank"]
+    assert any(row.sketch.padding for row in api.picture(found).rows)
 
 
 def test_padding_within_a_tensor_lies_on_top_of_what_holds_it() -> None:
