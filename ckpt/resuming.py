@@ -118,12 +118,10 @@ def resume(
         dtype = dtype or now.dtype
         layout = Layout(CASTABLE[dtype] if dtype else None, world_size=world_size or now.world_size, **options)
         opened = partial(api.open, path, tag=tag, config=config)
-        way = None
-        if group.rank == 0:
-            way = partial(_way, path, opened, format or now.format, layout, say)
+        way = partial(_way, path, opened, format or now.format, layout, say) if group.rank == 0 else None
         found: _Way = group.gather(_in_all(way, path, group))[0]  # type: ignore[assignment]
         if found.layout is not None:
-            _convert(found, partial(_planned, opened, found), path, say, group)
+            _convert(found, lambda: api.plan(opened(), found.format, found.layout), path, say, group)
             group.gather(None)  # the first process has moved it to its place
         if group.rank == 0:
             say(f"resuming from {found.place}, {found.why}")
@@ -245,10 +243,6 @@ def _way(
             raise
         return _Way(str(destination), "which was converted before")
     return _Way(str(destination), f"converted from {checkpoint.path}", (), wanted, layout)
-
-
-def _planned(opened: Callable[[], Checkpoint], way: _Way) -> api.Conversion:
-    return api.plan(opened(), way.format, way.layout)
 
 
 def _convert(

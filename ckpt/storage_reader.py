@@ -88,7 +88,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     def read_metadata(self) -> Any:
         """What there is, as torch describes it, under the names that its own functions use."""
-        return described.Metadata(self._opened().metadata(), self._opened().first.paths)
+        return described.Metadata(_Described(self._opened()), self._opened().first.paths)
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool) -> None:
         self._opened().speaks = is_coordinator
@@ -162,9 +162,6 @@ class _Contents:
     def find(self, key: str) -> StateKeys | None:
         """Names among which `key` is one; None where it means nothing here."""
         return next((keys for keys in self.all() if key in keys), None)
-
-    def metadata(self) -> _Described:
-        return _Described(self)
 
     def keys_of(self, asked: list[str]) -> StateKeys:
         """The names under which all of `asked` is there.  Says what is left; LossError where there are none."""

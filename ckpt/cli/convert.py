@@ -16,7 +16,6 @@ from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import carry_out, say_source
 from ckpt.errors import UsageError, printable, shown
-from ckpt.plan.options import MAX_SIZE
 from ckpt.progress import progress
 from ckpt.sizes import parse_size
 
@@ -45,20 +44,14 @@ def convert(
     ] = None,
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
-    dtype: Annotated[
-        opt.DType,
-        typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
-    ] = opt.DType.keep,
+    dtype: opt.DTypeOption = opt.DType.keep,
     dequantize: opt.DequantizeOption = False,
     optimizer_dtype: Annotated[
         opt.OptimizerDType,
         typer.Option(help="fp32 takes the plain values of optimizer states of 8 or 4 bits (torchao, bitsandbytes)."),
     ] = opt.OptimizerDType.keep,
     max_shard_size: opt.ShardSizeOption = "5GB",
-    world_size: Annotated[
-        int | None,
-        typer.Option(min=1, max=MAX_SIZE, help="Ranks of a sharded target. [default: as many as the source has]"),
-    ] = None,
+    world_size: opt.WorldSizeOption = None,
     replica: Annotated[
         int | None, typer.Option(metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.")
     ] = None,

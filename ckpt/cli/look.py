@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -192,14 +191,10 @@ def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool
 
 def _is_drawing(path: Path) -> bool:
     """Whether a file begins as an SVG does."""
-    from ckpt.move.source import open_file, read_up_to
+    from ckpt.move.source import read_file
 
-    descriptor = open_file(str(path))
-    try:
-        head = read_up_to(descriptor, 0, 4096)
-        return head.startswith(b"<") and b"<svg" in head
-    finally:
-        os.close(descriptor)
+    head = read_file(path, 4096)
+    return head.startswith(b"<") and b"<svg" in head
 
 
 def estimate_(

@@ -13,7 +13,6 @@ from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import lost_lines, plan_report, say_source
 from ckpt.errors import UsageError, printable
-from ckpt.plan.options import MAX_SIZE
 from ckpt.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -33,16 +32,10 @@ def mount(
     format: opt.FormatOption = "auto",
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
-    dtype: Annotated[
-        opt.DType,
-        typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
-    ] = opt.DType.keep,
+    dtype: opt.DTypeOption = opt.DType.keep,
     dequantize: opt.DequantizeOption = False,
     max_shard_size: opt.ShardSizeOption = "5GB",
-    world_size: Annotated[
-        int | None,
-        typer.Option(min=1, max=MAX_SIZE, help="Ranks of a sharded target. [default: as many as the source has]"),
-    ] = None,
+    world_size: opt.WorldSizeOption = None,
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Serve it from this process, until it is unmounted.")
     ] = False,

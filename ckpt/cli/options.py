@@ -20,7 +20,7 @@ from ckpt.cli import complete
 from ckpt.cli.examples import EXAMPLES
 from ckpt.cli.text import coloured
 from ckpt.errors import CkptError, SeveralRunsError, UsageError
-from ckpt.plan.options import Option, options_of
+from ckpt.plan.options import MAX_SIZE, Option, options_of
 from ckpt.streams import say_ended
 from ckpt.text import scheme_of
 
@@ -87,6 +87,14 @@ TagOption = Annotated[
 ]
 ConfigOption = Annotated[
     str | None, typer.Option(help="The model's config and tokenizer: a folder, a config.json or a Hub id.")
+]
+DTypeOption = Annotated[
+    DType,
+    typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
+]
+WorldSizeOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_SIZE, help="Ranks of a sharded target. [default: as many as the source has]"),
 ]
 ShardSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")]
 WorkersOption = Annotated[int, typer.Option(min=0, max=256, help="Threads that copy. 0: 8, which keep a disk busy.")]

@@ -150,13 +150,13 @@ def parse_header(text: bytes, size: int, path: str) -> Header:
     return Header(tuple(entries.values()), metadata or {})
 
 
+@dataclass(slots=True)
 class _Entries:
     """Walks the header's members; `tensor` and `metadata` read the value of the member at hand."""
 
-    def __init__(self, text: bytes, path: str) -> None:
-        self.text = text
-        self.path = path
-        self.at = 0
+    text: bytes
+    path: str
+    at: int = 0
 
     def fault(self, what: str, fqn: str | None = None) -> CorruptError:
         found = self.text[self.at : self.at + 60].decode("utf-8", "backslashreplace")

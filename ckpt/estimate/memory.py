@@ -185,7 +185,7 @@ def _ddp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], _engine:
 
 def _zero12(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], stage: str, setup: Setup) -> Memory:
     item, count = setup.itemsize, num_elements(trained)
-    padded = _multiple(count, 2 * setup.gpus)
+    padded = multiple(count, 2 * setup.gpus)
     part = padded // setup.gpus
     master, states = _deepspeed_optimizer(part, setup)
     made = Memory(
@@ -312,7 +312,7 @@ def _flat_parts(parameters: Iterable[Parameter], setup: Setup) -> int:
     aligned = _FLAT_ALIGNMENT // setup.itemsize
     units: dict[int | None, int] = {}
     for parameter in parameters:
-        units[parameter.layer] = _multiple(units.get(parameter.layer, 0), aligned) + parameter.numel
+        units[parameter.layer] = multiple(units.get(parameter.layer, 0), aligned) + parameter.numel
     return sum(ceil(numel / setup.gpus) for numel in units.values())
 
 
@@ -326,8 +326,8 @@ def _stage(stage: Stage, setup: Setup, dp: int, expert_dp: int) -> Memory:
     whole = part = 0
     for parameters, ranks in ((others, dp), (experts, expert_dp)):
         if setup.distributed_optimizer:
-            starts = sum(p.count * _multiple(p.numel // p.count, 64) for p in parameters)
-            numel = _multiple(starts, lcm(ranks, 128))
+            starts = sum(p.count * multiple(p.numel // p.count, 64) for p in parameters)
+            numel = multiple(starts, lcm(ranks, 128))
             whole, part = whole + numel, part + numel // ranks
         else:
             whole, part = whole + num_elements(parameters), part + num_elements(parameters)
@@ -339,5 +339,6 @@ def _stage(stage: Stage, setup: Setup, dp: int, expert_dp: int) -> Memory:
     )
 
 
-def _multiple(number: int, of: int) -> int:
+def multiple(number: int, of: int) -> int:
+    """The least multiple of `of` that is no less than `number`."""
     return -(-number // of) * of

@@ -106,7 +106,10 @@ def _deepspeed(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
         offload = stated.get(f"offload_{what}")
         if not isinstance(offload, dict) or offload.get("device", "none") == "none":
             continue
-        setup[field_name] = _device(offload["device"], path)
+        if offload["device"] not in (CPU, NVME):
+            what, found = "there is no such device to offload to", repr(offload["device"])
+            raise UsageError(what, path=path, expected="none, cpu, nvme", found=found)
+        setup[field_name] = offload["device"]
         if what == "optimizer":
             zero = replace(zero, **_sizes(offload, buffer_count="optimizer_buffers"))
         else:
@@ -145,14 +148,6 @@ def _sizes(content: Mapping[str, Any], **names: str) -> dict[str, Any]:
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 62
-
-
-def _device(value: Any, path: Path) -> str:
-    if value not in (CPU, NVME):
-        raise UsageError(
-            "there is no such device to offload to", path=path, expected="none, cpu, nvme", found=repr(value)
-        )
-    return str(value)
 
 
 def _optimizer(name: str, path: Path, *, momentum: bool = False) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt import api, registry
-from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.estimate.memory import Memory, estimate, megatron
+from ckpt.errors import NotFoundError, UsageError
+from ckpt.estimate.memory import Memory, estimate, megatron, multiple
 from ckpt.estimate.parameters import EMBEDDING, LINEAR, OTHER, Model, Parameter, Stage, num_elements
 from ckpt.estimate.setup import (
     DDP,
@@ -33,7 +33,7 @@ from ckpt.estimate.setup import (
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.run_folder import from_hub
-from ckpt.run_folder.companions import read_config, read_json
+from ckpt.run_folder.companions import CONFIG, read_config, read_object
 from ckpt.sizes import show_size
 from ckpt.state.adapter import BASE, is_adapter, parse_name
 from ckpt.text import HUB_ID
@@ -102,27 +102,21 @@ def find(where: str) -> Subject:
     path = Path(where)
     with translate_os_errors(path):
         if path.is_file() and path.suffix == ".json":
-            return _of_config(where, _read_config(path))
+            return _of_config(where, read_object(path, "the model's config"))
         if path.exists():
             config = read_config([path]) if path.is_dir() else None
             if config is not None and config.get("model_type"):
                 return _of_config(where, config)
             return _of_checkpoint(where, api.open(path))
     if HUB_ID.fullmatch(where):
-        return _of_config(where, _read_config(from_hub.fetched(where, ["config.json"]) / "config.json"))
+        fetched = from_hub.fetched(where, [CONFIG]) / CONFIG
+        return _of_config(where, read_object(fetched, "the model's config"))
     raise NotFoundError(
         "no such model",
         path=where,
         expected="a folder, a config.json, a checkpoint, or a Hub id like org/name",
         hint="check the path; a model of the Hub is given as org/name",
     )
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise CorruptError("the model's config is not a JSON object", path=path, found=type(config).__name__)
-    return config
 
 
 def _of_config(where: str, config: Mapping[str, Any]) -> Subject:
@@ -316,13 +310,13 @@ def _more_gpus(subject: Subject, setup: Setup, gpu_memory: int, strategies: Sequ
         return _first(rows, gpu_memory)
 
     unit = lcm(setup.context_parallel, _NODE if setup.gpus >= _NODE else 1)
-    least, most = setup.gpus, _multiple(setup.gpus + 1, unit)
+    least, most = setup.gpus, multiple(setup.gpus + 1, unit)
     while not (found := fitting(most)):
-        least, most = most, _multiple(2 * most, unit)
+        least, most = most, multiple(2 * most, unit)
         if most > _MAX_GPUS:
             return None
     while most - least > unit:  # `least` is too few, `most` is enough
-        middle = _multiple((least + most) // 2, unit)
+        middle = multiple((least + most) // 2, unit)
         if middle in (least, most):
             break
         if better := fitting(middle):
@@ -330,7 +324,3 @@ def _more_gpus(subject: Subject, setup: Setup, gpu_memory: int, strategies: Sequ
         else:
             least = middle
     return f"on {most} GPUs: {found}"
-
-
-def _multiple(number: int, of: int) -> int:
-    return -(-number // of) * of

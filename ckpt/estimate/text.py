@@ -14,6 +14,7 @@ from ckpt.sizes import show_size
 
 _WIDTH = 80
 _HEADS = ("param", "grads", "optim", "extra", "acts", "total", "acts*", "total*", "host", "nvme")
+_PARTS = ("parameters", "gradients", "optimizer", "masters", "gathered", "buffers", "step")  # of a `Memory`, in bytes
 _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 
 
@@ -160,13 +161,7 @@ def _row_json(row: Row, gpu_memory: int) -> dict[str, Any]:
         "data_parallel": row.dp,
         **{name: value for name, value in row.options.items() if value},
         **({"stages": list(row.stages)} if row.stages else {}),
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "masters": memory.masters,
-        "gathered": memory.gathered,
-        "buffers": memory.buffers,
-        "step": memory.step,
+        **{name: getattr(memory, name) for name in _PARTS},
         "activations": made.kept if made else None,
         "activations_checkpointed": made.checkpointed if made else None,
         "host": memory.host,

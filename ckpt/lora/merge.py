@@ -582,9 +582,9 @@ def _is_tokenizer(name: str) -> bool:
 
 def _with_tokenizer(target: Target, adapter: Adapter) -> Target:
     """`target` with the tokenizer that was saved with the adapter, if one was: it is the one trained with."""
-    found = [c for c in companions([adapter.folder]) if _is_tokenizer(c.name)]
-    if not any(c.name == "tokenizer_config.json" for c in found):
+    found = {name: content for name, content in companions([adapter.folder]).items() if _is_tokenizer(name)}
+    if "tokenizer_config.json" not in found:
         return target
     files = [file for file in target.files if not _is_tokenizer(file.name)]
-    files += [TargetFile.of_bytes(c.name, c.content) for c in found]
+    files += [TargetFile.of_bytes(name, content) for name, content in found.items()]
     return replace(target, files=tuple(files), notes=(*target.notes, "the tokenizer is the adapter's"))

@@ -63,7 +63,7 @@ def model_files(
     that is no JSON.
     """
     folders = [Path(folder) for folder in checkpoint.folders]
-    found = {companion.name: companion.content for companion in companions(folders)}
+    found = companions(folders)
     path, config = find_config(folders), checkpoint.config
     notes: list[str] = []
     if path is not None:

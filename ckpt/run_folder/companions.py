@@ -10,7 +10,6 @@ import fnmatch
 import json
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +66,6 @@ _RELATIVE_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.([\w.]+)[ \t]+import|impor
 _FROM_HERE = re.compile(r"^[ \t]*from[ \t]+\.[ \t]+import[ \t]+\(?([\w ,\t]+)", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Companion:
-    """A file to be written beside the weights."""
-
-    name: str
-    content: bytes
-
-
 def read_json(path: Path, *, unique: bool = False, max_bytes: int = MAX_JSON) -> Any:
     """The JSON of a small file, with its size, its number of values and its depth bounded.
 
@@ -110,12 +101,15 @@ def read_config(folders: Iterable[Path]) -> dict[str, Any] | None:
     A folder may also be given as the file itself.
     """
     path = find_config(folders)
-    if path is None:
-        return None
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise CorruptError("the model's config is not a JSON object", path=path, found=type(config).__name__)
-    return config
+    return None if path is None else read_object(path, "the model's config")
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a small file; CorruptError where it is none, which says `what` it is not."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise CorruptError(f"{what} is not a JSON object", path=path, found=type(found).__name__)
+    return found
 
 
 def find_config(folders: Iterable[Path]) -> Path | None:
@@ -135,17 +129,17 @@ def run_files(folders: Iterable[str], read: Container[str] = ()) -> list[str]:
     return sorted(name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in RUN_PATTERNS))
 
 
-def companions(folders: Iterable[Path]) -> list[Companion]:
-    """All to be carried along except `config.json`, by name; the nearest folder that has a file wins."""
-    found: dict[str, Companion] = {}
+def companions(folders: Iterable[Path]) -> dict[str, bytes]:
+    """The content of all to be carried along except `config.json`; the nearest folder that has a file wins."""
+    found: dict[str, bytes] = {}
     for given in folders:
         folder = given.parent if given.is_file() else given
         if not folder.is_dir():
             continue
         for name in (*_plain_files(folder), *_templates(folder), *_custom_code(folder)):
             if name not in found:
-                found[name] = Companion(name, _content(folder, name))
-    return [found[name] for name in sorted(found)]
+                found[name] = _content(folder, name)
+    return dict(sorted(found.items()))
 
 
 def _content(folder: Path, name: str) -> bytes:

@@ -25,7 +25,7 @@ from ckpt.move.files import confined
 from ckpt.plan.checkpoint import BUFFER, MASTER, OWN, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import Choice, choices
-from ckpt.run_folder.companions import read_json
+from ckpt.run_folder.companions import read_object
 
 CONFIG = "adapter_config.json"
 #: No rank and no alpha comes near, and it is a float.
@@ -84,17 +84,9 @@ class AdapterName:
     @property
     def in_file(self) -> str:
         """The name that PEFT gives the tensor in `adapter_model.safetensors`."""
-        if self.kind == BIAS:
-            return f"{PREFIX}{self.module}.lora_B.bias"
-        if self.kind in (A, B):
-            return f"{PREFIX}{self.module}.{self.kind}.weight"
-        if self.kind == TOKENS:
-            return f"{PREFIX}{self.module}.token_adapter.{TOKENS}"
-        if self.kind == SAVED:
-            return f"{PREFIX}{self.module}.{self.rest}"
-        if self.kind == SAMPLER:
-            return f"{PREFIX}{self.module}.{self.kind}.{self.rest}"
-        return f"{PREFIX}{self.module}.{self.kind}"
+        ends = {A: f"{A}.weight", B: f"{B}.weight", TOKENS: f"token_adapter.{TOKENS}"}
+        ends |= {SAVED: self.rest, SAMPLER: f"{SAMPLER}.{self.rest}"}
+        return f"{PREFIX}{self.module}.{ends.get(self.kind, self.kind)}"
 
 
 def parse_name(fqn: str) -> AdapterName:
@@ -230,10 +222,7 @@ def config_path(checkpoint: Checkpoint, folder: Path | None = None) -> Path:
 
 def read_config(path: Path) -> AdapterConfig:
     """The config of a LoRA adapter.  UsageError names what of it cannot be merged."""
-    raw = read_json(path)
-    if not isinstance(raw, dict):
-        raise CorruptError("the adapter's config is not a JSON object", path=path, found=type(raw).__name__)
-    return parse_config(raw, path)
+    return parse_config(read_object(path, "the adapter's config"), path)
 
 
 def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
@@ -337,7 +326,12 @@ def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | No
         name = parsed[fqn]
         if name.kind != BASE:
             if choice.tensor.numel == 0:
-                raise _not_gathered(checkpoint, fqn)
+                raise CorruptError(
+                    "this tensor of the adapter is empty: under ZeRO-3 or FSDP it was saved without its partitions",
+                    path=checkpoint.path,
+                    fqn=fqn,
+                    hint="take the adapter from the sharded checkpoint: ckpt convert auto peft CHECKPOINT",
+                )
             found[name.in_file] = choice
         elif checkpoint.is_adapter or _is_saved(fqn, parsed, bias):
             found[fqn if fqn.startswith(PREFIX) else PREFIX + fqn] = choice
@@ -358,13 +352,4 @@ def _is_saved(fqn: str, parsed: Mapping[str, AdapterName], bias: str) -> bool:
     leaf = targeted[1].rpartition(".")[2]
     return leaf in _EMBEDDINGS and any(
         other.module == targeted[1] and other.kind in (A, EMBEDDING_A) for other in parsed.values()
-    )
-
-
-def _not_gathered(checkpoint: Checkpoint, fqn: str) -> CorruptError:
-    return CorruptError(
-        "this tensor of the adapter is empty: under ZeRO-3 or FSDP it was saved without its partitions",
-        path=checkpoint.path,
-        fqn=fqn,
-        hint="take the adapter from the sharded checkpoint: ckpt convert auto peft CHECKPOINT",
     )

@@ -97,9 +97,9 @@ class Peft:
         chosen = adapter.tensors(checkpoint, config, layout.dtype)
         weights, _ = weight_files(chosen, SAFETENSORS.removesuffix(".safetensors"), METADATA)
         beside = [
-            TargetFile.of_bytes(c.name, c.content)
-            for c in companions(map(Path, checkpoint.folders))
-            if c.name not in (CONFIG, "generation_config.json")
+            TargetFile.of_bytes(name, content)
+            for name, content in companions(map(Path, checkpoint.folders)).items()
+            if name not in (CONFIG, "generation_config.json")
         ]
         written = {choice.key for choice in chosen.values()}
         left = [key for key in checkpoint.tensors if key not in written and key[1] in (WEIGHT, MASTER, BUFFER)]

@@ -801,7 +801,7 @@ def test_companions_are_carried_along_and_nothing_else(tmp_path: Path) -> None:
 def test_the_nearest_folder_wins(tmp_path: Path) -> None:
     put(tmp_path / "a", {"tokenizer.json": "near"})
     put(tmp_path / "b", {"tokenizer.json": "far", "vocab.json": "far"})
-    found = {c.name: c.content for c in companions([tmp_path / "a", tmp_path / "b", tmp_path / "none"])}
+    found = companions([tmp_path / "a", tmp_path / "b", tmp_path / "none"])
     assert found == {"tokenizer.json": b"near", "vocab.json": b"far"}
 
 
@@ -818,7 +818,7 @@ def test_a_companion_that_leads_out_is_refused(tmp_path: Path, name: str) -> Non
 def test_auto_map_cannot_name_files_elsewhere(tmp_path: Path, module: str) -> None:
     put(tmp_path, {"secret.py": "x"})
     folder = put(tmp_path / "in", {"config.json": json.dumps({"auto_map": {"AutoModel": module}})})
-    assert companions([folder]) == []
+    assert companions([folder]) == {}
 
 
 def with_config(folder: Path, config: dict[str, Any], **tensors: torch.Tensor) -> Path:

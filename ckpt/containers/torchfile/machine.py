@@ -19,6 +19,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
@@ -62,6 +63,7 @@ _KEYS |= {PurePosixPath, PureWindowsPath, *TIMES.values()}
 _MEANT_AS_MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, MalformedError)
 
 
+@dataclass(slots=True, eq=False)
 class Machine:
     """One run over one pickle, whose globals are those of `table`.
 
@@ -70,38 +72,28 @@ class Machine:
     opcodes there would have done but for the `skipped` entries of the memo that nothing is to refer to.
     """
 
-    __slots__ = (
-        *("alike", "allowance", "containers", "data", "left_alike", "look", "marks", "memo", "name", "path"),
-        *("persistent", "runs", "skipped", "stack", "table", "walk"),
-    )
+    data: bytes
+    table: Table
+    _: KW_ONLY
+    path: str
+    name: str = "pickle"
+    persistent: Callable[[Any], Any] | None = None
+    runs: Callable[[Machine, int], int] | None = None
+    skipped: int = 0
+    stack: list[Any] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
+    allowance: int = field(init=False)
+    containers: int = 0
+    alike: dict[tuple[int, int], int] = field(default_factory=dict)
+    left_alike: int = _MAX_ALIKE
+    look: int = _LOOK
+    walk: int = _LOOK
 
-    def __init__(
-        self,
-        data: bytes,
-        table: Table,
-        *,
-        path: str,
-        name: str = "pickle",
-        persistent: Callable[[Any], Any] | None = None,
-        runs: Callable[[Machine, int], int] | None = None,
-    ) -> None:
-        self.data = data
-        self.table = table
-        self.path = path
-        self.name = name
-        self.persistent = persistent
-        self.runs = runs
-        self.skipped = 0
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+    def __post_init__(self) -> None:
         # Elements that may be copied.  A pickler emits each container once, so copies are bounded by the length;
         # a bomb copies one long list again and again.
-        self.allowance = 4 * len(data) + (1 << 16)
-        self.containers = 0
-        self.alike: dict[tuple[int, int], int] = {}
-        self.left_alike = _MAX_ALIKE
-        self.look = self.walk = _LOOK
+        self.allowance = 4 * len(self.data) + (1 << 16)
 
     def run(self, start: int = 0) -> tuple[Any, int]:
         """Run the pickle that begins at `start`; return its object and the position behind it.

@@ -24,7 +24,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
@@ -78,19 +78,17 @@ def dumps(value: Any, *, protocol: int = 2, tensors: Callable[[Any], TensorRef |
     return bytes(b"\x80" + bytes([protocol]) + encoder.out + b".")
 
 
+@dataclass(slots=True)
 class _Encoder:
     """One run of the pickler: the bytes so far, and the memo."""
 
-    __slots__ = ("memo", "names", "out", "protocol", "tensors", "texts")
-
-    def __init__(self, protocol: int, tensors: Callable[[Any], TensorRef | None] | None) -> None:
-        self.protocol = protocol
-        self.tensors = tensors
-        self.out = bytearray()
-        # By identity; the object is kept, so that its id is not given to another one.
-        self.memo: dict[int, tuple[int, Any]] = {}
-        self.texts: dict[str, int] = {}
-        self.names: dict[tuple[str, str], int] = {}
+    protocol: int
+    tensors: Callable[[Any], TensorRef | None] | None
+    out: bytearray = field(default_factory=bytearray)
+    #: By identity; the object is kept, so that its id is not given to another one.
+    memo: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    texts: dict[str, int] = field(default_factory=dict)
+    names: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def save(self, value: Any) -> None:
         kind = type(value)

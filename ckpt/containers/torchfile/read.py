@@ -446,8 +446,6 @@ def _check_end(region: _Region, entry: _Entry, end: int) -> None:
 class _Archive:
     """The records of one zip archive by their names within its folder, located when they are asked for."""
 
-    __slots__ = ("entries", "folder", "located", "region")
-
     def __init__(self, region: _Region, entries: dict[str, _Entry]) -> None:
         self.region = region
         self.entries = entries

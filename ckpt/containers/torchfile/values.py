@@ -97,29 +97,19 @@ class Global:
         return f"<{self.typename}>"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Record:
     """An object of a class that is known by name only: what it was made from, and its state.
 
     Compared by identity, so that records can be keys.  The repr shows the class only, so that it never recurses.
     """
 
-    __slots__ = ("args", "fields", "kwargs", "module", "name", "state")
-
-    def __init__(
-        self,
-        module: str,
-        name: str,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        state: Any = None,
-        fields: tuple[str, ...] = (),
-    ) -> None:
-        self.module = module
-        self.name = name
-        self.args = args
-        self.kwargs = kwargs
-        self.state = state
-        self.fields = fields
+    module: str
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    state: Any = None
+    fields: tuple[str, ...] = ()
 
     @property
     def typename(self) -> str:
@@ -174,6 +164,7 @@ class StoredDict(dict[Any, Any]):
         self.attributes: Mapping[str, Any] | None = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Array:
     """A numpy array: `dtype` as numpy writes it (`<f8`, `|b1`, `|S3`, `|O`), and the elements' bytes.
 
@@ -181,15 +172,12 @@ class Array:
     is the dtype as it was pickled, with what the string leaves out (fields, units of time).
     """
 
-    __slots__ = ("data", "dtype", "fortran", "objects", "record", "shape")
-
-    def __init__(self) -> None:
-        self.dtype = ""
-        self.record: Record | None = None
-        self.shape: tuple[int, ...] = ()
-        self.fortran = False
-        self.data: bytes = b""
-        self.objects: list[Any] | None = None
+    dtype: str = ""
+    record: Record | None = None
+    shape: tuple[int, ...] = ()
+    fortran: bool = False
+    data: bytes = b""
+    objects: list[Any] | None = None
 
     def set_state(self, state: Any, spend: Callable[[int], None]) -> None:
         """Fill the array as `ndarray.__setstate__` does.  Raises as `fill`, and MalformedError where it is filled."""

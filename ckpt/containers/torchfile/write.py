@@ -24,7 +24,7 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -149,9 +149,7 @@ def torch_file(name: str, root: Any, *, protocol: int = 2) -> TargetFile:
     A `StoredTensor` in the tree (part of a training state that was read) is carried along if it is small.
     Raises LossError for what cannot be written.
     """
-    layout = _Layout(name, 0, _folder(name))
-    layout.write(root, protocol)
-    return layout.target()
+    return _Layout(name, 0, _folder(name)).write(root, protocol)
 
 
 def torch_item(name: str, start: int, root: Any, *, protocol: int = 2) -> TargetFile:
@@ -159,9 +157,7 @@ def torch_item(name: str, start: int, root: Any, *, protocol: int = 2) -> Target
 
     The result's `size` is the item's own.  The folder within it is `archive`, as of a stream that torch writes to.
     """
-    layout = _Layout(name, start, "archive")
-    layout.write(root, protocol)
-    return layout.target()
+    return _Layout(name, start, "archive").write(root, protocol)
 
 
 def _folder(name: str) -> str:
@@ -181,39 +177,22 @@ _ALIGNMENT = 64
 _HAS_DESCRIPTOR, _UTF8 = 1 << 3, 1 << 11
 
 
+@dataclass(slots=True)
 class _Layout:
     """An archive that grows record by record.  `at` is the position in the archive, `start` where that begins."""
 
-    __slots__ = (
-        "at",
-        "count",
-        "directory",
-        "folder",
-        "header",
-        "literals",
-        "path",
-        "slots",
-        "start",
-        "zeros",
-    )
+    path: str
+    start: int
+    folder: str
+    at: int = 0
+    count: int = 0
+    header: int = 0
+    directory: bytearray = field(default_factory=bytearray)
+    literals: list[tuple[int, bytearray]] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    zeros: list[tuple[int, int]] = field(default_factory=list)
 
-    def __init__(self, path: str, start: int, folder: str) -> None:
-        self.path = path
-        self.start = start
-        self.folder = folder
-        self.at = 0
-        self.count = 0
-        self.header = 0
-        self.directory = bytearray()
-        self.literals: list[tuple[int, bytearray]] = []
-        self.slots: list[Slot] = []
-        self.zeros: list[tuple[int, int]] = []
-
-    def target(self) -> TargetFile:
-        literals = tuple((offset, bytes(data)) for offset, data in self.literals)
-        return TargetFile(self.path, self.at, literals, tuple(self.slots), tuple(self.zeros))
-
-    def write(self, root: Any, protocol: int) -> None:
+    def write(self, root: Any, protocol: int) -> TargetFile:
         form = root if isinstance(root, Pickled) else pickled(root, protocol=protocol)
         self.record("data.pkl", form.data)
         self.record(".format_version", b"1")
@@ -226,6 +205,8 @@ class _Layout:
         identity = f"{self.count:020d}{zlib.crc32(self.directory):020d}"
         self.record(".data/serialization_id", identity.encode())
         self.end()
+        literals = tuple((offset, bytes(data)) for offset, data in self.literals)
+        return TargetFile(self.path, self.at, literals, tuple(self.slots), tuple(self.zeros))
 
     # Tensors.
 
