@@ -157,10 +157,13 @@ def default_output(path: Path, target: str) -> Path:
 
     if standins.url_of(path) is not None:
         return Path(f"{path.name.partition('@')[0]}-{target}")
-    absolute = path.absolute()
-    if not absolute.name:
+    if not path.absolute().name:
         raise UsageError("there is no name to derive an output folder from", path=path, hint="give one with -o")
-    return absolute.with_name(f"{absolute.name}-{target}") if path.is_absolute() else _beside(path, target)
+    if path.is_absolute():
+        return path.with_name(f"{path.name}-{target}")
+    # a relative sibling, so that what is printed is what the user would type; `.` and `..` need the real name
+    named = Path(path.resolve()) if path.name in ("", "..") else path
+    return named.with_name(f"{named.name}-{target}")
 
 
 def beside_another(path: Path, target: str, step: int | None, *, quiet: bool) -> Path:
@@ -174,10 +177,3 @@ def beside_another(path: Path, target: str, step: int | None, *, quiet: bool) ->
     if not quiet:
         print(printable(f"note: {plain} is there already, so this is written to {numbered}"), file=sys.stderr)
     return numbered
-
-
-def _beside(path: Path, target: str) -> Path:
-    """A relative sibling, so that what is printed is what the user would type; `.` and `..` need the real name."""
-    if path.name in ("", ".."):
-        path = Path(path.resolve())
-    return path.with_name(f"{path.name}-{target}")

@@ -13,9 +13,10 @@ import typer
 
 from ckpt.cli import options as opt
 from ckpt.cli.convert import beside_another, default_output
-from ckpt.cli.text import carry_out, files_of, say_notes, say_source
+from ckpt.cli.text import carry_out, say_notes, say_source
 from ckpt.errors import UsageError, printable, shown
 from ckpt.sizes import parse_size, show_size
+from ckpt.text import counted
 
 if TYPE_CHECKING:
     from ckpt.hub.push import Push, Pushed
@@ -196,5 +197,5 @@ def _push(folder: Path, to: Push, card: str | None, quiet: bool) -> Pushed:
             print(printable(text), file=sys.stderr)
 
     pushed = hub.push(folder, to, card=card, say=say, progress=not quiet and sys.stderr.isatty())
-    say(f"verified: {files_of(pushed.num_files)}, {show_size(pushed.num_bytes)}, on the Hub as they are here")
+    say(f"verified: {counted(pushed.num_files, 'file')}, {show_size(pushed.num_bytes)}, on the Hub as they are here")
     return pushed

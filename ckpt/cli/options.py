@@ -45,9 +45,10 @@ _SECTION_OF = {name: title for title, names in reversed(_SECTIONS.items()) for n
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class DType(str, Enum):
-    """What `--dtype` takes."""
+# -- what options take, by their names --------------------------------------------------------------------------
 
+
+class DType(str, Enum):
     keep = "keep"
     fp32 = "fp32"
     bf16 = "bf16"
@@ -55,23 +56,17 @@ class DType(str, Enum):
 
 
 class Only(str, Enum):
-    """What `--only` takes."""
-
     weights = "weights"
     optimizer = "optimizer"
     all = "all"
 
 
 class Names(str, Enum):
-    """What `--names` takes."""
-
     hub = "hub"
     own = "own"
 
 
 class OptimizerDType(str, Enum):
-    """What `--optimizer-dtype` takes."""
-
     keep = "keep"
     fp32 = "fp32"
 

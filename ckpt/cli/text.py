@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ckpt.errors import printable, shown
 from ckpt.progress import progress
 from ckpt.sizes import show_size
-from ckpt.text import aligned
+from ckpt.text import aligned, counted
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion
@@ -91,7 +91,7 @@ def carry_out(
     if not quiet:
         if resume:
             print(f"{show_size(num_done)} were there already, and are as they were written", file=sys.stderr)
-        for line in _outcome(conversion, destination, manifest):
+        for line in _outcome(report, destination, manifest):
             print(line, file=sys.stderr)
     return report
 
@@ -123,7 +123,8 @@ def plan_lines(report: dict[str, Any], verbose: bool) -> list[str]:
     files = report["files"]
     shown = files if verbose or len(files) <= 12 else files[:10]
     lines = [
-        f"would write {files_of(len(files))}, {show_size(report['total_bytes'])}, to {printable(report['destination'])}"
+        f"would write {counted(len(files), 'file')}, {show_size(report['total_bytes'])}, to "
+        f"{printable(report['destination'])}"
     ]
     lines += [f"  {show_size(file['bytes']):>9}  {printable(file['name'])}" for file in shown]
     if len(shown) < len(files):
@@ -139,30 +140,19 @@ def plan_lines(report: dict[str, Any], verbose: bool) -> list[str]:
     return lines + lost_lines(report)
 
 
-def files_of(count: int) -> str:
-    """`1 file`, `2 files`."""
-    return f"{count} file" + ("s" if count != 1 else "")
-
-
 def lost_lines(report: dict[str, Any]) -> list[str]:
     """What a plan's report has to say about precision, and about what is not in the target."""
-    return _notes(report["notes"], report["left_out"])
+    notes = [f"note: {printable(note)}" for note in report["notes"]]
+    return notes + [f"not in the target: {printable(one)}" for one in report["left_out"]]
 
 
-def _notes(notes: list[str], left_out: list[str]) -> list[str]:
-    return [f"note: {printable(note)}" for note in notes] + [f"not in the target: {printable(x)}" for x in left_out]
-
-
-def _outcome(conversion: Conversion, destination: Path, manifest: bool) -> list[str]:
+def _outcome(report: dict[str, Any], destination: Path, manifest: bool) -> list[str]:
     from ckpt.run_folder.steps import TRAINER_STATE
     from ckpt.verify.manifest import MANIFEST
 
-    plan = conversion.plan
-    summary = f"wrote {files_of(len(plan.target.files))}, {show_size(plan.total_bytes)}" + (
-        f", and {MANIFEST}" if manifest else ""
-    )
-    lines = [*_notes(list(plan.target.notes), list(plan.target.not_written)), summary]
-    if any(file.name == TRAINER_STATE for file in plan.target.files):  # whatever its name, Trainer takes the folder
+    wrote = f"wrote {counted(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
+    lines = [*lost_lines(report), wrote + (f", and {MANIFEST}" if manifest else "")]
+    if any(file["name"] == TRAINER_STATE for file in report["files"]):  # whatever its name, Trainer takes the folder
         lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={printable(str(destination))!r})")
     return lines
 

@@ -85,7 +85,9 @@ class Sources:
         file = torchfile.read(path, alike=alike)
         _check_saved_as(Path(path), rank, file.folder, is_named)
         found = tuple((one.size, one.crc32) for name, one in file.records.items() if name != "data.pkl")
-        large = max((one for one in file.records.values() if one.name != "data.pkl"), key=_size, default=None)
+        large = max(
+            (one for one in file.records.values() if one.name != "data.pkl"), key=lambda one: one.size, default=None
+        )
         if large is not None and large.size >= _TELLING and all(crc32 is not None for _, crc32 in found):
             self.storages[str(path)] = _Storages(hash(found), large.offset, large.size)
         return file
@@ -129,10 +131,6 @@ def is_constant(path: str, offset: int, size: int, width: int) -> bool:
     finally:
         os.close(descriptor)
     return data == data[:width] * (len(data) // width)
-
-
-def _size(record: torchfile.StoredRecord) -> int:
-    return record.size
 
 
 def _check_saved_as(path: Path, rank: int | None, folder: str | None, is_named: bool) -> None:

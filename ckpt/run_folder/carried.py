@@ -168,11 +168,8 @@ class _RandomState:
 
 
 def _random_state(name: str) -> _RandomState | None:
-    if match := _TRAINER_RNG.fullmatch(name):
-        return _RandomState(name, int(match[1] or 0), True)
-    if match := _ACCELERATE_RNG.fullmatch(name):
-        return _RandomState(name, int(match[1]), False)
-    return None
+    match = _TRAINER_RNG.fullmatch(name) or _ACCELERATE_RNG.fullmatch(name)
+    return match and _RandomState(name, int(match[1] or 0), match.re is _TRAINER_RNG)
 
 
 def _dropped(names: list[str], states: list[_RandomState], num_ranks: int) -> Iterator[str]:

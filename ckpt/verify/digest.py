@@ -30,7 +30,7 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, OneEle
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import check_source
 from ckpt.plan.precision import CAST_SOURCES, choices
-from ckpt.plan.tensors import Extent, FlatRange, Fragment, Overlap, Tensor, overlay
+from ckpt.plan.tensors import Extent, FlatRange, Fragment, Tensor, overlay
 from ckpt.verify.compare import Reader, blocks, check_replicas, location
 
 if TYPE_CHECKING:
@@ -234,7 +234,9 @@ def row_major(tensor: Tensor, reader: Reader) -> Iterator[NDArray]:
     for start in range(0, tensor.numel, step):
         wanted = FlatRange(start, min(start + step, tensor.numel))
         for part in overlay(tensor.fragments(), [_wanted(tensor, wanted)], tensor.shape):
-            _put_in_order(part, slab, reader)
+            for _, _, source, place in blocks(part):
+                rest = slab[place.offset // slab.itemsize :]
+                strided(rest, place.shape, place.strides)[...] = reader.gather(0, source)
         yield slab[: wanted.numel]
 
 
@@ -261,9 +263,3 @@ def _fetched(remote: Ranges, part: Extent) -> NDArray:
     if len(content) < part.nbytes:
         raise truncated(part.path, part.offset + len(content))
     return np.frombuffer(content, storage_dtype(part.dtype))
-
-
-def _put_in_order(part: Overlap, slab: NDArray, reader: Reader) -> None:
-    for _, _, source, target in blocks(part):
-        rest = slab[target.offset // slab.itemsize :]
-        strided(rest, target.shape, target.strides)[...] = reader.gather(0, source)

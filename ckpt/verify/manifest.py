@@ -110,7 +110,7 @@ class Checked:
         if self.good:
             yield f"as the manifest says: {counted(self.num_files, 'file')}, {self.num_bytes} bytes, every bit of them"
         else:
-            yield f"not as the manifest says: {len(self.problems)} problem" + ("s" if len(self.problems) > 1 else "")
+            yield f"not as the manifest says: {counted(len(self.problems), 'problem')}"
 
     def to_json(self) -> dict[str, Any]:
         return {

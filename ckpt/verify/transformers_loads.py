@@ -19,6 +19,7 @@ from typing import Any
 
 from ckpt.errors import NotFoundError, UsageError, printable
 from ckpt.run_folder.companions import CONFIG, read_config
+from ckpt.text import counted
 
 GENERATION = "generation_config.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -43,7 +44,7 @@ class Loading:
     def lines(self) -> list[str]:
         """The report as text."""
         found = [f"- {printable(problem)}" for problem in self.problems]
-        end = "loads" if self.good else f"{len(self.problems)} problem" + ("s" if len(self.problems) > 1 else "")
+        end = "loads" if self.good else counted(len(self.problems), "problem")
         return [*found, f"{printable(self.model)}, {self.num_tensors} tensors; {', '.join(self.looked_at)}: {end}"]
 
     def to_json(self) -> dict[str, Any]:
@@ -97,7 +98,8 @@ def _load_model(transformers: Any, path: Path, config: Any, problems: list[str])
         what = "names no architectures" if name is None else f"names {name!r}, which transformers does not have"
         problems.append(f"{CONFIG}: {what}")
         cls = transformers.AutoModelForCausalLM
-    device = "cpu" if _has_four_bits(config) else "meta"
+    quantization = getattr(config, "quantization_config", None)
+    device = "cpu" if isinstance(quantization, dict) and quantization.get("load_in_4bit") else "meta"
     options = {"device_map": device, "output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": "auto"}
     loaded = _attempt(problems, "weights", lambda: cls.from_pretrained(path, local_files_only=True, **options))
     if loaded is None:
@@ -111,11 +113,6 @@ def _load_model(transformers: Any, path: Path, config: Any, problems: list[str])
     ]
     problems += [f"weights: {message}" for message in info.get("error_msgs", ())]
     return type(model).__name__, len(model.state_dict())
-
-
-def _has_four_bits(config: Any) -> bool:
-    quantization = getattr(config, "quantization_config", None)
-    return isinstance(quantization, dict) and bool(quantization.get("load_in_4bit"))
 
 
 def _vocabulary(config: Any) -> int | None:

@@ -222,13 +222,6 @@ class _Entry:
     limit: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Directory:
-    offset: int
-    size: int
-    count: int
-
-
 def _refuse_zip_without_end(region: _Region) -> NoReturn:
     """A zip archive whose last bytes are no end record: cut off, partly zeros, or with something behind the end."""
     tail_size = min(region.size, 22 + _FULL16)
@@ -265,8 +258,11 @@ def _ends_here(region: _Region, end: bytes, at: int) -> bool:
     return offset + size == at or (at >= 20 and region.read(at - 20, 4) == _LOCATOR)
 
 
-def _find_directory(region: _Region, tail: bytes) -> _Directory:
-    """Where the central directory is.  It must end where the end records begin, and they where the file ends."""
+def _find_directory(region: _Region, tail: bytes) -> tuple[int, int, int]:
+    """Offset and size of the central directory, and its records' number.
+
+    It must end where the end records begin, and they where the file ends.
+    """
     _, disk, first_disk, here, count, size, offset, comment = _end_fields(tail)
     if comment:
         region.corrupt("the file is truncated", expected=f"{region.size + comment} bytes", found=f"{region.size} bytes")
@@ -305,21 +301,21 @@ def _find_directory(region: _Region, tail: bytes) -> _Directory:
         )
     if size > MAX_DIRECTORY or count * _ENTRY_SIZE > size:
         region.unsafe("the directory of the zip archive is absurd", found=f"{count} records in {size} bytes")
-    return _Directory(offset, size, count)
+    return offset, size, count
 
 
-def _read_directory(region: _Region, directory: _Directory) -> dict[str, _Entry]:
+def _read_directory(region: _Region, offset: int, length: int, count: int) -> dict[str, _Entry]:
     """Every record by its full name; proven to be stored, unencrypted, unique and, by their headers, disjoint."""
-    data = region.read(directory.offset, directory.size)
+    data = region.read(offset, length)
     entries: dict[str, _Entry] = {}
     at = 0
-    for _ in range(directory.count):
+    for _ in range(count):
         if at + _ENTRY_SIZE > len(data):
             region.corrupt("the directory of the zip archive ends too early")
         fields = _entry_fields(data, at)
         signature, flags, method, crc32, packed, size, name_size, extra_size, comment_size, disk, header = fields
         if signature != _ENTRY:
-            region.corrupt("the directory of the zip archive is damaged", found=f"at byte {directory.offset + at}")
+            region.corrupt("the directory of the zip archive is damaged", found=f"at byte {offset + at}")
         at += _ENTRY_SIZE
         after = at + name_size + extra_size + comment_size
         if after > len(data):
@@ -348,7 +344,7 @@ def _read_directory(region: _Region, directory: _Directory) -> dict[str, _Entry]
         entries[name] = _Entry(name, flags, crc32, size, header)
     if at != len(data):
         region.unsafe("there is something behind the directory of the zip archive")
-    return _with_limits(region, entries, directory.offset)
+    return _with_limits(region, entries, offset)
 
 
 def _wide(region: _Region, extra: bytes, *narrow: int) -> list[int]:
@@ -493,7 +489,7 @@ def _folder(region: _Region, entries: dict[str, _Entry]) -> str:
 
 
 def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
-    archive = _Archive(region, _read_directory(region, _find_directory(region, tail)))
+    archive = _Archive(region, _read_directory(region, *_find_directory(region, tail)))
     if f"{archive.folder}byteorder" in archive.entries:
         _check_byteorder(region, archive.content("byteorder", 16).decode("latin-1"))
     name = f"{archive.folder}data.pkl"

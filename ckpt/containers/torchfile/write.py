@@ -137,27 +137,27 @@ class Pickled:
     storages: Sequence[NewStorage]
 
 
-def pickled(root: Any, *, protocol: int = 2) -> Pickled:
+def pickled(root: Any) -> Pickled:
     """Pickle a tree, as `torch_file` does."""
     storages = _Storages()
-    return Pickled(dumps(root, protocol=protocol, tensors=storages.reference), storages.found)
+    return Pickled(dumps(root, tensors=storages.reference), storages.found)
 
 
-def torch_file(name: str, root: Any, *, protocol: int = 2) -> TargetFile:
+def torch_file(name: str, root: Any) -> TargetFile:
     """The file `name`, relative to the target's folder, that `torch.load` reads as `root` (a tree, or one `Pickled`).
 
     A `StoredTensor` in the tree (part of a training state that was read) is carried along if it is small.
     Raises LossError for what cannot be written.
     """
-    return _Layout(name, 0, _folder(name)).write(root, protocol)
+    return _Layout(name, 0, _folder(name)).write(root)
 
 
-def torch_item(name: str, start: int, root: Any, *, protocol: int = 2) -> TargetFile:
+def torch_item(name: str, start: int, root: Any) -> TargetFile:
     """As `torch_file`, inside the file `name` from byte `start` on; offsets count from the start of the file.
 
     The result's `size` is the item's own.  The folder within it is `archive`, as of a stream that torch writes to.
     """
-    return _Layout(name, start, "archive").write(root, protocol)
+    return _Layout(name, start, "archive").write(root)
 
 
 def _folder(name: str) -> str:
@@ -192,8 +192,8 @@ class _Layout:
     slots: list[Slot] = field(default_factory=list)
     zeros: list[tuple[int, int]] = field(default_factory=list)
 
-    def write(self, root: Any, protocol: int) -> TargetFile:
-        form = root if isinstance(root, Pickled) else pickled(root, protocol=protocol)
+    def write(self, root: Any) -> TargetFile:
+        form = root if isinstance(root, Pickled) else pickled(root)
         self.record("data.pkl", form.data)
         self.record(".format_version", b"1")
         self.record(".storage_alignment", b"%d" % _ALIGNMENT)
