@@ -123,7 +123,6 @@ class Report:
         return next((one.exit_code for one in self.checkpoints if one.exit_code), 0)
 
     def lines(self) -> Iterator[str]:
-        """The report as text."""
         for one in self.checkpoints:
             facts = [one.format or "not readable", *([] if one.step is None else [f"step {one.step}"])]
             yield printable(

@@ -161,7 +161,8 @@ def _in_all(action: Callable[[], T] | None, path: Path, group: Alone) -> T | Non
 
 def _check_same_files(path: Path, group: Alone) -> None:
     """Raise StorageError, in all processes the same, where some lack files below `path` that others see."""
-    seen = group.gather((socket.gethostname(), _files_below(path)))
+    below = frozenset(str(found.relative_to(path)) for found in path.rglob("*") if found.is_file())
+    seen = group.gather((socket.gethostname(), below))
     every = frozenset[str]().union(*(names for _, names in seen))
     lacking: dict[tuple[str, frozenset[str]], list[int]] = {}
     for rank, (host, names) in enumerate(seen):
@@ -182,10 +183,6 @@ def _check_same_files(path: Path, group: Alone) -> None:
     )
     error.is_told = True  # it is of no single rank
     raise error
-
-
-def _files_below(path: Path) -> frozenset[str]:
-    return frozenset(str(found.relative_to(path)) for found in path.rglob("*") if found.is_file())
 
 
 def _check_seen_by_all(found: _Way, group: Alone) -> None:

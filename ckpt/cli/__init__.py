@@ -76,7 +76,6 @@ def _options(
 
 
 def main() -> None:
-    """The entry point."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of any language on a terminal of any

@@ -6,6 +6,7 @@ A mistake in what was typed so far is no matter of completion: nothing is offere
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,18 @@ def sources(incomplete: str) -> list[str]:
     """Formats to read."""
     from ckpt.api import AUTO
 
-    return _beginning([AUTO, *_formats()], incomplete)
+    return [*_beginning(lambda: [AUTO], incomplete), *_beginning(_formats, incomplete)]
 
 
 def targets(incomplete: str) -> list[str]:
     """Formats to write."""
-    return _beginning(_formats(), incomplete)
+    return _beginning(_formats, incomplete)
 
 
 def _formats() -> list[str]:
     from ckpt import registry
 
-    try:
-        return sorted([*registry.names(), *registry.ALIASES])
-    except CkptError:
-        return []
+    return sorted([*registry.names(), *registry.ALIASES])
 
 
 def tags(ctx: Any, incomplete: str) -> list[str]:
@@ -48,10 +46,7 @@ def tags(ctx: Any, incomplete: str) -> list[str]:
     from ckpt.run_folder.steps import step_folders
 
     path = _path(ctx)
-    try:
-        return _beginning([folder.name for folder in step_folders(path)] if path else [], incomplete)
-    except CkptError:
-        return []
+    return _beginning(lambda: [folder.name for folder in step_folders(path)] if path else [], incomplete)
 
 
 def tensors(ctx: Any, incomplete: str) -> list[str]:
@@ -59,11 +54,7 @@ def tensors(ctx: Any, incomplete: str) -> list[str]:
     from ckpt import api
 
     path = _path(ctx)
-    try:
-        names = {fqn for fqn, _ in api.open(path).tensors} if path else set()
-    except CkptError:
-        return []
-    return _beginning(sorted(names), incomplete)
+    return _beginning(lambda: sorted({fqn for fqn, _ in api.open(path).tensors}) if path else [], incomplete)
 
 
 def _path(ctx: Any) -> Path | None:
@@ -72,5 +63,7 @@ def _path(ctx: Any) -> Path | None:
     return next((Path(word) for word in reversed(typed) if word and Path(word).exists()), None)
 
 
-def _beginning(names: list[str], incomplete: str) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)][:_MAX_OFFERED]
+def _beginning(names: Callable[[], list[str]], incomplete: str) -> list[str]:
+    with contextlib.suppress(CkptError):
+        return [name for name in names() if name.startswith(incomplete)][:_MAX_OFFERED]
+    return []

@@ -158,7 +158,6 @@ def _outcome(report: dict[str, Any], destination: Path, manifest: bool) -> list[
 
 
 def say_notes(notes: Sequence[str]) -> None:
-    """Print notes on stderr."""
     for note in notes:
         print(f"note: {printable(note)}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
 """The containers that formats share, as bytes: torch's zip and pickle, safetensors, PyTorch DCP.
 
-Imports `plan`, `move` and `errors`.  No model, no optimizer and no framework is known here.
+No model, no optimizer and no framework is known here.
 """

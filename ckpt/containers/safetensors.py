@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ckpt.errors import CorruptError, LossError, NotFoundError, StorageError
+from ckpt.errors import CorruptError, LossError, StorageError
 from ckpt.move.source import open_file, read_up_to
 from ckpt.plan.dtypes import BY_TAG, DType
 from ckpt.plan.tensors import Shape
@@ -93,8 +93,6 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             header = read_up_to(descriptor, 8, length)
         finally:
             os.close(descriptor)
-    except FileNotFoundError as error:
-        raise NotFoundError("no such file", path=name) from error
     except OSError as error:
         raise StorageError(f"the file cannot be read: {error.strerror}", path=name) from error
     if len(header) != length:

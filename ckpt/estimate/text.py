@@ -19,7 +19,6 @@ _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 
 
 def lines(sizing: Sizing) -> Iterator[str]:
-    """The table as text."""
     model, setup = sizing.subject.model, sizing.setup
     yield f"{sizing.subject.path}: {model.name}, {num_elements(model.parameters):,} parameters"
     precision = "mixed precision" if setup.mixed and setup.dtype != "fp32" else "pure"

@@ -1,4 +1,1 @@
-"""What a checkpoint is, what a target needs, and the proof that the one makes the other: pure, no file is opened.
-
-Imports nothing of ckpt but `errors` and `sizes`; numpy for index arithmetic, never torch.
-"""
+"""What a checkpoint is, what a target needs, and the proof that the one makes the other: pure, no file is opened."""

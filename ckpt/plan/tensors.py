@@ -303,7 +303,6 @@ Run = tuple[int, int, Extent, int, int | None]
 
 
 def run_fragments(runs: Iterable[Run]) -> Iterator[Fragment]:
-    """Runs as fragments."""
     for start, stop, extent, at, rank in runs:
         yield Fragment(FlatRange(start, stop), extent.flat(at, at + stop - start), rank)
 
@@ -453,7 +452,6 @@ def _all_flat(fragments: list[Fragment], shape: Shape) -> list[Fragment] | None:
 
 
 def as_boxes(fragment: Fragment, shape: Shape) -> Iterator[Fragment]:
-    """The fragment as fragments of boxes."""
     region = fragment.region
     if isinstance(region, Box):
         yield fragment
@@ -490,7 +488,6 @@ def fits(extent: Extent, region: Region) -> bool:
 
 
 def region_boxes(region: Region, shape: tuple[int, ...]) -> Iterator[Box]:
-    """`region` as boxes."""
     if isinstance(region, Box):
         yield region
     else:

@@ -1,4 +1,1 @@
-"""What stands in a run's folder beside the tensors: step folders, config, tokenizer, and what is left out.
-
-Imports `plan`, `move`, `containers` and `errors`.
-"""
+"""What stands in a run's folder beside the tensors: step folders, config, tokenizer, and what is left out."""

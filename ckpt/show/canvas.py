@@ -97,7 +97,6 @@ class Canvas:
     # -- texts -----------------------------------------------------------------------------------------------
 
     def line(self, text: str, style: str, step: float) -> None:
-        """A line of its own."""
         self.y += step
         self.say(MARGIN, self.y - 5, text, style)
 

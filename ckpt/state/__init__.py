@@ -1,4 +1,1 @@
-"""What a training state means whatever the format: an optimizer's states, a schedule, an adapter's names.
-
-Imports `plan` and `errors`.
-"""
+"""What a training state means whatever the format: an optimizer's states, a schedule, an adapter's names."""

@@ -65,7 +65,6 @@ class TensorDigest:
     digest: str
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
         names = ("kind", "fqn", "role", "dtype")
         return {name: getattr(self, name) for name in names} | {"shape": list(self.shape), "digest": self.digest}
 

@@ -54,18 +54,17 @@ def make_manifest(folder: Path, format: Format, files: FileDigests) -> bytes:
         "format": format.name,
         "names": checkpoint.namespace,
         "digests": tensors.whole,
-        "files": {name: _entry(file) for name, file in sorted(files.items())},
+        "files": {
+            name: {
+                "bytes": file.size,
+                "rest": file.rest,
+                "pieces": [[*piece, sum] for piece, sum in file.pieces.items()],
+            }
+            for name, file in sorted(files.items())
+        },
         "tensors": [tensor.to_json() for tensor in tensors.tensors],
     }
     return _dump(content | {"digest": _own_digest(content)})
-
-
-def _entry(file: FileDigest) -> dict[str, Any]:
-    return {
-        "bytes": file.size,
-        "rest": file.rest,
-        "pieces": [[offset, length, digest] for (offset, length), digest in file.pieces.items()],
-    }
 
 
 def _dump(content: dict[str, Any]) -> bytes:
@@ -103,7 +102,6 @@ class Checked:
         return not self.problems
 
     def lines(self) -> Iterator[str]:
-        """The report as text."""
         yield from (f"* {printable(problem)}" for problem in self.problems)
         if self.unknown:
             yield f"note: not in the manifest: {printable(', '.join(self.unknown))}"

@@ -141,7 +141,6 @@ class Report:
 
     @property
     def outcome(self) -> str:
-        """One line that says it all."""
         counts = self.counts
         if self.equal:
             tensors = counted(self.num_compared, "tensor")

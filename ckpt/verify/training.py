@@ -67,7 +67,6 @@ class RunReport:
         return not self.differences and self.num_equal > 0
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain values."""
         return {
             "equal": self.equal,
             "a": {"path": one_line(self.a.path), "format": one_line(self.a.format)},

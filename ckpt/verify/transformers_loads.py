@@ -42,7 +42,6 @@ class Loading:
         return not self.problems
 
     def lines(self) -> list[str]:
-        """The report as text."""
         found = [f"- {printable(problem)}" for problem in self.problems]
         end = "loads" if self.good else counted(len(self.problems), "problem")
         return [*found, f"{printable(self.model)}, {self.num_tensors} tensors; {', '.join(self.looked_at)}: {end}"]
@@ -81,7 +80,8 @@ def check_loads(path: Path) -> Loading:
         if any((path / file).is_file() for file in _TOKENIZERS):
             looked_at.append("tokenizer")
             tokenizer = _attempt(problems, "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(path))
-        size = _vocabulary(config)
+        rows = getattr(config and config.get_text_config(), "vocab_size", None)  # of the embedding
+        size = rows if isinstance(rows, int) else None
         if tokenizer is not None:
             problems += _tokenizer_problems(tokenizer, size)
         if (path / GENERATION).is_file():
@@ -113,13 +113,6 @@ def _load_model(transformers: Any, path: Path, config: Any, problems: list[str])
     ]
     problems += [f"weights: {message}" for message in info.get("error_msgs", ())]
     return type(model).__name__, len(model.state_dict())
-
-
-def _vocabulary(config: Any) -> int | None:
-    """Rows of the embedding, as the config has them."""
-    text = None if config is None else config.get_text_config()
-    size = getattr(text, "vocab_size", None)
-    return size if isinstance(size, int) else None
 
 
 def _tokenizer_problems(tokenizer: Any, size: int | None) -> Iterator[str]:

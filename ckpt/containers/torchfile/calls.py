@@ -112,10 +112,6 @@ def _set(machine: Machine, _: Global, args: tuple[Any, ...]) -> set[Any]:
     return made
 
 
-def _frozenset(machine: Machine, _: Global, args: tuple[Any, ...]) -> frozenset[Any]:
-    return frozenset(_set(machine, _, args))
-
-
 def _ordered_dict(machine: Machine, cls: Global, args: tuple[Any, ...]) -> StoredDict:
     made = StoredDict(cls.name)
     if not args:  # every tensor has one of these for its hooks
@@ -176,11 +172,6 @@ def _time(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Any:
 
 _SCALARS = {"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q"}
 _SCALARS |= {"f2": "e", "f4": "f", "f8": "d", "c8": "ff", "c16": "dd"}
-
-
-def _new_array(machine: Machine, _: Global, args: tuple[Any, ...]) -> Array:
-    """`_reconstruct(ndarray, (0,), b'b')`: an empty array whose state follows."""
-    return Array()
 
 
 def _frombuffer(machine: Machine, _: Global, args: tuple[Any, ...]) -> Array:
@@ -331,7 +322,7 @@ def _from_cpu_tensor(machine: Machine, _: Global, args: tuple[Any, ...]) -> Stor
 #: (modules, names, what stands for them): functions and classes that become a plain value.
 FUNCTIONS: tuple[tuple[str, str, Builder], ...] = (
     ("builtins __builtin__", "set", _set),
-    ("builtins __builtin__", "frozenset", _frozenset),
+    ("builtins __builtin__", "frozenset", lambda machine, cls, args: frozenset(_set(machine, cls, args))),
     ("builtins __builtin__", "bytes", _bytes),
     ("builtins __builtin__", "bytearray", _bytearray),
     ("builtins __builtin__", "complex", _made(complex, 2, (float,), "a complex number of what is no number")),
@@ -347,7 +338,8 @@ FUNCTIONS: tuple[tuple[str, str, Builder], ...] = (
     # Python 3.13 puts the classes into `pathlib._local`.
     ("pathlib pathlib._local", "PosixPath PurePosixPath WindowsPath PureWindowsPath", _path),
     # numpy 2 renamed `numpy.core` to `numpy._core`.
-    ("numpy.core.multiarray numpy._core.multiarray", "_reconstruct", _new_array),
+    # `_reconstruct(ndarray, (0,), b'b')`: an empty array whose state follows.
+    ("numpy.core.multiarray numpy._core.multiarray", "_reconstruct", lambda machine, cls, args: Array()),
     ("numpy.core.multiarray numpy._core.multiarray", "scalar", _scalar),
     ("numpy.core.numeric numpy._core.numeric", "_frombuffer", _frombuffer),
     ("torch", "Size", _size),

@@ -12,20 +12,9 @@ from ckpt.plan.checkpoint import OneElement
 from ckpt.plan.dtypes import BFLOAT16, DType
 from ckpt.plan.tensors import Extent
 
-_FORMATS = {
-    "float64": "<d",
-    "float32": "<f",
-    "float16": "<e",
-    "int64": "<q",
-    "int32": "<i",
-    "int16": "<h",
-    "int8": "<b",
-    "uint64": "<Q",
-    "uint32": "<I",
-    "uint16": "<H",
-    "uint8": "<B",
-    "bool": "<?",
-}
+_FORMATS = {"float64": "<d", "float32": "<f", "float16": "<e", "bool": "<?"}
+_FORMATS |= {f"int{bits}": f"<{code}" for bits, code in zip((8, 16, 32, 64), "bhiq", strict=True)}
+_FORMATS |= {f"u{name}": _FORMATS[name].upper() for name in ("int8", "int16", "int32", "int64")}
 
 
 def read_scalar(extent: Extent) -> int | float | bool:
