@@ -44,12 +44,12 @@ def convert(
     ] = None,
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
-    dtype: opt.DTypeOption = opt.DType.keep,
+    dtype: opt.DTypeOption = "keep",
     dequantize: opt.DequantizeOption = False,
     optimizer_dtype: Annotated[
         opt.OptimizerDType,
         typer.Option(help="fp32 takes the plain values of optimizer states of 8 or 4 bits (torchao, bitsandbytes)."),
-    ] = opt.OptimizerDType.keep,
+    ] = "keep",
     max_shard_size: opt.ShardSizeOption = "5GB",
     world_size: opt.WorldSizeOption = None,
     replica: Annotated[
@@ -86,12 +86,12 @@ def convert(
         source, target, path = _meant(source, target, path, tag, config)
         destination = output or default_output(path, target)
         check_destination(destination, path)  # before the source is read, which may take long
-        layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), world_size, options)
+        layout = Layout(CASTABLE.get(dtype), parse_size(max_shard_size), world_size, options)
         with progress(0, "plan", quiet=quiet):
             checkpoint: Checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
             if dequantize:
                 checkpoint = api.dequantized(checkpoint, layout.dtype)
-            if optimizer_dtype is opt.OptimizerDType.fp32:
+            if optimizer_dtype == "fp32":
                 checkpoint = api.plain_states(checkpoint)
             conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
         say_source(checkpoint, quiet=quiet)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -26,43 +25,10 @@ if TYPE_CHECKING:
 
 _MAX_STEPS = 20  # of a run that are looked into, without --all
 
-
-class TrainDType(str, Enum):
-    """What a model may compute in."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-
-
-class StateDType(str, Enum):
-    """What an optimizer may keep its masters and states in."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp8 = "fp8"
-
-
-class Optimizer(str, Enum):
-    """What `estimate --optimizer` takes."""
-
-    adam = "adam"
-    adamw = "adamw"
-    adamw_8bit = "adamw_8bit"
-    lion = "lion"
-    lion_8bit = "lion_8bit"
-    momentum = "momentum"
-    momentum_8bit = "momentum_8bit"
-    sgd = "sgd"
-
-
-class Device(str, Enum):
-    """Where states are offloaded to."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
+TrainDType = Literal["bf16", "fp16", "fp32"]  # what a model may compute in
+StateDType = Literal["fp32", "bf16", "fp16", "fp8"]  # what an optimizer may keep its masters and states in
+Optimizer = Literal["adam", "adamw", "adamw_8bit", "lion", "lion_8bit", "momentum", "momentum_8bit", "sgd"]
+Device = Literal["none", "cpu", "nvme"]  # where states are offloaded to
 
 
 def inspect(
@@ -83,7 +49,7 @@ def inspect(
     picture: Annotated[
         Path | None, typer.Option(metavar="OUT.svg", help="Draw who holds what; exit code 4 if something is damaged.")
     ] = None,
-    only: Annotated[opt.Only, typer.Option(help="Draw only these tensors.")] = opt.Only.all,
+    only: Annotated[opt.Only, typer.Option(help="Draw only these tensors.")] = "all",
     as_json: opt.JsonOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing picture.")] = False,
 ) -> None:
@@ -92,7 +58,7 @@ def inspect(
     from ckpt.show import overview as inspection
     from ckpt.show.parts import part_lines, parts_of
 
-    if picture is None and (only is not opt.Only.all or overwrite):
+    if picture is None and (only != "all" or overwrite):
         raise UsageError("--only and --overwrite go with --picture")
     try:
         checkpoint = api.open(path, format, tag=tag, config=config)
@@ -173,7 +139,7 @@ def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool
         raise UsageError(
             "the file is no picture, and --overwrite would replace it", path=picture, expected="an SVG file"
         )
-    drawn = api.picture(checkpoint, only.value)
+    drawn = api.picture(checkpoint, only)
     files.write_file(picture, draw(drawn, checkpoint).encode(), overwrite=overwrite)
     if not drawn.damaged:
         return None
@@ -298,13 +264,13 @@ def estimate_(
             stated = stated.under(configs.understand(configs.load(path), path, subject.model.hidden))
     given = {
         "gpus": gpus,
-        "dtype": dtype and dtype.value,
+        "dtype": dtype,
         "mixed": False if pure else None,
-        "optimizer": optimizer and optimizer.value,
-        "master_dtype": master_dtype and master_dtype.value,
-        "state_dtype": state_dtype and state_dtype.value,
-        "offload_optimizer": offload_optimizer and offload_optimizer.value.replace("none", ""),
-        "offload_params": offload_param and offload_param.value.replace("none", ""),
+        "optimizer": optimizer,
+        "master_dtype": master_dtype,
+        "state_dtype": state_dtype,
+        "offload_optimizer": offload_optimizer and offload_optimizer.replace("none", ""),
+        "offload_params": offload_param and offload_param.replace("none", ""),
         "batch": batch_size,
         "length": seq_len,
         "context_parallel": cp,

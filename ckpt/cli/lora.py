@@ -53,10 +53,10 @@ def merge_lora(
         str | None, typer.Option(help="The folder with adapter_config.json, where it is not with the weights.")
     ] = None,
     tag: opt.TagOption = None,
-    dtype: Annotated[opt.DType, typer.Option(help="Precision of the base that is merged into.")] = opt.DType.keep,
+    dtype: Annotated[opt.DType, typer.Option(help="Precision of the base that is merged into.")] = "keep",
     dequantize: opt.DequantizeOption = False,
     max_shard_size: opt.ShardSizeOption = "5GB",
-    names: opt.NamesOption = opt.Names.hub,
+    names: opt.NamesOption = "hub",
     accept_base: Annotated[
         bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
     ] = False,
@@ -96,19 +96,19 @@ def merge_lora(
 
         # the run's own repository is the adapter's: HF Trainer pushes it there, at the latest at the end
         repo_id = repo_id or recorded_repo([found[0].folder, Path(wanted[0])], "-merged")
-        to = hub.Push(repo_id, private, revision, create_pr, commit_message, names is opt.Names.own)
+        to = hub.Push(repo_id, private, revision, create_pr, commit_message, names == "own")
         if not dry_run:
             hub.check_room_for_model(to)
     opened = found
     made_of = [one.path for one in found]
     model = adapters.open_base(found[0], base, accept=accept_base)
     if dequantize:
-        model = api.dequantized(model, CASTABLE.get(dtype.value))
+        model = api.dequantized(model, CASTABLE.get(dtype))
     if weights is not None:
         from ckpt.lora.combine import combine
 
         found = [combine(found, parse_weights(weights), model, combination, density, seed)]
-    layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), names=names.value)
+    layout = Layout(CASTABLE.get(dtype), parse_size(max_shard_size), names=names)
     conversion = lora.plan(found, model, layout, Resources(workers=workers))
     for one in opened if quiet else found:
         say_notes(one.checkpoint.passed_over if quiet else one.notes)
@@ -164,7 +164,7 @@ def push(
     revision: opt.RevisionOption = None,
     create_pr: opt.PullRequestOption = False,
     commit_message: opt.MessageOption = None,
-    names: opt.NamesOption = opt.Names.hub,
+    names: opt.NamesOption = "hub",
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:
@@ -174,7 +174,7 @@ def push(
     from ckpt.hub.push import Push
     from ckpt.hub.recorded import recorded_repo
 
-    own_names = names is opt.Names.own
+    own_names = names == "own"
     to = Push(repo_id or recorded_repo([path]), private, revision, create_pr, commit_message, own_names)
     if not own_names:
         api.prove_names(path)

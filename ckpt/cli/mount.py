@@ -32,7 +32,7 @@ def mount(
     format: opt.FormatOption = "auto",
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
-    dtype: opt.DTypeOption = opt.DType.keep,
+    dtype: opt.DTypeOption = "keep",
     dequantize: opt.DequantizeOption = False,
     max_shard_size: opt.ShardSizeOption = "5GB",
     world_size: opt.WorldSizeOption = None,
@@ -57,7 +57,7 @@ def mount(
     if standins.is_standin(str(path)) and not foreground:
         hint = "--foreground serves it from this process; in a shell, with & behind the command"
         raise UsageError("what is in a store is not served by another process", path=path, hint=hint)
-    layout = Layout(CASTABLE.get(dtype.value), parse_size(max_shard_size), world_size, options)
+    layout = Layout(CASTABLE.get(dtype), parse_size(max_shard_size), world_size, options)
     checkpoint: Checkpoint = api.open(path, format, tag=tag, config=config)
     if dequantize:
         checkpoint = api.dequantized(checkpoint, layout.dtype)

@@ -8,9 +8,8 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -45,31 +44,11 @@ _SECTION_OF = {name: title for title, names in reversed(_SECTIONS.items()) for n
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-# -- what options take, by their names --------------------------------------------------------------------------
-
-
-class DType(str, Enum):
-    keep = "keep"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class Only(str, Enum):
-    weights = "weights"
-    optimizer = "optimizer"
-    all = "all"
-
-
-class Names(str, Enum):
-    hub = "hub"
-    own = "own"
-
-
-class OptimizerDType(str, Enum):
-    keep = "keep"
-    fp32 = "fp32"
-
+#: What options take, by their names.
+DType = Literal["keep", "fp32", "bf16", "fp16"]
+Only = Literal["weights", "optimizer", "all"]
+Names = Literal["hub", "own"]
+OptimizerDType = Literal["keep", "fp32"]
 
 #: What is given to be read may not be readable, which is no matter of usage: whoever opens it says so.
 PathArgument = Annotated[
@@ -281,8 +260,7 @@ def with_options(function: Callable[..., Any], owners: Mapping[type, Sequence[st
     @functools.wraps(function)
     def run(**arguments: Any) -> Any:
         given = {name: arguments.pop(name) for name in declared}
-        plain = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
-        options = {name: value for name, value in plain.items() if value != declared[name].default}
+        options = {name: value for name, value in given.items() if value != declared[name].default}
         return function(**arguments, options=options)
 
     vars(run)["__signature__"] = signature.replace(parameters=list(known.values()))
@@ -291,7 +269,7 @@ def with_options(function: Callable[..., Any], owners: Mapping[type, Sequence[st
 
 
 def _parameter(one: Option, section: str) -> inspect.Parameter:
-    kind: Any = Enum(one.name, {choice: choice for choice in one.choices}) if one.choices else one.type
+    kind: Any = Literal[one.choices] if one.choices else one.type
     flags = [f"--{one.name.replace('_', '-')}"] if one.type is bool else []  # without a --no- of its own
     info = typer.Option(*flags, help=one.help, min=one.min, max=one.max, metavar=one.metavar, rich_help_panel=section)
     return inspect.Parameter(

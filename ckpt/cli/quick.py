@@ -6,10 +6,9 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from enum import Enum
 from functools import partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import typer.core
 
@@ -48,8 +47,8 @@ class _Param:
                     return int(value)
             if annotation is Path and (os.access(value, os.R_OK) or not os.path.exists(value)):
                 return Path(value)
-            if isinstance(annotation, type) and issubclass(annotation, Enum) and value in [e.value for e in annotation]:
-                return annotation(value)
+            if get_origin(annotation) is Literal and value in get_args(annotation):
+                return value
         try:
             return self.validated(self.parameter).coerce(value, **context)
         except typer.BadParameter as error:

@@ -30,7 +30,7 @@ def resume(
     ] = None,
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
-    dtype: Annotated[opt.DType, typer.Option(help="Precision of weights, where it is converted.")] = opt.DType.keep,
+    dtype: Annotated[opt.DType, typer.Option(help="Precision of weights, where it is converted.")] = "keep",
     missing_ok: Annotated[
         bool, typer.Option("--missing-ok", help="Print nothing where there is no checkpoint yet: the run begins.")
     ] = False,
@@ -52,7 +52,7 @@ def resume(
             world_size=world_size,
             tag=tag,
             config=config,
-            dtype=None if dtype is opt.DType.keep else dtype.value,
+            dtype=None if dtype == "keep" else dtype,
             missing_ok=missing_ok,
             say=(lambda _: None) if quiet else say_on_stderr,
             **options,

@@ -29,7 +29,7 @@ def verify(
     tag_a: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of A.")] = None,
     tag_b: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of B.")] = None,
     config: opt.ConfigOption = None,
-    only: Annotated[opt.Only, typer.Option(help="Compare only these tensors.")] = opt.Only.all,
+    only: Annotated[opt.Only, typer.Option(help="Compare only these tensors.")] = "all",
     cast: Annotated[
         bool, typer.Option("--cast", help="Where dtypes differ, round the wider to the narrower, then compare.")
     ] = False,
@@ -51,7 +51,7 @@ def verify(
     from ckpt import api
     from ckpt.move.standins import is_standin
 
-    if run and (b is None or loads or cast or only is not opt.Only.all):
+    if run and (b is None or loads or cast or only != "all"):
         raise UsageError("--run takes two runs or checkpoints, and neither --only, --cast nor --loads")
     if loads:
         if b is not None:
@@ -61,7 +61,7 @@ def verify(
         _verify_loads(a, as_json, quiet)
         return
     if b is None:
-        asked = {"--only": only is not opt.Only.all, "--cast": cast, "--config": config, "--tag-a": tag_a}
+        asked = {"--only": only != "all", "--cast": cast, "--config": config, "--tag-a": tag_a}
         asked |= {"--from-a": from_a != "auto", "--from-b": from_b != "auto", "--tag-b": tag_b}
         if of_two := " ".join(name for name, given in asked.items() if given):
             what = "a folder is held against its manifest as a whole: these options are for two checkpoints"
@@ -78,7 +78,7 @@ def verify(
         return
     total = sum(tensor.nbytes for tensor in one.tensors.values())
     with progress(total, "compare", quiet=quiet) as meter:
-        report = api.verify(one, other, only=only.value, cast=cast, progress=meter)
+        report = api.verify(one, other, only=only, cast=cast, progress=meter)
     _conclude(report.to_json, lambda: report.lines(verbose), 0 if report.equal else opt.DIFFERENT, as_json, quiet)
 
 
@@ -141,7 +141,7 @@ def hash_(
             help="Precision in which weights count: their own, or as `convert` casts them.",
             rich_help_panel="How it is done",
         ),
-    ] = opt.DType.keep,
+    ] = "keep",
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor too.")] = False,
     workers: Annotated[int, typer.Option(min=0, max=256, help="Threads that read. 0: by the processors.")] = 0,
     as_json: opt.JsonOption = False,
@@ -155,7 +155,7 @@ def hash_(
     checkpoint = api.open(path, format, tag=tag, config=config)
     say_source(checkpoint, quiet=quiet)
     with progress(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), "hash", quiet=quiet) as meter:
-        found = api.digests(checkpoint, dtype=CASTABLE.get(dtype.value), workers=workers, progress=meter)
+        found = api.digests(checkpoint, dtype=CASTABLE.get(dtype), workers=workers, progress=meter)
     if as_json:
         content = {"algorithm": ALGORITHM, "digests": found.whole, "tensors": [t.to_json() for t in found.tensors]}
         print(json.dumps(content, indent=2))

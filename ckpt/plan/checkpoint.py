@@ -367,12 +367,9 @@ class Format(Protocol):
         the folder, and `read` describes it as what it is.  Raises CorruptError where the record is there and
         contradicts the folder.
         """
-        ...
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the checkpoint that `find` returned, without reading tensor data."""
-        ...
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """Say which files this format needs for `checkpoint` and what each byte of them must hold."""
-        ...

@@ -316,7 +316,6 @@ class Source(Protocol):
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
         """Fragments that tile the tensor; flat ones in rising order."""
-        ...
 
 
 class Rule(Source, Protocol):
@@ -327,7 +326,6 @@ class Rule(Source, Protocol):
 
     def runs(self, shape: Shape, start: int, stop: int) -> Sequence[Run] | None:
         """Where elements `start:stop` are, in rising order; None where some lie in no contiguous runs."""
-        ...
 
 
 def runs_of(source: Source, shape: Shape, start: int, stop: int) -> Sequence[Run] | None:
@@ -353,7 +351,6 @@ class Padded(Protocol):
 
     def padding(self, shape: Shape) -> Iterator[Fragment]:
         """Flat ranges behind the last element, as if the tensor went on there; what they hold means nothing."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
