@@ -222,7 +222,7 @@ def _description(leaf: Any) -> Any:
 
 def _torch_bytes(value: Any) -> bytes:
     """The bytes that `torch.load` reads as `value`."""
-    item = torch_item("", 0, value)
+    item = torch_item(value)
     content = bytearray(item.size)
     for offset, data in item.literals:
         content[offset : offset + len(data)] = data

@@ -14,6 +14,8 @@ import torch
 
 import ckpt
 from ckpt import checking
+from ckpt.containers.dcp.metadata import read_metadata
+from ckpt.verify import files
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import snapshot
 from tests.support.engines import REPOSITORY
@@ -32,6 +34,15 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = run_ckpt("convert", "auto", "hf", source, "-o", out, "--max-shard-size", "4KB", "--no-manifest")
     assert made.code == 0 and len(list(out.glob("*-of-00003.safetensors"))) == 3
     return out
+
+
+def test_the_metadata_of_dcp_is_read_once_for_all_of_its_files(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, seen = fixtures / "dcp-fsdp2" / "step-2", []
+    monkeypatch.setattr(files, "read_metadata", lambda place: seen.append(place) or read_metadata(place))
+    count = files.Bytes()
+    assert [*files.read_all(folder, sorted(folder.iterdir()), count, lambda _: None)] == []
+    assert len([*folder.glob("*.distcp")]) > 1 and seen == [folder]
+    assert count.compared
 
 
 @pytest.mark.parametrize("options", [(), ("--bytes",)])

@@ -226,10 +226,12 @@ def test_parameters_attributes_and_records(tmp_path: Path) -> None:
 def test_an_item_within_another_file(tmp_path: Path) -> None:
     a = torch.randn(9, 3)
     checkpoint = source(tmp_path, {"a": a})
-    item = torch_item("__0_0.distcp", 1000, copy_of(checkpoint.tensors["a", "weight"]))
-    head = (0, b"\1" * 1000)
-    file = TargetFile(item.name, 1000 + item.size, (head, *item.literals), item.slots, item.zeros)
-    path = write(checkpoint, file, output=tmp_path / "out") / item.name
+    item = torch_item(copy_of(checkpoint.tensors["a", "weight"]))
+    name, (slot,) = "__0_0.distcp", item.slots
+    literals = [(0, b"\1" * 1000), *((1000 + offset, data) for offset, data in item.literals)]
+    slot = slot._replace(extent=slot.extent._replace(path=name, offset=1000 + slot.extent.offset))
+    file = TargetFile(name, 1000 + item.size, tuple(literals), (slot,))
+    path = write(checkpoint, file, output=tmp_path / "out") / name
     with path.open("rb") as f:
         f.seek(1000)
         import io

@@ -209,12 +209,12 @@ class Writing:
         """The item as a file of its own.  Those of tensors of one dtype and shape differ in their slots only."""
         root, only = item.root, _only_fill(item.root)
         if only is None:
-            return torch_item("", 0, root)
+            return torch_item(root)
         region = only.region
         kind = root.dtype, root.shape, whole(region.sizes) if isinstance(region, Box) else region
         alike = self._alike.get(kind)
         if alike is None:
-            alike = self._alike[kind] = torch_item("", 0, root)
+            alike = self._alike[kind] = torch_item(root)
         return alike
 
     def _metadata(self, places: Mapping[tuple[str, Shape | None], Record]) -> Record:

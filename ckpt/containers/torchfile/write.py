@@ -2,7 +2,7 @@
 
 `torch_file` turns a tree of plain values, `Record`s and `NewTensor`s into a `TargetFile`: everything that is known (zip
 headers, `data.pkl`, the directory) as literals, the elements of tensors as slots that `ckpt.move.run` fills.
-`torch_item` lays out the same inside another file (an item of a `.distcp`).
+`torch_item` lays out the same for a part of another file (an item of a `.distcp`).
 
     torch_file("model.pt", {"model": {"w": NewTensor(FLOAT32, (2, 3), (FromSource(("w", "weight"), whole((2, 3))),))}})
 
@@ -149,15 +149,12 @@ def torch_file(name: str, root: Any) -> TargetFile:
     A `StoredTensor` in the tree (part of a training state that was read) is carried along if it is small.
     Raises LossError for what cannot be written.
     """
-    return _Layout(name, 0, _folder(name)).write(root)
+    return _Layout(name, _folder(name)).write(root)
 
 
-def torch_item(name: str, start: int, root: Any) -> TargetFile:
-    """As `torch_file`, inside the file `name` from byte `start` on; offsets count from the start of the file.
-
-    The result's `size` is the item's own.  The folder within it is `archive`, as of a stream that torch writes to.
-    """
-    return _Layout(name, start, "archive").write(root)
+def torch_item(root: Any) -> TargetFile:
+    """As `torch_file`, without a name, for a part of a file: its folder is `archive`, as of a stream of torch's."""
+    return _Layout("", "archive").write(root)
 
 
 def _folder(name: str) -> str:
@@ -179,10 +176,9 @@ _HAS_DESCRIPTOR, _UTF8 = 1 << 3, 1 << 11
 
 @dataclass(slots=True)
 class _Layout:
-    """An archive that grows record by record.  `at` is the position in the archive, `start` where that begins."""
+    """An archive that grows record by record, at the position `at`."""
 
     path: str
-    start: int
     folder: str
     at: int = 0
     count: int = 0
@@ -224,15 +220,14 @@ class _Layout:
             elif isinstance(part, Bytes):
                 self.literal(part.data)
             elif numel:
-                self.zeros.append((self.start + self.at, numel * itemsize))
+                self.zeros.append((self.at, numel * itemsize))
                 self.at += numel * itemsize
         assert reached == storage.numel, f"{self.path}: parts fill {reached} of {storage.numel} elements of a storage"
         self.finish(storage.numel * itemsize, crc32)
 
     def slot(self, part: FromSource, dtype: DType) -> None:
-        flat = isinstance(part.region, FlatRange)
         shape = (part.region.numel,) if isinstance(part.region, FlatRange) else part.region.sizes
-        extent = Extent(self.path, self.start + self.at, dtype, shape, (1,) if flat else contiguous_strides(shape))
+        extent = Extent.contiguous(self.path, self.at, dtype, shape)
         self.slots.append(Slot(part.key, part.region, extent))
         self.at += part.numel * dtype.itemsize
 
@@ -280,7 +275,7 @@ class _Layout:
 
     def literal(self, data: bytes) -> None:
         """Bytes at the current position, joined to those that end there."""
-        offset = self.start + self.at
+        offset = self.at
         self.at += len(data)
         if self.literals and self.literals[-1][0] + len(self.literals[-1][1]) == offset:
             self.literals[-1][1].extend(data)
