@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ckpt.errors import CorruptError, LossError, StorageError
-from ckpt.move.source import open_file, read_up_to
+from ckpt.move.source import opened, read_up_to
 from ckpt.plan.dtypes import BY_TAG, DType
 from ckpt.plan.tensors import Shape
 
@@ -86,13 +86,10 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """The header of a safetensors file.  Raises CorruptError where a rule of the format is broken."""
     name = os.fspath(path)
     try:
-        descriptor = open_file(name)
-        try:
+        with opened(name) as descriptor:
             size = os.fstat(descriptor).st_size
             length = _header_length(read_up_to(descriptor, 0, 8), size, name)
             header = read_up_to(descriptor, 8, length)
-        finally:
-            os.close(descriptor)
     except OSError as error:
         raise StorageError(f"the file cannot be read: {error.strerror}", path=name) from error
     if len(header) != length:

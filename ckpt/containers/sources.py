@@ -8,7 +8,6 @@ file that is replaced meanwhile is noticed.  What a damaged or hostile file make
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from ckpt.containers.torchfile.alike import Pickles
 from ckpt.containers.torchfile.read import TorchFile
 from ckpt.errors import CorruptError, IncompleteError
 from ckpt.move.files import translate_os_errors
-from ckpt.move.source import open_file, read_at
+from ckpt.move.source import opened, read_at
 from ckpt.plan.checkpoint import SourceFile
 
 #: Ranks that a message lists at most.
@@ -125,11 +124,8 @@ class _Storages:
 
 def is_constant(path: str, offset: int, size: int, width: int) -> bool:
     """Whether bytes of a file, as far as they are looked at, are one value of `width` bytes throughout."""
-    descriptor = open_file(path)
-    try:
+    with opened(path) as descriptor:
         data = read_at(descriptor, path, offset, min(size, _LOOKED_AT) // width * width)
-    finally:
-        os.close(descriptor)
     return data == data[:width] * (len(data) // width)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 
 from ckpt.move.casts import storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
-from ckpt.move.source import open_file, read_into, truncated
+from ckpt.move.source import opened, read_into, truncated
 from ckpt.plan.tensors import Box, Extent, Fragment, Shape, Tensor, flat_range, overlay, runs_of
 
 _PAGE = 4 << 10  # bytes that a disk gives at least
@@ -90,11 +89,8 @@ def _read(extent: Extent, computed: Computed) -> NDArray:
     if extent.path in computed:
         content = computed[extent.path]()
         return in_shape(np.frombuffer(content, np.uint8)[extent.offset : extent.end], extent)
-    descriptor = open_file(extent.path)
-    try:
+    with opened(extent.path) as descriptor:
         return read_bits(descriptor, extent)
-    finally:
-        os.close(descriptor)
 
 
 def read_bits(descriptor: int, extent: Extent) -> NDArray:

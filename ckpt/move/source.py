@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import stat
+from collections.abc import Iterator
 from typing import Any
 
 from ckpt.errors import CorruptError, NotFoundError, StorageError
@@ -40,15 +42,22 @@ def open_file(path: str) -> int:
     return fd
 
 
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[int]:
+    """A descriptor as of `open_file`, which is closed in the end."""
+    descriptor = open_file(path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def read_file(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
     """All of a small file, or at most its first `limit` bytes.  Raises as `open_file` and `read_at` do."""
     name = os.fspath(path)
-    descriptor = open_file(name)
-    try:
+    with opened(name) as descriptor:
         size = os.fstat(descriptor).st_size
         return read_at(descriptor, name, 0, size if limit is None else min(size, limit))
-    finally:
-        os.close(descriptor)
 
 
 def open_stream(path: str | os.PathLike[str]) -> io.BufferedReader:

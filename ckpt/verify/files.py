@@ -23,7 +23,7 @@ from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.weights import MAX_INDEX, parse_index
 from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, StorageError, UnsafeError, printable
 from ckpt.move.source import Seekable, open_stream, read_file
-from ckpt.run_folder.companions import MAX_JSON, parse_json
+from ckpt.run_folder.companions import MAX_JSON, parse_json, read_json
 
 #: A file is missing, empty or cut off; it contradicts itself; it cannot be looked into, so that nothing is known.
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
@@ -172,7 +172,7 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str]]:
 
 def _named(index: Path) -> set[str]:
     try:
-        content = parse_json(read_file(index, MAX_INDEX + 1), index, max_bytes=MAX_INDEX)
+        content = read_json(index, max_bytes=MAX_INDEX)
         return set(parse_index(content, index, suffixes=(".safetensors", ".bin")).weight_map.values())
     except CkptError:  # what is wrong with the index itself is told as of a file
         return set()

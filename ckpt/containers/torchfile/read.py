@@ -38,7 +38,7 @@ from ckpt.containers.torchfile.table import allowed
 from ckpt.containers.torchfile.unpickle import loads
 from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError, Storage, StorageType, short
 from ckpt.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
-from ckpt.move.source import open_file, read_at
+from ckpt.move.source import opened, read_at
 
 #: Bytes of a central directory: some five million records.
 MAX_DIRECTORY = 1 << 29
@@ -94,8 +94,7 @@ def read(
     * StorageError: the file cannot be read.
     """
     path = os.fspath(path)
-    fd = open_file(path)
-    try:
+    with opened(path) as fd:
         available = os.fstat(fd).st_size
         if length is None:
             length = available - offset
@@ -107,8 +106,6 @@ def read(
                 found=f"{available} bytes",
             )
         return _read(_Region(fd, path, offset, length, allowed() if table is None else table), alike)
-    finally:
-        os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import struct
 
 from ckpt.errors import CorruptError
 from ckpt.move.files import translate_os_errors
-from ckpt.move.source import open_file, read_up_to
+from ckpt.move.source import opened, read_up_to
 from ckpt.plan.checkpoint import OneElement
 from ckpt.plan.dtypes import BFLOAT16, DType
 from ckpt.plan.tensors import Extent
@@ -21,12 +20,8 @@ def read_scalar(extent: Extent) -> int | float | bool:
     """The one element of `extent`.  CorruptError where it is not there, or of a dtype that is no number."""
     if extent.numel != 1:
         raise CorruptError("a single number was expected", path=extent.path, found=f"shape {list(extent.shape)}")
-    descriptor = open_file(extent.path)
-    try:
-        with translate_os_errors(extent.path):
-            data = read_up_to(descriptor, extent.offset, extent.dtype.itemsize)
-    finally:
-        os.close(descriptor)
+    with opened(extent.path) as descriptor, translate_os_errors(extent.path):
+        data = read_up_to(descriptor, extent.offset, extent.dtype.itemsize)
     if len(data) != extent.dtype.itemsize:
         raise CorruptError("the file ends inside a tensor", path=extent.path, found=f"end before byte {extent.end}")
     return scalar_from_bytes(data, extent.dtype)

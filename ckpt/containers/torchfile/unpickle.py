@@ -13,7 +13,7 @@ from ckpt.containers.torchfile.machine import Machine, Table
 from ckpt.containers.torchfile.table import allowed
 from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError
 from ckpt.errors import CorruptError
-from ckpt.move.source import open_file, read_at
+from ckpt.move.source import opened, read_at
 
 
 def loads(
@@ -55,9 +55,8 @@ def load_pickle(path: str | os.PathLike[str]) -> Any:
 
 def read_pickle(path: str) -> bytes:
     """The bytes of a plain pickle file.  Raises NotFoundError, StorageError and CorruptError."""
-    fd = open_file(path)
-    try:
-        size = os.fstat(fd).st_size
+    with opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
         if size > MAX_PICKLE:
             raise CorruptError(
                 "the pickle is too large to be one of a checkpoint",
@@ -67,6 +66,4 @@ def read_pickle(path: str) -> bytes:
             )
         if size == 0:
             raise CorruptError("the file is empty", path=path, found="0 bytes")
-        return read_at(fd, path, 0, size)
-    finally:
-        os.close(fd)
+        return read_at(descriptor, path, 0, size)

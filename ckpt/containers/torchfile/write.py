@@ -32,7 +32,7 @@ from ckpt.containers.torchfile.pickler import TensorRef, dumps
 from ckpt.containers.torchfile.scalars import scalar_to_bytes
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import LossError
-from ckpt.move.source import open_file, read_at
+from ckpt.move.source import opened, read_at
 from ckpt.plan.checkpoint import Key, OneElement, Slot, TargetFile
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Extent, FlatRange, Region, Tensor, contiguous_strides, whole
@@ -348,11 +348,8 @@ def _carried(stored: StoredTensor) -> NewTensor:
             expected=f"at most {MAX_CARRIED} bytes",
             found=f"{extent.dtype} of shape {list(extent.shape)}",
         )
-    descriptor = open_file(extent.path)
-    try:
+    with opened(extent.path) as descriptor:
         data = read_at(descriptor, extent.path, extent.offset, length)
-    finally:
-        os.close(descriptor)
     storage = NewStorage(extent.dtype, length // extent.dtype.itemsize, (Bytes(data),))
     return NewTensor(
         extent.dtype, extent.shape, (), stored.requires_grad, stored.attributes, storage, 0, extent.strides
