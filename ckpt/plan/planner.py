@@ -154,7 +154,8 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
         for file, slot in places:
             assert fits(slot.extent, slot.region), f"{file.name}: a slot of {slot.key} has another shape"
             if slot.extent.dtype != tensor.dtype:
-                _check_cast(tensor, slot.extent.dtype)
+                if not {tensor.dtype, slot.extent.dtype} <= _CASTABLE:
+                    raise LossError(f"there is no cast from {tensor.dtype} to {slot.extent.dtype}", fqn=tensor.fqn)
                 per_key = casts.setdefault((tensor.dtype, slot.extent.dtype), {})
                 per_key[key] = per_key.get(key, 0) + slot.extent.nbytes
         found.fill(tensor, places)
@@ -331,11 +332,6 @@ def _lies_in_one(fragments: list[Fragment], shape: Shape, region: Region) -> boo
         return False
     first = fragments[0].region
     return isinstance(first, Box) and first.is_whole(shape) and is_inside(region, shape)
-
-
-def _check_cast(tensor: Tensor, target: DType) -> None:
-    if tensor.dtype not in _CASTABLE or target not in _CASTABLE:
-        raise LossError(f"there is no cast from {tensor.dtype} to {target}", fqn=tensor.fqn)
 
 
 def _check_file_cover(file: TargetFile) -> None:

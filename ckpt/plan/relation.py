@@ -392,12 +392,8 @@ class _Joint(NamedTuple):
 
 def _translate_ties(ties: Mapping[str, str], onto: Mapping[str, list[str]]) -> dict[str, str]:
     """Ties under the new names.  An alias holds no tensor of its own, so it is named like its owner's kind."""
-    result = {}
-    for alias, owner in ties.items():
-        owners = onto.get(owner, [owner])
-        aliases = onto.get(alias, [alias])
-        result.update(dict(zip(aliases, owners, strict=False)))
-    return result
+    named = ((onto.get(alias, [alias]), onto.get(owner, [owner])) for alias, owner in ties.items())
+    return {alias: owner for pair in named for alias, owner in zip(*pair, strict=False)}
 
 
 def _translate_state(state: TrainingState, onto: Mapping[str, list[str]]) -> TrainingState:

@@ -578,7 +578,8 @@ def tiling_faults(regions: Sequence[Region], shape: Shape, *, overlaps: bool = F
     for region in inside:
         as_flat = region if isinstance(region, FlatRange) else flat_range(region, shape)
         if as_flat is None:
-            yield from _box_faults(inside, shape, overlaps)
+            boxes = [box for region in inside for box in region_boxes(region, shape) if box.numel]
+            yield from _sweep(boxes, (), (), shape, overlaps)
             return
         if as_flat.numel:
             flat.append(as_flat)
@@ -604,11 +605,6 @@ def is_inside(region: Region, shape: Shape) -> bool:
         if start < 0 or size < 0 or end > full:
             return False
     return True
-
-
-def _box_faults(regions: Sequence[Region], shape: Shape, overlaps: bool) -> Iterator[TilingFault]:
-    boxes = [box for region in regions for box in region_boxes(region, shape) if box.numel]
-    return _sweep(boxes, (), (), shape, overlaps)
 
 
 def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool) -> Iterator[TilingFault]:

@@ -145,7 +145,8 @@ def check(folder: Path, formats: Iterable[Format], progress: Progress | None = N
         elif path.stat().st_size != entry["bytes"]:
             problems.append(f"{name}: {path.stat().st_size} bytes instead of {entry['bytes']}")
         else:
-            present[name] = _as_digest(entry)
+            pieces = {(offset, length): digest for offset, length, digest in entry["pieces"]}
+            present[name] = FileDigest(entry["bytes"], pieces, entry["rest"])
     changes = [
         _Change(name, piece)
         for name, now in sorted(_hash_files(folder, present, progress).items())
@@ -158,11 +159,6 @@ def check(folder: Path, formats: Iterable[Format], progress: Progress | None = N
     return Checked(
         str(folder), len(expected), sum(e["bytes"] for e in expected.values()), tuple(problems), tuple(unknown)
     )
-
-
-def _as_digest(entry: dict[str, Any]) -> FileDigest:
-    pieces = {(offset, length): digest for offset, length, digest in entry["pieces"]}
-    return FileDigest(entry["bytes"], pieces, entry["rest"])
 
 
 def _changed_pieces(before: FileDigest, now: FileDigest) -> Iterator[Piece | None]:
