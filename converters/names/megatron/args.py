@@ -5,6 +5,7 @@ Names and meanings: Megatron-LM core_v0.16.1, megatron/training/arguments.py and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ckpt.errors import LossError
@@ -16,7 +17,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def common(config: Config, sizes: Sizes) -> dict[str, Any]:
-    """What nearly all architectures here share: RMS norm, SwiGLU, rotary positions, no biases."""
+    """What nearly all architectures here share: RMS norm, SwiGLU, rotary positions, and what `sizes` says they hold."""
     return {
         "num_layers": sizes.num_layers,
         "hidden_size": sizes.dims["h"],
@@ -39,9 +40,9 @@ def common(config: Config, sizes: Sizes) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "norm_epsilon": config.number("rms_norm_eps", 1e-6),
         "apply_layernorm_1p": False,
-        "qk_layernorm": False,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
+        "qk_layernorm": "qk norm" in sizes.holds,
+        "add_bias_linear": "biases" in sizes.holds,
+        "add_qkv_bias": "qkv bias" in sizes.holds,
         "swiglu": True,
         "quick_geglu": False,
         "openai_gelu": False,
@@ -60,6 +61,16 @@ def common(config: Config, sizes: Sizes) -> dict[str, Any]:
         "make_vocab_size_divisible_by": 128,
         **dtype(config),
     }
+
+
+def gated(
+    config: Config, sizes: Callable[[Config], Sizes], base: float = 10000.0, *, slides: bool = True
+) -> dict[str, Any]:
+    """Arguments of what has followed Llama: SwiGLU, rotary positions, a sliding window unless not `slides`, experts."""
+    silu(config)
+    found = sizes(config)
+    more = experts(config, found) if found.num_experts else {}
+    return common(config, found) | rotary(config, base) | window(config, used=slides) | more
 
 
 def dtype(config: Config) -> dict[str, Any]:

@@ -63,6 +63,20 @@ class Row:
         return "{e}" in self.megatron and not any("{e}" in hub for hub in self.hubs)
 
 
+def both(megatron: str, hub: str, weight: str, bias: str, kind: Kind) -> tuple[Row, Row]:
+    """A weight and its bias, of these dims."""
+    return Row(f"{megatron}weight", f"{hub}.weight", weight, kind), Row(f"{megatron}bias", f"{hub}.bias", bias, kind)
+
+
+def gated_mlp(
+    megatron: str, hub: str, size: str, only: str = ALWAYS, names: str = "gate_proj up_proj down_proj"
+) -> tuple[Row, Row]:
+    """The two layers of an MLP of `size`, the first of which is gate and up on the hub."""
+    gate, up, down = (f"{hub}.{name}.weight" for name in names.split())
+    first = Row(f"{megatron}.linear_fc1.weight", (gate, up), f"{size} h", joined, only)
+    return first, Row(f"{megatron}.linear_fc2.weight", down, f"h {size}", same, only)
+
+
 def stacked(pattern: Pattern, expert: int, num_experts: int) -> Pattern:
     """The pattern where the hub's tensor is a stack of all experts' along a first dim."""
     pieces = []
@@ -79,9 +93,9 @@ def same(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def transposed(sizes: Sizes, shape: Shape) -> Pattern:
-    """A matrix that the hub has as [in, out]."""
+    """A matrix that the hub has as [in, out], and its bias."""
     turned = shape[::-1]
-    return Pattern((shape,), turned, (Piece(0, whole(shape), whole(turned), (1, 0)),))
+    return Pattern((shape,), turned, (Piece(0, whole(shape), whole(turned), tuple(range(len(shape)))[::-1]),))
 
 
 def joined(sizes: Sizes, shape: Shape) -> Pattern:

@@ -6,19 +6,19 @@ the output layer again in each.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ckpt.errors import LossError
 from converters.names.megatron.architectures import llama
 from converters.names.megatron.architectures.qwen3_moe import EXPERTS
 from converters.names.megatron.args import common, experts, silu
-from converters.names.megatron.rows import SPARSE, Row, joined, same
+from converters.names.megatron.rows import SPARSE, Row, gated_mlp, same
 from converters.names.megatron.sizes import Config, Sizes
-from converters.names.megatron.table import Table, inside_mtp
+from converters.names.megatron.table import inside_mtp
 
 _M, _H = "decoder.layers.{n}", "model.layers.{n}"
 _A, _HA = f"{_M}.self_attention", f"{_H}.self_attn"
-_SHARED, _HUB_SHARED = f"{_M}.mlp.shared_experts", f"{_H}.mlp.shared_experts"
 _P = "mtp.layers.{n}"
 
 ATTENTION = (
@@ -35,14 +35,7 @@ ATTENTION = (
 
 SHARED = (
     Row(f"{_M}.mlp.router.expert_bias", f"{_H}.mlp.gate.e_score_correction_bias", "e", same, only=SPARSE),
-    Row(
-        f"{_SHARED}.linear_fc1.weight",
-        (f"{_HUB_SHARED}.gate_proj.weight", f"{_HUB_SHARED}.up_proj.weight"),
-        "s h",
-        joined,
-        only=SPARSE,
-    ),
-    Row(f"{_SHARED}.linear_fc2.weight", f"{_HUB_SHARED}.down_proj.weight", "h s", same, only=SPARSE),
+    *gated_mlp(f"{_M}.mlp.shared_experts", f"{_H}.mlp.shared_experts", "s", SPARSE),
 )
 
 MTP = (
@@ -139,15 +132,13 @@ def _positions(config: Config) -> dict[str, Any]:
     return found
 
 
-TABLE = Table(
-    llama.EMBEDDING,
-    llama.OUTPUT,
-    llama.FINAL_NORM + ATTENTION + llama.MLP + EXPERTS + SHARED,
-    sizes,
-    args,
+TABLE = replace(
+    llama.TABLE,
+    rows=llama.FINAL_NORM + ATTENTION + llama.MLP + EXPERTS + SHARED,
+    sizes=sizes,
+    args=args,
     mtp_rows=MTP,
     mtp_embedding="model.layers.{n}.embed_tokens.weight",
     mtp_output="model.layers.{n}.shared_head.head.weight",
-    derived=llama.DERIVED,
     buffers=(".mlp.router.expert_bias",),
 )

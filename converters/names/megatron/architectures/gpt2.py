@@ -6,13 +6,12 @@ from typing import Any
 
 from ckpt.errors import LossError
 from converters.names.megatron.args import common
-from converters.names.megatron.rows import Row, fused_qkv, same, transposed
+from converters.names.megatron.rows import Row, both, fused_qkv, same, transposed
 from converters.names.megatron.sizes import Config, Sizes, attention_sizes
 from converters.names.megatron.table import Table
 
 _M, _H = "decoder.layers.{n}", "transformer.h.{n}"
-_FC1, _FC2 = f"{_M}.mlp.linear_fc1", f"{_M}.mlp.linear_fc2"
-_QKV, _PROJ = f"{_M}.self_attention.linear_qkv", f"{_M}.self_attention.linear_proj"
+_A = f"{_M}.self_attention"
 
 #: transformers' names of the one function, which Megatron has as `--openai-gelu`.
 _TANH = ("gelu_new", "gelu_pytorch_tanh")
@@ -46,20 +45,13 @@ TABLE = Table(
     "lm_head.weight",
     (
         Row("embedding.position_embeddings.weight", "transformer.wpe.weight", "p h", same),
-        Row("decoder.final_layernorm.weight", "transformer.ln_f.weight", "h", same),
-        Row("decoder.final_layernorm.bias", "transformer.ln_f.bias", "h", same),
-        Row(f"{_QKV}.layer_norm_weight", f"{_H}.ln_1.weight", "h", same),
-        Row(f"{_QKV}.layer_norm_bias", f"{_H}.ln_1.bias", "h", same),
-        Row(f"{_QKV}.weight", f"{_H}.attn.c_attn.weight", "h 3h", fused_qkv),
-        Row(f"{_QKV}.bias", f"{_H}.attn.c_attn.bias", "3h", fused_qkv),
-        Row(f"{_PROJ}.weight", f"{_H}.attn.c_proj.weight", "h h", transposed),
-        Row(f"{_PROJ}.bias", f"{_H}.attn.c_proj.bias", "h", same),
-        Row(f"{_FC1}.layer_norm_weight", f"{_H}.ln_2.weight", "h", same),
-        Row(f"{_FC1}.layer_norm_bias", f"{_H}.ln_2.bias", "h", same),
-        Row(f"{_FC1}.weight", f"{_H}.mlp.c_fc.weight", "h f", transposed),
-        Row(f"{_FC1}.bias", f"{_H}.mlp.c_fc.bias", "f", same),
-        Row(f"{_FC2}.weight", f"{_H}.mlp.c_proj.weight", "f h", transposed),
-        Row(f"{_FC2}.bias", f"{_H}.mlp.c_proj.bias", "h", same),
+        *both("decoder.final_layernorm.", "transformer.ln_f", "h", "h", same),
+        *both(f"{_A}.linear_qkv.layer_norm_", f"{_H}.ln_1", "h", "h", same),
+        *both(f"{_A}.linear_qkv.", f"{_H}.attn.c_attn", "h 3h", "3h", fused_qkv),
+        *both(f"{_A}.linear_proj.", f"{_H}.attn.c_proj", "h h", "h", transposed),
+        *both(f"{_M}.mlp.linear_fc1.layer_norm_", f"{_H}.ln_2", "h", "h", same),
+        *both(f"{_M}.mlp.linear_fc1.", f"{_H}.mlp.c_fc", "h f", "f", transposed),
+        *both(f"{_M}.mlp.linear_fc2.", f"{_H}.mlp.c_proj", "f h", "h", transposed),
     ),
     sizes,
     args,

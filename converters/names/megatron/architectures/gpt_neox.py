@@ -6,13 +6,12 @@ from typing import Any
 
 from ckpt.errors import LossError
 from converters.names.megatron.args import common, rotary
-from converters.names.megatron.rows import Row, same
+from converters.names.megatron.rows import both, same
 from converters.names.megatron.sizes import Config, Sizes, attention_sizes
 from converters.names.megatron.table import Table
 
 _M, _H = "decoder.layers.{n}", "gpt_neox.layers.{n}"
-_FC1, _FC2 = f"{_M}.mlp.linear_fc1", f"{_M}.mlp.linear_fc2"
-_QKV, _PROJ = f"{_M}.self_attention.linear_qkv", f"{_M}.self_attention.linear_proj"
+_A = f"{_M}.self_attention"
 
 
 def sizes(config: Config) -> Sizes:
@@ -55,20 +54,13 @@ TABLE = Table(
     "gpt_neox.embed_in.weight",
     "embed_out.weight",
     (
-        Row("decoder.final_layernorm.weight", "gpt_neox.final_layer_norm.weight", "h", same),
-        Row("decoder.final_layernorm.bias", "gpt_neox.final_layer_norm.bias", "h", same),
-        Row(f"{_QKV}.layer_norm_weight", f"{_H}.input_layernorm.weight", "h", same),
-        Row(f"{_QKV}.layer_norm_bias", f"{_H}.input_layernorm.bias", "h", same),
-        Row(f"{_QKV}.weight", f"{_H}.attention.query_key_value.weight", "3h h", same),
-        Row(f"{_QKV}.bias", f"{_H}.attention.query_key_value.bias", "3h", same),
-        Row(f"{_PROJ}.weight", f"{_H}.attention.dense.weight", "h h", same),
-        Row(f"{_PROJ}.bias", f"{_H}.attention.dense.bias", "h", same),
-        Row(f"{_FC1}.layer_norm_weight", f"{_H}.post_attention_layernorm.weight", "h", same),
-        Row(f"{_FC1}.layer_norm_bias", f"{_H}.post_attention_layernorm.bias", "h", same),
-        Row(f"{_FC1}.weight", f"{_H}.mlp.dense_h_to_4h.weight", "f h", same),
-        Row(f"{_FC1}.bias", f"{_H}.mlp.dense_h_to_4h.bias", "f", same),
-        Row(f"{_FC2}.weight", f"{_H}.mlp.dense_4h_to_h.weight", "h f", same),
-        Row(f"{_FC2}.bias", f"{_H}.mlp.dense_4h_to_h.bias", "h", same),
+        *both("decoder.final_layernorm.", "gpt_neox.final_layer_norm", "h", "h", same),
+        *both(f"{_A}.linear_qkv.layer_norm_", f"{_H}.input_layernorm", "h", "h", same),
+        *both(f"{_A}.linear_qkv.", f"{_H}.attention.query_key_value", "3h h", "3h", same),
+        *both(f"{_A}.linear_proj.", f"{_H}.attention.dense", "h h", "h", same),
+        *both(f"{_M}.mlp.linear_fc1.layer_norm_", f"{_H}.post_attention_layernorm", "h", "h", same),
+        *both(f"{_M}.mlp.linear_fc1.", f"{_H}.mlp.dense_h_to_4h", "f h", "f", same),
+        *both(f"{_M}.mlp.linear_fc2.", f"{_H}.mlp.dense_4h_to_h", "h f", "h", same),
     ),
     sizes,
     args,

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from converters.names.megatron.args import common, rotary, silu
-from converters.names.megatron.rows import DENSE, Row, joined, qkv, same
+from converters.names.megatron.args import gated
+from converters.names.megatron.rows import DENSE, Row, gated_mlp, joined, qkv, same
 from converters.names.megatron.sizes import Config, Sizes, attention_sizes
 from converters.names.megatron.table import Table
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 _M, _H = "decoder.layers.{n}", "model.layers.{n}"
+_QKV = "qkv bias"
 
 FINAL_NORM = (Row("decoder.final_layernorm.weight", "model.norm.weight", "h", same),)
 
 ATTENTION = (
     Row(f"{_M}.self_attention.linear_qkv.layer_norm_weight", f"{_H}.input_layernorm.weight", "h", same),
-    Row(
-        f"{_M}.self_attention.linear_qkv.weight",
-        tuple(f"{_H}.self_attn.{x}_proj.weight" for x in "qkv"),
-        "a h",
-        qkv,
-    ),
-    Row(
-        f"{_M}.self_attention.linear_qkv.bias",
-        tuple(f"{_H}.self_attn.{x}_proj.bias" for x in "qkv"),
-        "a",
-        qkv,
-        only="qkv bias",
-    ),
+    Row(f"{_M}.self_attention.linear_qkv.weight", tuple(f"{_H}.self_attn.{x}_proj.weight" for x in "qkv"), "a h", qkv),
+    Row(f"{_M}.self_attention.linear_qkv.bias", tuple(f"{_H}.self_attn.{x}_proj.bias" for x in "qkv"), "a", qkv, _QKV),
     Row(f"{_M}.self_attention.linear_proj.weight", f"{_H}.self_attn.o_proj.weight", "h a", same),
     Row(f"{_M}.self_attention.linear_proj.bias", f"{_H}.self_attn.o_proj.bias", "h", same, only="biases"),
     Row(f"{_M}.self_attention.q_layernorm.weight", f"{_H}.self_attn.q_norm.weight", "d", same, only="qk norm"),
@@ -38,14 +28,7 @@ ATTENTION = (
 
 MLP = (
     Row(f"{_M}.mlp.linear_fc1.layer_norm_weight", f"{_H}.post_attention_layernorm.weight", "h", same, only=DENSE),
-    Row(
-        f"{_M}.mlp.linear_fc1.weight",
-        (f"{_H}.mlp.gate_proj.weight", f"{_H}.mlp.up_proj.weight"),
-        "f h",
-        joined,
-        only=DENSE,
-    ),
-    Row(f"{_M}.mlp.linear_fc2.weight", f"{_H}.mlp.down_proj.weight", "h f", same, only=DENSE),
+    *gated_mlp(f"{_M}.mlp", f"{_H}.mlp", "f", DENSE),
 )
 
 MLP_BIASES = (
@@ -60,15 +43,12 @@ DERIVED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 def sizes(config: Config) -> Sizes:
     # Megatron has biases in all linear layers or in none, besides those of queries, keys and values alone.
     attention, mlp = config.flag("attention_bias"), config.flag("mlp_bias")
-    holds = ["qkv bias"] * attention + ["biases"] * (attention and mlp)
+    holds = [_QKV] * attention + ["biases"] * (attention and mlp)
     return attention_sizes(config, holds=holds)
 
 
 def args(config: Config) -> dict[str, Any]:
-    silu(config)
-    found = sizes(config)
-    biases = {"add_qkv_bias": "qkv bias" in found.holds, "add_bias_linear": "biases" in found.holds}
-    return common(config, found) | rotary(config) | biases
+    return gated(config, sizes, slides=False)
 
 
 TABLE = Table(EMBEDDING, OUTPUT, FINAL_NORM + ATTENTION + MLP + MLP_BIASES, sizes, args, derived=DERIVED)

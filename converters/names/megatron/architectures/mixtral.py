@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from converters.names.megatron.architectures import llama
-from converters.names.megatron.args import common, experts, rotary, silu, window
-from converters.names.megatron.rows import Row, joined, same
+from converters.names.megatron.args import gated
+from converters.names.megatron.rows import Row, gated_mlp, same
 from converters.names.megatron.sizes import Config, Sizes, attention_sizes
-from converters.names.megatron.table import Table
 
 _M, _H = "decoder.layers.{n}", "model.layers.{n}"
-_EXPERT, _HUB_EXPERT = f"{_M}.mlp.experts.local_experts.{{e}}", f"{_H}.block_sparse_moe.experts.{{e}}"
+_EXPERT = f"{_M}.mlp.experts.local_experts.{{e}}"
 
 EXPERTS = (
     Row(f"{_M}.pre_mlp_layernorm.weight", f"{_H}.post_attention_layernorm.weight", "h", same),
     Row(f"{_M}.mlp.router.weight", f"{_H}.block_sparse_moe.gate.weight", "e h", same),
-    Row(f"{_EXPERT}.linear_fc1.weight", (f"{_HUB_EXPERT}.w1.weight", f"{_HUB_EXPERT}.w3.weight"), "m h", joined),
-    Row(f"{_EXPERT}.linear_fc2.weight", f"{_HUB_EXPERT}.w2.weight", "h m", same),
+    *gated_mlp(_EXPERT, f"{_H}.block_sparse_moe.experts.{{e}}", "m", names="w1 w3 w2"),
 )
 
 
@@ -32,17 +31,13 @@ def sizes(config: Config) -> Sizes:
 
 
 def args(config: Config) -> dict[str, Any]:
-    silu(config)
-    found = sizes(config)
-    return common(config, found) | rotary(config, 1e6) | window(config) | experts(config, found)
+    return gated(config, sizes, 1e6)
 
 
-TABLE = Table(
-    llama.EMBEDDING,
-    llama.OUTPUT,
-    llama.FINAL_NORM + llama.ATTENTION + EXPERTS,
-    sizes,
-    args,
-    derived=llama.DERIVED,
+TABLE = replace(
+    llama.TABLE,
+    rows=llama.FINAL_NORM + llama.ATTENTION + EXPERTS,
+    sizes=sizes,
+    args=args,
     expert_modules=("gate.", "experts."),
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from converters.names.megatron.architectures import llama
-from converters.names.megatron.args import common, rotary, silu, window
+from converters.names.megatron.args import gated
 from converters.names.megatron.sizes import Config, Sizes, attention_sizes
-from converters.names.megatron.table import Table
 
 
 def sizes(config: Config) -> Sizes:
@@ -15,16 +15,7 @@ def sizes(config: Config) -> Sizes:
 
 
 def args(config: Config) -> dict[str, Any]:
-    silu(config)
-    slides = window(config, used=config.flag("use_sliding_window"))
-    return common(config, sizes(config)) | rotary(config) | slides | {"add_qkv_bias": True}
+    return gated(config, sizes, slides=config.flag("use_sliding_window"))
 
 
-TABLE = Table(
-    llama.EMBEDDING,
-    llama.OUTPUT,
-    llama.FINAL_NORM + llama.ATTENTION + llama.MLP,
-    sizes,
-    args,
-    derived=llama.DERIVED,
-)
+TABLE = replace(llama.TABLE, sizes=sizes, args=args)
