@@ -236,6 +236,12 @@ class Checkpoint:
         return (tensor for (_, role), tensor in self.tensors.items() if role in roles)
 
     @property
+    def shapes(self) -> dict[str, Shape]:
+        """Shapes by fqn; an optimizer's states may have shapes of their own, and have the last word nowhere."""
+        states_first = sorted(self.tensors.values(), key=lambda tensor: tensor.role in (WEIGHT, MASTER, BUFFER))
+        return {tensor.fqn: tensor.shape for tensor in states_first}
+
+    @property
     def parameters(self) -> dict[str, Tensor]:
         """One tensor per parameter: the model's own weight, or the fp32 master where only that is stored."""
         found: dict[str, Tensor] = {}

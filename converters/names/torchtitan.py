@@ -8,64 +8,51 @@ of queries and keys are in another order there.  Experts of a layer are one tens
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ckpt.errors import UsageError
-from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, WEIGHT, Checkpoint, Layout
+from ckpt.plan.checkpoint import HUB, Checkpoint, Layout
 from ckpt.plan.namespace import TORCHTITAN, Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, stepped, whole
 from converters.names.hub import families
+from converters.names.hub.rows import Saved
 from converters.names.megatron.relation import check_complete
 from converters.names.megatron.sizes import Config
 
 #: Model types whose adapters agree with the table, and whether rows of queries and keys change their order.
 _PERMUTED = {"llama": True, "qwen3": False, "qwen3_moe": False, "deepseek_v3": False}
 
-#: Names on the Hub, and torchtitan's: the newest first.  `#` is a layer; `*` is an expert, which torchtitan stacks.
-_NAMES: dict[str, tuple[str, ...]] = {
-    "model.embed_tokens.weight": ("tok_embeddings.weight",),
-    "model.norm.weight": ("norm.weight",),
-    "lm_head.weight": ("lm_head.weight", "output.weight"),
-    **{
-        f"model.layers.#.{hub}": tuple(f"layers.#.{one}" for one in titan)
-        for hub, titan in {
-            "input_layernorm.weight": ("attention_norm.weight",),
-            "post_attention_layernorm.weight": ("ffn_norm.weight",),
-            **{
-                f"self_attn.{x}_proj.weight": (f"attention.qkv_linear.w{x}.weight", f"attention.w{x}.weight")
-                for x in "qkv"
-            },
-            "self_attn.o_proj.weight": ("attention.wo.weight",),
-            "self_attn.q_norm.weight": ("attention.q_norm.weight",),
-            "self_attn.k_norm.weight": ("attention.k_norm.weight",),
-            "self_attn.q_a_proj.weight": ("attention.wq_a.weight",),
-            "self_attn.q_a_layernorm.weight": ("attention.q_norm.weight",),
-            "self_attn.q_b_proj.weight": ("attention.wq_b.weight",),
-            "self_attn.kv_a_proj_with_mqa.weight": ("attention.wkv_a.weight",),
-            "self_attn.kv_a_layernorm.weight": ("attention.kv_norm.weight",),
-            "self_attn.kv_b_proj.weight": ("attention.wkv_b.weight",),
-            "mlp.gate.weight": ("moe.router.gate.weight",),
-            "mlp.gate.e_score_correction_bias": ("moe.expert_bias_E", "moe.expert_bias"),
-            **{
-                name: titan
-                for part, w, suffix in (("gate", 1, "EFD"), ("down", 2, "EDF"), ("up", 3, "EFD"))
-                for name, titan in {
-                    f"mlp.{part}_proj.weight": (f"feed_forward.w{w}.weight",),
-                    f"mlp.shared_experts.{part}_proj.weight": (f"moe.shared_experts.w{w}.weight",),
-                    f"mlp.experts.*.{part}_proj.weight": (
-                        f"moe.routed_experts.inner_experts.w{w}_{suffix}",
-                        f"moe.experts.w{w}",
-                    ),
-                }.items()
-            },
-        }.items()
-    },
+#: Names on the Hub, without the layer's, and torchtitan's, the newest first.  `*` is an expert; torchtitan stacks them.
+_NAMES = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "lm_head.weight output.weight",
+    "input_layernorm.weight": "attention_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    **{f"self_attn.{x}_proj.weight": f"attention.qkv_linear.w{x}.weight attention.w{x}.weight" for x in "qkv"},
+    "self_attn.o_proj.weight": "attention.wo.weight",
+    "self_attn.q_norm.weight": "attention.q_norm.weight",
+    "self_attn.k_norm.weight": "attention.k_norm.weight",
+    "self_attn.q_a_proj.weight": "attention.wq_a.weight",
+    "self_attn.q_a_layernorm.weight": "attention.q_norm.weight",
+    "self_attn.q_b_proj.weight": "attention.wq_b.weight",
+    "self_attn.kv_a_proj_with_mqa.weight": "attention.wkv_a.weight",
+    "self_attn.kv_a_layernorm.weight": "attention.kv_norm.weight",
+    "self_attn.kv_b_proj.weight": "attention.wkv_b.weight",
+    "mlp.gate.weight": "moe.router.gate.weight",
+    "mlp.gate.e_score_correction_bias": "moe.expert_bias_E moe.expert_bias",
 }
+for _part, _w, _dims in (("gate", "w1", "EFD"), ("down", "w2", "EDF"), ("up", "w3", "EFD")):
+    _NAMES |= {
+        f"mlp.{_part}_proj.weight": f"feed_forward.{_w}.weight",
+        f"mlp.shared_experts.{_part}_proj.weight": f"moe.shared_experts.{_w}.weight",
+        f"mlp.experts.*.{_part}_proj.weight": f"moe.routed_experts.inner_experts.{_w}_{_dims} moe.experts.{_w}",
+    }
 #: A bias by which experts are loaded evenly in training, which most architectures have no place for.
 _BALANCE = re.compile(r"layers\.\d+\.moe\.expert_bias(_E)?")
-_LAYER = re.compile(r"(?<=layers\.)\d+")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 
 
@@ -75,11 +62,11 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     Raises UsageError for an architecture that is not known, LossError for a tensor that has no place, CorruptError
     where one is missing or not as the config says.
     """
-    found = _shapes(checkpoint)
-    expected = _expected(checkpoint)
-    left = {name for name in found if _BALANCE.fullmatch(name)} if not _has_bias(expected) else set()
+    found, saved = checkpoint.shapes, _saved(checkpoint)
+    has_bias = any(name.endswith("e_score_correction_bias") for name in saved.required)
+    left = set() if has_bias else {name for name in found if _BALANCE.fullmatch(name)}
     shapes = {name: shape for name, shape in found.items() if name not in left}
-    relation = _relation(checkpoint, expected, shapes).inverse()
+    relation = _relation(checkpoint, saved, shapes).inverse()
     check_complete(relation, shapes)
     kept = replace(checkpoint, tensors={key: t for key, t in checkpoint.tensors.items() if key[0] not in left})
     notes = [f"{len(left)} tensors moe.expert_bias of torchtitan's left out, as it does itself"] if left else []
@@ -88,22 +75,14 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 def from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     """`checkpoint`, which has the Hub's names, under torchtitan's; errors as of `to_hub`."""
-    shapes = _shapes(checkpoint)
-    relation = _relation(checkpoint, _expected(checkpoint), ())
-    check_complete(relation, shapes)
-    named = translate(checkpoint, relation, TORCHTITAN)
-    tied = _is_tied(checkpoint)
-    return replace(named, ties={"lm_head.weight": "tok_embeddings.weight"} if tied else {})
+    saved = _saved(checkpoint)
+    relation = _relation(checkpoint, saved, ())
+    check_complete(relation, checkpoint.shapes)
+    ties = dict.fromkeys(saved.optional.keys() & {"lm_head.weight"}, "tok_embeddings.weight")
+    return replace(translate(checkpoint, relation, TORCHTITAN), ties=ties)
 
 
-def _shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
-    """Shapes by name; an optimizer's states may have shapes of their own, and have the last word nowhere."""
-    model = (WEIGHT, MASTER, BUFFER)
-    states_first = sorted(checkpoint.tensors.values(), key=lambda tensor: tensor.role in model)
-    return {tensor.fqn: tensor.shape for tensor in states_first}
-
-
-def _expected(checkpoint: Checkpoint) -> Mapping[str, Shape]:
+def _saved(checkpoint: Checkpoint) -> Saved:
     """The tensors of the Hub's files, by the config."""
     config = checkpoint.config or {}
     saved = families.saved(config) if config.get("model_type") in _PERMUTED else None
@@ -114,19 +93,10 @@ def _expected(checkpoint: Checkpoint) -> Mapping[str, Shape]:
             expected="a causal model of one of " + ", ".join(_PERMUTED),
             found=f"model_type {config.get('model_type')!r}",
         )
-    return saved.required
+    return saved
 
 
-def _has_bias(expected: Mapping[str, Shape]) -> bool:
-    return any(name.endswith("e_score_correction_bias") for name in expected)
-
-
-def _is_tied(checkpoint: Checkpoint) -> bool:
-    saved = families.saved(checkpoint.config or {})
-    return saved is not None and "lm_head.weight" in saved.optional
-
-
-def _relation(checkpoint: Checkpoint, expected: Mapping[str, Shape], present: Collection[str]) -> Relation:
+def _relation(checkpoint: Checkpoint, saved: Saved, present: Collection[str]) -> Relation:
     """From the Hub's tensors to torchtitan's, in the spelling that is `present`, otherwise the newest."""
     config = Config(checkpoint.config or {})
     permuted = _PERMUTED[str(config.get("model_type"))]
@@ -134,14 +104,12 @@ def _relation(checkpoint: Checkpoint, expected: Mapping[str, Shape], present: Co
     groups = config.size("num_key_value_heads", default=heads)
     links: list[Link] = []
     titan: dict[str, Shape] = {}
-    stacks: dict[str, int] = {}
-    for name, shape in expected.items():
+    for name, shape in saved.required.items():
         new, expert = _spelled(name, present)
         if expert is not None:
-            stacks[new] = max(stacks.get(new, 0), expert + 1)
             box = Box((expert, *(0,) * len(shape)), (1, *shape))
             links.append(Link(name, whole(shape), new, box, tuple(range(1, len(shape) + 1))))
-            titan[new] = (stacks[new], *shape)
+            titan[new] = (expert + 1, *shape)  # experts come in turn
             continue
         titan[new] = shape
         if permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -149,21 +117,20 @@ def _relation(checkpoint: Checkpoint, expected: Mapping[str, Shape], present: Co
         else:
             links.append(Link.rename(name, new, shape))
     copies = {}
-    if _is_tied(checkpoint):  # a state dict has both, and the Hub's files one
-        both = [name for name in _NAMES["lm_head.weight"] if name in present]
+    if "lm_head.weight" in saved.optional:  # a state dict has both, and the Hub's files one
+        both = [name for name in _NAMES["lm_head.weight"].split() if name in present]
         copies = dict.fromkeys(both, "tok_embeddings.weight")
         titan |= dict.fromkeys(both, titan["tok_embeddings.weight"])
-    return Relation(tuple(links), dict(expected), titan, b_copies=copies)
+    return Relation(tuple(links), dict(saved.required), titan, b_copies=copies)
 
 
 def _spelled(name: str, present: Collection[str]) -> tuple[str, int | None]:
     """torchtitan's name, and the number of the expert."""
-    layer, expert = _LAYER.search(name), _EXPERT.search(name)
-    general = _EXPERT.sub("*", _LAYER.sub("#", name, count=1))
-    names = _NAMES.get(general)
+    layer, expert = _LAYER.match(name), _EXPERT.search(name)
+    names = _NAMES.get(_EXPERT.sub("*", _LAYER.sub("", name)))
     if names is None:
         raise UsageError("torchtitan's model of this architecture has no such tensor", fqn=name)
-    spelled = [one.replace("#", layer[0] if layer else "") for one in names]
+    spelled = [f"layers.{layer[1]}.{one}" if layer else one for one in names.split()]
     return next((one for one in spelled if one in present), spelled[0]), int(expert[0]) if expert else None
 
 

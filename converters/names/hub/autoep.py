@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, whole
 
@@ -25,8 +25,7 @@ def as_in_transformers(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` under the names of transformers' own modules, if its experts have AutoEP's."""
     if (checkpoint.config or {}).get("model_type") not in _MODEL_TYPES:
         return checkpoint
-    states_first = sorted(checkpoint.tensors.values(), key=lambda tensor: tensor.role in (WEIGHT, MASTER, BUFFER))
-    shapes = {tensor.fqn: tensor.shape for tensor in states_first}
+    shapes = checkpoint.shapes
     if not any(map(_EXPERTS.fullmatch, shapes)):
         return checkpoint
     copies = {fqn: fqn.replace(_AGAIN, _ROUTER) for fqn in shapes if fqn.endswith(_AGAIN)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpt.errors import LossError
-from ckpt.plan.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint
+from ckpt.plan.checkpoint import MEGATRON, Checkpoint
 from ckpt.plan.relation import Link, Relation, translate
 from converters.names.megatron import relation as megatron
 from converters.names.megatron.layers import Layers, is_recomputed, sequential
@@ -22,8 +22,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
     Raises LossError for a tensor that is in no layer of GPT-NeoX's, and what Megatron's relation to the Hub raises.
     """
-    states_first = sorted(checkpoint.tensors.values(), key=lambda tensor: tensor.role in (WEIGHT, MASTER, BUFFER))
-    shapes = {tensor.fqn: tensor.shape for tensor in states_first}
+    shapes = checkpoint.shapes
     places = {fqn: place for fqn in shapes if (place := sequential(fqn))}
     left = {fqn for fqn, (_, name) in places.items() if is_recomputed(name)}
     names: dict[int, list[str]] = {}

@@ -34,8 +34,7 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
     prefix = _prefix(names, checkpoint.config or {})
     if not prefix:
         return checkpoint
-    states_first = sorted(checkpoint.tensors.values(), key=lambda tensor: tensor.role in (WEIGHT, MASTER, BUFFER))
-    shapes = {tensor.fqn: tensor.shape for tensor in states_first}
+    shapes = checkpoint.shapes
     links = tuple(Link.rename(name, name.removeprefix(prefix), shape) for name, shape in shapes.items())
     relation = Relation(links, shapes, {link.b: shapes[link.a] for link in links})
     note = f"all names begin with {prefix!r}, which is left out: the config's architecture has no such module"

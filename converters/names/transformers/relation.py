@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CkptError, CorruptError, LossError, UsageError
-from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, TRANSFORMERS, WEIGHT, Checkpoint, Layout
+from ckpt.plan.checkpoint import HUB, TRANSFORMERS, Checkpoint, Layout
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Shape
@@ -308,9 +308,7 @@ def _as_relation(results: Mapping[str, Traced], shapes: Mapping[str, Shape]) -> 
 
 def _renamed(checkpoint: Checkpoint, namespace: str, direction: Direction) -> Checkpoint:
     assert checkpoint.config is not None
-    # An optimizer's states may have shapes of their own, which are ignored where the model's tensor is there.
-    states_first = sorted(checkpoint.tensors.values(), key=lambda t: t.role in (WEIGHT, MASTER, BUFFER))
-    found = relation(checkpoint.config, {tensor.fqn: tensor.shape for tensor in states_first}, direction)
+    found = relation(checkpoint.config, checkpoint.shapes, direction)
     return replace(checkpoint, namespace=namespace) if found is None else translate(checkpoint, found, namespace)
 
 
