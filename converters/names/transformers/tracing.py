@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -48,22 +49,32 @@ class Piece:
         for source_dim, target in enumerate(self.dims):
             if target == dim:
                 offset = source_box.offsets[source_dim] + first - low
-                source_box = _replace(source_box, source_dim, offset, last - first)
-        return Piece(self.source, source_box, _replace(self.box, dim, first, last - first), self.dims)
+                source_box = _cut(source_box, source_dim, offset, last - first)
+        return Piece(self.source, source_box, _cut(self.box, dim, first, last - first), self.dims)
 
     def moved(self, dim: int, by: int) -> Piece:
-        box = _replace(self.box, dim, self.box.offsets[dim] + by, self.box.sizes[dim])
+        box = _cut(self.box, dim, self.box.offsets[dim] + by, self.box.sizes[dim])
         return Piece(self.source, self.source_box, box, self.dims)
 
-    def with_dims(self, offsets: Shape, sizes: Shape, new_dim: Callable[[int], int | None]) -> Piece:
-        """The same elements in a box of other dims; `new_dim` says what becomes of each present one."""
-        dims = tuple(None if d is None else new_dim(d) for d in self.dims)
-        return Piece(self.source, self.source_box, Box(offsets, sizes), dims)
+    def without(self, dim: int) -> Piece:
+        """The same elements without dim `dim`, which has size 1."""
+        box = Box(_spliced(self.box.offsets, dim, 1), _spliced(self.box.sizes, dim, 1))
+        dims = tuple(None if d is None or d == dim else d - (d > dim) for d in self.dims)
+        return Piece(self.source, self.source_box, box, dims)
+
+    def at(self, dim: int, offset: int) -> Piece:
+        """The same elements at `offset` of a new dim, which becomes dim `dim`."""
+        box = Box(_spliced(self.box.offsets, dim, 0, offset), _spliced(self.box.sizes, dim, 0, 1))
+        return Piece(self.source, self.source_box, box, tuple(None if d is None else d + (d >= dim) for d in self.dims))
 
 
-def _replace(box: Box, dim: int, offset: int, size: int) -> Box:
-    offsets, sizes = box.offsets, box.sizes
-    return Box((*offsets[:dim], offset, *offsets[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :]))
+def _spliced(values: Shape, dim: int, count: int, *new: int) -> Shape:
+    """`values` with `new` in place of `count` of them, from dim `dim` on."""
+    return (*values[:dim], *new, *values[dim + count :])
+
+
+def _cut(box: Box, dim: int, offset: int, size: int) -> Box:
+    return Box(_spliced(box.offsets, dim, 1, offset), _spliced(box.sizes, dim, 1, size))
 
 
 class Traced(torch.Tensor):  # type: ignore[misc, unused-ignore]
@@ -132,7 +143,7 @@ def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
             raise _do_not_fit(tensors[0], tensor)
         pieces += [piece.moved(dim, reached) for piece in tensor.pieces]
         reached += tensor.sizes[dim]
-    return Traced.of((*first[:dim], reached, *first[dim + 1 :]), pieces)
+    return Traced.of(_spliced(first, dim, 1, reached), pieces)
 
 
 def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
@@ -141,8 +152,8 @@ def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     for number, tensor in enumerate(tensors):
         if tensor.sizes != shape:
             raise _do_not_fit(tensors[0], tensor)
-        pieces += [_with_new_dim(piece, dim, number) for piece in tensor.pieces]
-    return Traced.of((*shape[:dim], len(tensors), *shape[dim:]), pieces)
+        pieces += [piece.at(dim, number) for piece in tensor.pieces]
+    return Traced.of(_spliced(shape, dim, 0, len(tensors)), pieces)
 
 
 def _do_not_fit(first: Traced, other: Traced) -> LossError:
@@ -154,39 +165,21 @@ def _do_not_fit(first: Traced, other: Traced) -> LossError:
     )
 
 
-def _with_new_dim(piece: Piece, dim: int, offset: int) -> Piece:
-    offsets, sizes = piece.box.offsets, piece.box.sizes
-    box = Box((*offsets[:dim], offset, *offsets[dim:]), (*sizes[:dim], 1, *sizes[dim:]))
-    return Piece(piece.source, piece.source_box, box, tuple(None if d is None else d + (d >= dim) for d in piece.dims))
-
-
 def _unsqueeze(tensor: Traced, dim: int) -> Traced:
     return _stack([tensor], dim)
 
 
 def _squeeze(tensor: Traced, dim: int) -> Traced:
     dim = _dim(tensor, dim)
-    shape = tensor.sizes
-    if shape[dim] != 1:
+    if tensor.sizes[dim] != 1:
         return tensor
-    return Traced.of(
-        (*shape[:dim], *shape[dim + 1 :]),
-        [
-            p.with_dims(
-                (*p.box.offsets[:dim], *p.box.offsets[dim + 1 :]),
-                (*p.box.sizes[:dim], *p.box.sizes[dim + 1 :]),
-                lambda d: None if d == dim else d - (d > dim),
-            )
-            for p in tensor.pieces
-        ],
-    )
+    return Traced.of(_spliced(tensor.sizes, dim, 1), [piece.without(dim) for piece in tensor.pieces])
 
 
 def _narrow(tensor: Traced, dim: int, start: int, length: int) -> Traced:
     dim = _dim(tensor, dim)
     parts = [part for p in tensor.pieces if (part := p.narrow(dim, start, start + length)) is not None]
-    shape = (*tensor.sizes[:dim], length, *tensor.sizes[dim + 1 :])
-    return Traced.of(shape, [part.moved(dim, -start) for part in parts])
+    return Traced.of(_spliced(tensor.sizes, dim, 1, length), [part.moved(dim, -start) for part in parts])
 
 
 def _split(tensor: Traced, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Traced, ...]:
@@ -201,11 +194,8 @@ def _split(tensor: Traced, split_size_or_sections: int | Sequence[int], dim: int
             expected=f"{sum(sizes)} in dim {dim}",
             found=list(tensor.sizes),
         )
-    parts, reached = [], 0
-    for size in sizes:
-        parts.append(_narrow(tensor, dim, reached, size))
-        reached += size
-    return tuple(parts)
+    starts = accumulate(sizes, initial=0)
+    return tuple(_narrow(tensor, dim, start, size) for start, size in zip(starts, sizes, strict=False))
 
 
 def _chunk(tensor: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
@@ -225,17 +215,20 @@ def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:
 
 def _permute(tensor: Traced, *dims: Any) -> Traced:
     order = [_dim(tensor, d) for d in (dims[0] if isinstance(dims[0], (list, tuple)) else dims)]
-    return Traced.of(
-        tuple(tensor.sizes[d] for d in order),
-        [
-            p.with_dims(
-                tuple(p.box.offsets[d] for d in order),
-                tuple(p.box.sizes[d] for d in order),
-                lambda d: order.index(d),
-            )
-            for p in tensor.pieces
-        ],
-    )
+
+    def permuted(sizes: Shape) -> Shape:
+        return tuple(sizes[d] for d in order)
+
+    pieces = [
+        Piece(
+            p.source,
+            p.source_box,
+            Box(permuted(p.box.offsets), permuted(p.box.sizes)),
+            tuple(None if d is None else order.index(d) for d in p.dims),
+        )
+        for p in tensor.pieces
+    ]
+    return Traced.of(permuted(tensor.sizes), pieces)
 
 
 def _reshape(tensor: Traced, *shape: Any) -> Traced:
@@ -260,17 +253,12 @@ def _reshape(tensor: Traced, *shape: Any) -> Traced:
             for inner in range(1, len(new)):
                 rest = _divide(rest, dim + inner - 1, prod(new[inner:]))
             if not old:
-                rest = _unsqueeze_all(rest, dim, len(new))
+                for _ in new:
+                    rest = _unsqueeze(rest, dim)
             elif not new:
                 rest = _squeeze(rest, dim)
         dim += len(new)
     return rest
-
-
-def _unsqueeze_all(tensor: Traced, dim: int, count: int) -> Traced:
-    for _ in range(count):
-        tensor = _unsqueeze(tensor, dim)
-    return tensor
 
 
 def _groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]:
@@ -298,15 +286,8 @@ def _merge(tensor: Traced, dim: int) -> Traced:
         for index in range(rows) if rows > 1 else [0]:
             part = piece.narrow(dim, index, index + 1)
             if part is not None:
-                offsets, sizes = part.box.offsets, part.box.sizes
-                pieces.append(
-                    part.with_dims(
-                        (*offsets[:dim], index * row + offsets[dim + 1], *offsets[dim + 2 :]),
-                        (*sizes[:dim], *sizes[dim + 1 :]),
-                        lambda d: None if d == dim else d - (d > dim),
-                    )
-                )
-    return Traced.of((*tensor.sizes[:dim], rows * row, *tensor.sizes[dim + 2 :]), pieces)
+                pieces.append(part.without(dim).moved(dim, index * row))
+    return Traced.of(_spliced(tensor.sizes, dim, 2, rows * row), pieces)
 
 
 def _divide(tensor: Traced, dim: int, row: int) -> Traced:
@@ -318,15 +299,8 @@ def _divide(tensor: Traced, dim: int, row: int) -> Traced:
         for index in range(low // row, (low + size - 1) // row + 1):
             part = piece.narrow(dim, index * row, (index + 1) * row)
             if part is not None:
-                offsets, sizes = part.box.offsets, part.box.sizes
-                pieces.append(
-                    part.with_dims(
-                        (*offsets[:dim], index, offsets[dim] - index * row, *offsets[dim + 1 :]),
-                        (*sizes[:dim], 1, *sizes[dim:]),
-                        lambda d: d + (d >= dim),
-                    )
-                )
-    return Traced.of((*tensor.sizes[:dim], rows, row, *tensor.sizes[dim + 1 :]), pieces)
+                pieces.append(part.at(dim, index).moved(dim + 1, -index * row))
+    return Traced.of(_spliced(tensor.sizes, dim, 1, rows, row), pieces)
 
 
 def _flatten(tensor: Traced, start_dim: int = 0, end_dim: int = -1) -> Traced:
