@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.measure import CKPT, PYTHON, Case, call, remove, rounds, run
+from benchmarks.measure import CKPT, PYTHON, Case, call, remove, run
 from benchmarks.models import num_params
 from benchmarks.runner import Bench, Goal, Table
 
@@ -35,7 +35,7 @@ def measure(bench: Bench) -> Table:
     two = ["sh", "-c", _AS_MPIRUN, "sh", *CKPT]
     try:
         call("benchmarks.zero_source", source, layers, "sparse")
-        measured = rounds(
+        measured = bench.rounds(
             [
                 Case(name, [*start, *_convert(source, out), *options], (out,))
                 for name, start, options in (
@@ -46,8 +46,7 @@ def measure(bench: Bench) -> Table:
                     (ONE_WORKER, CKPT, ["--workers", "1"]),
                     (TWO_WORKERS, two, ["--workers", "1"]),
                 )
-            ],
-            bench.num_rounds,
+            ]
         )
         remove([source, out])
         call("benchmarks.zero_source", random, CHECKED_LAYERS)

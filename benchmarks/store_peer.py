@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.store_server import BUCKET
 
-PART, NUM_THREADS = 4 << 20, 8  # as ckpt does
+PART, NUM_THREADS = 8 << 20, 8  # as ckpt does
 
 #: A range of an object: its key, start and stop.
 Part = tuple[str, int, int]

@@ -24,7 +24,7 @@ _RAW: dict[int, np.dtype] = {
     16: np.dtype("V16"),
 }
 
-_CACHE_SIZED = 1 << 15  # elements per step: the temporaries of a step stay in the processor's cache
+_CACHE_SIZED = 1 << 16  # elements per step: the temporaries of a step stay in the processor's cache
 
 
 def storage_dtype(dtype: DType) -> np.dtype:

@@ -48,7 +48,7 @@ Span = tuple[str, int, int]
 Progress = Callable[[int], None]
 
 _CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the processor's cache
-_REQUEST = 4 << 20  # bytes that are asked of a store at a time
+_REQUEST = 8 << 20  # bytes that are asked of a store at a time
 _SLAB = 16 << 20  # bytes of a tensor that are put in order at a time, where they do not lie so
 _NUMBER = "number"  # the dtype of an optimizer state that is one number per parameter
 
