@@ -337,12 +337,11 @@ def _files(
         yield from _parameter_files(model, fqn, roles, bare=stage == 3)
     yield f"zero/{_OPTIMIZER_STATE}", _optimizer_state(model, config, num_ranks, stage)
     if stage != 3:
-        shapes = zero_writer.flat_param_shapes(model, config, num_ranks)
+        shapes = [group.shapes(model) for group in zero_writer.flat_groups(model, config, num_ranks)]
         # Where no stage is known, the frozen parameters are recorded as stage 2 does.
         yield "mp_rank_00_model_states.pt", zero_writer.model_root(model, config, num_ranks, shapes, 0, stage or 2)
     if stage not in (1, 2):
-        shapes = zero_writer.slot_param_shapes(model, num_ranks)
-        yield from zero_writer.slot_model_files(model, config, num_ranks, shapes)
+        yield from zero_writer.slot_model_files(model, config, num_ranks)
 
 
 def _parameter_files(model: Model, fqn: str, roles: Sequence[str], *, bare: bool) -> Iterator[tuple[str, Any]]:

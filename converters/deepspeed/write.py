@@ -23,13 +23,12 @@ from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import (
     FromSource,
     NewTensor,
-    Part,
-    Zeros,
     copy_of,
     number,
     one_element,
     pickled,
     torch_file,
+    with_gaps,
 )
 from ckpt.plan.checkpoint import (
     BUFFER,
@@ -145,7 +144,7 @@ def model_root(
 ) -> dict[str, Any]:
     """What a model file holds that has the module of one rank without model parallelism."""
     whole = stage < 3
-    module = _module(model) if whole else _placeholders(model)
+    module = _module(model, whole)
     shapes, fragments = (None, None) if stage == 1 else _frozen(model, module, None if whole else (rank, num_ranks))
     own = {
         "module": module,
@@ -199,23 +198,14 @@ def common_root(
     }
 
 
-def _module(model: Model) -> StoredDict:
-    """The module's whole state dict; a tied alias is the tensor of its owner."""
+def _module(model: Model, is_whole: bool) -> StoredDict:
+    """The module's state dict; a tied alias is the tensor of its owner.
+
+    Where it is not whole, as of stage 3, parameters are empty and buffers are there.
+    """
     module = StoredDict("OrderedDict")
     for fqn, choice in model.weights.items():
-        module[fqn] = copy_of(choice.tensor, choice.dtype)
-    return _with_the_rest(model, module)
-
-
-def _placeholders(model: Model) -> StoredDict:
-    """Stage 3: parameters are empty, as they are partitioned; buffers are there."""
-    module = StoredDict("OrderedDict")
-    for fqn, choice in model.weights.items():
-        module[fqn] = NewTensor(choice.dtype, (0,))
-    return _with_the_rest(model, module)
-
-
-def _with_the_rest(model: Model, module: StoredDict) -> StoredDict:
+        module[fqn] = copy_of(choice.tensor, choice.dtype) if is_whole else NewTensor(choice.dtype, (0,))
     for fqn, buffer in model.buffers.items():
         module[fqn] = copy_of(buffer)
     for alias, owner in model.ties.items():
@@ -234,15 +224,13 @@ def _frozen(model: Model, module: StoredDict, part: tuple[int, int] | None) -> t
         return None, None
     shapes, fragments = StoredDict("OrderedDict"), StoredDict("OrderedDict")
     for fqn in model.frozen:
-        choice = model.weights[fqn]
-        shapes[fqn] = Size(choice.tensor.shape)
-        fragments[fqn] = module[fqn] if part is None else _slot(choice.tensor, choice.dtype, *part)
+        tensor, dtype = model.weights[fqn].tensor, model.weights[fqn].dtype
+        shapes[fqn], fragments[fqn] = Size(tensor.shape), module[fqn]
+        if part is not None:
+            rank, num_ranks = part
+            layout = slot_layout([tensor.numel], num_ranks)
+            fragments[fqn] = _flat(dtype, layout.length, [tensor], layout.parts(rank))
     return shapes, fragments
-
-
-def _slot(tensor: Tensor, dtype: DType, rank: int, num_ranks: int) -> NewTensor:
-    layout = slot_layout([tensor.numel], num_ranks)
-    return _flat(dtype, layout.length, [tensor], layout.parts(rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,24 +272,18 @@ def _flat(
 
     `local` says what the module at hand has of each of them, where that is not the whole.
     """
-    fill: list[Part] = []
-    reached = 0
+    fill: list[FromSource] = []
     for place in places:
         tensor = tensors[place.index]
         if tensor is None:
             continue
-        if place.at > reached:
-            fill.append(Zeros(place.at - reached, reached))
         own = local[place.index] if local else None
         if own is not None:
             fill.extend(own.parts(tensor, place.start, place.stop, place.at))
         else:
             region = FlatRange(place.start, place.stop)
             fill.append(FromSource((tensor.fqn, tensor.role), region, place.at))
-        reached = place.at + place.numel
-    if reached < length:
-        fill.append(Zeros(length - reached, reached))
-    return NewTensor(dtype, (length,), tuple(fill), **options)
+    return NewTensor(dtype, (length,), tuple(with_gaps(fill, length)), **options)
 
 
 def _state(
@@ -328,13 +310,6 @@ def scalar(value: Any) -> Any:
     if isinstance(value, OneElement):
         return one_element(value)
     return number(value) if isinstance(value, float) else value
-
-
-def _named_shapes(model: Model, fqns: Sequence[str]) -> StoredDict:
-    shapes = StoredDict("OrderedDict")
-    for fqn in fqns:
-        shapes[fqn] = Size(model.masters[fqn].shape)
-    return shapes
 
 
 def param_groups(model: Model, members: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
@@ -372,10 +347,8 @@ class Group:
 
     def shapes(self, model: Model) -> StoredDict:
         """The group's entry of `param_shapes`."""
-        shapes = StoredDict("OrderedDict")
-        for fqn in self.fqns:
-            shapes[self.name(fqn)] = Size(self.local[fqn].shape if fqn in self.local else model.masters[fqn].shape)
-        return shapes
+        shapes = (self.local.get(fqn, model.masters[fqn]).shape for fqn in self.fqns)
+        return StoredDict("OrderedDict", zip(map(self.name, self.fqns), map(Size, shapes), strict=True))
 
 
 def flat_group(
@@ -399,11 +372,6 @@ def flat_group(
 def flat_groups(model: Model, config: Mapping[str, Any], num_ranks: int) -> list[Group]:
     """All groups, of which every rank has a partition."""
     return [flat_group(model, config, group, num_ranks) for group in model.groups]
-
-
-def flat_param_shapes(model: Model, config: Mapping[str, Any], num_ranks: int) -> list[StoredDict]:
-    """`param_shapes` of stages 1 and 2: a dict per group, in flattening order."""
-    return [group.shapes(model) for group in flat_groups(model, config, num_ranks)]
 
 
 def _stage12_files(
@@ -474,18 +442,15 @@ def partitions(model: Model, groups: Sequence[Group], ranks: Sequence[int]) -> d
         if state:
             states[index] = state
         mappings.append(_slice_mapping(group, rank))
+    options = [{**group.options, "params": [index]} for index, group in enumerate(groups)]
+    rigid = {"state": states, "param_groups": options}
     return {
-        **(_elastic(model, states) if model.is_elastic else _rigid(groups, states)),
+        **(_elastic(model, states) if model.is_elastic else {"base_optimizer_state": rigid}),
         "single_partition_of_fp32_groups": masters,
         "group_paddings": [group.layout.padding(rank) for group, rank in zip(groups, ranks, strict=True)],
         "param_alignment_paddings": [list(group.layout.paddings) for group in groups],
         "param_slice_mappings": mappings,
     }
-
-
-def _rigid(groups: Sequence[Group], states: Mapping[int, Any]) -> dict[str, Any]:
-    options = [{**group.options, "params": [index]} for index, group in enumerate(groups)]
-    return {"base_optimizer_state": {"state": states, "param_groups": options}}
 
 
 def _elastic(model: Model, states: Mapping[int, Any]) -> dict[str, Any]:
@@ -540,26 +505,20 @@ def slot_groups(model: Model, num_ranks: int) -> _SubGroups:
     return found
 
 
-def slot_param_shapes(model: Model, num_ranks: int) -> list[StoredDict]:
-    """`param_shapes` of stage 3: a dict per sub-group."""
-    return [_named_shapes(model, fqns) for fqns in slot_groups(model, num_ranks).fqns]
-
-
 def _stage3_files(model: Model, config: Mapping[str, Any], num_ranks: int) -> Iterator[File]:
     groups = slot_groups(model, num_ranks)
-    shapes = [_named_shapes(model, fqns) for fqns in groups.fqns]
     items = stage3_items(model, config, num_ranks)
-    for rank, model_file in enumerate(slot_model_files(model, config, num_ranks, shapes)):
+    for rank, model_file in enumerate(slot_model_files(model, config, num_ranks)):
         yield model_file
         inner = items | _slots(model, groups, rank)
         root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
         yield optimizer_name(rank, config), root
 
 
-def slot_model_files(
-    model: Model, config: Mapping[str, Any], num_ranks: int, shapes: list[StoredDict]
-) -> Iterator[File]:
+def slot_model_files(model: Model, config: Mapping[str, Any], num_ranks: int) -> Iterator[File]:
     """The ranks' model files of stage 3.  Where nothing is frozen, rank 0's alone differs from others."""
+    groups = slot_groups(model, num_ranks).fqns
+    shapes = [StoredDict("OrderedDict", ((fqn, Size(model.masters[fqn].shape)) for fqn in fqns)) for fqns in groups]
     root = None
     for rank in range(num_ranks):
         if rank < 2 or model.frozen:

@@ -11,9 +11,13 @@ elements since July 2024; before that, without gaps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from ckpt.plan.dtypes import DType
+
+T = TypeVar("T")
 
 ALIGNMENT = 64
 #: Elements of a bucket where no argument says it: at least this many, and more for many ranks.
@@ -26,6 +30,14 @@ class Buffer:
 
     starts: tuple[int, ...]
     numel: int
+
+
+def by_buffer(parameters: Iterable[tuple[int, DType, T]]) -> list[tuple[int, DType, list[T]]]:
+    """The parameters of each buffer, given with the numbers of their chunks and their dtypes: in order of chunks."""
+    buffers: dict[tuple[int, DType], list[T]] = {}
+    for vp, dtype, one in parameters:
+        buffers.setdefault((vp, dtype), []).append(one)
+    return [(*key, ones) for key, ones in sorted(buffers.items(), key=lambda item: item[0][0])]
 
 
 def stored_buffer(

@@ -17,7 +17,7 @@ optimizer/optimizer.py, optimizer/distrib_optimizer.py; see `converters.megatron
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import MASTER
-from converters.megatron.buffers import bucket_sizes, find_buffer
+from converters.megatron.buffers import bucket_sizes, by_buffer, find_buffer
 from converters.megatron.optimizer import Optimizers, belongs, plain
 from converters.megatron.read import DISTRIBUTED, MODEL, Local, RankFile, Reading
 
@@ -231,11 +231,11 @@ class _RankOptimizers:
                 expected="buckets_coalesced",
                 hint="load and save it with a newer Megatron-LM (--ckpt-convert-update-legacy-dist-opt-format)",
             )
-        buffers = list(_buffers(trained))
+        buffers = by_buffer((one.vp, one.local.stored.dtype, one) for one in trained)
         stored = [(key, value) for key, value in state.items() if key != "buckets_coalesced"]
         if [key for key, _ in stored] != list(range(len(buffers))):
             raise self._misfit("the state", f"{len(buffers)} buffers", f"{len(stored)} buffers", path)
-        for (vp, members), (_, by_dtype) in zip(buffers, stored, strict=True):
+        for (vp, _, members), (_, by_dtype) in zip(buffers, stored, strict=True):
             if not isinstance(by_dtype, Mapping) or len(by_dtype) != 1:
                 raise CorruptError("a buffer of the distributed optimizer has not one dtype", path=path)
             self._read_buffer(path, vp, members, next(iter(by_dtype.values())))
@@ -264,12 +264,3 @@ class _RankOptimizers:
 
 def _fqns(ones: Sequence[Trained]) -> list[str]:
     return [fqn for one in ones for fqn in one.local.fqns]
-
-
-def _buffers(trained: Sequence[Trained]) -> Iterator[tuple[int, list[Trained]]]:
-    """The parameters of each buffer: of one chunk and one dtype, in the order in which they first occur."""
-    buffers: dict[tuple[int, str], list[Trained]] = {}
-    for one in trained:
-        buffers.setdefault((one.vp, one.local.stored.dtype.name), []).append(one)
-    for (vp, _), members in sorted(buffers.items(), key=lambda item: item[0][0]):
-        yield vp, members

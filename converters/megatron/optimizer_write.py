@@ -5,13 +5,13 @@ What is in these files is in `converters.megatron.optimizer_read`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ckpt.containers.torchfile.write import FromSource, NewTensor, Part, Zeros, number, one_element
-from ckpt.plan.checkpoint import Key, OneElement
+from ckpt.containers.torchfile.write import FromSource, NewTensor, state_number, with_gaps
+from ckpt.plan.checkpoint import Key
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from converters.megatron.buffers import bucket_sizes, stored_buffer
+from converters.megatron.buffers import bucket_sizes, by_buffer, stored_buffer
 from converters.megatron.chunks import Chunk, ChunkTensor
 from converters.megatron.optimizer import ADAM, Group, Optimizer
 from converters.names.megatron.model.axes import Rank
@@ -41,16 +41,14 @@ class RankOptimizers(Optimizer):
 
     def of_rank(self, chunks: Sequence[Chunk]) -> Any:
         """What a rank's file has as `optimizer`."""
-        contents = []
+        contents: list[dict[str, Any]] = []
         for groups, members in self._split(chunks):
-            placed = [one for _, one in members]
-            contents.append(self._without_states(groups) if self.distributed else self._plain(groups, placed))
+            if self.distributed:  # distrib_optimizer.py, `state_dict`
+                contents.append({"optimizer": {"param_groups": [dict(group.options) for group in groups]}})
+                contents[-1] |= self.scaler
+            else:
+                contents.append(self._plain(groups, [one for _, one in members]))
         return contents[0] if len(contents) == 1 else contents
-
-    def _without_states(self, groups: Sequence[Group]) -> dict[str, Any]:
-        """distrib_optimizer.py, `state_dict`."""
-        content: dict[str, Any] = {"optimizer": {"param_groups": [dict(group.options) for group in groups]}}
-        return content | self.scaler
 
     def _plain(self, groups: Sequence[Group], placed: Sequence[ChunkTensor]) -> dict[str, Any]:
         """optimizer.py, `Float16OptimizerWithFloat16Params.state_dict` and `FP32Optimizer.state_dict`."""
@@ -69,8 +67,7 @@ class RankOptimizers(Optimizer):
                 if values:
                     state[number_] = values
                 if self.model.chosen[one.fqn].dtype in (BFLOAT16, FLOAT16):
-                    master = self.masters[one.fqn]
-                    halves.append(new_tensor(one, (master.fqn, master.role), FLOAT32))
+                    halves.append(new_tensor(one, (one.fqn, self.masters[one.fqn].role), FLOAT32))
             masters.append(halves)
         inner = {"state": state, "param_groups": listed}
         if not any(choice.dtype in (BFLOAT16, FLOAT16) for choice in self.model.chosen.values()):
@@ -78,18 +75,14 @@ class RankOptimizers(Optimizer):
         return {"optimizer": inner, **self.scaler, "fp32_from_fp16_params": masters}
 
     def _state_of(self, one: ChunkTensor, step_in_group: bool) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for name, by_fqn in self.model.checkpoint.state.scalars.items():
-            if one.fqn in by_fqn and not (name == "step" and step_in_group):
-                value = by_fqn[one.fqn]
-                if isinstance(value, OneElement):
-                    value = one_element(value)
-                elif name == "step" and isinstance(value, int | float):
-                    value = number(value)
-                values[name] = value
-        for role, tensor in self.states[one.fqn].items():
-            values[role] = new_tensor(one, (one.fqn, role), tensor.dtype)
-        return values
+        scalars = self.model.checkpoint.state.scalars.items()
+        values = {
+            name: state_number(name, by_fqn[one.fqn])
+            for name, by_fqn in scalars
+            if one.fqn in by_fqn and not (name == "step" and step_in_group)
+        }
+        states = self.states[one.fqn].items()
+        return values | {role: new_tensor(one, (one.fqn, role), tensor.dtype) for role, tensor in states}
 
     def distributed_state(self, rank: Rank, chunks: Sequence[Chunk]) -> Any:
         """What a rank's `distrib_optim.pt` holds: None for what another rank of the same data has gathered."""
@@ -104,43 +97,19 @@ class RankOptimizers(Optimizer):
         self, rank: Rank, chunks: Sequence[Chunk], members: Sequence[tuple[int, ChunkTensor]]
     ) -> dict[Any, Any]:
         """distrib_optimizer.py, `get_parameter_state_dp_zero`."""
-        buffers: dict[tuple[int, Any], list[ChunkTensor]] = {}
-        for vp, placed in members:
-            buffers.setdefault((vp, self.model.chosen[placed.fqn].dtype), []).append(placed)
         content: dict[Any, Any] = {"buckets_coalesced": True}
-        for index, ((vp, dtype), ones) in enumerate(sorted(buffers.items(), key=lambda item: item[0][0])):
+        buffers = by_buffer((vp, self.model.chosen[placed.fqn].dtype, placed) for vp, placed in members)
+        for index, (vp, dtype, ones) in enumerate(buffers):
             numel = sum(placed.numel for placed in chunks[vp].tensors)
             size = next(bucket_sizes(self.args, rank.pp, vp, numel))
             buffer = stored_buffer([one.numel for one in ones], [one.shared for one in ones], size)
             reduced = FLOAT32 if self.args.get("accumulate_allreduce_grads_in_fp32", True) else dtype
             tensors: dict[str, Any] = {}
             for name in ("param", *ADAM):
-                fill = _fill((start, one, self._key(one, name)) for start, one in zip(buffer.starts, ones, strict=True))
-                tensors[name] = NewTensor(FLOAT32, (buffer.numel,), tuple(_with_gaps(fill, buffer.numel)))
+                fill = []
+                for start, one in zip(buffer.starts, ones, strict=True):
+                    key = one.fqn, self.masters[one.fqn].role if name == "param" else name
+                    fill += [FromSource(key, piece.box, start + piece.offset) for piece in one.pieces]
+                tensors[name] = NewTensor(FLOAT32, (buffer.numel,), tuple(with_gaps(fill, buffer.numel)))
             content[index] = {(dtype, reduced): tensors | {"numel_unpadded": buffer.numel}}
         return content
-
-    def _key(self, placed: ChunkTensor, name: str) -> Key:
-        if name == "param":
-            master = self.masters[placed.fqn]
-            return master.fqn, master.role
-        return placed.fqn, name
-
-
-def _fill(places: Iterable[tuple[int, ChunkTensor, Key]]) -> list[FromSource]:
-    return [
-        FromSource(key, piece.box, start + piece.offset) for start, placed, key in places for piece in placed.pieces
-    ]
-
-
-def _with_gaps(parts: Iterable[FromSource], numel: int) -> Iterator[Part]:
-    """The parts in their order, with zeros between and behind them."""
-    reached = 0
-    for part in sorted(parts, key=lambda part: part.start):
-        if part.start > reached:
-            yield Zeros(part.start - reached, reached)
-        if part.numel:
-            yield part
-        reached = part.start + part.numel
-    if reached < numel:
-        yield Zeros(numel - reached, reached)

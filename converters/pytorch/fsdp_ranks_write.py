@@ -25,12 +25,10 @@ from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import (
     FromSource,
     NewTensor,
-    Part,
-    Zeros,
     copy_of,
-    number,
-    one_element,
+    state_number,
     torch_file,
+    with_gaps,
 )
 from ckpt.errors import LossError, UsageError
 from ckpt.move.files import confined
@@ -42,7 +40,6 @@ from ckpt.plan.checkpoint import (
     Checkpoint,
     Key,
     Layout,
-    OneElement,
     ParamGroup,
     Target,
     TargetFile,
@@ -164,11 +161,7 @@ def _model(
     """A rank's state dict: tied names share one tensor, buffers are whole on every rank."""
     state = StoredDict("OrderedDict")
     for fqn, choice in chosen.items():
-        tensor = choice.tensor
-        is_whole = tensor.role == BUFFER
-        state[fqn] = (
-            copy_of(tensor, choice.dtype) if is_whole else _part(tensor, choice.dtype, dtensors, num_ranks, rank)
-        )
+        state[fqn] = _part(choice.tensor, choice.dtype, dtensors, num_ranks, rank)
     for alias, owner in checkpoint.ties.items():
         if owner in chosen and alias not in chosen:
             state[alias] = state[owner]
@@ -177,8 +170,8 @@ def _model(
 
 
 def _part(tensor: Tensor, dtype: DType, dtensors: DTensors, num_ranks: int, rank: int) -> Record | NewTensor:
-    """What a rank has of a parameter or of a state like it; one without dims is whole on every rank."""
-    if not tensor.shape:
+    """What a rank has of a parameter or of a state like it; a buffer, or one without dims, is whole on every rank."""
+    if not tensor.shape or tensor.role == BUFFER:
         return copy_of(tensor, dtype)
     box = shard(tensor.shape, num_ranks, rank)
     fill = (FromSource((tensor.fqn, tensor.role), box),) if box.numel or not tensor.numel else ()
@@ -238,10 +231,9 @@ class _States:
         states: dict[int, dict[str, Any]] = {}
         groups, count = [], 0
         for group in self.groups:
-            numbers = list(range(count, count + len(group.fqns)))
-            count += len(numbers)
+            numbers = list(range(count, count := count + len(group.fqns)))
             for index, fqn in zip(numbers, group.fqns, strict=True):
-                held = {name: _number(name, value) for name, value in self.scalars.get(fqn, {}).items()}
+                held = {name: state_number(name, value) for name, value in self.scalars.get(fqn, {}).items()}
                 for name, tensor in self.tensors.get(fqn, {}).items():
                     if (stored := self.blocks.get((fqn, name))) is None:
                         held[name] = _part(tensor, tensor.dtype, dtensors, num_ranks, rank)
@@ -280,11 +272,8 @@ class _States:
                 f"parameters of one flat parameter have not the same optimizer states ({name})",
                 fqn=next(fqn for fqn, tensor in found.items() if tensor is None or len(dtypes) != 1),
             )
-        fill: list[Part] = [FromSource((p.fqn, name), FlatRange(p.start, p.stop), p.at) for p in pieces]
-        reached = max((p.at + p.stop - p.start for p in pieces), default=0)
-        if reached < length:
-            fill.append(Zeros(length - reached, reached))
-        return NewTensor(dtypes.pop(), (length,), tuple(fill))
+        fill = (FromSource((p.fqn, name), FlatRange(p.start, p.stop), p.at) for p in pieces)
+        return NewTensor(dtypes.pop(), (length,), tuple(with_gaps(fill, length)))
 
     def _numbers(self, unit: Sequence[str]) -> dict[str, Any]:
         """What is one number for a flat parameter.  LossError where its parameters have different ones."""
@@ -297,11 +286,4 @@ class _States:
                     expected=f"{first}, as of {unit[0]}",
                     found=str(self.scalars.get(fqn, {})),
                 )
-        return {name: _number(name, value) for name, value in first.items()}
-
-
-def _number(name: str, value: Any) -> Any:
-    """Adam keeps its count as a tensor; what other optimizers keep is taken as it was read."""
-    if isinstance(value, OneElement):
-        return one_element(value)
-    return number(value) if name == "step" and isinstance(value, int | float) else value
+        return {name: state_number(name, value) for name, value in first.items()}

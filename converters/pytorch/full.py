@@ -369,25 +369,25 @@ def _add_optimizer(reading: _Reading, content: Any, path: str) -> None:
 
 def _read_beside(reading: _Reading, name: str) -> None:
     """What stands in files of its own beside the weights: optimizer, scheduler, our `training_state.pt`, the step."""
-    optimizer = _first(reading.folder, OPTIMIZERS)
+    optimizer = first(reading.folder, OPTIMIZERS)
     if optimizer is not None and not reading.has_optimizer:
         path, root = reading.load(optimizer)
         _add_optimizer(reading, root, path)
-    state = _first(reading.folder, (STATE,))
+    state = first(reading.folder, (STATE,))
     if state is not None:
         path, root = reading.load(state)
         if not isinstance(root, Mapping):
             raise CorruptError("this is no training state", path=path, expected="a dict", found=type(root).__name__)
         reading.items |= {str(key): value for key, value in root.items() if key != "step"}
         reading.step = root.get("step", reading.step)
-    scheduler = _first(reading.folder, SCHEDULERS)
+    scheduler = first(reading.folder, SCHEDULERS)
     if scheduler is not None and "lr_scheduler" not in reading.items:
         reading.items["lr_scheduler"] = reading.load(scheduler)[1]
     if reading.step is None:
         reading.step = trainer_step(reading.folder)
 
 
-def _first(folder: Path, names: tuple[str, ...]) -> str | None:
+def first(folder: Path, names: tuple[str, ...]) -> str | None:
     """The first of these names that is there; what is no file is refused as it is opened, and not passed over."""
     return next((name for name in names if os.path.lexists(folder / name)), None)
 

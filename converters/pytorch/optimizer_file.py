@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt.containers.torchfile.write import FromSource, NewTensor, number, one_element, torch_file
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement, ParamGroup, TargetFile
+from ckpt.containers.torchfile.write import copy_of, state_number, torch_file
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, ParamGroup, TargetFile
 from ckpt.plan.tensors import whole
 from converters.quantized.carry import Blocks, carried
 from converters.quantized.states import NESTED
@@ -35,19 +35,13 @@ def _states(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     states: dict[str, dict[str, Any]] = {fqn: {} for group in checkpoint.state.param_groups for fqn in group.fqns}
     for name, values in checkpoint.state.scalars.items():
         for fqn, value in values.items():
-            # Adam keeps its count as a tensor; what other optimizers keep is taken as it was read.
-            if isinstance(value, OneElement):
-                value = one_element(value)
-            elif name == "step" and isinstance(value, int | float):
-                value = number(value)
-            states.setdefault(fqn, {})[name] = value
+            states.setdefault(fqn, {})[name] = state_number(name, value)
     for (fqn, role), tensor in checkpoint.tensors.items():
         if role in (WEIGHT, MASTER, BUFFER):
             continue
         own, stored = states.setdefault(fqn, {}), checkpoint.blocks.get((fqn, role))
         if stored is None:
-            fill = (FromSource((fqn, role), whole(tensor.shape)),)
-            own[role] = NewTensor(tensor.dtype, tensor.shape, fill)
+            own[role] = copy_of(tensor)
         elif isinstance(one := carried((fqn, role), stored, whole(tensor.shape)), Blocks):
             number_ = role.removeprefix("state")  # bitsandbytes' names
             nested = {role: one.codes, f"absmax{number_}": one.factors, f"qmap{number_}": one.values}

@@ -13,7 +13,6 @@ Written is what Trainer resumes from: it loads `model.safetensors` by the names 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +42,7 @@ from ckpt.state.numbered import has_decay
 from converters.names.registered import in_order
 from converters.names.transformers.relation import from_hub, to_hub
 from converters.names.transformers.ties import kept_names, tied_names
-from converters.pytorch.full import FSDP_MODEL, OPTIMIZERS, SCHEDULERS, state_files, trained_weights
+from converters.pytorch.full import FSDP_MODEL, OPTIMIZERS, SCHEDULERS, first, state_files, trained_weights
 from converters.pytorch.optimizer_file import optimizer_file
 from converters.pytorch.state_dicts import UNPROVED, Optimizer, Reading, read_optimizer, read_proved
 
@@ -67,9 +66,9 @@ class Trainer:
     def find(self, path: Path, tag: str | None) -> Path | None:
         """The folder `path`, or `tag` in it, with weights of safetensors beside an optimizer's file."""
         folder = path if tag is None else confined(path, tag)
-        if not folder.is_dir() or _first(folder, OPTIMIZERS) is None or (folder / FSDP_MODEL).exists():
+        if not folder.is_dir() or first(folder, OPTIMIZERS) is None or (folder / FSDP_MODEL).exists():
             return None
-        return folder if _first(folder, (SINGLE, INDEX)) is not None else None
+        return folder if first(folder, (SINGLE, INDEX)) is not None else None
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the weights, and the optimizer's states where it is known whose they are."""
@@ -78,7 +77,7 @@ class Trainer:
         config = read_config(folders)
         _read_weights(reading)
         is_hub = config is not None and "model_type" in config
-        if scheduler := _first(path, SCHEDULERS):
+        if scheduler := first(path, SCHEDULERS):
             reading.items["lr_scheduler"] = reading.sources.root(str(confined(path, scheduler)))
         found = Checkpoint(
             path=str(path),
@@ -137,10 +136,6 @@ class Trainer:
 TRAINER = Trainer()
 
 
-def _first(folder: Path, names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if os.path.lexists(folder / name)), None)  # a pipe is damage, and not nothing
-
-
 def _read_weights(reading: Reading) -> None:
     names, weight_map, folder = [SINGLE], None, reading.folder
     if not (folder / SINGLE).is_file():
@@ -155,7 +150,7 @@ def _with_optimizer(reading: Reading, weights: Checkpoint) -> Checkpoint:
 
     A tensor that the optimizer takes for one may be several of the Hub's.
     """
-    name = _first(reading.folder, OPTIMIZERS)
+    name = first(reading.folder, OPTIMIZERS)
     assert name is not None
     path = str(confined(reading.folder, name))
     content = reading.sources.root(path)

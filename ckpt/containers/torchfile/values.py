@@ -14,7 +14,7 @@ a class or function that is named   Global
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -159,7 +159,8 @@ class StoredDict(dict[Any, Any]):
 
     __slots__ = ("attributes", "kind")
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, items: Iterable[tuple[Any, Any]] = ()) -> None:
+        super().__init__(items)
         self.kind = kind
         self.attributes: Mapping[str, Any] | None = None
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -124,6 +124,26 @@ def number(value: float, dtype: DType = FLOAT32) -> NewTensor:
 def one_element(element: OneElement) -> NewTensor:
     """A state of one number as the tensor that it was."""
     return replace(number(element.value, element.dtype), shape=element.shape)
+
+
+def state_number(name: str, value: Any) -> Any:
+    """An optimizer's state of one number: Adam keeps its count as a tensor, other optimizers' are taken as read."""
+    if isinstance(value, OneElement):
+        return one_element(value)
+    return number(value) if name == "step" and isinstance(value, int | float) else value
+
+
+def with_gaps(parts: Iterable[FromSource], numel: int) -> Iterator[Part]:
+    """The parts of a storage of `numel` elements in their order, with zeros between and behind them."""
+    reached = 0
+    for part in sorted(parts, key=lambda part: part.start):
+        if part.start > reached:
+            yield Zeros(part.start - reached, reached)
+        if part.numel:
+            yield part
+        reached = part.start + part.numel
+    if reached < numel:
+        yield Zeros(numel - reached, reached)
 
 
 # --- the file ------------------------------------------------------------------------------------------------

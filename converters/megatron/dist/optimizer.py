@@ -38,7 +38,7 @@ from ckpt.plan.assemble import whole_copies
 from ckpt.plan.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.tensors import Box, Extent
-from converters.megatron.buffers import ALIGNMENT, bucket_sizes, find_buffer
+from converters.megatron.buffers import ALIGNMENT, bucket_sizes, by_buffer, find_buffer
 from converters.megatron.chunks import ChunkTensor, Model, describe_model
 from converters.megatron.dist.keys import MASTERS
 from converters.megatron.dist.read import Reading, flat_pieces
@@ -269,12 +269,13 @@ def _buffers(model: Model) -> Iterator[_Buffer]:
     for rank in model.grid.ranks():
         chunks = model.chunks(rank)
         for number in range(1 + apart):
-            buffers: dict[tuple[int, str], list[ChunkTensor]] = {}
-            for chunk in chunks:
-                for one in chunk.tensors:
-                    if model.chosen[one.fqn].tensor.role != BUFFER and (apart and is_expert(one.fqn)) == bool(number):
-                        buffers.setdefault((chunk.vp, model.chosen[one.fqn].dtype.name), []).append(one)
-            for index, ((vp, _), ones) in enumerate(sorted(buffers.items(), key=lambda item: item[0][0])):
+            own = (
+                (chunk.vp, model.chosen[one.fqn].dtype, one)
+                for chunk in chunks
+                for one in chunk.tensors
+                if model.chosen[one.fqn].tensor.role != BUFFER and (apart and is_expert(one.fqn)) == bool(number)
+            )
+            for index, (vp, _, ones) in enumerate(by_buffer(own)):
                 name = number, _group(rank, model.grid, bool(number)), index
                 if name not in done:
                     done.add(name)
