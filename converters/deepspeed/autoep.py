@@ -26,7 +26,7 @@ from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import WEIGHT, Key
 from ckpt.plan.tensors import Box, Fragment, Pieces, Shape, Tensor
-from converters.deepspeed.autotp import Map, map_of
+from converters.deepspeed.autotp import Map, check_parts, map_of
 from converters.deepspeed.experts import (
     Experts,
     Files,
@@ -118,15 +118,7 @@ class AutoExperts:
         for key, first in parts[0].items():
             known = self.maps[key[0]]
             held = [part.get(key) for part in parts]
-            for one, shard in zip(held, known.shards, strict=True):
-                if one is None or (one.shape, one.dtype) != (shard, first.dtype):
-                    raise CorruptError(
-                        f"an expert parallel rank's part is not as it is recorded ({key[1]})",
-                        path=self.model.path,
-                        fqn=key[0],
-                        expected=f"{first.dtype} {list(shard)}",
-                        found=f"{one.dtype} {list(one.shape)}" if one else "none",
-                    )
+            check_parts("an expert parallel rank's", held, known, [self.model.path] * len(held))
             whole = [
                 Part(one.shape, boxes, one.source, own)
                 for one, boxes, own in zip(held, known.boxes, ranks, strict=True)

@@ -150,16 +150,22 @@ def _tensor(key: Key, slices: Sequence[Slice], maps: Mapping[str, Map], dp: int)
 def _held(key: Key, slices: Sequence[Slice], known: Map) -> list[Tensor]:
     """The ranks' parts of a tensor; CorruptError where one is not as `known` has it."""
     held = [one.checkpoint.tensors[key] for one in slices]
-    for one, shard, slice_ in zip(held, known.shards, slices, strict=True):
-        if (one.shape, one.dtype) != (shard, held[0].dtype):
-            raise CorruptError(
-                f"a tensor parallel rank's part is not as it is recorded ({key[1]})",
-                path=slice_.file.path,
-                fqn=key[0],
-                expected=f"{held[0].dtype} {list(shard)}",
-                found=f"{one.dtype} {list(one.shape)}",
-            )
+    check_parts("a tensor parallel rank's", held, known, [one.file.path for one in slices])
     return held
+
+
+def check_parts(whose: str, held: Sequence[Tensor | None], known: Map, paths: Sequence[str]) -> None:
+    """CorruptError where a rank's part of a tensor, in one of the files, is not as `known` has it."""
+    first = next(one for one in held if one is not None)
+    for one, shard, path in zip(held, known.shards, paths, strict=True):
+        if one is None or (one.shape, one.dtype) != (shard, first.dtype):
+            raise CorruptError(
+                f"{whose} part is not as it is recorded ({first.role})",
+                path=path,
+                fqn=first.fqn,
+                expected=f"{first.dtype} {list(shard)}",
+                found=f"{one.dtype} {list(one.shape)}" if one else "none",
+            )
 
 
 # -- what is recorded --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt.containers.torchfile.values import StoredDict
 from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import ParamGroup
-from converters.deepspeed.experts import numbered
+from converters.deepspeed.experts import in_order, numbered, rank_of
 from converters.deepspeed.keys import EXPERT
 from converters.deepspeed.model import Model, refuse_experts
 
@@ -57,8 +57,9 @@ class DealtExperts:
 
     def name(self, fqn: str) -> str:
         """What the rank that has an expert calls a tensor of it."""
-        begin, number, _ = self._parts(fqn)
-        return numbered(fqn, number % (self.counts[begin] // self.ep_size))
+        match = EXPERT.fullmatch(fqn)
+        assert match is not None
+        return numbered(fqn, int(match[2]) % (self.counts[match[1]] // self.ep_size))
 
     def groups(self, expert_rank: int) -> list[ParamGroup]:
         """The param groups of an expert parallel rank, as an engine of this `ep_size` makes them."""
@@ -67,7 +68,7 @@ class DealtExperts:
             if not self.is_expert(group.fqns[0]):
                 found.append(group)
                 continue
-            own = [fqn for fqn in group.fqns if self._rank_of(fqn) == expert_rank]
+            own = [fqn for fqn in group.fqns if rank_of(fqn, self.counts, self.ep_size) == expert_rank]
             options = {**group.options, "name": f"{_PREFIX}{self.ep_size}"}
             found += [ParamGroup(tuple(fqns), options) for fqns in ([own] if self._is_kept else self._split(own))]
         return found
@@ -89,23 +90,13 @@ class DealtExperts:
         for entry, is_kept in kept.items():
             value = root[entry]
             if isinstance(value, Mapping):
-                found[entry] = StoredDict("OrderedDict")
-                found[entry].update({fqn: one for fqn, one in value.items() if is_kept(fqn)})
+                found[entry] = StoredDict("OrderedDict", (item for item in value.items() if is_kept(item[0])))
             elif value is not None:
                 found[entry] = [fqn for fqn in value if is_kept(fqn)]
         return found | {"num_experts": list(self.counts.values()), "ds_autoep_layers": None}
 
     def _is_of_first(self, fqn: str) -> bool:
-        return not self.is_expert(fqn) or self._rank_of(fqn) == 0
-
-    def _parts(self, fqn: str) -> tuple[str, int, str]:
-        match = EXPERT.fullmatch(fqn)
-        assert match is not None
-        return match[1], int(match[2]), match[3]
-
-    def _rank_of(self, fqn: str) -> int:
-        begin, number, _ = self._parts(fqn)
-        return number // (self.counts[begin] // self.ep_size)
+        return rank_of(fqn, self.counts, self.ep_size) in (None, 0)
 
     def _whole_groups(self) -> list[ParamGroup]:
         """The groups of the whole model: where `ep_size` changes, those that it told apart are one."""
@@ -120,7 +111,7 @@ class DealtExperts:
             others = _other_options(group)
             if others in seen:
                 known = found[seen[others]]
-                found[seen[others]] = ParamGroup(self._in_order(known.fqns + group.fqns), known.options)
+                found[seen[others]] = ParamGroup(in_order(known.fqns + group.fqns, self.counts), known.options)
             else:
                 seen[others] = len(found)
                 found.append(group)
@@ -130,12 +121,6 @@ class DealtExperts:
     def _is_kept(self) -> bool:
         """Whether the source's groups are those of an engine of this `ep_size`."""
         return _recorded_sizes(self.model) <= {self.ep_size}
-
-    def _in_order(self, fqns: Sequence[str]) -> tuple[str, ...]:
-        """As the model registers them."""
-        layers = list(self.counts)
-        places = {fqn: (layers.index(begin), number) for fqn in fqns for begin, number, _ in (self._parts(fqn),)}
-        return tuple(sorted(fqns, key=places.__getitem__))
 
     def _split(self, fqns: Sequence[str]) -> Iterator[list[str]]:
         """A rank's parameters of a group, in several where they are too many."""

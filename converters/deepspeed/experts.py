@@ -50,12 +50,7 @@ class Experts:
     def in_order(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """As the model registers them, where all are of experts."""
         fqns = tuple(fqns)
-        layers = list(self.counts)
-        found = [EXPERT.fullmatch(fqn) for fqn in fqns]
-        if not all(found):
-            return fqns
-        places = {match[0]: (layers.index(match[1]), int(match[2])) for match in found if match}
-        return tuple(sorted(fqns, key=places.__getitem__))
+        return in_order(fqns, self.counts) if all(map(EXPERT.fullmatch, fqns)) else fqns
 
     def shared(
         self, shapes: Mapping[str, Shape], count: int, num_ranks: int
@@ -88,7 +83,7 @@ class Experts:
 
     def held_by(self, rank: int | None, num_ranks: int, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         """What of `shapes` is of experts that one of so many expert parallel ranks has; None: what is of no expert."""
-        return {fqn: shape for fqn, shape in shapes.items() if self.rank_of(fqn, num_ranks) == rank}
+        return {fqn: shape for fqn, shape in shapes.items() if rank_of(fqn, self.counts, num_ranks) == rank}
 
     def of_rank(self, fqn: str, rank: int, num_expert_parallel: int) -> str:
         """What is called `fqn` on an expert parallel rank by its name in the whole model."""
@@ -96,11 +91,6 @@ class Experts:
         if match is None:
             return fqn
         return numbered(fqn, rank * (self.counts[match[1]] // num_expert_parallel) + int(match[2]))
-
-    def rank_of(self, fqn: str, num_expert_parallel: int) -> int | None:
-        """The expert parallel rank that has a parameter; None for one that is of no expert."""
-        match = EXPERT.fullmatch(fqn)
-        return int(match[2]) // (self.counts[match[1]] // num_expert_parallel or 1) if match else None
 
     def _check_local(self, names: Sequence[re.Match[str]], num_expert_parallel: int) -> None:
         """CorruptError where a rank has other experts than the layer's number of them gives it."""
@@ -114,6 +104,19 @@ class Experts:
                     expected=f"{count} experts on {num_expert_parallel} expert parallel ranks",
                     found=f"experts {', '.join(map(str, here))} on rank 0",
                 )
+
+
+def in_order(fqns: Sequence[str], counts: Mapping[str, int]) -> tuple[str, ...]:
+    """Parameters of experts as the model registers them, which has `counts` of them in its layers."""
+    layers = list(counts)
+    places = {match[0]: (layers.index(match[1]), int(match[2])) for match in map(EXPERT.fullmatch, fqns) if match}
+    return tuple(sorted(fqns, key=places.__getitem__))
+
+
+def rank_of(fqn: str, counts: Mapping[str, int], num_expert_parallel: int) -> int | None:
+    """The expert parallel rank that has a parameter; None for one that is of no expert."""
+    match = EXPERT.fullmatch(fqn)
+    return int(match[2]) // (counts[match[1]] // num_expert_parallel or 1) if match else None
 
 
 def numbered(fqn: str, number: int) -> str:

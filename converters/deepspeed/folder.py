@@ -12,18 +12,19 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined
 from ckpt.run_folder.steps import LATEST, recorded_step
 
 # The underscore before "optim" is missing in files from before DeepSpeed 0.3.
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL_PER_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_PIPELINE_LAYER = re.compile(r"layer_\d+(?:-model_\d+)?-model_states\.pt")
+PIPELINE_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class StepFolder:
 
 def is_step_folder(path: Path) -> bool:
     """Whether it holds ZeRO partition files."""
-    return path.is_dir() and any(_OPTIMIZER.fullmatch(name) for name in os.listdir(path))
+    return path.is_dir() and any(OPTIMIZER.fullmatch(name) for name in os.listdir(path))
 
 
 def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
@@ -174,7 +175,7 @@ def _number(name: str) -> int:
 
 def tensor_parallel_ranks(path: Path) -> list[int]:
     """The tensor parallel ranks of which a step folder has files."""
-    patterns = ((_OPTIMIZER, 2), (_MODEL_PER_RANK, 2), (_MODEL, 1))
+    patterns = ((OPTIMIZER, 2), (_MODEL_PER_RANK, 2), (MODEL, 1))
     names = os.listdir(path)
     return sorted({int(m[group]) for name in names for pattern, group in patterns if (m := pattern.fullmatch(name))})
 
@@ -200,29 +201,33 @@ def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
             if int(match[2]):
                 raise experts_unsupported(full)
             experts_optimizer[int(match[1])] = str(confined(path, name))
-        if _PIPELINE_LAYER.fullmatch(name):
+        if PIPELINE_LAYER.fullmatch(name):
             raise NotFoundError(
                 "this checkpoint holds the layers of a DeepSpeed pipeline, which is another format",
                 path=full,
                 hint="Megatron-DeepSpeed's and GPT-NeoX's: the format is megatron-deepspeed",
             )
-        for pattern, files in ((_OPTIMIZER, optimizer), (_MODEL_PER_RANK, per_rank)):
+        for pattern, files in ((OPTIMIZER, optimizer), (_MODEL_PER_RANK, per_rank)):
             if match := pattern.fullmatch(name):
                 if not _is_of(tp_rank, int(match[2]), full):
                     continue
-                rank = int(match[1])
-                if rank in files:
-                    raise CorruptError(
-                        "two files of one rank: one of them is left over from an earlier run",
-                        path=full,
-                        rank=rank,
-                        found=f"also {os.path.basename(files[rank])}",
-                        hint="remove the one that does not belong to this run",
-                    )
-                files[rank] = str(confined(path, name))
-        if (match := _MODEL.fullmatch(name)) and _is_of(tp_rank, int(match[1]), full):
+                put(files, int(match[1]), path, name, int(match[1]))
+        if (match := MODEL.fullmatch(name)) and _is_of(tp_rank, int(match[1]), full):
             model = str(confined(path, name))
     return StepFolder(path, optimizer, per_rank, model, experts, experts_optimizer)
+
+
+def put(files: dict[Any, str], key: Any, folder: Path, name: str, rank: int | None = None) -> None:
+    """Note a file by what it is of; CorruptError where there is one already."""
+    if key in files:
+        raise CorruptError(
+            "two files of one rank: one of them is left over from an earlier run",
+            path=folder / name,
+            rank=rank,
+            found=f"also {os.path.basename(files[key])}",
+            hint="remove the one that does not belong to this run",
+        )
+    files[key] = str(confined(folder, name))
 
 
 def _is_of(tp_rank: int | None, found: int, path: str) -> bool:
@@ -260,12 +265,12 @@ def is_of_experts(name: str) -> bool:
 
 def is_model_file(name: str) -> bool:
     """Whether a file is a tensor parallel rank's model file, of those that all its data parallel ranks share."""
-    return bool(_MODEL.fullmatch(name))
+    return bool(MODEL.fullmatch(name))
 
 
 def refuse_unsupported(folder: Path) -> None:
     """NotFoundError where a step's folder without ZeRO's files is of tensor-parallel ranks, or of DeepSpeed-MoE."""
-    if not folder.is_dir() or is_universal(folder) or any(map(_PIPELINE_LAYER.fullmatch, os.listdir(folder))):
+    if not folder.is_dir() or is_universal(folder) or any(map(PIPELINE_LAYER.fullmatch, os.listdir(folder))):
         return
     list_step_folder(folder)
 

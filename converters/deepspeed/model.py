@@ -164,10 +164,11 @@ def describe(
     groups, resumable = _groups(checkpoint, weights)
     known = () if resumable or not may_be_elastic else _elastic_groups(checkpoint, weights)
     groups = list(known) or groups
-    masters = {fqn: _master(checkpoint, fqn) for group in groups for fqn in group.fqns}
+    trained = (fqn for group in groups for fqn in group.fqns)
+    masters = {fqn: checkpoint.get(fqn, MASTER) or checkpoint.tensors[fqn, WEIGHT] for fqn in trained}
     kept = _kept_as_stored(checkpoint, weights, masters, resumable)
     weights |= kept
-    states, misfits = _states(checkpoint, masters)
+    states, left_out = _states(checkpoint, masters)
     if not _is_deepspeed(checkpoint):
         groups = [_completed(group, states) for group in groups]
     notes = [
@@ -177,7 +178,6 @@ def describe(
         *_unknown_group_notes(resumable, bool(known)),
         *_schedule_notes(checkpoint),
     ]
-    left_out = _misfits(misfits)
     left_out |= {key: f"{key[0]}: the same tensor as {ties[key[0]]}" for key in checkpoint.tensors if key[0] in ties}
     return Model(
         checkpoint,
@@ -271,10 +271,6 @@ def _is_buffer(tensor: Tensor) -> bool:
     return tensor.role == BUFFER or (tensor.role == WEIGHT and tensor.dtype not in CAST_SOURCES)
 
 
-def _master(checkpoint: Checkpoint, fqn: str) -> Tensor:
-    return checkpoint.get(fqn, MASTER) or checkpoint.tensors[fqn, WEIGHT]
-
-
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
@@ -366,29 +362,17 @@ def _schedule_notes(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _states(
     checkpoint: Checkpoint, masters: Mapping[str, Tensor]
-) -> tuple[dict[str, dict[str, Tensor]], frozenset[Key]]:
-    """The optimizer's tensors by fqn and role, and those that fit no flat buffer: of another shape than theirs."""
+) -> tuple[dict[str, dict[str, Tensor]], dict[Key, str]]:
+    """The optimizer's tensors by fqn and role, and those that are left out, and why: of another shape than theirs."""
     states: dict[str, dict[str, Tensor]] = {}
-    misfits = set()
+    misfits: list[Key] = []
     for (fqn, role), tensor in checkpoint.tensors.items():
         if role in (WEIGHT, MASTER, BUFFER):
             continue
         if fqn in masters and tensor.shape == masters[fqn].shape:
             states.setdefault(fqn, {})[role] = tensor
         else:
-            misfits.add((fqn, role))
-    return states, frozenset(misfits)
-
-
-def _uneven_numbers(checkpoint: Checkpoint, groups: Sequence[ParamGroup]) -> Iterator[str]:
-    for name, values in checkpoint.state.scalars.items():
-        held = ({values[fqn] for fqn in group.fqns if fqn in values} for group in groups)
-        if not name.endswith("step") and any(len(numbers) > 1 for numbers in held):
-            yield name
-
-
-def _misfits(misfits: Iterable[Key]) -> dict[Key, str]:
-    """Optimizer states that are left out, and why."""
+            misfits.append((fqn, role))
     by_role: dict[str, list[str]] = {}
     for fqn, role in sorted(misfits):
         by_role.setdefault(role, []).append(fqn)
@@ -396,7 +380,14 @@ def _misfits(misfits: Iterable[Key]) -> dict[Key, str]:
     for role, fqns in by_role.items():
         why = "not shaped like a trainable parameter, as ZeRO's flat buffers are"
         left_out |= dict.fromkeys(((fqn, role) for fqn in fqns), f"optimizer state {role} of {_named(fqns)}: {why}")
-    return left_out
+    return states, left_out
+
+
+def _uneven_numbers(checkpoint: Checkpoint, groups: Sequence[ParamGroup]) -> Iterator[str]:
+    for name, values in checkpoint.state.scalars.items():
+        held = ({values[fqn] for fqn in group.fqns if fqn in values} for group in groups)
+        if not name.endswith("step") and any(len(numbers) > 1 for numbers in held):
+            yield name
 
 
 def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from ckpt.containers.sources import RankFile
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
-from ckpt.plan.checkpoint import WEIGHT, Key
+from ckpt.plan.checkpoint import WEIGHT, Key, TrainingState
 from ckpt.plan.tensors import Shape, Tensor, Whole
 from converters.deepspeed.config import is_bf16_optimizer
 from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, OPTIMIZER_FILE
@@ -22,7 +22,7 @@ from converters.deepspeed.rank_files import check_lengths, flat_extent
 
 
 def module(model: RankFile, num_tensor_parallel: int = 1) -> dict[str, StoredTensor]:
-    """The tensors of the module's state dict.  What is no tensor (`_extra_state`) is training state, see `entries`."""
+    """The tensors of the module's state dict.  What is no tensor (`_extra_state`) is `training_state`."""
     module, num_model_parallel = model.need("module"), model.content.get("mp_world_size")
     if isinstance(num_model_parallel, int) and num_model_parallel not in (0, 1, num_tensor_parallel):
         raise NotFoundError(
@@ -125,11 +125,13 @@ def _fragment(model: RankFile, fqn: str) -> StoredTensor:
     return stored
 
 
-def entries(model: RankFile, optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Training state by name: what DeepSpeed records, and the user's client state as one item."""
+def training_state(model: RankFile, optimizer: Mapping[str, Any], **fields: Any) -> TrainingState:
+    """What DeepSpeed records, and the user's client state as one item; `fields` are what other files have."""
     content = model.content
     found = {name: content[name] for name in (*MODEL_STATE, "ds_config") if content.get(name) is not None}
     found |= {name: value for name, value in optimizer.items() if name not in OPTIMIZER_FILE and value is not None}
     extra = {fqn: v for fqn, v in model.need("module").items() if not isinstance(v, StoredTensor) and v is not None}
     client = {name: value for name, value in content.items() if name not in MODEL_FILE}
-    return found | ({"extra_state": extra} if extra else {}) | ({"client_state": client} if client else {})
+    found |= ({"extra_state": extra} if extra else {}) | ({"client_state": client} if client else {})
+    step = content.get("global_steps")
+    return TrainingState.of_entries("deepspeed", found, step=step if isinstance(step, int) else None, **fields)

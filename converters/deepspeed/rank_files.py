@@ -187,7 +187,14 @@ def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in groups or []]
 
 
-def numeric_options(inner: RankFile) -> dict[str, Any]:
+def check_same_options(inners: Sequence[RankFile]) -> None:
+    """Raise CorruptError where ranks have different hyperparameters, which a schedule moves from step to step."""
+    options = [_plain_options(inner) for inner in inners]
+    for name in options[0]:
+        check_same(name, [(inner, found.get(name)) for inner, found in zip(inners, options, strict=True)])
+
+
+def _plain_options(inner: RankFile) -> dict[str, Any]:
     """Hyperparameters that are plain values (a tensor `lr` is an extent, which says nothing about its value)."""
     optimizer = inner.content.get("base_optimizer_state") or inner.content.get("optimizer_state_dict")
     return {

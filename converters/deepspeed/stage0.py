@@ -32,7 +32,6 @@ from ckpt.plan.checkpoint import (
     ParamGroup,
     ReadRequest,
     Target,
-    TrainingState,
 )
 from ckpt.plan.tensors import Shape, Tensor, Whole
 from ckpt.run_folder.steps import LATEST, recorded_step
@@ -187,12 +186,11 @@ def _checkpoint(held: _Held, groups: Sequence[_Group] | None) -> Checkpoint:
         parts = [_values(group, tensors, scalars, notes) for group in groups or () if group.number == number]
         for tensor in held.experts.together(parts, [ranks] * len(parts)):
             tensors[tensor.fqn, tensor.role] = tensor
-    step, version, dp = (file.content.get(name) for name in ("global_steps", "ds_version", "dp_world_size"))
+    version, dp = (file.content.get(name) for name in ("ds_version", "dp_world_size"))
     others = {name: value for name, value in (file.content.get("optimizer") or {}).items() if name not in _TENSORS}
-    state = TrainingState.of_entries(
-        "deepspeed",
-        model_file.entries(file, others),
-        step=step if isinstance(step, int) else None,
+    state = model_file.training_state(
+        file,
+        others,
         param_groups=_param_groups(groups or (), held.experts),
         scalars=scalars,
         engine_version=version,
@@ -265,13 +263,12 @@ class _Numbered:
 
     def shapes(self, group: int) -> list[tuple[int, ...] | None]:
         """The shape of each parameter of a group: its master's, or else that of its first state with dims."""
-        pairs = zip(self.groups[group], self.masters[group], strict=True)
-        return [self._shape(number, master) for number, master in pairs]
-
-    def _shape(self, number: Any, master: Any) -> tuple[int, ...] | None:
-        states = [value for name, value in self.states.get(number, {}).items() if name != "step"]
-        stored = [value for value in (master, *states) if isinstance(value, StoredTensor)]
-        return stored[0].extent.shape if stored else None
+        found: list[tuple[int, ...] | None] = []
+        for number, master in zip(self.groups[group], self.masters[group], strict=True):
+            states = [value for name, value in self.states.get(number, {}).items() if name != "step"]
+            stored = [value.extent.shape for value in (master, *states) if isinstance(value, StoredTensor)]
+            found.append(stored[0] if stored else None)
+        return found
 
 
 @dataclass(frozen=True)
@@ -318,10 +315,8 @@ def _groups(
 
 def _param_groups(groups: Sequence[_Group], experts: Experts | AutoExperts) -> tuple[ParamGroup, ...]:
     """Those of the whole model: what ranks have of one is one."""
-    numbers = sorted({group.number for group in groups})
-    fqns = [
-        experts.in_order(fqn for group in groups if group.number == number for fqn in group.fqns) for number in numbers
-    ]
-    return tuple(
-        ParamGroup(names, groups[0].optimizer.options[number]) for names, number in zip(fqns, numbers, strict=True)
-    )
+    found: dict[int, list[str]] = {}
+    for group in groups:
+        found.setdefault(group.number, []).extend(group.fqns)
+    options = groups[0].optimizer.options if groups else []
+    return tuple(ParamGroup(experts.in_order(fqns), options[number]) for number, fqns in sorted(found.items()))

@@ -46,19 +46,35 @@ class GroupStates:
 
 @dataclass
 class Others:
-    """What flat buffers have beside plain elements and numbers, for `Checkpoint`: see there."""
+    """What flat buffers have beside plain elements, for `Checkpoint` and `TrainingState`: see there."""
 
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     computed: dict[str, Callable[[], memoryview]] = field(default_factory=dict)
     quantized: dict[Key, str] = field(default_factory=dict)
     unread: Unread = field(default_factory=Unread)
 
-    def add(self, states: GroupStates, fqns: Iterable[str]) -> None:
-        """Add those of a buffer of these parameters."""
+    def add(self, states: GroupStates, fqns: Iterable[str], file: RankFile, who: str = "ranks") -> None:
+        """Add those of a buffer of these parameters, in `file` among others.
+
+        CorruptError where a parameter has had another number before, of another of `who` share it.
+        """
         fqns = list(fqns)
         for name, parts in states.quantized.items():
             for one in parts:
                 self.computed |= one.blocks()
             self.quantized |= dict.fromkeys(((fqn, name) for fqn in fqns), parts[0].method)
+        for name, value in states.numbers.items():
+            known = self.scalars.setdefault(name, {})
+            for fqn in fqns:
+                if known.setdefault(fqn, value) != value:
+                    raise CorruptError(
+                        f"{who} disagree in the optimizer's {name!r} of a parameter",
+                        path=file.path,
+                        rank=file.rank,
+                        fqn=fqn,
+                        expected=known[fqn],
+                        found=value,
+                    )
         for name, what in states.left.items():
             self.unread.add(name, f"it is {what}, which is no part of any one parameter", fqns)
 

@@ -36,7 +36,6 @@ from ckpt.plan.checkpoint import (
     ReadRequest,
     Target,
     TargetFile,
-    TrainingState,
 )
 from ckpt.plan.tensors import FlatRange, Shape, Tensor, Whole
 from ckpt.run_folder.carried import run_companions
@@ -156,7 +155,7 @@ def _read(path: Path) -> Checkpoint:
             _add_parameter(reading, fqn, shape, module.get(fqn))
     _add_stage3_steps(reading, state.content, groups)
     _check_complete(reading, groups)
-    world_size, version, step = (model.content.get(key) for key in ("dp_world_size", "ds_version", "global_steps"))
+    world_size, version = (model.content.get(key) for key in ("dp_world_size", "ds_version"))
     return Checkpoint(
         path=str(path),
         format="universal",
@@ -166,10 +165,9 @@ def _read(path: Path) -> Checkpoint:
         tag=path.name.removesuffix("_universal"),
         world_size=world_size if isinstance(world_size, int) else None,
         ties=ties,
-        state=TrainingState.of_entries(
-            "deepspeed",
-            model_file.entries(model, state.content),
-            step=step if isinstance(step, int) else None,
+        state=model_file.training_state(
+            model,
+            state.content,
             param_groups=_param_groups(model, state, groups),
             scalars=reading.scalars,
             engine_version=version,

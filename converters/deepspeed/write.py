@@ -154,7 +154,7 @@ def model_root(
         "frozen_param_fragments": fragments,
     }
     client, _ = zero_model.client_state(model)
-    return common_root(model, config, num_ranks, param_shapes, own) | client
+    return common_root(model, config, num_ranks, param_shapes, own=own) | client
 
 
 def common_root(
@@ -162,25 +162,26 @@ def common_root(
     config: Mapping[str, Any],
     num_ranks: int,
     param_shapes: list[Any],
-    own: Mapping[str, Any],
     *,
+    own: Mapping[str, Any] | None = None,
     tp: int = 1,
     pp: int = 1,
 ) -> dict[str, Any]:
     """engine.py, `_common_checkpoint_state`, without the client's.
 
     `num_ranks` are the data parallel ones of each of `tp` x `pp` parts of the model; `own` is what the file has of the
-    module.
+    module, if it has one.
     """
     state = model.state
     root: dict[str, Any] = {
-        "module": own["module"],
-        "buffer_names": own["buffer_names"],
+        "module": None,
+        "buffer_names": [],
         "optimizer": None,
         "param_shapes": param_shapes,
-        "frozen_param_shapes": own["frozen_param_shapes"],
-        "shared_params": own["shared_params"],
-        "frozen_param_fragments": own["frozen_param_fragments"],
+        "frozen_param_shapes": None,
+        "shared_params": {},
+        "frozen_param_fragments": None,
+        **(own or {}),
         "lr_scheduler": model.schedule,
         "data_sampler": state.data_sampler,
         "random_ltd": state.random_ltd,

@@ -28,7 +28,6 @@ from ckpt.plan.checkpoint import (
     ParamGroup,
     ReadRequest,
     Target,
-    TrainingState,
 )
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
@@ -52,13 +51,13 @@ from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slo
 from converters.deepspeed.rank_files import (
     check_lengths,
     check_same,
+    check_same_options,
     expect_groups,
     flat_extent,
     hyperparameters,
     in_group_order,
     inner_file,
     known_structure,
-    numeric_options,
     parameter_starts,
     partition_counts,
     partition_size,
@@ -67,6 +66,8 @@ from converters.deepspeed.states import Others, flat_group_states, group_states
 
 #: Ranks and files that a message lists at most.
 _SHOWN = 16
+#: The ranks whose numbers of a parameter are compared here: those that share a buffer have been by then.
+_EXPERT_RANKS = "expert parallel ranks"
 #: What a step's folder is called unless a script says otherwise (engine.py, `save_checkpoint`).
 _DEFAULT_TAG = re.compile(r"global_step(\d+)")
 
@@ -122,6 +123,10 @@ class _Reading:
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     version: object = None
     others: Others = field(default_factory=Others)
+    models: list[RankFile] = field(default_factory=list)  # rank 0's first
+    ties: dict[str, str] = field(default_factory=dict)
+    param_groups: tuple[ParamGroup, ...] = ()
+    own_order: bool = False  # ranks have experts in another order than the model's
 
     def load(self, path: str, rank: int) -> RankFile:
         file = self.sources.of_rank(path, rank, "DeepSpeed file")
@@ -203,9 +208,8 @@ def _understand(reading: _Reading) -> Slice:
         raise IncompleteError("the model file is missing", path=path, expected="mp_rank_00_model_states.pt")
     inners = [in_group_order(inner, counts) for inner in inners]
     reading.sources.check_distinct((inner.rank, inner.path) for inner in inners)
-    model = (_read_stage3 if stage == 3 else _read_stage12)(reading, inners)
-    checkpoint = _checkpoint(reading, model, inners, stage, world_size)
-    return Slice(checkpoint, model.file)
+    (_read_stage3 if stage == 3 else _read_stage12)(reading, inners)
+    return Slice(_checkpoint(reading, inners, stage, world_size), reading.models[0])
 
 
 def _listed(counts: tuple[int, ...]) -> str:
@@ -238,17 +242,18 @@ def _name_for_rank(files: Mapping[int, str], rank: int, kind: str) -> str:
 # -- stages 1 and 2 ----------------------------------------------------------------------------------------------------
 
 
-def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
+def _read_stage12(reading: _Reading, inners: list[RankFile]) -> None:
     assert reading.folder.model is not None
     file = reading.load(reading.folder.model, 0)
+    reading.models = [file]
     experts = experts_of(reading.folder.experts, file, reading.sources)
     module = model_file.module(file, reading.num_tensor_parallel)
     again, buffers = experts.tied(module), model_file.buffer_names(file)
-    ties = model_file.ties(file) | again
+    reading.ties = model_file.ties(file) | again
     groups, num_ranks = model_file.param_shapes(file), len(inners)
     frozen = file.content.get("frozen_param_fragments") or {}
     for fqn, stored in {**frozen, **module}.items():
-        if isinstance(stored, StoredTensor) and fqn not in ties:
+        if isinstance(stored, StoredTensor) and fqn not in reading.ties:
             reading.add(model_file.whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored, 0))
     reading.tensors.update(model_file.with_replicas(reading.tensors, again, module))
     reading.tensors = {**experts.tensors, **reading.tensors, **experts.tensors}  # in the order of their layers
@@ -257,86 +262,49 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> _Model:
     counts = counts if len(counts) == len(groups) else (max(counts),) * len(groups)
 
     options = hyperparameters(inners[0].content.get("base_optimizer_state"))
-    param_groups = []
-    own_order = False
-    scalars: dict[str, dict[str, Any]] = {}
     for number, (recorded, count) in enumerate(zip(groups, counts, strict=True)):
         order: list[str] = []
         parts: list[dict[Key, Tensor]] = []
         for ranks, shapes in experts.shared(recorded, count, num_ranks):
             dealt = model_file.is_dealt(file, inners[0])
             own = before_dealing(list(shapes), count) if dealt else list(shapes)
-            own_order |= experts.in_order(own) != tuple(own)
+            reading.own_order |= experts.in_order(own) != tuple(own)
             order += own
-            sharing = _Sharing(number, [inners[rank] for rank in ranks], ranks)
-            parts.append(_read_flat_group(reading, sharing, shapes, scalars))
+            parts.append(_read_flat_group(reading, number, [inners[rank] for rank in ranks], ranks, shapes))
         for tensor in experts.together(parts, [range(num_ranks)] * len(parts)):
             reading.add(tensor)
-        param_groups.append(ParamGroup(experts.in_order(order), options[number] if number < len(options) else {}))
-    return _Model(file, ties, tuple(param_groups), scalars, [file], own_order)
-
-
-@dataclass(frozen=True)
-class _Sharing:
-    """The `ranks` that share a flat buffer of param group `number`, and their optimizer files."""
-
-    number: int
-    inners: list[RankFile]
-    ranks: range
+        group = ParamGroup(experts.in_order(order), options[number] if number < len(options) else {})
+        reading.param_groups += (group,)
 
 
 def _read_flat_group(
-    reading: _Reading,
-    sharing: _Sharing,
-    shapes: Mapping[str, Shape],
-    scalars: dict[str, dict[str, Any]],
+    reading: _Reading, number: int, inners: list[RankFile], ranks: range, shapes: Mapping[str, Shape]
 ) -> dict[Key, Tensor]:
-    """Masters and states of the parameters that lie in one flat buffer."""
-    number, inners = sharing.number, sharing.inners
+    """Masters and states of the parameters that lie in a flat buffer of a param group, which `ranks` share."""
     partition = partition_size(inners, number)
     starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
     nexts = dict(zip(shapes, [*starts.values(), partition * len(inners)][1:], strict=True))
     masters = [flat_extent(inner.need("single_partition_of_fp32_groups")[number], inner) for inner in inners]
     states = flat_group_states(inners, number, partition)
-    reading.others.add(states, shapes)
     found: dict[Key, Tensor] = {}
     for role, extents in {MASTER: masters, **states.buffers}.items():
-        group = FlatGroup(extents, partition, sharing.ranks)
+        group = FlatGroup(extents, partition, ranks)
         for fqn, shape in shapes.items():
             weight = reading.tensors.get((fqn, WEIGHT))
             source = states.in_blocks(InFlatGroup(group, starts[fqn], nexts[fqn] - starts[fqn] - prod(shape)), role)
             found[fqn, role] = Tensor(fqn, role, extents[0].dtype, shape, source, weight.dtype if weight else None)
-    _add_numbers(scalars, states.numbers, shapes, inners[0])
+    reading.others.add(states, shapes, inners[0], _EXPERT_RANKS)
     return found
-
-
-def _add_numbers(
-    scalars: dict[str, dict[str, Any]], numbers: Mapping[str, Any], fqns: Iterable[str], inner: RankFile
-) -> None:
-    """Note one-number states; CorruptError where ranks with other experts have another number."""
-    for name, value in numbers.items():
-        known = scalars.setdefault(name, {})
-        for fqn in fqns:
-            if known.setdefault(fqn, value) != value:
-                raise CorruptError(
-                    f"expert parallel ranks disagree in the optimizer's {name!r} of a parameter",
-                    path=inner.path,
-                    rank=inner.rank,
-                    fqn=fqn,
-                    expected=known[fqn],
-                    found=value,
-                )
 
 
 # -- stage 3 -----------------------------------------------------------------------------------------------------------
 
 
-def _read_stage3(reading: _Reading, inners: list[RankFile]) -> _Model:
-    world_size = len(inners)
-    models = [_light(reading, rank) for rank in range(world_size)]
+def _read_stage3(reading: _Reading, inners: list[RankFile]) -> None:
+    models = reading.models = [_light(reading, rank) for rank in range(len(inners))]
     file = models[0]
     module = model_file.module(file, reading.num_tensor_parallel)
-    ties, buffer_names = model_file.ties(file), model_file.buffer_names(file)
+    buffer_names = model_file.buffer_names(file)
     sub_groups = model_file.param_shapes(file)
     if len(set(partition_counts(inners[0]))) > 1:
         raise NotFoundError(
@@ -348,31 +316,29 @@ def _read_stage3(reading: _Reading, inners: list[RankFile]) -> _Model:
                 "ranks describe different models", path=model.path, rank=model.rank, expected=f"as {file.path}"
             )
     experts = _experts_under_stage3(models, inners)
-    ties |= experts.tied(module) if experts else {}
-    for tensor in model_file.frozen(models, ties):
+    reading.ties = model_file.ties(file) | (experts.tied(module) if experts else {})
+    for tensor in model_file.frozen(models, reading.ties):
         reading.add(tensor)
     _add_buffers(reading, models, buffer_names)
     expect_groups(inners, "fp32_flat_groups", len(sub_groups))
 
-    scalars: dict[str, dict[str, Any]] = {}
     natives = {fqn: stored.extent.dtype for fqn, stored in module.items()}
     if experts is not None:  # without placeholders: in the dtype to which the engine casts all parameters
         dtypes = {dtype for fqn, dtype in natives.items() if fqn not in buffer_names}
         natives |= dict.fromkeys(experts.maps, *dtypes) if len(dtypes) == 1 else {}
     for number, shapes in enumerate(sub_groups):
         if experts is None:
-            parts = [_read_sub_group(reading, number, inners, shapes, natives, scalars)]
-            reading.tensors |= parts[0]
+            reading.tensors |= _read_sub_group(reading, number, inners, shapes, natives)
             continue
         groups = sharing_under_stage3(experts, models, inners, number, list(shapes))
         if len(groups) > 1:
             experts.check_local(shapes)
         sharing = [[inners[rank] for rank in ranks] for ranks in groups]
-        parts = [_read_sub_group(reading, number, some, shapes, natives, scalars) for some in sharing]
+        parts = [_read_sub_group(reading, number, some, shapes, natives) for some in sharing]
         for tensor in experts.together(parts, groups):
             reading.add(tensor)
-    _check_placeholders(reading, file, ties)
-    return _Model(file, ties, _stage3_groups(inners[0], sub_groups), scalars, models)
+    _check_placeholders(reading, module)
+    reading.param_groups = _stage3_groups(inners[0], sub_groups)
 
 
 def _experts_under_stage3(models: list[RankFile], inners: list[RankFile]) -> AutoExperts | None:
@@ -397,14 +363,12 @@ def _read_sub_group(
     inners: list[RankFile],
     shapes: Mapping[str, Shape],
     natives: Mapping[str, DType],
-    scalars: dict[str, dict[str, Any]],
 ) -> dict[Key, Tensor]:
     """Masters and states of the parameters of a sub-group, which the ranks of `inners` share."""
     length = sum(slot_size(prod(shape), len(inners)) for shape in shapes.values())
     masters = [_offloaded(reading, inner, inner.need("fp32_flat_groups")[number], None, length) for inner in inners]
     sizes = [(length, master.numel) for master in masters]
     states = group_states(inners, partial(_sub_group_state, reading, number=number, length=length), sizes)
-    reading.others.add(states, shapes)
     found: dict[Key, Tensor] = {}
     for role, extents in {MASTER: masters, **states.buffers}.items():
         check_lengths(inners, extents, length, role)
@@ -413,7 +377,7 @@ def _read_sub_group(
             source = states.in_blocks(InSlots(extents, offset), role)
             found[fqn, role] = Tensor(fqn, role, extents[0].dtype, shape, source, natives.get(fqn))
             offset += slot_size(prod(shape), len(inners))
-    _add_numbers(scalars, states.numbers, shapes, inners[0])
+    reading.others.add(states, shapes, inners[0], _EXPERT_RANKS)
     return found
 
 
@@ -449,14 +413,14 @@ def _add_buffers(reading: _Reading, models: list[RankFile], names: set[str]) -> 
         reading.add(replace(tensor, replicas=tuple(replicas)))
 
 
-def _check_placeholders(reading: _Reading, file: RankFile, ties: Mapping[str, str]) -> None:
+def _check_placeholders(reading: _Reading, module: Iterable[str]) -> None:
     """Every parameter of the module dict, an empty placeholder there, must have been found elsewhere."""
     found = {fqn for fqn, _ in reading.tensors}
-    for fqn in model_file.module(file, reading.num_tensor_parallel):
-        if fqn not in found and fqn not in ties:
+    for fqn in module:
+        if fqn not in found and fqn not in reading.ties:
             raise CorruptError(
                 "the elements of a parameter are stored nowhere",
-                path=file.path,
+                path=reading.models[0].path,
                 fqn=fqn,
                 expected="its shape in param_shapes or frozen_param_shapes",
                 found="a placeholder",
@@ -519,44 +483,22 @@ def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple
 # -- what the stages share ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Model:
-    """What the model files say: rank 0's file, ties, param groups by fqn, one-number states, and all model files.
-
-    `own_order`: ranks have experts in another order than the model's.
-    """
-
-    file: RankFile
-    ties: dict[str, str]
-    param_groups: tuple[ParamGroup, ...]
-    scalars: dict[str, dict[str, Any]]
-    all_files: list[RankFile]
-    own_order: bool = False
-
-
-def _check_steps(models: list[RankFile], inners: list[RankFile]) -> None:
-    """Files of different steps: told from the step in model files, and from hyperparameters that a schedule moves."""
-    check_same("step", [(file, file.content.get("global_steps")) for file in models])
-    options = [numeric_options(inner) for inner in inners]
-    for name in options[0]:
-        check_same(name, [(inner, found.get(name)) for inner, found in zip(inners, options, strict=True)])
-
-
-def _step_note(model: _Model, tag: str) -> tuple[str, ...]:
+def _step_note(reading: _Reading) -> tuple[str, ...]:
     """A save that was cut off in a folder that is used again, as Accelerate's is, leaves files of two steps.
 
     The optimizer's own count alone is no proof of it: it starts anew where only weights were loaded.  CorruptError
     where it is that of the folder's name, which DeepSpeed takes from the model's, and the model's is another.
     """
-    recorded, skipped = (model.file.content.get(name) for name in ("global_steps", "skipped_steps"))
-    taken = max(model.scalars.get("step", {}).values(), default=None)
+    file = reading.models[0]
+    recorded, skipped = (file.content.get(name) for name in ("global_steps", "skipped_steps"))
+    taken = max(reading.others.scalars.get("step", {}).values(), default=None)
     if not (isinstance(recorded, int) and isinstance(skipped, int)) or taken in (None, recorded - skipped):
         return ()
-    named = _DEFAULT_TAG.fullmatch(tag)
+    named = _DEFAULT_TAG.fullmatch(reading.folder.path.name)
     if named and int(named[1]) != recorded and taken in (int(named[1]), int(named[1]) - skipped):
         raise CorruptError(
             "files of different steps in one folder",
-            path=model.file.path,
+            path=file.path,
             expected=f"step {named[1]}, as the optimizer's files and the folder's name have it",
             found=f"step {recorded}",
         )
@@ -566,30 +508,21 @@ def _step_note(model: _Model, tag: str) -> tuple[str, ...]:
     )
 
 
-def _check_ties(reading: _Reading, model: _Model) -> None:
-    """An alias is not read itself, so what it is tied to must be there."""
+def _checkpoint(reading: _Reading, inners: list[RankFile], stage: int, world_size: int) -> Checkpoint:
+    file, folder = reading.models[0], reading.folder.path
+    check_same("step", [(model, model.content.get("global_steps")) for model in reading.models])
+    check_same_options(inners)
     found = {fqn for fqn, _ in reading.tensors}
-    for alias, owner in model.ties.items():
-        if owner not in found:
+    for alias, owner in reading.ties.items():
+        if owner not in found:  # an alias is not read itself
             raise CorruptError(
-                "a parameter is recorded as tied to one that is not there",
-                path=model.file.path,
-                fqn=alias,
-                expected=owner,
+                "a parameter is recorded as tied to one that is not there", path=file.path, fqn=alias, expected=owner
             )
-
-
-def _checkpoint(reading: _Reading, model: _Model, inners: list[RankFile], stage: int, world_size: int) -> Checkpoint:
-    _check_steps(model.all_files, inners)
-    _check_ties(reading, model)
-    step = model.file.content.get("global_steps")
-    folder = reading.folder.path
-    state = TrainingState.of_entries(
-        "deepspeed",
-        model_file.entries(model.file, inners[0].content),
-        step=step if isinstance(step, int) else None,
-        param_groups=model.param_groups,
-        scalars=model.scalars,
+    state = model_file.training_state(
+        file,
+        inners[0].content,
+        param_groups=reading.param_groups,
+        scalars=reading.others.scalars,
         engine_version=reading.version,
         zero_stage=stage,
     )
@@ -601,11 +534,11 @@ def _checkpoint(reading: _Reading, model: _Model, inners: list[RankFile], stage:
         framework=_framework(reading),
         tag=folder.name,
         world_size=world_size,
-        ties=model.ties,
-        own_module_order=model.own_order,
+        ties=reading.ties,
+        own_module_order=reading.own_order,
         state=state,
         folders=(str(folder.parent),),
-        notes=_step_note(model, folder.name),
+        notes=_step_note(reading),
         computed=reading.others.computed,
         quantized=reading.others.quantized,
         unread=reading.others.unread.sentences,

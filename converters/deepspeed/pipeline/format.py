@@ -112,7 +112,7 @@ class MegatronDeepSpeed:
                 _entries(reading, slices, optimizer, config),
                 step=step if isinstance(step, int) else None,
                 param_groups=reading.param_groups(),
-                scalars=reading.scalars,
+                scalars=reading.others.scalars,
                 engine_version=version,
             ),
             config=config,

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
-from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
 from ckpt.plan.tensors import Shape, Source, Tensor, Whole
+from converters.deepspeed.folder import MODEL, OPTIMIZER, PIPELINE_LAYER, put
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model_file import is_dealt, param_shapes
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup
@@ -26,11 +26,11 @@ from converters.deepspeed.parts import Joined, Part
 from converters.deepspeed.pipeline.args import attributes
 from converters.deepspeed.rank_files import (
     check_same,
+    check_same_options,
     expect_groups,
     flat_extent,
     hyperparameters,
     inner_file,
-    numeric_options,
     parameter_starts,
     partition_size,
 )
@@ -47,9 +47,6 @@ from converters.names.megatron.model.splits import (
     split_of,
 )
 
-_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-_SLICE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_states\.pt")
 _OLDEST_ORDER = 2.0
 #: A note of the reader that the writer looks for.
@@ -79,7 +76,7 @@ class Folder:
 
 def is_pipeline(path: Path) -> bool:
     """Whether `path` is a folder with files of a pipeline's layers."""
-    return path.is_dir() and any(_LAYER.fullmatch(name) for name in os.listdir(path))
+    return path.is_dir() and any(PIPELINE_LAYER.fullmatch(name) for name in os.listdir(path))
 
 
 def list_folder(path: Path) -> Folder:
@@ -95,12 +92,12 @@ def list_folder(path: Path) -> Folder:
                 "this checkpoint holds experts that DeepSpeed-MoE spread over ranks, which is not supported",
                 path=path / name,
             )
-        if match := _LAYER.fullmatch(name):
-            _put(layers, (int(match[1]), int(match[2] or 0)), path, name)
-        elif match := _SLICE.fullmatch(name):
-            _put(slices, int(match[1]), path, name)
-        elif match := _PARTITION.fullmatch(name):
-            _put(partitions, (int(match[1]), int(match[2])), path, name)
+        if match := PIPELINE_LAYER.fullmatch(name):
+            put(layers, (int(match[1]), int(match[2] or 0)), path, name)
+        elif match := MODEL.fullmatch(name):
+            put(slices, int(match[1]), path, name)
+        elif match := OPTIMIZER.fullmatch(name):
+            put(partitions, (int(match[1]), int(match[2])), path, name)
     folder = Folder(path, layers, slices, partitions)
     numbers = sorted({number for number, _ in layers})
     of_layers = [(number, rank) for number in numbers for rank in range(folder.tp)]
@@ -114,17 +111,6 @@ def list_folder(path: Path) -> Folder:
             found=len(slices),
         )
     return folder
-
-
-def _put(files: dict[Any, str], key: Any, path: Path, name: str) -> None:
-    if key in files:
-        raise CorruptError(
-            "two files of one rank: one of them is left over from an earlier run",
-            path=path / name,
-            found=f"also {os.path.basename(files[key])}",
-            hint="remove the one that does not belong to this run",
-        )
-    files[key] = str(confined(path, name))
 
 
 # -- what ranks hold ------------------------------------------------------------------------------------------
@@ -159,7 +145,6 @@ class Reading:
     sources: Sources = field(default_factory=Sources)
     held: dict[Key, list[_Held]] = field(default_factory=dict)
     natives: dict[str, Any] = field(default_factory=dict)
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: dict[_GroupKey, tuple[dict[str, None], Mapping[str, Any]]] = field(default_factory=dict)
     group_order: list[_GroupKey] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -390,18 +375,24 @@ def _check_layers(reading: Reading, files: Sequence[RankFile]) -> None:
             found=f"{found} layers",
         )
     for file in files:
-        for shapes in param_shapes(file) if file.content.get("param_shapes") is not None else []:
-            for name in shapes:
-                number = name.partition(".")[0]
-                if number.isdigit() and int(number) not in reading.layers.kinds:
-                    raise CorruptError(
-                        "the file of a layer is missing",
-                        path=reading.folder.path,
-                        rank=file.rank,
-                        fqn=name,
-                        expected=f"layer_{int(number):02d}-model_{file.rank % reading.folder.tp:02d}-model_states.pt",
-                        found="no file",
-                    )
+        for name, number in _parameters(file):
+            if number is not None and number not in reading.layers.kinds:
+                raise CorruptError(
+                    "the file of a layer is missing",
+                    path=reading.folder.path,
+                    rank=file.rank,
+                    fqn=name,
+                    expected=f"layer_{number:02d}-model_{file.rank % reading.folder.tp:02d}-model_states.pt",
+                    found="no file",
+                )
+
+
+def _parameters(file: RankFile) -> Iterator[tuple[str, int | None]]:
+    """Names of a slice's parameters, each with the number of its layer; None for a tied one's, which has none."""
+    for shapes in param_shapes(file) if file.content.get("param_shapes") is not None else []:
+        for name in shapes:
+            number = name.partition(".")[0]
+            yield name, int(number) if number.isdigit() else None
 
 
 def _stages(reading: Reading, files: Sequence[RankFile]) -> dict[int, int]:
@@ -410,13 +401,11 @@ def _stages(reading: Reading, files: Sequence[RankFile]) -> dict[int, int]:
     tied: list[int] = []
     for file in files:
         stage = file.rank // reading.folder.tp
-        for shapes in param_shapes(file) if file.content.get("param_shapes") is not None else []:
-            for name in shapes:
-                number = name.partition(".")[0]
-                if number.isdigit():
-                    found.setdefault(int(number), stage)
-                elif is_tied(name):
-                    tied.append(stage)
+        for name, number in _parameters(file):
+            if number is not None:
+                found.setdefault(number, stage)
+            elif is_tied(name):
+                tied.append(stage)
     for layer in reading.layers.kinds:
         if layer not in found and tied:
             found[layer] = min(tied) if layer < reading.layers.transformers[0] else max(tied)
@@ -456,11 +445,8 @@ def read_partitions(reading: Reading, slices: Sequence[RankFile]) -> RankFile | 
 def stage_sizes(reading: Reading, slices: Sequence[RankFile]) -> list[int] | None:
     """Numbers of transformer layers of the pipeline's stages; None where the files do not tell of all layers."""
     transformers = set(reading.layers.transformers)
-    sizes = []
-    for file in slices[:: reading.folder.tp]:
-        groups = param_shapes(file) if file.content.get("param_shapes") is not None else []
-        numbers = {name.partition(".")[0] for shapes in groups for name in shapes}
-        sizes.append(len(transformers & {int(number) for number in numbers if number.isdigit()}))
+    stages = slices[:: reading.folder.tp]
+    sizes = [len(transformers & {number for _, number in _parameters(file)}) for file in stages]
     return sizes if sum(sizes) == len(transformers) else None
 
 
@@ -481,7 +467,9 @@ def _read_slice(reading: Reading, file: RankFile, inners: list[RankFile]) -> Non
             if fqn is None:
                 raise LossError("nothing is known of this parameter", path=file.path, rank=file.rank, fqn=name)
             if is_tied(name) and file.rank >= reading.folder.tp and fqn.endswith("position_embeddings.weight"):
-                _note_stale(reading, fqn)
+                kept = "only the word embedding there is kept equal to the first stage's"
+                if (note := f"{fqn} of the last stage is left out: {kept}") not in reading.notes:
+                    reading.notes.append(note)
                 continue
             fqns[fqn] = None
             _check_shape(reading, file, fqn, shape)
@@ -491,9 +479,7 @@ def _read_slice(reading: Reading, file: RankFile, inners: list[RankFile]) -> Non
                 source = states.in_blocks(InFlatGroup(FlatGroup(extents, partition), starts[name]), role)
                 held = _Held(file.rank, tp, split, extents[0].dtype, shape, source)
                 reading.held.setdefault((fqn, role), []).append(held)
-            for state, value in states.numbers.items():
-                _note_number(reading, file, fqn, state, value)
-        reading.others.add(states, fqns)
+        reading.others.add(states, fqns, file)
         _check_parameter_order(
             reading, before_dealing(list(shapes), len(inners)) if is_dealt(file, inners[0]) else shapes
         )
@@ -536,15 +522,13 @@ def _check_partitions(inners: Sequence[RankFile]) -> None:
                 expected=f"{len(inners)} data parallel ranks",
                 found=", ".join(map(str, counts)),
             )
-    options = [numeric_options(inner) for inner in inners]
-    for name in options[0]:
-        check_same(name, [(inner, found.get(name)) for inner, found in zip(inners, options, strict=True)])
+    check_same_options(inners)
 
 
 def _check_shape(reading: Reading, file: RankFile, fqn: str, shape: Shape) -> None:
     """The optimizer's part of a parameter must be as large as the layer's."""
     weights = reading.held.get((fqn, WEIGHT))
-    if not weights or prod(weights[0].shape) != prod(shape) or weights[0].shape != shape:
+    if not weights or weights[0].shape != shape:
         raise CorruptError(
             "the optimizer's part of a parameter is not that of the layer's file",
             path=file.path,
@@ -553,22 +537,3 @@ def _check_shape(reading: Reading, file: RankFile, fqn: str, shape: Shape) -> No
             expected=list(weights[0].shape) if weights else "a layer that has it",
             found=list(shape),
         )
-
-
-def _note_number(reading: Reading, file: RankFile, fqn: str, state: str, value: Any) -> None:
-    known = reading.scalars.setdefault(state, {}).setdefault(fqn, value)
-    if known != value:
-        raise CorruptError(
-            f"ranks disagree in the optimizer's {state!r} of a parameter",
-            path=file.path,
-            rank=file.rank,
-            fqn=fqn,
-            expected=known,
-            found=value,
-        )
-
-
-def _note_stale(reading: Reading, fqn: str) -> None:
-    note = f"{fqn} of the last stage is left out: only the word embedding there is kept equal to the first stage's"
-    if note not in reading.notes:
-        reading.notes.append(note)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, product
 from typing import Any
 
 from ckpt.containers.torchfile.pickler import Size
@@ -66,7 +67,9 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     model, step = pipeline.model, checkpoint.state.step
     folder = step_folder(checkpoint)
     client, dropped = _client(pipeline)
-    files = [torch_file(f"{folder}/{name}", root) for name, root in _files(pipeline, client)]
+    ranks = product(range(pipeline.grid.pp), range(pipeline.grid.tp))
+    roots = chain(_layer_files(pipeline), *(_slice_files(pipeline, client, pp, tp) for pp, tp in ranks))
+    files = [torch_file(f"{folder}/{name}", root) for name, root in roots]
     trackers = [TargetFile.of_bytes("latest", folder.encode())]
     if step is not None:
         trackers.append(TargetFile.of_bytes(TRACKER, str(step).encode()))
@@ -283,13 +286,6 @@ def _check(pipeline: _Pipeline, args: Mapping[str, Any]) -> None:
 _File = tuple[str, dict[Any, Any]]
 
 
-def _files(pipeline: _Pipeline, client: Mapping[str, Any]) -> Iterator[_File]:
-    yield from _layer_files(pipeline)
-    for pp in range(pipeline.grid.pp):
-        for tp in range(pipeline.grid.tp):
-            yield from _slice_files(pipeline, client, pp, tp)
-
-
 def _layer_files(pipeline: _Pipeline) -> Iterator[_File]:
     """runtime/pipe/module.py, `save_state_dict`."""
     entries: dict[int, list[tuple[str, str]]] = {number: [] for number in pipeline.layers.kinds}
@@ -299,9 +295,8 @@ def _layer_files(pipeline: _Pipeline) -> Iterator[_File]:
         entries[place[0]].append((place[1], fqn))
     for number, names in entries.items():
         for tp in range(pipeline.grid.tp):
-            state = StoredDict("OrderedDict")
-            for name, fqn in names:
-                state[name] = _part(pipeline.tensors[fqn], pipeline.local(fqn, tp))
+            parts = ((name, _part(pipeline.tensors[fqn], pipeline.local(fqn, tp))) for name, fqn in names)
+            state = StoredDict("OrderedDict", parts)
             state.update(pipeline.record.get("recomputed", {}).get(number, {}))
             yield f"layer_{number:02d}-model_{tp:02d}-model_states.pt", state
 
@@ -320,15 +315,10 @@ def _slice_files(pipeline: _Pipeline, client: Mapping[str, Any], pp: int, tp: in
     number = pp * pipeline.grid.tp + tp
     local = {fqn: pipeline.local(fqn, tp) for fqn in pipeline.members[pp]}
     groups = list(_groups(pipeline, local)) if pipeline.has_optimizer else []
-    own: dict[str, Any] = {
-        "module": None,
-        "buffer_names": [],
-        "frozen_param_shapes": None,
-        "shared_params": {},
-        "frozen_param_fragments": None,
-    }
-    shapes = [group.shapes(model) for group in groups] if pipeline.has_optimizer else [_all_shapes(local)]
-    root = common_root(model, config, dp, shapes, own, tp=pipeline.grid.tp, pp=pipeline.grid.pp)
+    shapes = [group.shapes(model) for group in groups]
+    if not pipeline.has_optimizer:
+        shapes = [StoredDict("OrderedDict", ((one.name, Size(one.shape)) for one in local.values()))]
+    root = common_root(model, config, dp, shapes, tp=pipeline.grid.tp, pp=pipeline.grid.pp)
     yield f"mp_rank_{number:02d}_model_states.pt", {**root, **client, **_of_slice(pipeline, number)}
     if not pipeline.has_optimizer:
         return
@@ -346,13 +336,6 @@ def _groups(pipeline: _Pipeline, local: Mapping[str, Local]) -> Iterator[Group]:
         fqns = tuple(fqn for fqn in local if fqn in members)
         if fqns:
             yield flat_group(pipeline.model, pipeline.config, ParamGroup(fqns, group.options), pipeline.dp, local)
-
-
-def _all_shapes(local: Mapping[str, Local]) -> StoredDict:
-    shapes = StoredDict("OrderedDict")
-    for one in local.values():
-        shapes[one.name] = Size(one.shape)
-    return shapes
 
 
 # -- training state ------------------------------------------------------------------------------------------
