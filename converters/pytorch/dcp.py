@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from ckpt.containers.dcp.metadata import Metadata, Path_, Place, read_metadata
 from ckpt.containers.dcp.nested import nest
@@ -235,7 +235,12 @@ class _Reading:
         for fqn, leaf in found.weights.items():
             assert isinstance(leaf, _Stored)
             if leaf.wrapped:
-                _refuse_wrapped(leaf, fqn)
+                raise NotFoundError(
+                    "a weight is of a tensor subclass, which is not supported",
+                    path=leaf.path,
+                    fqn=fqn,
+                    found=next(iter(leaf.wrapped.values())).typename,
+                )
             if leaf.same_as is None:
                 tensors[fqn, WEIGHT] = leaf.tensor(fqn, WEIGHT)
         ties = _stored_ties(found.weights)
@@ -395,15 +400,6 @@ def _same_items(metadata: Metadata) -> dict[str, str]:
     return found
 
 
-def _refuse_wrapped(stored: _Stored, fqn: str) -> NoReturn:
-    raise NotFoundError(
-        "a weight is of a tensor subclass, which is not supported",
-        path=stored.path,
-        fqn=fqn,
-        found=next(iter(stored.wrapped.values())).typename,
-    )
-
-
 def _stored_ties(weights: Mapping[str, Leaf]) -> dict[str, str]:
     """Aliases to owners, by the items that are stored once for both (which is what is written here)."""
     names = {leaf.key: fqn for fqn, leaf in weights.items() if isinstance(leaf, _Stored)}
@@ -439,14 +435,13 @@ def _check_states(found: Understood, path: str) -> None:
     """
     states: dict[str, dict[str, Any]] = {}
     for (fqn, name), value in found.states.items():
-        states.setdefault(fqn, {})[name] = value
+        states.setdefault(fqn, {})[name] = value.dtype if isinstance(value, _Stored) else None
     strange = [fqn for fqn in states if fqn not in found.weights]
     if strange and len(strange) < len(states):  # where all are, the optimizer spells names in a way of its own
         raise CorruptError(
             "the optimizer has states of a parameter that the model does not have", path=path, fqn=strange[0]
         )
-    dtypes = {fqn: {name: _dtype(value) for name, value in of.items()} for fqn, of in states.items()}
-    if error := _lacking(found.groups, dtypes, CorruptError, path):
+    if error := _lacking(found.groups, states, CorruptError, path):
         raise error
 
 
@@ -472,10 +467,6 @@ def _lacking(
     return None
 
 
-def _dtype(value: Any) -> object:
-    return value.dtype if isinstance(value, _Stored) else None
-
-
 def _check_can_be_read(checkpoint: Checkpoint) -> None:
     """Raise LossError where some states of a parameter could not be read: no reader can tell the rest from damage."""
     if not checkpoint.unread:
@@ -498,7 +489,7 @@ def _check_steps(said: Mapping[str, set[tuple[str, Any]]]) -> None:
     A single parameter may well have taken fewer steps than the others, so a file with only one says nothing.
     """
     steps = {path: {step for _, step in pairs} for path, pairs in said.items() if len(pairs) > 1}
-    if len(steps) < 2 or any(len(found) > 1 for found in steps.values()):
+    if any(len(found) > 1 for found in steps.values()):
         return
     by_step: dict[Any, list[str]] = {}
     for path, found in steps.items():

@@ -27,7 +27,7 @@ from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import Key, ParamGroup
-from ckpt.plan.tensors import FlatRange, Fragment, Shape, Tensor
+from ckpt.plan.tensors import Extent, FlatRange, Fragment, Shape, Tensor
 
 #: A parameter of an element of a list of modules: the list's name, and the element's number.
 _IN_LIST = re.compile(r"(?P<list>.*?)\.(?P<number>\d+)\.")
@@ -158,6 +158,14 @@ def _tensors(
             region = FlatRange(piece.start, piece.stop)
             parts[piece.fqn].append((shapes[piece.fqn], Fragment(region, extent, file.rank)))
     return {(fqn, name): assemble(fqn, name, held) for fqn, held in parts.items() if held}
+
+
+def in_turn(shape: Shape, held: Sequence[tuple[RankFile, Extent]]) -> list[tuple[Shape, Fragment]]:
+    """The parts of a parameter of which each rank has the elements that follow those of the one before."""
+    parts, at = [], 0
+    for file, extent in held:
+        parts.append((shape, Fragment(FlatRange(at, at := at + extent.numel), extent, file.rank)))
+    return parts
 
 
 def same_numbers(fqn: str, name: str, values: Sequence[tuple[RankFile, Any]]) -> list[Any]:

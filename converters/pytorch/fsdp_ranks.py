@@ -34,10 +34,10 @@ from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import TRANSFORMERS, WEIGHT, Checkpoint, Layout, ParamGroup, ReadRequest, Target
 from ckpt.plan.dtypes import FLOAT32, DType
-from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Region, Shape, Tensor, whole
+from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.steps import TRACKER, recorded_step, step_folders
-from converters.pytorch.flat_parameters import Units, read_flat, same_numbers
+from converters.pytorch.flat_parameters import Units, in_turn, read_flat, same_numbers
 from converters.pytorch.optimizer_states import OptimizerStates
 from converters.pytorch.state_dicts import Reading, clean_names, read_optimizer, tie_as_declared
 from converters.quantized.states import Quantized, check_place, torchao
@@ -115,7 +115,9 @@ class FsdpRanks:
             framework="verl" if "huggingface" in {p.name for p in folders} else None,
             world_size=len(models),
             flat_parameters=units,
-            dtensor=_any_dtensor(models[0]),
+            dtensor=next(
+                (v for v in models[0].content.values() if isinstance(v, Record) and v.name == "DTensor"), None
+            ),
             ties=reading.ties,
             state=reading.state(step),
             config=config,
@@ -229,7 +231,8 @@ def _parts(value: Any, file: RankFile, fqn: str) -> list[_Part]:
                 return [_part(value.shape, whole(value.shape), value.extent, file)]
             if value.name == "ShardedTensor":
                 return list(_sharded(value, file))
-            return [_distributed(value, file)]
+            shape, box, local = _placed(value)
+            return [_part(shape, box, _extent(local, box), file)]
     except NotFoundError as error:
         error.path, error.rank, error.fqn = file.path, file.rank, fqn
         raise
@@ -249,14 +252,8 @@ def _sharded(value: Record, file: RankFile) -> Iterator[_Part]:
         yield _part(shape, empty, Extent.contiguous(file.path, 0, dtype, empty.sizes), file)
 
 
-def _distributed(value: Record, file: RankFile) -> _Part:
-    """FSDP2's: the local tensor, and a spec of mesh and placements."""
-    shape, box, local = _placed(value)
-    return _part(shape, box, _extent(local, box), file)
-
-
 def _placed(value: Record) -> tuple[Shape, Box, Any]:
-    """The shape of the whole of a DTensor, the box of it that the rank has, and what it has there."""
+    """The shape of the whole of a DTensor, FSDP2's, the box of it that the rank has, and what it has there."""
     content = value.attributes
     spec = content["_spec"].attributes
     shape = tuple(spec["tensor_meta"].attributes["shape"])
@@ -373,10 +370,6 @@ def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
     return {fqn: reading.tensors[fqn, WEIGHT].shape for fqn in parameters}
 
 
-def _any_dtensor(model: RankFile) -> Record | None:
-    return next((v for v in model.content.values() if isinstance(v, Record) and v.name == "DTensor"), None)
-
-
 def _ties(models: list[RankFile], names: Mapping[str, str]) -> dict[str, str]:
     """Names that have the same elements of the same storage on every rank that has any: the files record that."""
     places: dict[Any, str] = {}
@@ -447,7 +440,8 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
                 _read_wrapped(others, fqn, name, values)
                 continue
             if odd := [v for _, v in values if isinstance(v, Mapping | Record) and not is_part(v)]:
-                others.unread.add(name, f"each rank has {_class_of(odd[0])} of its own", [fqn])
+                kind = f"an object {odd[0].typename}" if isinstance(odd[0], Record) else "a dict"
+                others.unread.add(name, f"each rank has {kind} of its own", [fqn])
                 continue
             if _is_scalar(name, values[0][1], shape):
                 numbers = same_numbers(fqn, name, values)
@@ -530,10 +524,6 @@ def _is_scalar(name: str, value: Any, shape: Shape) -> bool:
     return not is_part(value)
 
 
-def _class_of(value: Mapping[str, Any] | Record) -> str:
-    return f"an object {value.typename}" if isinstance(value, Record) else "a dict"
-
-
 def _is_wrapped(value: Any) -> bool:
     """Whether a rank's part is an object of a tensor subclass."""
     return isinstance(value, Record) and value.name == "DTensor" and isinstance(value.get("_local_tensor"), Record)
@@ -576,11 +566,7 @@ def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile
         return None
     if sum(extent.numel for _, extent in extents) != prod(shape):
         return assemble(fqn, name, copies) if len(copies) == len(extents) else None
-    parts, start = [], 0
-    for file, extent in extents:
-        parts.append(_part(shape, FlatRange(start, start + extent.numel), extent, file))
-        start += extent.numel
-    return assemble(fqn, name, parts)
+    return assemble(fqn, name, in_turn(shape, extents))
 
 
 # -- the rest ------------------------------------------------------------------------------------------------

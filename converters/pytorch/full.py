@@ -150,13 +150,12 @@ class Full:
         else:
             _read_bundle(reading, name)
         if path.is_dir() or name == FSDP_MODEL:
-            _read_beside(reading, name)
+            _read_beside(reading)
         folders = tuple(p for p in (request.config, *enclosing_folders(folder)) if p is not None)
         config = read_config(folders)
         if reading.groups:
             trained = {fqn for group in reading.groups for fqn in group.fqns}
             tie_as_declared(reading.tensors, reading.ties, config, trained)
-        state = reading.state(reading.step)
         return Checkpoint(
             path=str(path),
             format=self.name,
@@ -164,7 +163,7 @@ class Full:
             files=reading.sources.files,
             framework="accelerate" if name == FSDP_MODEL else None,
             ties=reading.ties,
-            state=state,
+            state=reading.state(reading.step),
             config=config,
             folders=tuple(str(p) for p in folders),
             notes=tuple(reading.notes),
@@ -276,13 +275,9 @@ def _read_bundle(reading: _Reading, name: str) -> None:
             expected="names with tensors, or a dict with `model`",
             found=", ".join(map(str, list(root)[:8])),
         )
-    if key is None:
-        # torchtitan's spelling: the model's names stand beside `optimizer` and the like.
-        _add_model(reading, {k: v for k, v in root.items() if not _is_entry(k, v)}, path)
-        rest = {k: v for k, v in root.items() if _is_entry(k, v)}
-    else:
-        _add_model(reading, root[key], path)
-        rest = {k: v for k, v in root.items() if k != key}
+    # In torchtitan's spelling the model's names stand beside `optimizer` and the like.
+    rest = {k: v for k, v in root.items() if (_is_entry(k, v) if key is None else k != key)}
+    _add_model(reading, {k: v for k, v in root.items() if k not in rest} if key is None else root[key], path)
     optimizer = next((key for key in _OPTIMIZER_KEYS if rest.get(key)), None)
     if optimizer is not None:
         _add_optimizer(reading, rest.pop(optimizer), path)
@@ -316,12 +311,9 @@ def _read_shard(reading: _Reading, shard: str, expected: set[str]) -> None:
     if not isinstance(root, Mapping):
         raise CorruptError("a shard holds no state dict", path=path, found=type(root).__name__)
     for fqn in expected ^ set(root):
-        where = "the index names a tensor that its file does not hold"
-        raise CorruptError(
-            where if fqn in expected else "the file holds a tensor that the index does not place there",
-            path=path,
-            fqn=str(fqn),
-        )
+        lost = "the index names a tensor that its file does not hold"
+        what = lost if fqn in expected else "the file holds a tensor that the index does not place there"
+        raise CorruptError(what, path=path, fqn=str(fqn))
     _add_model(reading, root, path)
 
 
@@ -367,7 +359,7 @@ def _add_optimizer(reading: _Reading, content: Any, path: str) -> None:
         reading.add(tensor, path)
 
 
-def _read_beside(reading: _Reading, name: str) -> None:
+def _read_beside(reading: _Reading) -> None:
     """What stands in files of its own beside the weights: optimizer, scheduler, our `training_state.pt`, the step."""
     optimizer = first(reading.folder, OPTIMIZERS)
     if optimizer is not None and not reading.has_optimizer:

@@ -68,7 +68,7 @@ def understand(root: Mapping[Any, Any]) -> Understood:
     else:
         found.rest = _sort(root, optimizers, models, 0)
     if not models:
-        models = _model_without_name(found, bool(optimizers))
+        models = _model_without_name(found)
     weights, extra = _flat_model(models)
     strip = stripper(weights or _state_names(optimizers))
     for fqn, leaf in weights.items():
@@ -90,16 +90,9 @@ def _sort(
             optimizers.append(child)
         elif name in OPTIMIZER_NAMES and isinstance(child, list) and all(_is_optimizer(name, c) for c in child):
             optimizers += child
-        elif name in MODEL_NAMES and isinstance(child, Mapping) and _has_tensors(child):
+        elif _is_model(name, child):
             models.setdefault(name, child)
-        elif (
-            depth == 0
-            and isinstance(child, Mapping)
-            and any(
-                inner in MODEL_NAMES and isinstance(value, Mapping) and _has_tensors(value)
-                for inner, value in child.items()
-            )
-        ):
+        elif depth == 0 and isinstance(child, Mapping) and any(_is_model(*item) for item in child.items()):
             inner_rest = _sort(child, optimizers, models, depth + 1)
             rest |= {name: inner_rest} if inner_rest else {}
         else:
@@ -118,6 +111,10 @@ def _is_optimizer(name: str, node: Any) -> bool:
     return name in OPTIMIZER_NAMES and (bool(flat) or _STATE in node)
 
 
+def _is_model(name: Any, node: Any) -> bool:
+    return name in MODEL_NAMES and isinstance(node, Mapping) and _has_tensors(node)
+
+
 def _has_tensors(value: Any, depth: int = 0) -> bool:
     if isinstance(value, Leaf):
         return True
@@ -126,7 +123,7 @@ def _has_tensors(value: Any, depth: int = 0) -> bool:
     return any(_has_tensors(item, depth + 1) for item in (value.values() if isinstance(value, Mapping) else value))
 
 
-def _model_without_name(found: Understood, has_optimizer: bool) -> dict[str, Mapping[str, Any]]:
+def _model_without_name(found: Understood) -> dict[str, Mapping[str, Any]]:
     """The tensors at the top; otherwise the one dict of tensors that there is, under whatever name."""
     top = {name: value for name, value in found.rest.items() if isinstance(value, Leaf)}
     if top:
@@ -134,7 +131,7 @@ def _model_without_name(found: Understood, has_optimizer: bool) -> dict[str, Map
         model = top | extra
         found.rest = {name: value for name, value in found.rest.items() if name not in model}
         return {"": model}
-    named = {name: value for name, value in found.rest.items() if isinstance(value, Mapping) and _is_all_tensors(value)}
+    named = {name: value for name, value in found.rest.items() if _is_all_tensors(value)}
     if len(named) != 1:
         return {}
     ((name, node),) = named.items()
@@ -143,8 +140,8 @@ def _model_without_name(found: Understood, has_optimizer: bool) -> dict[str, Map
     return {name: node}
 
 
-def _is_all_tensors(node: Mapping[str, Any]) -> bool:
-    return bool(node) and all(isinstance(value, Leaf) for value in node.values())
+def _is_all_tensors(node: Any) -> bool:
+    return isinstance(node, Mapping) and bool(node) and all(isinstance(value, Leaf) for value in node.values())
 
 
 def _flat_model(models: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Leaf], dict[str, Any]]:
@@ -153,10 +150,7 @@ def _flat_model(models: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Leaf
     extra: dict[str, Any] = {}
     for node in models.values():
         for fqn, value in _leaves(node):
-            if isinstance(value, Leaf):
-                _add(weights, fqn, value, fqn)
-            else:
-                _add(extra, fqn, value, fqn)
+            _add(weights if isinstance(value, Leaf) else extra, fqn, value, fqn)
     return weights, extra
 
 
@@ -181,8 +175,7 @@ def _add(target: dict[str, Any], fqn: str, value: Any, was: str) -> None:
 
 def _state_names(optimizers: Iterable[Mapping[str, Any]]) -> list[str]:
     """Names of parameters as nested optimizer states spell them."""
-    states = (node.get(_STATE) for node in optimizers)
-    return [fqn for state in states if isinstance(state, Mapping) for fqn in state]
+    return [fqn for node in optimizers if isinstance(state := node.get(_STATE), Mapping) for fqn in state]
 
 
 # -- optimizers ------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from ckpt.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import WEIGHT
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Shape, Tensor, whole
+from converters.pytorch.flat_parameters import in_turn
 from converters.pytorch.state_dicts import clean_names
 
 _FLAT_PARAM = "_flat_param"
@@ -190,16 +191,13 @@ def _from_flat(slices: Sequence[_Slice], unit: Sequence[str], shapes: Shapes) ->
 
 def _from_rows(fqn: str, own: Sequence[tuple[RankFile, Extent]], shape: Shape) -> Tensor:
     """A parameter of which each rank, in turn, has the next elements."""
-    parts, at = [], 0
-    for file, extent in own:
-        parts.append((shape, Fragment(FlatRange(at, at + extent.numel), extent, file.rank)))
-        at += extent.numel
-    if at != prod(shape):
+    numel = sum(extent.numel for _, extent in own)
+    if numel != prod(shape):
         raise CorruptError(
             "what ranks have of a parameter does not make it up",
             path=own[0][0].path,
             fqn=fqn,
             expected=f"{prod(shape)} elements, of {list(shape)}",
-            found=f"{at} elements on {len(own)} ranks",
+            found=f"{numel} elements on {len(own)} ranks",
         )
-    return assemble(fqn, WEIGHT, parts)
+    return assemble(fqn, WEIGHT, in_turn(shape, own))
