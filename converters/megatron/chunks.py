@@ -135,9 +135,7 @@ class Model:
     @cached_property
     def members(self) -> dict[tuple[int, int], list[str]]:
         """Names of the whole model's tensors in every chunk, copies of the embedding not among them."""
-        found: dict[tuple[int, int], list[str]] = {
-            (pp, vp): [] for pp in range(self.grid.pp) for vp in range(self.grid.vpp)
-        }
+        found: dict[tuple[int, int], list[str]] = {place: [] for place in self._places}
         for name in (*self.chosen, *self.extra):
             found[self._home(name)].append(name)
         return found
@@ -160,24 +158,26 @@ class Model:
         return tuple(found)
 
     @cached_property
+    def _places(self) -> list[tuple[int, int]]:
+        """(pipeline rank, chunk) of each chunk, in the order of the model."""
+        return [(pp, vp) for vp in range(self.grid.vpp) for pp in range(self.grid.pp)]
+
+    @cached_property
     def _stage_of_layer(self) -> dict[str, tuple[int, int]]:
-        """(pipeline rank, chunk) of each decoder layer, by its number as names have it."""
-        chunks = [(pp, vp) for vp in range(self.grid.vpp) for pp in range(self.grid.pp)]
-        return {str(layer): chunk for chunk in chunks for layer in self.stages.layers(*chunk)}
+        """The place of each decoder layer, by its number as names have it."""
+        return {str(layer): place for place in self._places for layer in self.stages.layers(*place)}
 
     def _home(self, name: str) -> tuple[int, int]:
-        """(pipeline rank, chunk) of a tensor."""
-        stages = self.stages
+        """The place of a tensor."""
         if match := _LAYER.match(name):
             return self._stage_of_layer[match[1]]
         if name.startswith("embedding."):
             return 0, 0
-        chunks = [(pp, vp) for vp in range(self.grid.vpp) for pp in range(self.grid.pp)]
         if name.startswith("mtp."):
-            return next(((pp, vp) for pp, vp in chunks if stages.has_mtp(pp, vp)), chunks[-1])
+            return next((place for place in self._places if self.stages.has_mtp(*place)), self._places[-1])
         if name.startswith("decoder."):
-            return next((pp, vp) for pp, vp in chunks if stages.has_final_norm(pp, vp))
-        return chunks[-1]
+            return next(place for place in self._places if self.stages.has_final_norm(*place))
+        return self._places[-1]
 
     def chunks(self, rank: Rank) -> list[Chunk]:
         """What a rank's chunks hold.

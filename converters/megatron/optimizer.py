@@ -129,20 +129,17 @@ class Optimizer:
         self.model = model
         self.args = model.args
         self.distributed = bool(self.args.get("use_distributed_optimizer", True))
-        self.masters = {fqn: self._master(fqn) for fqn, c in model.chosen.items() if c.tensor.role != BUFFER}
+        trained = (fqn for fqn, choice in model.chosen.items() if choice.tensor.role != BUFFER)
+        tensors = model.checkpoint.tensors
+        self.masters = {fqn: tensors.get((fqn, MASTER)) or tensors[fqn, WEIGHT] for fqn in trained}
         self.states: dict[str, dict[str, Tensor]] = {fqn: {} for fqn in self.masters}
-        for (fqn, role), tensor in model.checkpoint.tensors.items():
+        for (fqn, role), tensor in tensors.items():
             if role not in (WEIGHT, MASTER, BUFFER):
                 self.states[fqn][role] = tensor
         if self.distributed:
             self._check_adam()
         self.apart = model.has_expert_optimizer
         self.groups = self._groups()
-
-    def _master(self, fqn: str) -> Tensor:
-        found = self.model.checkpoint.get(fqn, MASTER) or self.model.checkpoint.get(fqn, WEIGHT)
-        assert found is not None
-        return found
 
     def _check_adam(self) -> None:
         for fqn, states in self.states.items():
@@ -162,15 +159,12 @@ class Optimizer:
         option_of = {fqn: group.options for group in self.model.checkpoint.state.param_groups for fqn in group.fqns}
         found: dict[tuple[bool, bool, bool], Group] = {}
         for fqn, master in self.masters.items():
-            kind = self.kind(self._own_name(fqn), fqn, len(master.shape))
+            own = self.model.spelling.spelled(fqn, self.model.kinds.get(split_layer(fqn)[0]), 0, 0)
+            kind = self.kind(own, fqn, len(master.shape))
             if kind not in found:
                 options = self._options(dict(option_of.get(fqn, {})), *kind)
                 found[kind] = Group(options, *kind)
         return [found[kind] for kind in sorted(found, key=lambda kind: (kind[0], not kind[1], kind[2]))]
-
-    def _own_name(self, fqn: str) -> str:
-        kind = self.model.kinds.get(split_layer(fqn)[0])
-        return self.model.spelling.spelled(fqn, kind, 0, 0)
 
     def _options(self, options: dict[str, Any], expert: bool, decayed: bool, decoupled: bool) -> dict[str, Any]:
         if not any(name in options or f"pre_{name}" in options for name in IDENTITY):
@@ -190,11 +184,7 @@ class Optimizer:
 
     def kind(self, name: str, fqn: str, ndim: int) -> tuple[bool, bool, bool]:
         """Which group a parameter is in: `Group.kind`."""
-        return (
-            self.apart and is_expert(fqn),
-            is_decayed(name, ndim, self.args),
-            is_decoupled(name, self.args),
-        )
+        return self.apart and is_expert(fqn), is_decayed(name, ndim, self.args), is_decoupled(name, self.args)
 
     @property
     def scaler(self) -> dict[str, Any]:

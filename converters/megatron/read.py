@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ MODEL, DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
 #: A note of the reader, which keeps the writer from dealing optimizer states to the wrong parameters.
 OTHER_ORDER = "the model's modules are in another order than those of megatron-core 0.16"
 _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
+_WRAPPERS = re.compile(r"^(?:module\.)+")
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 _GROUPED_GEMM = re.compile(r"(?P<layer>.*\.mlp\.experts\.)weight(?P<number>[12])")
 
@@ -174,15 +176,14 @@ def read_ranks(reading: Reading) -> list[RankFile]:
     _check_places(reading.grid, loaded)
     reading.sources.check_distinct((rank.number, str(path)) for rank, path, _ in loaded)
     _check_version(reading, first)
-    files = []
-    for rank, path, content in loaded:
-        files.append(RankFile(rank, str(path), content, tuple(_chunks(reading, rank, str(path), content))))
+    files = [
+        RankFile(rank, str(path), content, tuple(_chunks(reading, rank, str(path), content)))
+        for rank, path, content in loaded
+    ]
     for file in files:
-        for chunk in file.chunks:
-            for local in chunk:
-                role = BUFFER if local.is_buffer else WEIGHT
-                reading.add(local, role, local.stored.extent, file.path, file.rank)
-                reading.natives |= dict.fromkeys(local.fqns, local.stored.dtype)
+        for local in chain.from_iterable(file.chunks):
+            reading.add(local, BUFFER if local.is_buffer else WEIGHT, local.stored.extent, file.path, file.rank)
+            reading.natives |= dict.fromkeys(local.fqns, local.stored.dtype)
     return files
 
 
@@ -378,13 +379,7 @@ def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
     """The entries of a chunk's state dict in megatron-core's spelling, without the prefix of wrappers."""
     if LANGUAGE_MODEL in state:
         return dict(core_names(state))
-    names = {}
-    for name, value in state.items():
-        clean = str(name)
-        while clean.startswith("module."):
-            clean = clean.removeprefix("module.")
-        names[clean] = value
-    return names
+    return {_WRAPPERS.sub("", str(name)): value for name, value in state.items()}
 
 
 @dataclass(frozen=True)

@@ -129,20 +129,14 @@ class _Tensors:
                 expected=f"{prod(sizes)} tensors, {dtype} {list(shape)}",
                 found=f"{len(members)}, with {len(others)} other dtypes and {len(other_shapes)} other shapes",
             )
-        tiles = ((index, box) for index in sorted(members) for box in self._boxes(shape))
-        self.writing.add_tiles(
-            key,
-            dtype,
-            sizes + shape,
-            [
-                (Box(index + box.offsets, (1,) * len(index) + box.sizes), FromSource(members[index], box))
-                for index, box in tiles
-            ],
-        )
-
-    def _boxes(self, shape: Shape) -> Iterator[Box]:
-        """A matrix is cut for tensor parallel ranks: an engine reads the whole box that it needs a part of."""
-        yield from dim0_boxes(shape, self.model.grid.tp if len(shape) > 1 else 1)
+        # A matrix is cut for tensor parallel ranks: an engine reads the whole box that it needs a part of.
+        boxes = list(dim0_boxes(shape, self.model.grid.tp if len(shape) > 1 else 1))
+        tiles = [
+            (Box(index + box.offsets, (1,) * len(index) + box.sizes), FromSource(members[index], box))
+            for index in sorted(members)
+            for box in boxes
+        ]
+        self.writing.add_tiles(key, dtype, sizes + shape, tiles)
 
 
 def _is_stacked(model: Model) -> bool:
