@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -246,9 +247,9 @@ def _failed(error: Exception, url: str) -> CkptError:
     hint = None
     if any(word in text for word in ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "credential")):
         hint = "the store does not take these credentials; are they expired? renew them and start again"
-    elif any(word in text for word in ("403", "401", "AccessDenied", "Forbidden", "denied")):
-        hint = "may these credentials read this, and list it?"
-    return StorageError("the store could not be read", path=url, found=text[:300], hint=hint)
+    elif re.search(r"\b40[13]\b|AccessDenied|Forbidden|denied", text):
+        hint = "may these credentials read, list or write this?"
+    return StorageError("the store could not be used", path=url, found=text[:300], hint=hint)
 
 
 # -- everything else --------------------------------------------------------------------------------------------------
