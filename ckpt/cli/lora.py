@@ -158,7 +158,7 @@ def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder
 
 
 def push(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder to push, all of it.", readable=False)],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder or URL to push, all of it.", readable=False)],
     repo_id: opt.RepoOption = None,
     private: opt.PrivateOption = False,
     revision: opt.RevisionOption = None,
@@ -173,7 +173,9 @@ def push(
     from ckpt.hub.card import CARD, model_card
     from ckpt.hub.push import Push
     from ckpt.hub.recorded import recorded_repo
+    from ckpt.stores import places
 
+    path = places.local(path)
     own_names = names == "own"
     to = Push(repo_id or recorded_repo([path]), private, revision, create_pr, commit_message, own_names)
     if not own_names:

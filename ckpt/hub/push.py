@@ -14,17 +14,19 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
 from ckpt.hub.card import CARD, is_ours
+from ckpt.move import standins
 from ckpt.move.files import OpenFiles, translate_os_errors
-from ckpt.move.source import read_into
+from ckpt.move.source import open_stream, read_into
 from ckpt.move.threads import in_threads
 from ckpt.state.adapter import CONFIG as ADAPTER_CONFIG
+from ckpt.stores import places
 from ckpt.text import HUB_ID
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ def push(
     say: Callable[[str], None] = lambda _: None,
     progress: bool = False,
 ) -> Pushed:
-    """Upload every file of `folder`, and verify that the Hub holds them bit for bit.
+    """Upload every file of `folder`, or of the place of a URL, and verify that the Hub holds them bit for bit.
 
     `card` becomes README.md where neither the folder nor the repository has one, and a model card that ckpt did not
     write stays as it is in the repository; `progress` shows the library's own bars.  Raises StorageError where the Hub
@@ -107,6 +109,7 @@ def push(
 
     if not progress:
         disable_progress_bars()
+    folder = places.local(folder)
     files = _local_files(folder)
     api = HfApi()
     message = to.message or f"Upload {folder.resolve().name} with ckpt"
@@ -126,13 +129,7 @@ def push(
             files.pop(CARD)
             say(f"note: the {CARD} in {to.repo_id} stays, ckpt did not write it: the one in {folder} is not pushed")
         say(f"pushing {len(files)} files to {api.endpoint}/{to.repo_id}")
-        commit = api.upload_folder(
-            repo_id=to.repo_id,
-            folder_path=folder,
-            commit_message=message,
-            revision=to.revision,
-            ignore_patterns=[CARD] if kept else None,
-        )
+        commit = _upload(api, folder, files, message, to)
         remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
         extra: dict[str, bytes] = {}
         if card is not None and CARD not in files and CARD not in remote:
@@ -150,6 +147,18 @@ def push(
     num_bytes = sum(path.stat().st_size for path in files.values()) + sum(map(len, extra.values()))
     url = pull_request.url if pull_request else commit.commit_url
     return Pushed(to.repo_id, str(url), len(files) + len(extra), num_bytes)
+
+
+def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], message: str, to: Push) -> Any:
+    """Send `files` of `folder`; what is in a store is read from there as it is sent, and written nowhere."""
+    where: dict[str, Any] = {"repo_id": to.repo_id, "commit_message": message, "revision": to.revision}
+    if not standins.is_standin(str(folder)):
+        return api.upload_folder(folder_path=folder, ignore_patterns=[] if CARD in files else [CARD], **where)
+    from huggingface_hub import CommitOperationAdd
+
+    with ExitStack() as opened:
+        streams = {name: opened.enter_context(open_stream(path)) for name, path in files.items()}
+        return api.create_commit(operations=[CommitOperationAdd(*named) for named in streams.items()], **where)
 
 
 def check_room_for_model(to: Push) -> None:

@@ -154,8 +154,6 @@ def test_a_url_is_never_a_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("convert", "auto", "hf", ".", "--tag", "s3://runs/x"),
         ("resume", "s3://runs/x"),
         ("mount", "hf", ".", "s3://runs/x"),
-        ("push", "s3://runs/x"),
-        ("merge-lora", "adapter", "-o", "s3://runs/x"),
         ("estimate", "hf://org/name"),
         ("inspect", ".", "--picture", "s3://runs/x.svg"),
     ):
