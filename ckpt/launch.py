@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from ckpt.move.group import LAUNCHERS, Alone, TorchGroup
 
 _JOINING = timedelta(minutes=5)  # that processes wait for each other to start
 _PORT = 29500  # as torchrun's default
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,11 @@ def joined(start: Launch | None) -> Iterator[Alone]:
 
 def _join(start: Launch) -> tuple[Any, TorchGroup]:
     alone = f"where one process is to do it by itself, start it without {' and '.join(start.variables)}"
+    for what, number, last in (("rank", start.rank, start.size - 1), ("port", start.port, _LAST_PORT)):
+        if number > last:
+            raise UsageError(
+                f"there can be no such {what}", expected=f"at most {last}, of {start}", found=number, hint=alone
+            )
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of torch's own warnings; errors are raised, too
     try:
         import torch.distributed as distributed
@@ -117,6 +124,8 @@ def _join(start: Launch) -> tuple[Any, TorchGroup]:
     os.environ |= {"MASTER_ADDR": start.address, "MASTER_PORT": str(start.port)}
     os.environ |= {"RANK": str(start.rank), "WORLD_SIZE": str(start.size)}
     try:
+        if start.rank:
+            _wait_for_first(start.address, start.port)
         store, rank, size = next(distributed.rendezvous("env://", timeout=_JOINING))
         store = distributed.PrefixStore(_attempt(store, rank, size), store)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_JOINING)
@@ -130,6 +139,18 @@ def _join(start: Launch) -> tuple[Any, TorchGroup]:
             found=str(error).splitlines()[0],
             hint=f"do all of them run this command, and reach that port? {alone}",
         ) from None
+
+
+def _wait_for_first(address: str, port: int) -> None:
+    """Until the first process listens.  torch waits for that in C++, where neither Ctrl-C nor SIGTERM ends it."""
+    end = time.monotonic() + _JOINING.total_seconds()
+    while True:
+        try:
+            return socket.create_connection((address, port), _JOINING.total_seconds()).close()
+        except OSError as error:
+            if time.monotonic() > end:
+                raise RuntimeError(f"nobody listens there: {error}") from None
+        time.sleep(0.1)
 
 
 def _attempt(store: Any, rank: int, size: int) -> str:

@@ -68,6 +68,31 @@ def test_where_they_meet_has_to_be_told() -> None:
     assert "MASTER_ADDR" in str(caught.value.hint) and "without PMI_RANK and PMI_SIZE" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(("rank", "port", "what"), [(2, 29500, "rank"), (1, 65536, "port")])
+def test_what_another_job_left_in_the_environment(rank: int, port: int, what: str) -> None:
+    start = Launch("torchrun", rank, 2, ("RANK", "WORLD_SIZE"), "127.0.0.1", port)
+    with pytest.raises(UsageError, match=f"no such {what}") as caught, joined(start):
+        pass
+    assert "without RANK and WORLD_SIZE" in str(caught.value.hint)
+
+
+def test_who_waits_for_the_first_process_can_be_ended() -> None:
+    """In torch's own waiting a signal is heard after five minutes."""
+    with closing(socket.socket()) as taken:  # and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        where = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        script = (
+            "import signal, threading, time, ckpt.launch as launch\n"
+            "wait = launch._wait_for_first\n"
+            "def waits(*where): threading.Timer(0.3, signal.raise_signal, [signal.SIGTERM]).start(); wait(*where)\n"
+            "launch._wait_for_first = waits\n"
+            "from ckpt.__main__ import main; main()"
+        )
+        words = [sys.executable, "-c", script, "convert", "zero3", "hf", str(ZERO3), "-o", "out"]
+        done = subprocess.run(words, env=os.environ | where, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 143
+
+
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
