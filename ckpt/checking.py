@@ -23,7 +23,7 @@ from ckpt.run_folder.steps import (
     LATEST_UNIVERSAL,
     TRACKER,
     TRAINER_STATE,
-    TRAINER_STEP,
+    one_with_state,
     recorded_step,
     step_folders,
     trainer_step,
@@ -317,8 +317,5 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 def _lacking_beside(place: Path) -> Iterator[Problem]:
     """What HF Trainer writes last, where the run's other checkpoints have it: the save was interrupted before."""
-    if not TRAINER_STEP.fullmatch(place.name) or (place / TRAINER_STATE).exists():
-        return
-    others = [other.name for other in step_folders(place.parent, TRAINER_STEP) if (other / TRAINER_STATE).is_file()]
-    if others:
-        yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {others[0]} has it")
+    if (other := one_with_state(place)) is not None:
+        yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {other.name} has it")

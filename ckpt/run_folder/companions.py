@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import CorruptError
+from ckpt.errors import CorruptError, IncompleteError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.source import read_file
 from ckpt.plan.dtypes import DType
@@ -92,7 +92,13 @@ def parse_json(content: bytes, path: Path, *, unique: bool = False, max_bytes: i
     try:
         return json.loads(content.decode("utf-8"), object_pairs_hook=members)
     except (ValueError, RecursionError) as error:
-        raise CorruptError("the file is not JSON", path=path, found=str(error)) from None
+        ends = isinstance(error, json.JSONDecodeError) and (
+            error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
+        )
+        kind, what = (
+            (IncompleteError, "the JSON file ends too early") if ends else (CorruptError, "the file is not JSON")
+        )
+        raise kind(what, path=path, found=str(error)) from None
 
 
 def read_config(folders: Iterable[Path]) -> dict[str, Any] | None:

@@ -48,6 +48,16 @@ def trainer_steps(path: Path, *, after: int = -1) -> list[Path]:
     return [folder for folder in step_folders(path, TRAINER_STEP) if int(folder.name.partition("-")[2]) > after]
 
 
+def one_with_state(step: Path) -> Path | None:
+    """A step of the run of `step` that has HF Trainer's record, where `step`, a `checkpoint-N`, lacks it.
+
+    Trainer writes it last: `step` was not written to its end.
+    """
+    if not TRAINER_STEP.fullmatch(step.name) or (step / TRAINER_STATE).exists():
+        return None
+    return next((other for other in trainer_steps(step.parent) if (other / TRAINER_STATE).is_file()), None)
+
+
 def enclosing_folders(path: Path) -> list[Path]:
     """Where files of the run that a checkpoint belongs to may stand: its folder, and that around a step's."""
     folders = [path]

@@ -116,8 +116,8 @@ CASES: dict[str, tuple[str, Damage, str, str]] = {
     "half a state": (
         "trainer-zero2",
         cut("checkpoint-2/trainer_state.json"),
-        "checkpoint-2: damaged",
-        "trainer_state.json: the file is not JSON",
+        "checkpoint-2: incomplete",
+        "trainer_state.json: the JSON file ends too early",
     ),
     "ended early": (
         "trainer-zero2",
@@ -214,7 +214,7 @@ MODEL: dict[str, tuple[Damage, str]] = {
     "a shard": (gone("*-00002-of-00003.safetensors"), "model-00002-of-00003.safetensors: "),
     "the index": (gone("*.index.json"), "model.safetensors.index.json: the index of the shards is missing"),
     "half a shard": (cut("*-00003-of-00003.safetensors"), "model-00003-of-00003.safetensors: "),
-    "an index cut off": (cut("*.index.json"), "model.safetensors.index.json: the file is not JSON"),
+    "an index cut off": (cut("*.index.json"), "model.safetensors.index.json: the JSON file ends too early"),
 }
 
 
