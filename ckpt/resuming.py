@@ -8,8 +8,8 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
@@ -22,6 +22,7 @@ from ckpt.move.group import Alone, the_callers
 from ckpt.plan.checkpoint import Checkpoint, Layout, SourceFile
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.progress import progress
+from ckpt.run_folder.carried import run_files
 from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.steps import ANY_STEP, LATEST, TRACKER, TRAINER_STATE, recorded_step
 from ckpt.sizes import show_size
@@ -103,6 +104,11 @@ def resume(
         raise UsageError("a run that goes on lies in a local folder", path=path, hint=hint)
     path = Path(path)
     now = caller()
+    dtype = dtype or now.dtype
+    if dtype is not None and dtype not in CASTABLE:
+        raise UsageError("no such dtype of weights", expected=f"one of {', '.join(CASTABLE)}", found=repr(dtype))
+    if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
+        raise UsageError("this is no number of ranks", expected="an int of at least 1", found=f"{world_size=}")
     with the_callers() as group:
         if missing_ok and not any(group.gather(_holds_tensors(path))):
             if group.rank == 0:
@@ -115,7 +121,6 @@ def resume(
                 hint="call ckpt.resume behind init_process_group (deepspeed.initialize, TrainingArguments), "
                 "or give the path that `ckpt resume` prints",
             )
-        dtype = dtype or now.dtype
         layout = Layout(CASTABLE[dtype] if dtype else None, world_size=world_size or now.world_size, **options)
         opened = partial(api.open, path, tag=tag, config=config)
         way = partial(_way, path, opened, format or now.format, layout, say) if group.rank == 0 else None
@@ -223,10 +228,13 @@ def _way(
     for note in (*checkpoint.passed_over, *(note for note in checkpoint.notes if note not in checkpoint.passed_over)):
         say(f"note: {note}")
     wanted = registry.get(format or checkpoint.format).name
+    registry.check_options(wanted, layout.options)
     as_it_is = _folder_to_load(path, checkpoint)
     misfit = _misfit(checkpoint, wanted, layout)
     if as_it_is is not None and misfit is None:
         _check_whole(checkpoint)
+        if not registry.get(wanted).carries_optimizer:
+            say(f"note: {wanted} holds no optimizer: its states begin anew")
         return _Way(str(as_it_is), "as it is", [file.path for file in checkpoint.files])
     say(f"{checkpoint.path} does not fit: {misfit or f'{LATEST} or a tracker names another step'}")
     size = layout.world_size if wanted in (*_OF_RANKS, "megatron", "megatron-dist") else None
@@ -250,9 +258,9 @@ def _convert(
     destination, plan = Path(way.place), conversion.plan
     if group.rank == 0:
         _settle_left_over(conversion, destination, say)
-    record = json.dumps({"source": [astuple(file) for file in plan.checkpoint.files]}).encode()
+    record = json.dumps({"source": _sources(plan.checkpoint)}).encode()
     is_quiet = group.rank > 0 or say is not say_on_stderr
-    with progress(plan.moved_bytes, "check", quiet=is_quiet) as meter:
+    with _hinting_at_what_to_do(way, path), progress(plan.moved_bytes, "check", quiet=is_quiet) as meter:
         num_done = conversion.run(
             destination,
             resume=True,
@@ -266,6 +274,20 @@ def _convert(
             say(f"{show_size(num_done)} were there already, and are as they were written")
         for line in (*plan.target.notes, *plan.target.not_written):
             say(f"note: {line}" if line in plan.target.notes else f"not in the target: {line}")
+
+
+@contextlib.contextmanager
+def _hinting_at_what_to_do(way: _Way, path: Path) -> Iterator[None]:
+    """Who resumes has chosen no place, and has no -o."""
+    try:
+        yield
+    except (StorageError, UsageError) as error:
+        if os.path.isdir(way.place) or error.what.startswith("another process is writing"):
+            error.hint = "another resume makes the same of this run, or has just done so: start again when it is done"
+        elif "-o" in (error.hint or ""):
+            command = f"`ckpt convert auto {way.format} {path} -o FOLDER`, with the same options,"
+            error.hint = f"what is converted is kept beside the run; {command} writes elsewhere"
+        raise
 
 
 def _settle_left_over(conversion: api.Conversion, destination: Path, say: Callable[[str], None]) -> None:
@@ -344,10 +366,16 @@ def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
     from xxhash import xxh3_64
 
     asked = (layout.dtype, layout.world_size, sorted(layout.options.items()))
-    facts = repr((wanted, asked, checkpoint.config, [astuple(file) for file in checkpoint.files]))
+    facts = repr((wanted, asked, checkpoint.config, _sources(checkpoint)))
     step = f"step{checkpoint.state.step}" if checkpoint.state.step is not None else Path(checkpoint.path).name
     ranks = f"-on-{layout.world_size}" if layout.world_size else ""
     return f"{step}-{wanted}{ranks}-{xxh3_64(facts.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+def _sources(checkpoint: Checkpoint) -> list[tuple[Any, ...]]:
+    """The facts of all files that a conversion takes training state from, the same wherever it is asked for."""
+    files = (*checkpoint.files, *(SourceFile.stat(str(path)) for path in run_files(checkpoint)))
+    return [astuple(replace(file, path=os.path.abspath(file.path))) for file in files]
 
 
 def _remove_orphans(kept: Path, say: Callable[[str], None]) -> None:

@@ -106,6 +106,73 @@ class TestOneProcess:
         assert ckpt.resume(outputs, world_size=2, say=said.append) == str(outputs / "checkpoint-1")
         assert any("checkpoint-2 is skipped, it is not complete" in line for line in said)
 
+    @pytest.mark.parametrize("state", [None, b"", b'{"global_step": 2, "log_his'])
+    def test_what_trainer_had_not_ended_is_passed_over(self, run: Path, tmp_path: Path, state: bytes | None) -> None:
+        """Its record comes last: without it Trainer ends in a traceback, or begins anew with trained weights."""
+        outputs = Path(shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "trainer"))
+        record = outputs / "checkpoint-2" / "trainer_state.json"
+        record.unlink() if state is None else record.write_bytes(state)
+        said: list[str] = []
+        assert ckpt.resume(outputs, world_size=2, say=said.append) == str(outputs / "checkpoint-1")
+        assert any("checkpoint-2 is skipped, it is not complete" in line for line in said)
+
+    def test_wherever_it_is_called_the_conversion_is_found_again(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By a relative path the files of the source are others in another folder."""
+        said: list[str] = []
+        monkeypatch.chdir(run.parent)
+        found = ckpt.resume("outputs", world_size=2, say=said.append)
+        monkeypatch.chdir(run)
+        for path in (".", "../outputs", run):
+            assert ckpt.resume(path, world_size=2, say=said.append) == found
+        assert Path(found).is_dir() and not any(line.startswith("removed") for line in said)
+
+    @pytest.mark.parametrize("name", ["trainer_state.json", "rng_state_1.pth"])
+    def test_training_state_that_changes_is_converted_again(self, run: Path, tmp_path: Path, name: str) -> None:
+        outputs, said = Path(shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "trainer")), list[str]()
+        stale = ckpt.resume(outputs, world_size=3, say=said.append)
+        content = (outputs / "checkpoint-2" / name).read_bytes() + b"\n"
+        (outputs / "checkpoint-2" / name).write_bytes(content)
+        found = Path(ckpt.resume(outputs, world_size=3, say=said.append))
+        assert (found / name).read_bytes() == content
+        assert f"removed {stale}, whose source has gone or changed" in said
+
+    @pytest.mark.parametrize(
+        "asked", [{"dtype": "float32"}, {"world_size": "2"}, {"world_size": 0}, {"tpp": 2}, {"format": "zero9"}]
+    )
+    def test_what_cannot_be_meant(self, run: Path, asked: dict[str, Any]) -> None:
+        with pytest.raises(UsageError):
+            ckpt.resume(run, **asked)
+
+    def test_hints_are_for_who_resumes(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def is_full(*_: object, **__: object) -> int:
+            raise StorageError("no space", hint="free some space, or choose another place with -o")
+
+        plan = api.plan
+
+        def another_is_quicker(*what: Any) -> api.Conversion:
+            conversion = plan(*what)
+            with monkeypatch.context() as patch:
+                patch.setattr(api, "plan", plan)
+                ckpt.resume(run, world_size=2)
+            return conversion
+
+        with monkeypatch.context() as patch, pytest.raises(StorageError) as full:
+            patch.setattr(api.Conversion, "run", is_full)
+            ckpt.resume(run, world_size=2)
+        assert f"`ckpt convert auto zero3 {run} -o FOLDER`" in str(full.value.hint)
+        with monkeypatch.context() as patch, pytest.raises(UsageError, match="exists") as raced:
+            patch.setattr(api, "plan", another_is_quicker)
+            ckpt.resume(run, world_size=2)
+        assert "another resume" in str(raced.value.hint) and "overwrite" not in str(raced.value.hint)
+
+    def test_weights_alone_are_said_to_be(self, run: Path, tmp_path: Path) -> None:
+        said: list[str] = []
+        ckpt.plan(ckpt.open(FIXTURES / "trainer-zero2"), "hf").run(tmp_path / "hf")
+        assert ckpt.resume(tmp_path / "hf", say=said.append) == str(tmp_path / "hf")
+        assert "note: hf holds no optimizer: its states begin anew" in said
+
     def test_what_is_not_whole_is_not_handed_on(self, run: Path, tmp_path: Path) -> None:
         """Rows that no chunk has stay what they were in memory when torch loads it; nor is a cut conversion's file."""
         step = Path(shutil.copytree(FIXTURES / "dcp-fsdp2" / "step-2", tmp_path / "step-2"))

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ def header(plan: Plan) -> dict[str, Any]:
 def _facts(file: SourceFile) -> list[Any]:
     """All of a file; what stands for an object is made anew by each process, and its time tells which version it is."""
     if standins.is_standin(file.path):
-        file = SourceFile(shown(file.path), file.size, file.mtime_ns, 0)
-    return list(astuple(file))
+        return list(astuple(SourceFile(shown(file.path), file.size, file.mtime_ns, 0)))
+    return list(astuple(replace(file, path=os.path.abspath(file.path))))  # whoever looks for it may be elsewhere
 
 
 def _digest(plan: Plan) -> str:

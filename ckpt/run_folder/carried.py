@@ -20,6 +20,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import model_dtypes
 from ckpt.run_folder.companions import (
     CONFIG,
+    RUN_PATTERNS,
     SHARED_RUN_PATTERNS,
     companions,
     corrected_config,
@@ -98,7 +99,7 @@ def run_companions(
     if home is None:
         return Companions((*files, *own), tuple(run_files_left_out(checkpoint)), tuple(notes))
     found: dict[str, bytes] = {}
-    names = sorted(entry.name for entry in home.iterdir() if entry.is_file())
+    names = _names(home)
     for name in names:
         unwanted = not deepspeed and name in DEEPSPEED_SCRIPTS
         if not unwanted and any(fnmatch.fnmatchcase(name, pattern) for pattern in _SHARED):
@@ -114,6 +115,18 @@ def run_companions(
     files += [file for file in own if file.name not in found]
     notes += [*_missing(states, ranks), *(() if deepspeed else _no_schedule(files))]
     return Companions(tuple(files), tuple(_dropped(others, states, ranks)), tuple(notes))
+
+
+def run_files(checkpoint: Checkpoint) -> list[Path]:
+    """The files beside a checkpoint that hold training state, which `run_companions` carries along."""
+    if (home := _home(checkpoint)) is None:
+        return []
+    return [home / name for name in _names(home) if any(fnmatch.fnmatchcase(name, one) for one in RUN_PATTERNS)]
+
+
+def _names(folder: Path) -> list[str]:
+    with translate_os_errors(folder):
+        return sorted(entry.name for entry in folder.iterdir() if entry.is_file())
 
 
 def _files(content: Mapping[str, bytes]) -> list[TargetFile]:
