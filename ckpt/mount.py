@@ -31,9 +31,7 @@ def mount(conversion: Conversion, view: Path, *, foreground: bool = False) -> No
     StorageError.
     """
     fuse = library()
-    conversion.check_destination(view)
-    if view.is_symlink() or (view.exists() and not view.is_dir()) or is_filled(view) or os.path.ismount(view):
-        raise UsageError("this is no empty folder", path=view, hint="give one, or a name that is not there yet")
+    check_free(conversion, view)
     with translate_os_errors(view):
         view.mkdir(parents=True, exist_ok=True)
     served = _Served(conversion)
@@ -44,6 +42,18 @@ def mount(conversion: Conversion, view: Path, *, foreground: bool = False) -> No
         if not served.was_mounted:  # libfuse returns a code for an unmounting, too
             hint = "what libfuse says is above; in a container it takes --device /dev/fuse --cap-add SYS_ADMIN"
             raise StorageError("the folder could not be mounted", path=view, hint=hint) from error
+
+
+def check_free(conversion: Conversion, view: Path) -> None:
+    """Raise UsageError unless `view` is an empty folder, or none yet, that the source has nothing to do with."""
+    conversion.check_destination(view)
+    try:
+        if view.is_symlink() or (view.exists() and not view.is_dir()) or is_filled(view) or os.path.ismount(view):
+            raise UsageError("this is no empty folder", path=view, hint="give one, or a name that is not there yet")
+    except OSError as error:
+        is_dead = error.errno == errno.ENOTCONN
+        hint = f"what served it has ended; `fusermount3 -u {view}` takes it away" if is_dead else None
+        raise StorageError(error.strerror or str(error), path=view, hint=hint) from error
 
 
 def library() -> Any:

@@ -88,6 +88,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     def read_metadata(self) -> Any:
         """What there is, as torch describes it, under the names that its own functions use."""
+        self._opened().missing.clear()
         return described.Metadata(_Described(self._opened()), self._opened().first.paths)
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool) -> None:
@@ -130,6 +131,7 @@ class _Contents:
     def __init__(self, checkpoint: Checkpoint, model: str, optimizer: str) -> None:
         self.checkpoint = checkpoint
         self.speaks = False  # of what is missing and what is left: one rank does
+        self.missing: dict[str, None] = {}  # names that were asked for and are not there
         self._outer = model, optimizer
         self._known: list[StateKeys] = []
         self._unknown = self._make()
@@ -170,6 +172,8 @@ class _Contents:
                 left = keys.left(asked)
                 notes = api.plain_states(self.checkpoint).notes if self.checkpoint.quantized else ()
                 self.say(*self.checkpoint.passed_over, *notes, *([f"there and not asked for: {left}"] if left else ()))
+                if len(self.missing) > 1:  # one was named
+                    self.say(f"asked for, not there and left as they were: {', '.join(self.missing)}")
                 return keys
         raise LossError(
             "the names that are asked for are of several namings, and a model has one",
@@ -183,8 +187,12 @@ class _Contents:
             warnings.warn(f"{shown(self.checkpoint.path)} ({self.checkpoint.format}): {line}", stacklevel=3)
 
     def say_missing(self, key: str) -> None:
-        names = [name for name in self.first.leaves if ".param_groups." not in name]
-        self.say(f"{key!r} is asked for and not there; what is, is called {', '.join(names[:3])}, ... ({len(names)})")
+        if not self.missing:  # of all others it is said later, if torch goes on without them
+            names = [name for name in self.first.leaves if ".param_groups." not in name]
+            self.say(
+                f"{key!r} is asked for and not there; what is, is called {', '.join(names[:3])}, ... ({len(names)})"
+            )
+        self.missing[key] = None
 
 
 class _Described(dict[str, Any]):
@@ -193,14 +201,11 @@ class _Described(dict[str, Any]):
     def __init__(self, contents: _Contents) -> None:
         super().__init__((key, _description(leaf)) for key, leaf in contents.first.leaves.items())
         self._contents = contents
-        self._has_said = False
 
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key) or self._contents.find(str(key)) is not None:
             return True
-        if not self._has_said:
-            self._has_said = True
-            self._contents.say_missing(str(key))
+        self._contents.say_missing(str(key))
         return False
 
     def __missing__(self, key: str) -> Any:

@@ -128,6 +128,21 @@ class TestMounted:
             serving.communicate()
 
     @pytest.mark.usefixtures("viewed")
+    def test_what_was_killed_says_what_takes_it_away(self, tmp_path: Path) -> None:
+        words = [sys.executable, "-m", "ckpt", "mount", "hf", str(ZERO3), str(tmp_path / "view"), "--foreground"]
+        serving = subprocess.Popen(words, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+        while not os.path.ismount(tmp_path / "view"):
+            assert serving.poll() is None
+            time.sleep(0.05)
+        taken = command("mount", "hf", ZERO3, tmp_path / "view")
+        assert taken.returncode == 2 and "no empty folder" in taken.stderr and "reads as" not in taken.stderr
+        serving.kill()
+        serving.wait()
+        dead = command("mount", "hf", ZERO3, tmp_path / "view")
+        subprocess.run(["fusermount3", "-u", str(tmp_path / "view")], check=True)
+        assert dead.returncode == 7 and f"`fusermount3 -u {tmp_path / 'view'}` takes it away" in dead.stderr
+
+    @pytest.mark.usefixtures("viewed")
     def test_the_page_on_views(self, tmp_path: Path) -> None:
         """Its lines of a terminal and its last lines of Python are run, one after the other."""
         page = (REPOSITORY / "docs" / "views.md").read_text()

@@ -137,9 +137,12 @@ def test_a_name_that_is_not_there() -> None:
             load(state, DCP)
     (line,) = [str(one.message) for one in caught if str(DCP) in str(one.message)]
     assert "'model.bias' is asked for and not there; what is, is called model." in line
-    partly = {"model": {"gain": torch.zeros(3), "bias": torch.zeros(3)}}
+    partly = {"model": {"gain": torch.zeros(3), "bias": torch.zeros(3), "other": torch.zeros(3)}}
     planner = DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(partly, storage_reader=ckpt.StorageReader(DCP), planner=planner, no_dist=True)
+    reader = ckpt.StorageReader(DCP)
+    for _ in range(2):
+        _, said = warned(dcp.load, partly, storage_reader=reader, planner=planner, no_dist=True)
+        assert sum("left as they were: model.bias, model.other" in line for line in said) == 1
     assert raw(partly["model"]["gain"]) == truth_of(DCP).tensors["gain", WEIGHT]
 
 

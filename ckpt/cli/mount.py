@@ -47,7 +47,7 @@ def mount(
     `fusermount3 -u VIEW` ends it.
     """
     from ckpt import api
-    from ckpt.mount import library
+    from ckpt.mount import check_free, library
     from ckpt.mount import mount as mount_conversion
     from ckpt.move import standins
     from ckpt.plan.checkpoint import Layout
@@ -62,6 +62,7 @@ def mount(
     if dequantize:
         checkpoint = api.dequantized(checkpoint, layout.dtype)
     conversion = api.plan(checkpoint, target, layout)
+    check_free(conversion, view)  # what is said from here on comes true: another process serves it then
     say_source(checkpoint, quiet=quiet)
     if not quiet:
         for line in lost_lines(plan_report(conversion, view)):

@@ -18,7 +18,7 @@ from ckpt import registry
 from ckpt.cli import complete
 from ckpt.cli.examples import EXAMPLES
 from ckpt.cli.text import coloured
-from ckpt.errors import CkptError, SeveralRunsError, UsageError
+from ckpt.errors import CkptError, SeveralRunsError, UsageError, shown
 from ckpt.plan.options import MAX_SIZE, Option, options_of
 from ckpt.streams import say_ended
 from ckpt.text import scheme_of
@@ -170,10 +170,11 @@ def _commands(error: CkptError) -> list[str]:
     """Where there are several runs to choose from, the command for each, the newest first."""
     if not isinstance(error, SeveralRunsError):
         return []
-    asked = [word for word in sys.argv[1:] if not word.startswith("-") and os.path.normpath(word) == error.path]
-    words = sys.argv[1:] if asked else [*sys.argv[1:], str(error.path)]
-    place = max(i for i, word in enumerate(words) if word == (asked[-1] if asked else error.path))
-    return [f"  {shlex.join(['ckpt', *words[:place], run, *words[place + 1 :]])}" for run in error.runs]
+    path, normal = shown(str(error.path)), os.path.normpath  # of a URL it makes something else, and of both alike
+    asked = [word for word in sys.argv[1:] if not word.startswith("-") and normal(word) == normal(path)]
+    words = sys.argv[1:] if asked else [*sys.argv[1:], path]
+    place = max(i for i, word in enumerate(words) if word == (asked[-1] if asked else path))
+    return [f"  {shlex.join(['ckpt', *words[:place], shown(run), *words[place + 1 :]])}" for run in error.runs]
 
 
 class _Help:

@@ -194,6 +194,17 @@ def test_what_is_not_there(store: ObjectStore) -> None:
         ckpt.open("s3://elsewhere/nothing")
 
 
+def test_several_runs(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands for each of them name what is in the store, and not what stands for it here."""
+    for name in ("one", "other run"):
+        store.upload(FIXTURES / "toy-zero3", f"several/{name}")
+    url = f"s3://{BUCKET}/several"
+    monkeypatch.setattr("sys.argv", ["ckpt", "inspect", url])
+    done = command("inspect", url)
+    assert done.code == 2 and "ckpt-stores-" not in done.err
+    assert f"  ckpt inspect {url}/one\n" in done.err and f"  ckpt inspect '{url}/other run'\n" in done.err
+
+
 def test_a_file_that_stands_for_an_object_is_no_hole(store: ObjectStore) -> None:
     path = places.local(store.upload(FIXTURES / "toy-zero3", "hole")) / "latest"
     assert path.stat().st_size == (FIXTURES / "toy-zero3" / "latest").stat().st_size
