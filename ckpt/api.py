@@ -35,15 +35,7 @@ from ckpt.run_folder import from_hub
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.precision import with_computing_dtype
 from ckpt.run_folder.runs import run_below
-from ckpt.run_folder.steps import (
-    RECORDS,
-    TRAINER_STATE,
-    enclosing_folders,
-    one_with_state,
-    step_folders,
-    trainer_step,
-    trainer_steps,
-)
+from ckpt.run_folder.steps import RECORDS, check_ended, enclosing_folders, step_folders, trainer_steps
 from ckpt.sizes import show_size
 from ckpt.stores import places
 from ckpt.text import HUB_ID, counted, did_you_mean, scheme_of
@@ -140,7 +132,7 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Chec
         inner = None if folder.name == request.tag else request.tag
         try:
             if request.tag is None:
-                _check_ended(folder)
+                check_ended(folder)
             found = _open_here(folder, path, formats, replace(request, tag=inner))
         except IncompleteError as error:
             failure = failure if isinstance(failure, CorruptError) else error
@@ -167,14 +159,6 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Chec
         inside = _open_first(run, formats, request)
         return inside and replace(inside, notes=(f"taking the run {run.relative_to(path)}", *inside.notes))
     return None
-
-
-def _check_ended(step: Path) -> None:
-    """Raise IncompleteError for a `checkpoint-N` without HF Trainer's record, which comes last, or with half."""
-    if (other := one_with_state(step)) is not None:
-        what = f"{TRAINER_STATE} is missing, which HF Trainer writes last"
-        raise IncompleteError(what, path=step, found=f"{other.name} has it")
-    trainer_step(step)
 
 
 def is_run(folder: Path, formats: list[Format] | None = None, tag: str | None = None) -> bool:

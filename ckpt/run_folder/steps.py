@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ckpt.errors import IncompleteError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.source import read_file
 from ckpt.run_folder.companions import read_json
@@ -56,6 +57,14 @@ def one_with_state(step: Path) -> Path | None:
     if not TRAINER_STEP.fullmatch(step.name) or (step / TRAINER_STATE).exists():
         return None
     return next((other for other in trainer_steps(step.parent) if (other / TRAINER_STATE).is_file()), None)
+
+
+def check_ended(step: Path) -> None:
+    """Raise IncompleteError for a `checkpoint-N` without HF Trainer's record, which comes last, or with half."""
+    if (other := one_with_state(step)) is not None:
+        what = f"{TRAINER_STATE} is missing, which HF Trainer writes last"
+        raise IncompleteError(what, path=step, found=f"{other.name} has it")
+    trainer_step(step)
 
 
 def enclosing_folders(path: Path) -> list[Path]:
