@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 from urllib.parse import unquote
+from uuid import uuid4
 
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
 
@@ -63,6 +64,10 @@ class WritableStore(Store, Protocol):
 
     def put(self, key: str, chunks: Iterator[memoryview], size: int, part: int) -> None:
         """Send an object of `size` bytes in parts of `part` bytes; the error of `chunks` where it has one."""
+        ...
+
+    def claim(self, key: str) -> bool:
+        """Make an object that is one process's; False where another one has, as far as the store tells."""
         ...
 
     def remove(self, key: str) -> None:
@@ -163,6 +168,15 @@ class _Obstore:
             if failure:
                 raise failure[0] from None
             raise
+
+    def claim(self, key: str) -> bool:
+        mine = uuid4().bytes
+        with self.errors(key):
+            try:
+                self.lib.put(self.client, key, mine, mode="create")
+            except self.lib.exceptions.AlreadyExistsError:  # made by a first try, whose answer was lost, or by another
+                return bytes(self.lib.get(self.client, key).bytes()) == mine
+        return True
 
     def remove(self, key: str) -> None:
         with self.errors(key):

@@ -5,6 +5,7 @@ An object is there when all of its parts are.  What was sent is removed where an
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections import deque
@@ -30,6 +31,7 @@ _FILES = 4  # that are sent side by side
 _PART = 8 << 20  # bytes of a part, of which several are on their way at a time
 _COMPUTING = 8  # threads that compute parts
 _AHEAD = 3  # parts of a file that are computed before they are sent
+_CLAIM = ".ckpt-uploading"  # an object that is there as long as a process writes
 _MAX_PARTS = 9000  # of an object: S3 takes 10,000
 
 #: What tells a loader that a checkpoint is there, and which: it is sent when all else has arrived.
@@ -60,16 +62,15 @@ def upload(
     if not isinstance(to, WritableStore):
         hint = "convert to a local folder, then `ckpt push`" if scheme == "hf" else "convert to a local folder first"
         raise UsageError(f"{scheme}:// can be read, and not written", found=url, hint=hint)
-    if there := next(iter(to.below(folder)), None):
-        raise UsageError(
-            "the destination exists",
-            path=destination,
-            found=there.key,
-            hint="give another folder with -o, or remove it",
-        )
+    below = f"{folder}/" if folder else ""
+    claim = below + _CLAIM
+    _check_free(to, folder, claim, destination)
     check()
-    sending = _Sending(to, f"{folder}/" if folder else "", views, progress or (lambda _: None))
+    if not to.claim(claim):
+        raise _taken(destination)
+    sending = _Sending(to, below, views, progress or (lambda _: None))
     try:
+        _check_free(to, folder, claim, destination, is_ours=True)  # another may have ended just now
         first, last = _in_order(plan.target.files)
         digests = sending.send(first, hashing)
         _stand(destination, plan.target.files, views)
@@ -85,6 +86,22 @@ def upload(
         raise
     finally:
         sending.close()
+        with contextlib.suppress(CkptError):
+            to.remove(claim)
+
+
+def _check_free(to: WritableStore, folder: str, claim: str, destination: Path, *, is_ours: bool = False) -> None:
+    for there in to.below(folder):
+        if there.key != claim:
+            hint = "give another folder with -o, or remove it"
+            raise UsageError("the destination exists", path=destination, found=there.key, hint=hint)
+        if not is_ours:
+            raise _taken(destination)
+
+
+def _taken(destination: Path) -> StorageError:
+    hint = f"or was killed while it did: then remove what is there, {_CLAIM} too"
+    return StorageError("another process is writing this destination", path=destination, hint=hint)
 
 
 def _in_order(files: Sequence[TargetFile]) -> tuple[list[TargetFile], list[TargetFile]]:

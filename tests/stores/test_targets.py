@@ -103,6 +103,39 @@ def test_faults_that_pass(store: ObjectStore, tmp_path: Path, faults: Faults) ->
     assert store.objects(url.split("/", 3)[3]) == files_in(tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("at", "what"), [(upload._CLAIM, "exists"), ("model.safetensors", "another process is writing")]
+)
+def test_two_at_one_place(store: ObjectStore, tmp_path: Path, at: str, what: str) -> None:
+    """Of the same sizes nothing but the bytes would tell that each has written a part, and one removed the other's."""
+    one, other = (ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf") for _ in range(2))
+    one.run(tmp_path / "out")
+    url, refused = f"s3://{BUCKET}/two/{what}", list[str]()
+
+    def run(conversion: ckpt.Conversion) -> None:
+        try:
+            conversion.run(url)
+        except (StorageError, UsageError) as error:
+            refused.append(error.what)
+
+    def begin_other(method: str, key: str) -> None:
+        if method == "PUT" and key.endswith(at):
+            store.faults.before = None
+            run(other)
+
+    store.faults = Faults(before=begin_other)
+    run(one)
+    assert len(refused) == 1 and what in refused[0]
+    assert store.objects(f"two/{what}") == files_in(tmp_path / "out")
+
+
+def test_what_was_killed_is_not_taken_for_free(store: ObjectStore) -> None:
+    store.put(f"killed/{upload._CLAIM}", b"")
+    with pytest.raises(StorageError, match=r"another process is writing[^$]*or was killed"):
+        ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(f"s3://{BUCKET}/killed")
+    assert [*store.objects("killed")] == [upload._CLAIM]
+
+
 @pytest.mark.parametrize("after", [0, 2, 5])
 def test_faults_that_stay(store: ObjectStore, after: int) -> None:
     """Nothing of it is there, and no parts that are waiting for others."""
