@@ -31,6 +31,9 @@ _RETRIES = {
     "retry_timeout": timedelta(seconds=120),
 }
 _TIMEOUT = {"connect_timeout": timedelta(seconds=15), "read_timeout": timedelta(seconds=60), "timeout": "600s"}
+_SILENCE = 60.0  # seconds that the Hub may say nothing: its library would wait for ever
+#: How long credentials are kept; botocore gives none that end within ten minutes, and knows when there are newer ones.
+_CREDENTIALS_KEPT = timedelta(minutes=10)
 
 
 class Entry(NamedTuple):
@@ -153,7 +156,7 @@ class _Obstore:
         def told() -> Iterator[memoryview]:
             try:
                 yield from chunks
-            except BaseException as error:  # which the library would tell in words of its own
+            except Exception as error:  # which the library would tell in words of its own
                 failure.append(error)
                 raise
 
@@ -179,7 +182,7 @@ class _Obstore:
         return True
 
     def remove(self, key: str) -> None:
-        with self.errors(key):
+        with self.errors(key), contextlib.suppress(self.lib.exceptions.NotFoundError, FileNotFoundError):
             self.lib.delete(self.client, key)
 
     @contextlib.contextmanager
@@ -211,21 +214,34 @@ def _client(kind: str, bucket: str) -> Any:
     options: dict[str, Any] = {"client_options": {**_TIMEOUT, "allow_http": True}, "retry_config": _RETRIES}
     if kind != "s3":
         return from_url(f"{kind}://{bucket}", **options)
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        options |= _s3_options(bucket)
+    except (BotoCoreError, ValueError) as error:
+        hint = "is AWS_PROFILE right? `aws sts get-caller-identity` looks at the same places"
+        what = "the credentials for S3 could not be read"
+        raise StorageError(what, path=f"s3://{bucket}", found=str(error), hint=hint) from error
+    return from_url(f"s3://{bucket}", **options)
+
+
+def _s3_options(bucket: str) -> dict[str, Any]:
+    """Credentials, region and endpoint where AWS's own tools look for them."""
     from botocore.configprovider import ConfiguredEndpointProvider
     from botocore.session import Session
     from obstore.auth.boto3 import Boto3CredentialProvider
 
-    session = Session()
+    session, options = Session(), dict[str, Any]()
     if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() not in ("1", "true"):
         if session.get_credentials() is None:
             hint = "`aws configure`, AWS_PROFILE, or AWS_SKIP_SIGNATURE=true for what is public"
             raise StorageError("there are no credentials for S3", path=f"s3://{bucket}", hint=hint)
-        options["credential_provider"] = Boto3CredentialProvider(session)
+        options["credential_provider"] = Boto3CredentialProvider(session, ttl=_CREDENTIALS_KEPT)
     options["region"] = os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
     configured = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3")
     if (endpoint := configured.provide()) is not None:
         options["endpoint"] = endpoint
-    return from_url(f"s3://{bucket}", **options)
+    return options
 
 
 def _entry(found: Any) -> Entry:
@@ -261,6 +277,8 @@ def _failed(error: Exception, url: str) -> CkptError:
     hint = None
     if any(word in text for word in ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "credential")):
         hint = "the store does not take these credentials; are they expired? renew them and start again"
+    elif "RequestTimeTooSkewed" in text:
+        hint = "the clock of this machine and that of the store differ by too much; set it and start again"
     elif re.search(r"\b40[13]\b|AccessDenied|Forbidden|denied", text):
         hint = "may these credentials read, list or write this?"
     return StorageError("the store could not be used", path=url, found=text[:300], hint=hint)
@@ -348,14 +366,18 @@ class _Hub:
 
     def below(self, key: str) -> Iterator[Entry]:
         from huggingface_hub import HfApi
-        from huggingface_hub.hf_api import RepoFile
 
         api, inside = HfApi(), f"{key}/" if key else ""
         with self._errors(key):
-            commit = api.repo_info(self._repo, revision=unquote(self._revision) or None).sha
-            for one in api.list_repo_tree(self._repo, recursive=True, revision=commit):
-                if isinstance(one, RepoFile) and one.path.startswith(inside):
-                    yield Entry(one.path, one.size, 0, commit)
+            revision = unquote(self._revision) or None
+            commit = api.repo_info(self._repo, revision=revision, timeout=_SILENCE).sha
+            page = f"{api.endpoint}/api/models/{self._repo}/tree/{commit}?recursive=true"
+            while page:
+                answer = self._get(page)
+                for one in answer.json():
+                    if one["type"] == "file" and one["path"].startswith(inside):
+                        yield Entry(one["path"], one["size"], 0, commit)
+                page = answer.links.get("next", {}).get("url")
 
     def directly_in(self, key: str) -> Iterator[Entry]:
         inside = f"{key}/" if key else ""
@@ -363,16 +385,21 @@ class _Hub:
 
     def read(self, entry: Entry, start: int, stop: int) -> memoryview:
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
         def get() -> memoryview:
-            headers = {**build_hf_headers(), "range": f"bytes={start}-{stop - 1}"}
-            answer = http_backoff("GET", hf_hub_url(self._repo, entry.key, revision=entry.identity), headers=headers)
-            hf_raise_for_status(answer)
-            return memoryview(answer.content)
+            url = hf_hub_url(self._repo, entry.key, revision=entry.identity)
+            return memoryview(self._get(url, range=f"bytes={start}-{stop - 1}").content)
 
         with self._errors(entry.key):
             return _insist(get, stop - start, _BrokenOffError)
+
+    def _get(self, url: str, **headers: str) -> Any:
+        """The Hub's answer, asked for again by its library as often as that does."""
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+        answer = http_backoff("GET", url, headers={**build_hf_headers(), **headers}, timeout=_SILENCE)
+        hf_raise_for_status(answer)
+        return answer
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:

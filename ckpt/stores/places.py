@@ -82,8 +82,11 @@ def _stand(found: Mapping[Path, Entry], objects: Store) -> None:
     for folder in newest:
         folder.mkdir(parents=True, exist_ok=True)
     for path, entry in found.items():
-        if path in folders and not entry.size:
-            continue
+        if path in folders:
+            if not entry.size:  # what consoles make of a folder
+                continue
+            hint = "no file can be a folder, too; give one of them another name"
+            raise StorageError("an object has the name of a folder of others", path=path, hint=hint)
         if _there.get(path) != entry:
             # Which version it is, is in the time, so that another one is another file.
             second, version = entry.modified_ns // 10**9, zlib.crc32(repr(entry).encode()) % 10**9

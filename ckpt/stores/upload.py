@@ -5,12 +5,13 @@ An object is there when all of its parts are.  What was sent is removed where an
 
 from __future__ import annotations
 
-import contextlib
 import re
+import shlex
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,8 @@ from ckpt.move.views import Views
 from ckpt.move.workers import FileDigests, Progress
 from ckpt.plan.checkpoint import TargetFile
 from ckpt.plan.planner import Plan
-from ckpt.stores.objects import WritableStore, split, store
+from ckpt.stores.objects import Entry, WritableStore, split, store
+from ckpt.text import counted
 
 _FILES = 4  # that are sent side by side
 _PART = 8 << 20  # bytes of a part, of which several are on their way at a time
@@ -81,27 +83,51 @@ def upload(
         for file in last:
             sending.send([file], False)
         sending.check_arrived()
-    except BaseException:
-        sending.remove()
+    except BaseException as error:
+        if not (sending.remove() and _is_removed(to, claim)) and isinstance(error, CkptError):
+            error.hint = "; ".join(filter(None, (error.hint, f"before that, remove what was sent: {_removal(url)}")))
         raise
     finally:
         sending.close()
-        with contextlib.suppress(CkptError):
-            to.remove(claim)
+    try:
+        to.remove(claim)
+    except CkptError as error:
+        what = "the output is complete, but what says that it is being written could not be removed"
+        raise StorageError(what, path=destination / _CLAIM, found=error.found, hint="remove it") from error
 
 
 def _check_free(to: WritableStore, folder: str, claim: str, destination: Path, *, is_ours: bool = False) -> None:
-    for there in to.below(folder):
-        if there.key != claim:
-            hint = "give another folder with -o, or remove it"
-            raise UsageError("the destination exists", path=destination, found=there.key, hint=hint)
-        if not is_ours:
-            raise _taken(destination)
+    there = {entry.key: entry for entry in to.below(folder) if entry.key != folder or entry.size}  # a console's folder
+    ours = there.pop(claim, None)
+    if ours is not None and not is_ours:
+        raise _taken(destination, ours, len(there))
+    if there:
+        hint = "give another folder with -o, or remove it"
+        raise UsageError("the destination exists", path=destination, found=min(there), hint=hint)
 
 
-def _taken(destination: Path) -> StorageError:
-    hint = f"or was killed while it did: then remove what is there, {_CLAIM} too"
-    return StorageError("another process is writing this destination", path=destination, hint=hint)
+def _taken(destination: Path, claim: Entry | None = None, num_others: int = 0) -> StorageError:
+    made = "" if claim is None else f", made {datetime.fromtimestamp(claim.modified_ns // 10**9, timezone.utc)}"
+    return StorageError(
+        "another process is writing this destination, or was killed while it did",
+        path=destination / _CLAIM,
+        found=f"this object{made}" + (f", and {counted(num_others, 'more object')}" if num_others else ""),
+        hint=f"if none is running, remove what it left: {_removal(str(standins.url_of(destination)))}",
+    )
+
+
+def _is_removed(to: WritableStore, key: str) -> bool:
+    try:
+        to.remove(key)
+    except CkptError:
+        return False
+    return True
+
+
+def _removal(url: str) -> str:
+    """How all that is below a URL is removed."""
+    command = {"s3": "aws s3 rm --recursive", "gs": "gcloud storage rm --recursive"}.get(url.partition("://")[0])
+    return f"`{command} {shlex.quote(url + '/')}`" if command else f"all objects below {url}/"
 
 
 def _in_order(files: Sequence[TargetFile]) -> tuple[list[TargetFile], list[TargetFile]]:
@@ -215,13 +241,10 @@ class _Sending:
         """End the threads after the part in hand."""
         self._computing.shutdown(cancel_futures=True)
 
-    def remove(self) -> None:
-        """Remove what was sent, as far as the store lets us."""
-        for name in reversed(self._sent):
-            try:
-                self._to.remove(self._below + name)
-            except CkptError:
-                continue
+    def remove(self) -> bool:
+        """Remove what was sent; whether the store has let us do so."""
+        removed = [_is_removed(self._to, self._below + name) for name in reversed(self._sent)]
+        return all(removed)
 
 
 class _Digest:

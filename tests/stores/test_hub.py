@@ -10,7 +10,7 @@ import pytest
 
 import ckpt
 from ckpt import api
-from ckpt.errors import NotFoundError
+from ckpt.errors import NotFoundError, StorageError
 from ckpt.move import ranges
 from ckpt.stores import objects
 from tests.support.commands import ckpt as command
@@ -75,3 +75,15 @@ def test_what_is_not_there(hub: HubServer) -> None:
     hub.repos["org/empty"] = Repo(False)
     with pytest.raises(NotFoundError, match=r"no such file or folder\n.*hf://org/empty"):
         ckpt.open("hf://org/empty")
+
+
+@pytest.mark.parametrize("silent", [".*/models/.*", ".*/tree/.*", ".*/resolve/.*"])
+def test_a_hub_that_says_nothing_is_not_waited_for_for_ever(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, silent: str
+) -> None:
+    monkeypatch.setattr(objects, "_SILENCE", 0.05)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    files = {"model.safetensors": File(b"\0" * 100, False)}
+    hub.repos["org/name"], hub.silent = Repo(False, {"main": files}), silent
+    with pytest.raises(StorageError, match=r"the store could not be used\n.*hf://org/name"):
+        ckpt.open("hf://org/name")

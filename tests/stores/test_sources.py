@@ -9,13 +9,16 @@ import shutil
 import subprocess
 import sys
 import time
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from botocore.credentials import RefreshableCredentials
 
 import ckpt
 from ckpt import api
@@ -187,6 +190,44 @@ def test_without_credentials(store: ObjectStore, tmp_path: Path, monkeypatch: py
     assert ckpt.open(url).format == "zero3"
 
 
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ("", "profile (mine) could not be found"),
+        ("[profile mine]\naws_access_key_id = key\n", "missing: aws_secret_access_key"),
+        ("[profile mine]\ncredential_process = false\n", "Error when retrieving credentials"),
+        ("[profile mine]\ncredential_process = echo\n", "Expecting value"),
+        ("[profile mine", "Unable to parse"),
+    ],
+)
+def test_credentials_that_cannot_be_read(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, found: str
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    (tmp_path / "config").write_text(config)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    done = command("inspect", f"s3://{BUCKET}/anything")
+    assert (done.code, "credentials for S3 could not be read" in done.err, found in done.err) == (7, True, True), done
+
+
+def test_a_clock_that_is_wrong() -> None:
+    error = objects._failed(OSError("403 Forbidden: <Code>RequestTimeTooSkewed</Code>"), "s3://runs/x")
+    assert "clock" in str(error.hint)
+
+
+def test_credentials_are_not_kept_longer_than_they_are_good_for(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """botocore gives such as end within ten minutes never, and within half an hour often."""
+    options: dict[str, Any] = {}
+    monkeypatch.setattr("obstore.store.from_url", lambda _, **given: options.update(given))
+    objects._client("s3", BUCKET)
+    kept = options["credential_provider"]()["expires_at"] - datetime.now(timezone.utc)
+    assert kept.total_seconds() <= RefreshableCredentials._mandatory_refresh_timeout
+
+
 def test_what_is_not_there(store: ObjectStore) -> None:
     with pytest.raises(NotFoundError, match=r"no such file or folder\n.*s3://runs/nothing"):
         ckpt.open(f"s3://{BUCKET}/nothing")
@@ -203,6 +244,22 @@ def test_several_runs(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> No
     done = command("inspect", url)
     assert done.code == 2 and "ckpt-stores-" not in done.err
     assert f"  ckpt inspect {url}/one\n" in done.err and f"  ckpt inspect '{url}/other run'\n" in done.err
+
+
+def test_keys_that_are_folders_and_odd_names(store: ObjectStore, tmp_path: Path) -> None:
+    """Consoles make empty objects of folders; more of them than come in one page, and names that URLs escape."""
+    url = store.upload(FIXTURES / "moe-zero3", "odd/a b+c%20#d?e/löuf/run")
+    key = url.split("/", 3)[3]
+    for number in range(1100):
+        store.put(f"{key}/logs/{number}", b"")
+    for folder in ("", "/", "/global_step2/", "/logs"):
+        store.put(f"{key}{folder}", b"")
+    there, here = ckpt.open(url), ckpt.open(FIXTURES / "moe-zero3")
+    assert api.digests(there) == api.digests(here)
+    assert len([*(places.local(url) / "logs").iterdir()]) == 1100
+    store.put(f"{key}/logs", b"and a file")
+    with pytest.raises(StorageError, match=r"an object has the name of a folder of others\n.*run/logs"):
+        ckpt.open(url)
 
 
 def test_a_file_that_stands_for_an_object_is_no_hole(store: ObjectStore) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +18,18 @@ from tests.support.engines import REPOSITORY, forked
 from tests.support.object_store import BUCKET, Faults, ObjectStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+_LARGE = 24 << 20  # bytes of a tensor
+
+
+def large_conversion(folder: Path) -> ckpt.Conversion:
+    """To `hf`, of a file that goes in parts."""
+    header = f'{{"a":{{"dtype":"U8","shape":[{_LARGE}],"data_offsets":[0,{_LARGE}]}}}}'
+    folder.mkdir()
+    content = len(header).to_bytes(8, "little") + header.encode() + bytes(range(256)) * (_LARGE >> 8)
+    (folder / "model.safetensors").write_bytes(content)
+    return ckpt.plan(ckpt.open(folder), "hf")
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -69,6 +82,16 @@ def test_several_processes(store: ObjectStore, tmp_path: Path) -> None:
     assert files_in(out) == files_in(tmp_path / "alone")
     assert "a store is written by one process, and there are 2" in done.stderr and "exit code 2" in done.stderr
     assert store.objects("several/outputs-hf") == {}
+
+
+def test_a_folder_of_a_console_is_free(store: ObjectStore) -> None:
+    """It is an empty object with a slash behind its name."""
+    store.put("console/model/", b"")
+    ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(f"s3://{BUCKET}/console/model")
+    assert "model.safetensors" in store.objects("console/model")
+    store.put("console/full/", b"content")
+    with pytest.raises(UsageError, match="the destination exists"):
+        ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(f"s3://{BUCKET}/console/full")
 
 
 def test_the_index_comes_last(store: ObjectStore) -> None:
@@ -130,10 +153,54 @@ def test_two_at_one_place(store: ObjectStore, tmp_path: Path, at: str, what: str
 
 
 def test_what_was_killed_is_not_taken_for_free(store: ObjectStore) -> None:
-    store.put(f"killed/{upload._CLAIM}", b"")
-    with pytest.raises(StorageError, match=r"another process is writing[^$]*or was killed"):
-        ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(f"s3://{BUCKET}/killed")
-    assert [*store.objects("killed")] == [upload._CLAIM]
+    store.put(f"killed/run 1/{upload._CLAIM}", b"")
+    store.put("killed/run 1/model.safetensors", b"")
+    with pytest.raises(StorageError, match="another process is writing this destination, or was killed") as caught:
+        ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(f"s3://{BUCKET}/killed/run 1")
+    assert str(caught.value.path).endswith(f"/killed/run 1/{upload._CLAIM}")
+    assert re.fullmatch(r"this object, made 20\S+ [0-9:]+\+00:00, and 1 more object", str(caught.value.found))
+    assert f"`aws s3 rm --recursive 's3://{BUCKET}/killed/run 1/'`" in str(caught.value.hint)
+    assert len(store.objects("killed/run 1")) == 2
+
+
+@pytest.mark.parametrize("after", [1, 2, 5, 7])
+def test_credentials_that_expire_in_between(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """In the middle of parts, too: the error is the store's, and what cannot be removed then is told."""
+    monkeypatch.setattr(upload, "_PART", 5 << 20)
+    conversion, count = large_conversion(tmp_path / "in"), 0
+
+    def expire(method: str, key: str) -> None:
+        nonlocal count
+        count += method in ("PUT", "POST")
+        store.faults.expired = store.faults.expired or count > after
+
+    url, store.faults = f"s3://{BUCKET}/expired/{after}", Faults(before=expire)
+    with pytest.raises(StorageError, match="the store could not be used") as caught:
+        conversion.run(url)
+    assert "are they expired?" in str(caught.value.hint)
+    assert f"before that, remove what was sent: `aws s3 rm --recursive {url}/`" in str(caught.value.hint)
+    store.faults = Faults()
+    assert [*store.objects(f"expired/{after}")] == [upload._CLAIM]
+    store.client.delete_object(Bucket=BUCKET, Key=f"expired/{after}/{upload._CLAIM}")
+    conversion.run(url)
+    assert "model.safetensors" in store.objects(f"expired/{after}")
+    for key in store.unfinished():  # nobody could abort these
+        (one,) = store.client.list_multipart_uploads(Bucket=BUCKET, Prefix=key)["Uploads"]
+        store.client.abort_multipart_upload(Bucket=BUCKET, Key=key, UploadId=one["UploadId"])
+
+
+def test_a_claim_that_stays_is_told(store: ObjectStore) -> None:
+    def expire(method: str, key: str) -> None:
+        store.faults.expired = store.faults.expired or (method, key) == ("POST", "")  # the first removal
+
+    store.faults = Faults(before=expire)
+    with pytest.raises(StorageError, match="the output is complete, but what says") as caught:
+        ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(f"s3://{BUCKET}/claimed")
+    assert str(caught.value.path).endswith(f"/claimed/{upload._CLAIM}")
+    store.faults = Faults()
+    assert {upload._CLAIM, "config.json"} <= store.objects("claimed").keys()
 
 
 @pytest.mark.parametrize("after", [0, 2, 5])
@@ -157,15 +224,10 @@ def test_faults_that_stay(store: ObjectStore, after: int) -> None:
 
 
 def test_a_large_file_goes_in_parts(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 24 << 20
     monkeypatch.setattr(upload, "_PART", 5 << 20)  # the least that S3 takes
-    header = f'{{"a":{{"dtype":"U8","shape":[{size}],"data_offsets":[0,{size}]}}}}'
-    content = len(header).to_bytes(8, "little") + header.encode() + bytes(range(256)) * (size >> 8)
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "model.safetensors").write_bytes(content)
-    conversion = ckpt.plan(ckpt.open(tmp_path / "in"), "hf")
+    conversion = large_conversion(tmp_path / "in")
     conversion.run(f"s3://{BUCKET}/parts/good")
-    assert store.objects("parts/good")["model.safetensors"][-size:] == content[-size:]
+    assert store.objects("parts/good")["model.safetensors"][-_LARGE:] == bytes(range(256)) * (_LARGE >> 8)
     assert len([one for one in store.requests if "partNumber" in one.query]) == 5
 
     real = upload.Views.read_into

@@ -67,7 +67,7 @@ class HubServer:
     `drop` counts uploads whose connection is closed in the middle, `refuse` names the upload (from 0) from which on all
     are refused, `hold` makes uploads behind the first wait (for Xet: all), `corrupt` is a file whose content
     changes on arrival, `ignored` one that a .gitignore names, `status` says what is answered to requests whose method
-    and path match.
+    and path match, and those that `silent` matches get no answer before the end.
     """
 
     def __init__(self) -> None:
@@ -81,6 +81,8 @@ class HubServer:
         self.corrupt: str | None = None
         self.ignored: str | None = None
         self.status: dict[str, int] = {}
+        self.silent: str | None = None
+        self.ended = threading.Event()
         self.sent: Counter[str] = Counter()  # bytes of downloads, by the file's path
         self.xorbs: dict[str, list[bytes]] = {}
         self.lock = threading.Lock()
@@ -101,6 +103,7 @@ class HubServer:
     def __exit__(self, *exc: object) -> None:
         if self.hold is not None:
             self.hold.set()
+        self.ended.set()
         self._http.shutdown()
         self._http.server_close()
 
@@ -133,6 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
         if re.fullmatch("POST /cas/v1/xorbs/.*", f"{method} {url.path}"):
             return self._upload_xorb(url.path.rpartition("/")[2])
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.hub.silent is not None and re.fullmatch(self.hub.silent, f"{method} {url.path}"):
+            self.hub.ended.wait()
         for pattern, status in self.hub.status.items():
             if re.fullmatch(pattern, f"{method} {url.path}"):
                 return self._answer({"error": f"you get {status}"}, status)
