@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -113,7 +114,8 @@ def _four_bits(stored: Stored, owner: str, kind: str, name: str) -> Weight:
     transposed = _is_conv1d(stored, owner)
     step = BLOCK if not transposed else max(1, numel)  # block sizes divide it
     blocks = tuple(
-        Block(FlatRange(start, stop), _Codes(stored, owner, state, start, stop)) for start, stop in spans(numel, step)
+        Block(FlatRange(start, stop), partial(_four_bit_values, stored, owner, state, start, stop))
+        for start, stop in spans(numel, step)
     )
     return _oriented(Weight(owner, METHOD, stored.dtype, state.shape, tuple(parts), blocks), transposed)
 
@@ -171,44 +173,37 @@ def _read_nested(stored: Stored, owner: str, name: str, content: dict[str, Any],
     return _Nested(size, np.float32(offset), *read)
 
 
-class _Codes:
+def _four_bit_values(stored: Stored, owner: str, state: _State, start: int, stop: int) -> memoryview:
     """Elements `start` to `stop` of a flattened weight, from the start of a block on."""
+    numel, size = stop - start, state.block_size
+    values = _pairs(state.kind)[_bytes(stored, owner, start // 2, -(-stop // 2))].reshape(-1)[:numel]
+    factors = _factors(stored, owner, state, start // size, -(-stop // size))
+    full = numel // size * size
+    values[:full].reshape(-1, size)[...] *= factors[: full // size, None]
+    values[full:] *= factors[-1]
+    return rounded(values, state.dtype, stored.dtype)
 
-    __slots__ = ("owner", "start", "state", "stop", "stored")
 
-    def __init__(self, stored: Stored, owner: str, state: _State, start: int, stop: int) -> None:
-        self.stored, self.owner, self.state, self.start, self.stop = stored, owner, state, start, stop
+def _bytes(stored: Stored, owner: str, first: int, last: int) -> NDArray:
+    """The packed bytes, whatever the dtype that they are stored as."""
+    item = stored.tensors[owner].dtype.itemsize
+    raw = _elements(stored, owner, first // item, -(-last // item)).view(np.uint8)
+    return raw[first % item :][: last - first]
 
-    def __call__(self) -> memoryview:
-        numel, size = self.stop - self.start, self.state.block_size
-        values = _pairs(self.state.kind)[self._bytes()].reshape(-1)[:numel]
-        factors = self._factors()
-        full = numel // size * size
-        values[:full].reshape(-1, size)[...] *= factors[: full // size, None]
-        values[full:] *= factors[-1]
-        return rounded(values, self.state.dtype, self.stored.dtype)
 
-    def _bytes(self) -> NDArray:
-        """The packed bytes, whatever the dtype that they are stored as."""
-        item = self.stored.tensors[self.owner].dtype.itemsize
-        first, last = self.start // 2, -(-self.stop // 2)
-        raw = self._elements(self.owner, first // item, -(-last // item)).view(np.uint8)
-        return raw[first % item :][: last - first]
+def _factors(stored: Stored, owner: str, state: _State, first: int, last: int) -> NDArray:
+    nested, found = state.nested, _elements(stored, owner + ABSMAX, first, last)
+    if nested is None:
+        return found.view(np.float32)
+    blocks = np.arange(first, last) // nested.block_size
+    factors: NDArray = nested.values[found] * nested.factors[blocks] + nested.offset
+    return factors
 
-    def _factors(self) -> NDArray:
-        size, nested = self.state.block_size, self.state.nested
-        first, last = self.start // size, -(-self.stop // size)
-        stored = self._elements(self.owner + ABSMAX, first, last)
-        if nested is None:
-            return stored.view(np.float32)
-        blocks = np.arange(first, last) // nested.block_size
-        factors: NDArray = nested.values[stored] * nested.factors[blocks] + nested.offset
-        return factors
 
-    def _elements(self, fqn: str, start: int, stop: int) -> NDArray:
-        """Elements of a vector, or of a matrix with one column."""
-        column = self.stored.tensors[fqn].shape[1:]
-        return self.stored.read(fqn, Box((start, *(0,) * len(column)), (stop - start, *column))).reshape(-1)
+def _elements(stored: Stored, fqn: str, start: int, stop: int) -> NDArray:
+    """Elements of a vector, or of a matrix with one column."""
+    column = stored.tensors[fqn].shape[1:]
+    return stored.read(fqn, Box((start, *(0,) * len(column)), (stop - start, *column))).reshape(-1)
 
 
 def _pairs(kind: str) -> NDArray:
@@ -242,29 +237,18 @@ def _eight_bits(stored: Stored, module: str) -> Weight:
         parts.append(module + FORMAT)
     transposed = _is_conv1d(stored, owner)
     rows = BLOCK // max(1, num_in) if not transposed else num_out
-    blocks = tuple(
-        Block(Box((start, 0), (stop - start, num_in)), _Rows(stored, owner, module + SCB, start, stop))
-        for start, stop in spans(num_out, rows)
-    )
+    boxes = [Box((start, 0), (stop - start, num_in)) for start, stop in spans(num_out, rows)]
+    blocks = tuple(Block(box, partial(_eight_bit_values, stored, owner, module, box)) for box in boxes)
     return _oriented(Weight(owner, METHOD, stored.dtype, tensor.shape, tuple(parts), blocks), transposed)
 
 
-class _Rows:
-    """Rows `start` to `stop` of an int8 matrix."""
-
-    __slots__ = ("owner", "scales", "start", "stop", "stored")
-
-    def __init__(self, stored: Stored, owner: str, scales: str, start: int, stop: int) -> None:
-        self.stored, self.owner, self.scales, self.start, self.stop = stored, owner, scales, start, stop
-
-    def __call__(self) -> memoryview:
-        num_in = self.stored.tensors[self.owner].shape[1]
-        bits = self.stored.read(self.owner, Box((self.start, 0), (self.stop - self.start, num_in)))
-        scales = self.stored.read(self.scales).view(np.float32).reshape(-1)[self.start : self.stop]
-        values = bits.view(np.int8).astype(np.float32)
-        values *= scales[:, None]
-        values *= _PER_127
-        return rounded(values, self.stored.dtype)
+def _eight_bit_values(stored: Stored, owner: str, module: str, rows: Box) -> memoryview:
+    """Some rows of an int8 matrix."""
+    scales = stored.read(module + SCB).view(np.float32).reshape(-1)[rows.offsets[0] : rows.ends[0]]
+    values = stored.read(owner, rows).view(np.int8).astype(np.float32)
+    values *= scales[:, None]
+    values *= _PER_127
+    return rounded(values, stored.dtype)
 
 
 # -- transformers' Conv1D ------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ of what they have on a rank, in row-major order (`converters.quantized.states`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,7 +17,7 @@ from ckpt.containers.torchfile.subclass import wrapper
 from ckpt.containers.torchfile.values import Record
 from ckpt.containers.torchfile.write import Bytes, FromSource, NewTensor, Part
 from ckpt.errors import LossError
-from ckpt.move.source import open_file, read_at
+from ckpt.move.source import opened, read_at
 from ckpt.plan.checkpoint import Checkpoint, Key
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Shape, Tensor, Whole, flat_range
@@ -134,11 +133,8 @@ def _kind(part: Quantized | None) -> Any:
 
 
 def _read(extent: Extent) -> bytes:
-    descriptor = open_file(extent.path)
-    try:
+    with opened(extent.path) as descriptor:
         return read_at(descriptor, extent.path, extent.offset, extent.nbytes)
-    finally:
-        os.close(descriptor)
 
 
 def _from(key: Key, name: str, one: _Piece, whole: FlatRange, per: int) -> FromSource:
@@ -162,10 +158,9 @@ def _put_together(key: Key, like: Quantized, held: list[_Piece], whole: FlatRang
         raise _refused(key, f"its part on a rank is no multiple of {like.block_size} elements, a block of torchao's")
     made: dict[str, Any] = {"codes": codes, "scale": scale, "qmap": values, "_shape": Size(sizes)}
     state = {name: made.get(name, value) for name, value in like.record.attributes.items()}
-    if odd := next(
-        (name for name, value in state.items() if name not in made and type(value) not in (int, bool)), None
-    ):
-        raise _refused(key, f"torchao keeps {odd} with it, of which nothing is known")
+    for name, value in state.items():
+        if name not in made and type(value) not in (int, bool):
+            raise _refused(key, f"torchao keeps {name} with it, of which nothing is known")
     return wrapper(like.record.module, like.record.name, FLOAT32, sizes, state)
 
 

@@ -10,7 +10,7 @@ the product is rounded once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from math import prod
 
 import numpy as np
@@ -84,38 +84,30 @@ def _weight(stored: Stored, owner: str, size: tuple[int, int], unused: tuple[str
     for lead in np.ndindex(*shape[:-2]):
         for start, stop in spans(shape[-2], rows):
             box = Box((*lead, start, 0), (*(1,) * len(lead), stop - start, shape[-1]))
-            blocks.append(Block(box, _Rows(stored, owner, size, box)))
+            blocks.append(Block(box, partial(_rows, stored, owner, size, box)))
     return Weight(owner, METHOD, stored.dtype, shape, (owner, owner + SCALE), tuple(blocks), unused)
 
 
-class _Rows:
+def _rows(stored: Stored, owner: str, size: tuple[int, int], box: Box) -> memoryview:
     """Some rows of one matrix, from the start of a block on."""
+    num_rows, num_columns = box.sizes[-2:]
+    values = e4m3_values()[stored.read(owner, box).reshape(num_rows, num_columns)]
+    scales = _scales(stored, owner + SCALE, size[0], box)
+    for number, (start, stop) in enumerate(spans(num_rows, size[0])):
+        values[start:stop] *= np.repeat(scales[number], size[1])[:num_columns]
+    return rounded(values, stored.dtype)
 
-    __slots__ = ("box", "owner", "size", "stored")
 
-    def __init__(self, stored: Stored, owner: str, size: tuple[int, int], box: Box) -> None:
-        self.stored, self.owner, self.size, self.box = stored, owner, size, box
-
-    def __call__(self) -> memoryview:
-        num_rows, num_columns = self.box.sizes[-2:]
-        rows, columns = self.size
-        values = e4m3_values()[self.stored.read(self.owner, self.box).reshape(num_rows, num_columns)]
-        scales = self._scales()
-        for number, (start, stop) in enumerate(spans(num_rows, rows)):
-            values[start:stop] *= np.repeat(scales[number], columns)[:num_columns]
-        return rounded(values, self.stored.dtype)
-
-    def _scales(self) -> NDArray:
-        """The scales of these rows in fp32, [blocks of rows, blocks of columns]."""
-        name = self.owner + SCALE
-        tensor = self.stored.tensors[name]
-        box = whole(tensor.shape)
-        if tensor.numel != 1:
-            *lead, first, _ = self.box.offsets
-            start, stop = first // self.size[0], -(-(first + self.box.sizes[-2]) // self.size[0])
-            box = Box((*lead, start, 0), (*(1,) * len(lead), stop - start, tensor.shape[-1]))
-        bits = cast_bits(self.stored.read(name, box).reshape(-1), tensor.dtype, FLOAT32)
-        return bits.view(np.float32).reshape(-1, 1 if tensor.numel == 1 else tensor.shape[-1])
+def _scales(stored: Stored, name: str, size: int, rows: Box) -> NDArray:
+    """The scales of some rows in fp32, [blocks of `size` rows, blocks of columns]."""
+    tensor = stored.tensors[name]
+    box = whole(tensor.shape)
+    if tensor.numel != 1:
+        *lead, first, _ = rows.offsets
+        start, stop = first // size, -(-(first + rows.sizes[-2]) // size)
+        box = Box((*lead, start, 0), (*(1,) * len(lead), stop - start, tensor.shape[-1]))
+    bits = cast_bits(stored.read(name, box).reshape(-1), tensor.dtype, FLOAT32)
+    return bits.view(np.float32).reshape(-1, 1 if tensor.numel == 1 else tensor.shape[-1])
 
 
 @cache

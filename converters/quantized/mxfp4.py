@@ -8,7 +8,7 @@ exponents with a bias of 127.  The plain `NAME` is [experts, in, out] with `in =
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,34 +57,26 @@ def _weight(stored: Stored, owner: str) -> Weight:
     for expert in range(num_experts):
         for start, stop in spans(num_groups, BLOCK // max(1, group * num_out)):
             region = Box((expert, start * group, 0), (1, (stop - start) * group, num_out))
-            blocks.append(Block(region, _Groups(stored, owner, expert, start, stop)))
+            blocks.append(Block(region, partial(_groups, stored, owner, expert, start, stop)))
     shape = (num_experts, num_groups * group, num_out)
     return Weight(owner, METHOD, stored.dtype, shape, (owner + BLOCKS, owner + SCALES), tuple(blocks))
 
 
-class _Groups:
+def _groups(stored: Stored, owner: str, expert: int, start: int, stop: int) -> memoryview:
     """Groups `start` to `stop` of all outputs of one expert, computed as [in, out]."""
-
-    __slots__ = ("expert", "owner", "start", "stop", "stored")
-
-    def __init__(self, stored: Stored, owner: str, expert: int, start: int, stop: int) -> None:
-        self.stored, self.owner = stored, owner
-        self.expert, self.start, self.stop = expert, start, stop
-
-    def __call__(self) -> memoryview:
-        num_out, num_groups = self.stored.tensors[self.owner + BLOCKS].shape[1], self.stop - self.start
-        box = Box((self.expert, 0, self.start), (1, num_out, num_groups))
-        packed = self.stored.read(self.owner + BLOCKS, Box((*box.offsets, 0), (*box.sizes, _BYTES)))
-        scales = self.stored.read(self.owner + SCALES, box)
-        low, high = _tables(self.stored.dtype)
-        # What is turned over are the packed bytes: a fourth of what they become.
-        pairs = np.ascontiguousarray(packed.reshape(num_out, -1).T).reshape(num_groups, _BYTES, num_out)
-        exponents = np.ascontiguousarray(scales.reshape(num_out, -1).T)
-        result = np.empty((num_groups, _BYTES, 2, num_out), low.dtype)
-        for group in range(num_groups):
-            index = (exponents[group].astype(np.uint16) << np.uint16(8)) | pairs[group]
-            result[group, :, 0], result[group, :, 1] = low[index], high[index]
-        return result.reshape(-1).view(np.uint8).data
+    num_out, num_groups = stored.tensors[owner + BLOCKS].shape[1], stop - start
+    box = Box((expert, 0, start), (1, num_out, num_groups))
+    packed = stored.read(owner + BLOCKS, Box((*box.offsets, 0), (*box.sizes, _BYTES)))
+    scales = stored.read(owner + SCALES, box)
+    low, high = _tables(stored.dtype)
+    # What is turned over are the packed bytes: a fourth of what they become.
+    pairs = np.ascontiguousarray(packed.reshape(num_out, -1).T).reshape(num_groups, _BYTES, num_out)
+    exponents = np.ascontiguousarray(scales.reshape(num_out, -1).T)
+    result = np.empty((num_groups, _BYTES, 2, num_out), low.dtype)
+    for group in range(num_groups):
+        index = (exponents[group].astype(np.uint16) << np.uint16(8)) | pairs[group]
+        result[group, :, 0], result[group, :, 1] = low[index], high[index]
+    return result.reshape(-1).view(np.uint8).data
 
 
 @cache

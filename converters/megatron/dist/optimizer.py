@@ -22,7 +22,6 @@ Format facts: megatron-core 0.16.1, optimizer/distrib_optimizer.py (`sharded_par
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from ckpt.containers.dcp.tensors import Placed
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import translate_os_errors
-from ckpt.move.source import open_file, read_up_to
+from ckpt.move.source import opened, read_up_to
 from ckpt.plan.assemble import whole_copies
 from ckpt.plan.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
@@ -386,9 +385,5 @@ def _first(placed: Placed) -> Extent | None:
 
 
 def _read(extent: Extent, count: int) -> bytes:
-    descriptor = open_file(extent.path)
-    try:
-        with translate_os_errors(extent.path):
-            return read_up_to(descriptor, extent.offset, extent.dtype.itemsize * count)
-    finally:
-        os.close(descriptor)
+    with opened(extent.path) as descriptor, translate_os_errors(extent.path):
+        return read_up_to(descriptor, extent.offset, extent.dtype.itemsize * count)
