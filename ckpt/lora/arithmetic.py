@@ -30,22 +30,20 @@ def adapter_dtype(weight: torch.dtype) -> torch.dtype:
 
 
 def merge_linear(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, *, transposed: bool
-) -> torch.Tensor:
-    """`weight` [out, in], or [in, out] where `transposed` (Conv1D); `a` [r, in], `b` [out, r]."""
-    return _add(weight, _product(a, b, transposed), scaling, b.dtype)
-
-
-def merge_linear_dora(
     weight: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    scaling: float,
-    magnitude: torch.Tensor,
+    magnitude: torch.Tensor | None,
     *,
+    scaling: float,
     transposed: bool,
 ) -> torch.Tensor:
-    """As `merge_linear`, each output's row then brought to its `magnitude` [out]."""
+    """`weight` [out, in], or [in, out] where `transposed` (Conv1D); `a` [r, in], `b` [out, r].
+
+    With DoRA each output's row is then brought to its `magnitude` [out].
+    """
+    if magnitude is None:
+        return _add(weight, _product(a, b, transposed), scaling, b.dtype)
     delta = _linear_delta(a, b, scaling, transposed)
     norm = _row_norms(_transpose(weight, transposed), _transpose(delta, transposed))
     factor = _transpose((magnitude / norm).view(-1, 1), transposed)
@@ -53,7 +51,7 @@ def merge_linear_dora(
 
 
 def merge_attention(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, *, is_output: bool
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scaling: float, is_output: bool
 ) -> torch.Tensor:
     """A projection of `nn.MultiheadAttention`, `weight` [out, in]; `a` [r, in], `b` [out, r].
 
@@ -61,35 +59,32 @@ def merge_attention(
     the layer itself does it, and then the `Linear` around that projection.
     """
     weight += _linear_delta(a, b, scaling, False).to(weight.dtype)
-    return merge_linear(weight, a, b, scaling, transposed=False) if is_output else weight
+    return merge_linear(weight, a, b, None, scaling=scaling, transposed=False) if is_output else weight
 
 
-def merge_embedding(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """`weight` [num, dim]; `a` [r, num], `b` [dim, r]."""
-    weight += _linear_delta(a, b, scaling, True).to(weight.dtype)
-    return weight
-
-
-def merge_embedding_dora(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, magnitude: torch.Tensor
+def merge_embedding(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None, *, scaling: float
 ) -> torch.Tensor:
-    """As `merge_embedding`, each column then brought to its `magnitude` [dim]."""
+    """`weight` [num, dim]; `a` [r, num], `b` [dim, r].  With DoRA each column is brought to its `magnitude` [dim]."""
     delta = _linear_delta(a, b, scaling, True)
+    if magnitude is None:
+        weight += delta.to(weight.dtype)
+        return weight
     norm = _row_norms(weight.T, delta.T)
     return ((magnitude / norm).view(1, -1) * (weight + delta)).to(weight.dtype)
 
 
-def merge_conv(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """`weight` [out, in, *kernel]; `a` [r, in, *kernel], `b` [out, r, 1, ...]."""
-    weight += _conv_delta(weight, a, b, scaling)
-    return weight
-
-
-def merge_conv_dora(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, magnitude: torch.Tensor
+def merge_conv(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None, *, scaling: float
 ) -> torch.Tensor:
-    """As `merge_conv`, each output's kernel then brought to its `magnitude` [1, out, 1, ...]."""
+    """`weight` [out, in, *kernel]; `a` [r, in, *kernel], `b` [out, r, 1, ...].
+
+    With DoRA each output's kernel is brought to its `magnitude` [1, out, 1, ...].
+    """
     delta = _conv_delta(weight, a, b, scaling)
+    if magnitude is None:
+        weight += delta
+        return weight
     dims = tuple(range(1, weight.dim()))
     norm = (weight + 1 * delta).norm(p=2, dim=dims, keepdim=True).transpose(1, 0)
     factor = (magnitude / norm).view(-1, *(1,) * (weight.dim() - 1))
@@ -97,7 +92,7 @@ def merge_conv_dora(
 
 
 def merge_parameter(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, *, input_last: bool
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scaling: float, input_last: bool
 ) -> torch.Tensor:
     """A parameter that `target_parameters` names: `weight` [experts, out, in], or [experts, in, out], or [out, in].
 
@@ -115,13 +110,13 @@ def merge_parameter(
     return weight
 
 
-def merge_bias(bias: torch.Tensor, b_bias: torch.Tensor, scaling: float) -> torch.Tensor:
+def merge_bias(bias: torch.Tensor, b_bias: torch.Tensor, *, scaling: float) -> torch.Tensor:
     """A bias, with that of `lora_B` (`lora_bias=True`)."""
     bias += b_bias * scaling
     return bias
 
 
-def replace_rows(weight: torch.Tensor, rows: torch.Tensor, index: list[int]) -> torch.Tensor:
+def replace_rows(weight: torch.Tensor, rows: torch.Tensor, *, index: list[int]) -> torch.Tensor:
     """`weight` with the trained tokens' rows (`trainable_token_indices`)."""
     return weight.index_copy(0, torch.tensor(index), rows.to(weight))
 

@@ -42,7 +42,7 @@ def combine(
     what PEFT does not combine.
     """
     _check(adapters, weights, combination, density, seed)
-    _require_peft("combining adapters")
+    require_peft("combining adapters")
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -79,7 +79,7 @@ def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
 
     LossError where PEFT has no place for a tensor of it.
     """
-    _require_peft("this adapter is of a model with single experts; stacking it")
+    require_peft("this adapter is of a model with single experts; stacking it")
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     whole = {"modules_to_save": None, "trainable_token_indices": None, "bias": "none"}
@@ -106,7 +106,7 @@ def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
     return replace(adapter, config=settings, factors=factors, notes=(*adapter.notes, note))
 
 
-def _require_peft(what: str) -> None:
+def require_peft(what: str) -> None:
     if find_spec("peft") is None or find_spec("transformers") is None:
         raise UsageError(f"{what} takes PEFT", hint="pip install peft transformers")
 

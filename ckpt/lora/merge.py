@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import api, registry
 from ckpt.errors import CorruptError, LossError, UsageError
-from ckpt.lora.combine import loaded
+from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.find import Adapter, Factor
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
@@ -204,12 +204,8 @@ class _Merge:
         if rows.shape != (len(index), dim) or not all(0 <= i < num for i in index):
             raise _misfit(adapter, rows.fqn, f"{len(index)} rows of {dim}", f"shape {list(rows.shape)}")
 
-        def update(weight: torch.Tensor) -> torch.Tensor:
-            from ckpt.lora import arithmetic as lora_math
-
-            return lora_math.replace_rows(weight, rows.load(), index)
-
-        self._update(owner, update)
+        # rounded once, from whatever dtype they are stored in
+        self._update(owner, _arithmetic("replace_rows", replace(rows, is_held=True), index=index))
 
     def _place_embedding(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
         a, b, magnitude = parts[names.EMBEDDING_A], parts[names.EMBEDDING_B], parts.get(names.MAGNITUDE)
@@ -217,16 +213,7 @@ class _Merge:
         _check_shape(adapter, a, (adapter.config.rank_of(module), self.shapes[owner][0]))
         _check_shape(adapter, b, (self.shapes[owner][1], adapter.config.rank_of(module)))
         scaling = adapter.config.scaling(module)
-
-        def update(weight: torch.Tensor) -> torch.Tensor:
-            from ckpt.lora import arithmetic as lora_math
-
-            low, high = _cast(weight, a), _cast(weight, b)
-            if magnitude is None:
-                return lora_math.merge_embedding(weight, low, high, scaling)
-            return lora_math.merge_embedding_dora(weight, low, high, scaling, _cast(weight, magnitude))
-
-        self._update(owner, update)
+        self._update(owner, _arithmetic("merge_embedding", a, b, magnitude, scaling=scaling))
 
     def _place_linear(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
         """A linear layer or a convolution."""
@@ -252,21 +239,6 @@ class _Merge:
             _check_shape(adapter, a, (rank, num_in))
             _check_shape(adapter, b, (num_out, rank))
 
-        def update(weight: torch.Tensor) -> torch.Tensor:
-            from ckpt.lora import arithmetic as lora_math
-
-            low, high = _cast(weight, a), _cast(weight, b)
-            size = None if magnitude is None else _cast(weight, magnitude)
-            if attention:
-                return lora_math.merge_attention(weight, low, high, scaling, is_output=module != attention)
-            if is_conv and size is None:
-                return lora_math.merge_conv(weight, low, high, scaling)
-            if is_conv:
-                return lora_math.merge_conv_dora(weight, low, high, scaling, size)
-            if size is None:
-                return lora_math.merge_linear(weight, low, high, scaling, transposed=transposed)
-            return lora_math.merge_linear_dora(weight, low, high, scaling, size, transposed=transposed)
-
         if owner in self.updates and (magnitude is not None or owner in self.normed):
             raise UsageError(
                 "DoRA (or a kind that PEFT merges) is not merged onto a weight that is adapted twice",
@@ -275,14 +247,19 @@ class _Merge:
             )
         if magnitude is not None:
             self.normed.add(owner)
+        if attention:
+            update = _arithmetic("merge_attention", a, b, scaling=scaling, is_output=module != attention)
+        elif is_conv:
+            update = _arithmetic("merge_conv", a, b, magnitude, scaling=scaling)
+        else:
+            update = _arithmetic("merge_linear", a, b, magnitude, scaling=scaling, transposed=transposed)
         self._update(owner, update)
         if names.BIAS in parts:
             self._place_bias(adapter, module, parts[names.BIAS], scaling)
 
     def _place_by_peft(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
         """A linear layer that PEFT itself merges."""
-        if any(find_spec(needed) is None for needed in ("peft", "transformers")):
-            raise UsageError("merging this kind of adapter takes PEFT", hint="pip install peft transformers")
+        require_peft("merging this kind of adapter")
         owner = self._weight(adapter, module)
         if len(self.shapes[owner]) > 2 or names.BIAS in parts or self._attention(module):
             raise UsageError(
@@ -310,12 +287,7 @@ class _Merge:
             raise _misfit(adapter, factor.fqn, f"a base layer with a bias, {fqn}", "none")
         _check_shape(adapter, factor, self.shapes[fqn])
 
-        def update(bias: torch.Tensor) -> torch.Tensor:
-            from ckpt.lora import arithmetic as lora_math
-
-            return lora_math.merge_bias(bias, _cast(bias, factor), scaling)
-
-        self._update(fqn, update)
+        self._update(fqn, _arithmetic("merge_bias", factor, scaling=scaling))
 
     def _place_parameters(self, adapter: Adapter, module: str, wrappers: Sequence[Mapping[str, Factor]]) -> None:
         """Parameters that `target_parameters` names: wrappers of one module, the innermost first."""
@@ -359,11 +331,7 @@ class _Merge:
         if any(kind not in (names.A, names.B) for kind in parts):
             raise UsageError("a targeted parameter has neither DoRA nor a bias", path=adapter.path, fqn=fqn)
 
-        def update(weight: torch.Tensor) -> torch.Tensor:
-            from ckpt.lora import arithmetic as lora_math
-
-            return lora_math.merge_parameter(weight, _cast(weight, a), _cast(weight, b), scaling, input_last=input_last)
-
+        update = _arithmetic("merge_parameter", a, b, scaling=scaling, input_last=input_last)
         self._update(self.base.ties.get(fqn, fqn), update)
 
     # -- what the base is ------------------------------------------------------------------------------------
@@ -476,11 +444,20 @@ class _Merge:
         return lines
 
 
-def _cast(weight: torch.Tensor, factor: Factor) -> torch.Tensor:
-    from ckpt.lora import arithmetic as lora_math
+def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Update:
+    """A function of `ckpt.lora.arithmetic` on a weight, an adapter's `factors` as PEFT holds them, and `options`."""
 
-    tensor = factor.load()
-    return tensor if factor.is_held else tensor.to(lora_math.adapter_dtype(weight.dtype))
+    def update(weight: torch.Tensor) -> torch.Tensor:
+        from ckpt.lora import arithmetic  # it imports torch, which a plan does not take
+
+        def held(factor: Factor) -> torch.Tensor:
+            tensor = factor.load()
+            return tensor if factor.is_held else tensor.to(arithmetic.adapter_dtype(weight.dtype))
+
+        merged: torch.Tensor = getattr(arithmetic, name)(weight, *(one and held(one) for one in factors), **options)
+        return merged
+
+    return update
 
 
 def _without_wrappers(module: str) -> str:
@@ -492,10 +469,8 @@ def _without_wrappers(module: str) -> str:
 
 def _check_complete(adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
     for one, other in ((names.A, names.B), (names.EMBEDDING_A, names.EMBEDDING_B), (names.BIAS, names.B)):
-        if ((one in parts) != (other in parts) and one in parts) or (
-            other in parts and one not in parts and one != names.BIAS
-        ):
-            missing = other if one in parts else one
+        missing = other if one in parts else one
+        if (one in parts) != (other in parts) and missing != names.BIAS:
             raise CorruptError(
                 "the adapter lacks one of a layer's factors", path=adapter.path, fqn=f"{module}.{missing}"
             )
