@@ -108,6 +108,12 @@ class Relation:
     a_copies: Mapping[str, str] = field(default_factory=dict)
     b_copies: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def renaming(cls, names: Mapping[str, str], shapes: Mapping[str, Shape]) -> Relation:
+        """Of `names` by those that they become, each of a tensor of `shapes`."""
+        links = tuple(Link.rename(name, new, shapes[name]) for name, new in names.items())
+        return cls(links, {link.a: shapes[link.a] for link in links}, {link.b: shapes[link.a] for link in links})
+
     def inverse(self) -> Relation:
         return Relation(
             tuple(link.inverse() for link in self.links),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ckpt.errors import LossError
 from ckpt.plan.checkpoint import MEGATRON, Checkpoint
-from ckpt.plan.relation import Link, Relation, translate
+from ckpt.plan.relation import Relation, translate
 from converters.names.megatron import relation as megatron
 from converters.names.megatron.layers import Layers, is_recomputed, sequential
 
@@ -30,15 +30,13 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
         if fqn not in left:
             names.setdefault(number, []).append(name)
     layers = Layers.of_names(names, checkpoint.path)
-    links = []
+    canonical: dict[str, str] = {}
     for fqn, (number, name) in places.items():
-        canonical = layers.canonical(number, name)
-        if canonical is None and fqn not in left:
+        if found := layers.canonical(number, name):
+            canonical[fqn] = found
+        elif fqn not in left:
             raise LossError("nothing is known of this entry of a layer", path=checkpoint.path, fqn=fqn)
-        links += [Link.rename(fqn, canonical, shapes[fqn])] if canonical else []
-    relation = Relation(
-        tuple(links), {link.a: shapes[link.a] for link in links}, {link.b: shapes[link.a] for link in links}
-    )
+    relation = Relation.renaming(canonical, shapes)
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in left}
     named = translate(replace(checkpoint, tensors=tensors), relation, MEGATRON)
     notes = ["the names are GPT-NeoX's without a pipeline, which are related to those of its layers"]

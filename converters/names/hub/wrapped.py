@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt.errors import CkptError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
-from ckpt.plan.relation import Link, Relation, translate
+from ckpt.plan.relation import Relation, translate
 from converters.names.hub import asked, families, neox
 from converters.names.hub.autoep import as_in_transformers
 from converters.names.transformers import relation as transformers
@@ -35,8 +35,7 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
     if not prefix:
         return checkpoint
     shapes = checkpoint.shapes
-    links = tuple(Link.rename(name, name.removeprefix(prefix), shape) for name, shape in shapes.items())
-    relation = Relation(links, shapes, {link.b: shapes[link.a] for link in links})
+    relation = Relation.renaming({name: name.removeprefix(prefix) for name in shapes}, shapes)
     note = f"all names begin with {prefix!r}, which is left out: the config's architecture has no such module"
     named = translate(checkpoint, relation, checkpoint.namespace)
     return replace(named, notes=(*checkpoint.notes, note))

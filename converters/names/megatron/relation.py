@@ -298,9 +298,7 @@ def _with_prefix(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
         return checkpoint
     shapes = _shapes(checkpoint)
     names = {name: name if name == "lm_head.weight" else prefix + name for name in shapes}
-    links = tuple(Link.rename(name, new, shapes[name]) for name, new in names.items())
-    relation = Relation(links, shapes, {link.b: shapes[link.a] for link in links})
-    return translate(checkpoint, relation, checkpoint.namespace)
+    return translate(checkpoint, Relation.renaming(names, shapes), checkpoint.namespace)
 
 
 def _without_derived(checkpoint: Checkpoint, patterns: Iterable[str]) -> tuple[Checkpoint, list[str]]:
