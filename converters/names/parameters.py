@@ -20,9 +20,9 @@ from converters.names.megatron.model.axes import Grid, Stages
 from converters.names.megatron.model.spelling import EMBEDDING as MEGATRON_EMBEDDING
 from converters.names.megatron.model.spelling import OUTPUT
 from converters.names.megatron.model.splits import padded_vocab_size, rank_shape, split_of
-from converters.names.megatron.rows import SPARSE, Row
+from converters.names.megatron.rows import Row
 from converters.names.megatron.sizes import Config, Sizes
-from converters.names.megatron.table import Table
+from converters.names.megatron.table import Table, layers_of, rows_of
 from converters.names.transformers import installed
 
 #: Megatron-LM's `--make-vocab-size-divisible-by`.
@@ -150,8 +150,8 @@ def _hub_parameters(table: Table, sizes: Sizes) -> Iterator[Parameter]:
     yield Parameter(table.embedding, vocabulary, EMBEDDING)
     parameters = [
         parameter
-        for row in _parameter_rows(table)
-        for layer in _layers(row, sizes)
+        for row, layers in _parameter_rows(table, sizes)
+        for layer in layers
         for parameter in _hub_row(row, sizes, layer, has_split_experts)
     ]
     # About as the modules register them, on which it depends where a flat partition ends.
@@ -198,18 +198,21 @@ def _adapter(kind: str, hub: str, has_split_experts: bool) -> int:
 def _megatron_parameters(table: Table, sizes: Sizes, padded: int) -> Iterator[Parameter]:
     vocabulary = (padded, sizes.dims["h"])
     yield Parameter(MEGATRON_EMBEDDING, vocabulary, EMBEDDING)
-    for row in _parameter_rows(table):
+    for row, layers in _parameter_rows(table, sizes):
         shape = row.kind(sizes, sizes.shape(row.dims)).shape
         kind = _kind(row.megatron, len(shape))
         count = sizes.num_experts if kind == EXPERT else 1
-        for layer in _layers(row, sizes):
+        for layer in layers:
             yield Parameter(row.megatron.format(n=layer, e=0), shape, kind, layer, count)
     if not sizes.tied:
         yield Parameter(OUTPUT, vocabulary, HEAD)
 
 
-def _parameter_rows(table: Table) -> Iterator[Row]:
-    return (row for row in table.rows if not row.megatron.endswith(table.buffers or ("\0",)))
+def _parameter_rows(table: Table, sizes: Sizes) -> Iterator[tuple[Row, list[int | None]]]:
+    """The rows of parameters with the layers that have them; None, once, for a row outside all layers."""
+    for row in rows_of(table.rows, sizes):
+        if not row.megatron.endswith(table.buffers):
+            yield row, [layer if "{n}" in row.megatron else None for layer, _ in layers_of(row, sizes)]
 
 
 def _kind(name: str, ndim: int) -> str:
@@ -221,18 +224,6 @@ def _kind(name: str, ndim: int) -> str:
     if ndim != 2:
         return OTHER
     return ROUTER if ".router." in name else LINEAR
-
-
-def _layers(row: Row, sizes: Sizes) -> Iterator[int | None]:
-    """The layers that have the row's tensors; None, once, for a row outside all layers."""
-    if row.only not in ("", "dense", SPARSE) and row.only not in sizes.holds:
-        return
-    if "{n}" not in row.megatron:
-        yield None
-        return
-    for layer in range(sizes.num_layers):
-        if row.only not in ("dense", SPARSE) or (layer in sizes.sparse) == (row.only == SPARSE):
-            yield layer
 
 
 def _blocks(config: Mapping[str, Any], table: Table, sizes: Sizes) -> Iterator[Block]:

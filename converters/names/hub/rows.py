@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from ckpt.plan.tensors import Shape
-from converters.names.megatron.sizes import Config, attention_sizes
+from converters.names.megatron.sizes import Config, attention_sizes, multiple
 
 #: Kinds of layers: with one MLP, with experts.
 DENSE, SPARSE = "dense", "sparse"
@@ -159,7 +159,7 @@ class Filling:
         for row in rows:
             if not all(self._holds(condition, kinds) for condition in row.conditions):
                 continue
-            shape = tuple(map(self._size, row.dims))
+            shape = tuple(multiple(word, self.dims) for word in row.dims)
             if "{e}" not in row.name:
                 yield prefix + row.name, shape
                 continue
@@ -171,11 +171,6 @@ class Filling:
         if condition.startswith("!"):
             return not self._holds(condition[1:], kinds)
         return condition in kinds or self.config.flag(condition)
-
-    def _size(self, word: str) -> int:
-        name = word.lstrip("0123456789")
-        factor = int(word.removesuffix(name) or 1)
-        return factor * self.dims[name] if name else factor
 
 
 def _labels(config: Config) -> int:

@@ -94,12 +94,14 @@ class Sizes:
 
     def shape(self, text: str) -> tuple[int, ...]:
         """`"f h"` as sizes; `2f` is twice `f`."""
-        return tuple(self.dim(word) for word in text.split())
+        return tuple(multiple(word, self.dims) for word in text.split())
 
-    def dim(self, word: str) -> int:
-        name = word.lstrip("0123456789")
-        factor = int(word.removesuffix(name) or 1)
-        return factor * self.dims[name]
+
+def multiple(word: str, dims: Mapping[str, int]) -> int:
+    """`2f` as twice the size `f`; a number alone is itself."""
+    name = word.lstrip("0123456789")
+    factor = int(word.removesuffix(name) or 1)
+    return factor * dims[name] if name else factor
 
 
 def attention_sizes(config: Config, *, tied: bool = False, **more: Any) -> Sizes:

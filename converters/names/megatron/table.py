@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,7 +63,7 @@ class Table:
             hub[ours], megatron[name] = stored.sizes, (padded, hidden)
             if padded > rows:
                 padding[name] = (Box((rows, 0), (padded - rows, hidden)),)
-        for row in self._rows(sizes):
+        for row in rows_of(self.rows + (self.mtp_rows if sizes.num_mtp else ()), sizes):
             pattern = row.kind(sizes, sizes.shape(row.dims))
             for name, hubs, expert in _instances(row, sizes):
                 filled = stacked(pattern, expert, sizes.num_experts) if row.is_stacked else pattern
@@ -82,23 +82,24 @@ class Table:
             found[self.mtp_output.format(n=layer)] = output
         return found
 
-    def _rows(self, sizes: Sizes) -> Iterator[Row]:
-        kinds = {"", DENSE, SPARSE, *sizes.holds}
-        rows = self.rows + (self.mtp_rows if sizes.num_mtp else ())
-        yield from (row for row in rows if row.only in kinds)
+
+def rows_of(rows: Iterable[Row], sizes: Sizes) -> Iterator[Row]:
+    """Those of a table's rows that a model of these sizes has."""
+    kinds = {"", DENSE, SPARSE, *sizes.holds}
+    yield from (row for row in rows if row.only in kinds)
 
 
 def _instances(row: Row, sizes: Sizes) -> Iterator[tuple[str, tuple[str, ...], int]]:
     """Megatron's name, the hub's names and the expert, for each layer and expert that the row stands for."""
     num_experts = sizes.num_experts if "{e}" in row.megatron else 1
-    for layer, hub_layer in _layers(row, sizes):
+    for layer, hub_layer in layers_of(row, sizes):
         for expert in range(num_experts):
             hubs = tuple(hub.format(n=hub_layer, e=expert) for hub in row.hubs)
             yield row.megatron.format(n=layer, e=expert), hubs, expert
 
 
-def _layers(row: Row, sizes: Sizes) -> Iterator[tuple[int, int]]:
-    """(Megatron's number, the hub's number) of each layer."""
+def layers_of(row: Row, sizes: Sizes) -> Iterator[tuple[int, int]]:
+    """(Megatron's number, the hub's number) of each layer; once (0, 0) for a row outside all layers."""
     if "{n}" not in row.megatron:
         yield 0, 0
     elif row.megatron.startswith("mtp."):

@@ -42,9 +42,8 @@ _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
 _STACKED_ON_THE_HUB = frozenset({"gpt_oss", "llama4", "llama4_text"})
 #: Names that only old files have (the table `legacy` of `conversion_mapping.py`).
 _LEGACY = re.compile(r"LayerNorm\.(gamma|beta)|\.weight_[gv]$|language_model\.model\.")
-#: A config with more layers than this is no model's, and would take minutes and gigabytes to lay out.
-_MAX_COUNT = 100_000
-_MAX_LAYERS = 4096
+#: A config with more of these is no model's, and would take minutes and gigabytes to lay out.
+_MAX_COUNTS = {"layers": 4096, "experts": 100_000}
 
 
 def relation(
@@ -196,14 +195,11 @@ def _check_counts(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
         if isinstance(value, Mapping):
             _check_counts(value)
-        elif isinstance(value, int) and "layers" in key and value > _MAX_LAYERS:
-            raise CorruptError(
-                "the config has too many layers", expected=f"at most {_MAX_LAYERS}", found=f"{key} {value}"
-            )
-        elif isinstance(value, int) and "experts" in key and value > _MAX_COUNT:
-            raise CorruptError(
-                "the config has too many experts", expected=f"at most {_MAX_COUNT}", found=f"{key} {value}"
-            )
+        for what, most in _MAX_COUNTS.items():
+            if isinstance(value, int) and what in key and value > most:
+                raise CorruptError(
+                    f"the config has too many {what}", expected=f"at most {most}", found=f"{key} {value}"
+                )
 
 
 def _revert(model: Any, traced: Mapping[str, Traced]) -> dict[str, Traced]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -221,27 +221,24 @@ def _do_not_fit(name: str, expected: object, found: object) -> LossError:
     )
 
 
-def _placed(rule: Rule, shape: Shape) -> Callable[[int, int], Box]:
-    """Where part `part` of expert `expert` lies in a tensor of this shape in memory."""
-    dim, size = rule.dim, shape[rule.dim] // len(rule.hub)
+@functools.cache  # a model's layers are cut alike
+def _cut(rule: Rule, shape: Shape) -> tuple[list[list[Box]], Box, tuple[int | None, ...]]:
+    """Where the parts of each expert lie in a tensor of this shape in memory, a whole part, and which dims it keeps."""
+    dims: tuple[int | None, ...] = tuple(range(len(shape)))
     sizes = list(shape)
-    sizes[dim] = size
+    sizes[rule.dim] //= len(rule.hub)
     if rule.is_stacked:
         sizes[0] = 1
+        dims = (None, *dims[:-1])
 
     def box(expert: int, part: int) -> Box:
-        offsets = [0] * len(shape)
-        offsets[0] = expert
-        offsets[dim] += part * size
+        offsets = [expert] + [0] * (len(shape) - 1)
+        offsets[rule.dim] += part * sizes[rule.dim]
         return Box(tuple(offsets), tuple(sizes))
 
-    return box
-
-
-def _dims(rule: Rule, shape: Shape) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """Which dim of a part each dim of the tensor in memory becomes, and the other way round."""
-    dims = tuple(range(len(shape)))
-    return ((None, *dims[:-1]), dims[1:]) if rule.is_stacked else (dims, dims)
+    experts = range(shape[0] if rule.is_stacked else 1)
+    boxes = [[box(expert, part) for part in range(len(rule.hub))] for expert in experts]
+    return boxes, whole(tuple(sizes[rule.is_stacked :])), dims
 
 
 def _taken_apart(rule: Rule, name: str, shape: Shape, parts: list[str]) -> Iterator[Link]:
@@ -249,19 +246,10 @@ def _taken_apart(rule: Rule, name: str, shape: Shape, parts: list[str]) -> Itera
     if len(shape) < least or shape[rule.dim] % len(parts):
         expected = f"at least {least} dims, of which dim {rule.dim} is divided by {len(parts)}"
         raise _do_not_fit(name, expected, list(shape))
-    dims, _ = _dims(rule, shape)
-    boxes = _boxes(rule, shape)
-    target = whole(boxes[0][0].sizes[1:] if rule.is_stacked else boxes[0][0].sizes)
+    boxes, target, dims = _cut(rule, shape)
     for expert, of_expert in enumerate(boxes):
         for part, box in zip(parts, of_expert, strict=True):
             yield Link(name, box, part.replace("*", str(expert)), target, dims)
-
-
-@functools.cache  # a model's layers are cut alike
-def _boxes(rule: Rule, shape: Shape) -> list[list[Box]]:
-    """Where the parts of each expert lie in a tensor of this shape in memory."""
-    box, experts = _placed(rule, shape), range(shape[0] if rule.is_stacked else 1)
-    return [[box(expert, part) for part in range(len(rule.hub))] for expert in experts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +286,7 @@ class _Stack:
         return (number, *joined) if rule.is_stacked else tuple(joined)
 
     def links(self, name: str, shape: Shape) -> Iterator[Link]:
-        box, (_, dims) = _placed(self.rule, shape), _dims(self.rule, shape)
-        first = box(0, 0).sizes
-        source = whole(first[1:] if self.rule.is_stacked else first)
+        boxes, source, _ = _cut(self.rule, shape)
+        dims = tuple(range(self.rule.is_stacked, len(shape)))
         for (expert, part), other in sorted(self.parts.items()):
-            yield Link(other, source, name, box(expert, part), dims)
+            yield Link(other, source, name, boxes[expert][part], dims)

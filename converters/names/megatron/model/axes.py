@@ -154,20 +154,12 @@ class Stages:
     def of_args(cls, args: Mapping[str, Any]) -> Stages:
         """The stages that Megatron-LM's arguments record; CorruptError where they contradict themselves."""
         grid = Grid.of_args(args)
-        first = args.get("decoder_first_pipeline_num_layers", args.get("num_layers_in_first_pipeline_stage"))
-        last = args.get("decoder_last_pipeline_num_layers", args.get("num_layers_in_last_pipeline_stage"))
-        layout = args.get("pipeline_model_parallel_layout")
-        stages = cls(
-            _size(args, "num_layers", 0),
-            grid.pp,
-            grid.vpp,
-            first,
-            last,
-            bool(args.get("account_for_embedding_in_pipeline_split")),
-            bool(args.get("account_for_loss_in_pipeline_split")),
-            parse_layout(layout) if layout else None,
-            args.get("mtp_num_layers") or 0,
-        )
+        even = cls(_size(args, "num_layers", 0), grid.pp, grid.vpp, num_mtp=args.get("mtp_num_layers") or 0)
+        old_names = {
+            f"decoder_{end}_pipeline_num_layers": args.get(f"num_layers_in_{end}_pipeline_stage")
+            for end in ("first", "last")
+        }
+        stages = even.with_args({**old_names, **args})
         try:
             stages.check()
         except UsageError as error:
