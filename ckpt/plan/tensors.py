@@ -219,18 +219,21 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
         yield from partial(last, 0, tail)
 
 
-def flat_regions(box: Box, shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, int]]:
-    """Elements `start:stop` of `box`, in row-major order, as regions of a tensor of `shape`.
+def flat_regions(boxes: Iterable[Box], shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, int]]:
+    """Elements `start:stop` of `boxes`, each in row-major order and one behind the other, as regions of a tensor.
 
-    With each comes the number of the element of the box that it begins with.
+    It is of `shape`.  With each comes the number of the element of the boxes that it begins with.
     """
-    flat = flat_range(box, shape)
-    if flat is not None:
-        yield FlatRange(flat.start + start, flat.start + stop), start
-        return
-    for inner in flat_boxes(box.sizes, start, stop):
-        yield box.inside(inner), start
-        start += inner.numel
+    begin = 0
+    for box in boxes:
+        first, last = max(start - begin, 0), min(stop - begin, box.numel)
+        if first < last and (flat := flat_range(box, shape)):
+            yield FlatRange(flat.start + first, flat.start + last), begin + first
+        else:
+            for inner in flat_boxes(box.sizes, first, last):
+                yield box.inside(inner), begin + first
+                first += inner.numel
+        begin += box.numel
 
 
 class Extent(NamedTuple):
@@ -279,6 +282,11 @@ class Extent(NamedTuple):
         """Elements `start:stop` of a contiguous array, as a 1-d extent."""
         offset = self.offset + start * self.dtype.itemsize
         return Extent(self.path, offset, self.dtype, (stop - start,), (1,))
+
+    def holding(self, region: Region, at: int) -> Extent:
+        """What a fragment has of `region`, whose elements lie from `at` on of a contiguous array."""
+        part = self.flat(at, at + region.numel)
+        return part.reshape(region.sizes) if isinstance(region, Box) else part
 
     def reshape(self, shape: Shape) -> Extent:
         """A contiguous array under another shape of the same number of elements."""

@@ -32,22 +32,9 @@ class Part:
                     yield Fragment(box, fragment.extent.narrow(inner), fragment.rank)
                     at += box.sizes[0] if box.sizes else 0
                 continue
-            begin = 0
-            for box in self.boxes:
-                start = max(fragment.region.start, begin)
-                stop = min(fragment.region.stop, begin + box.numel)
-                if start < stop:
-                    yield from _placed(fragment, box, shape, begin, start, stop)
-                begin += box.numel
-
-
-def _placed(fragment: Fragment, box: Box, shape: Shape, begin: int, start: int, stop: int) -> Iterator[Fragment]:
-    """Elements `start:stop` of a rank's tensor, in which `box` begins at element `begin`, in the whole tensor."""
-    assert isinstance(fragment.region, FlatRange)
-    for region, offset in flat_regions(box, shape, start - begin, stop - begin):
-        at = begin + offset - fragment.region.start
-        extent = fragment.extent.flat(at, at + region.numel)
-        yield Fragment(region, extent.reshape(region.sizes) if isinstance(region, Box) else extent, fragment.rank)
+            start, stop = fragment.region
+            for region, at in flat_regions(self.boxes, shape, start, stop):
+                yield Fragment(region, fragment.extent.holding(region, at - start), fragment.rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,13 +252,8 @@ class Local:
 
     def parts(self, tensor: Tensor, start: int, stop: int, at: int) -> Iterator[FromSource]:
         """Elements `start:stop` of the part, to lie from `at` on."""
-        begin = 0
-        for box in self.boxes:
-            first, last = max(start, begin), min(stop, begin + box.numel)
-            if first < last:
-                for region, offset in flat_regions(box, tensor.shape, first - begin, last - begin):
-                    yield FromSource((tensor.fqn, tensor.role), region, at + begin + offset - start)
-            begin += box.numel
+        for region, offset in flat_regions(self.boxes, tensor.shape, start, stop):
+            yield FromSource((tensor.fqn, tensor.role), region, at + offset - start)
 
 
 def _flat(

@@ -139,9 +139,8 @@ def pieces(parts: Mapping[Box, Quantized], shape: Shape) -> Pieces:
         flat = one.extent.reshape((one.numel,))
         for number, (start, stop) in enumerate(spans(one.numel, BLOCK)):
             block = _block(flat, number)
-            for region, at in flat_regions(box, shape, start, stop):
-                extent = block.flat(at - start, at - start + region.numel)
-                found.append(Fragment(region, extent.reshape(region.sizes) if isinstance(region, Box) else extent))
+            for region, at in flat_regions((box,), shape, start, stop):
+                found.append(Fragment(region, block.holding(region, at - start)))
     return Pieces(tuple(found))
 
 
