@@ -213,6 +213,3 @@ def _refuse_split_groups(model: Model) -> None:
                 hint=f"keep the ep_size of the source, {str(key[0]).removeprefix(_PREFIX)}",
             )
         seen.add(key)
-
-
-__all__ = ["DealtExperts", "dealt_experts"]

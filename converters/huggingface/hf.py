@@ -64,8 +64,6 @@ class HuggingFace:
     carries_optimizer = False
     namespace: str | None = HUB
 
-    # -- find ------------------------------------------------------------------------------------------------
-
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A folder with weights (`tag` names one inside it), an index, or a safetensors file of its own."""
         if path.is_file():
@@ -73,8 +71,6 @@ class HuggingFace:
             return path if named else None
         folder = path if tag is None else confined(path, tag)
         return folder if folder.is_dir() and _weights(folder) else None
-
-    # -- read ------------------------------------------------------------------------------------------------
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe a model folder's weights; all have the role `weight`, as files tell no buffers apart."""
@@ -100,8 +96,6 @@ class HuggingFace:
             folders=tuple(str(p) for p in folders),
             notes=tuple(notes),
         )
-
-    # -- lay out ---------------------------------------------------------------------------------------------
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """Weights only: one tensor per parameter and buffer, as `ckpt.plan.precision` chooses them."""

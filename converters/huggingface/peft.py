@@ -10,9 +10,8 @@ config is the run's own, byte for byte; none is ever made up, since alpha and th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from ckpt.containers.safetensors import read_header
 from ckpt.containers.sources import Sources
@@ -36,7 +35,7 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Tensor, Whole
-from ckpt.run_folder.companions import CONFIG, companions, read_json
+from ckpt.run_folder.companions import CONFIG, companions, read_object
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.sizes import show_size
 from ckpt.state import adapter
@@ -54,16 +53,12 @@ class Peft:
     carries_optimizer = False
     namespace: str | None = None
 
-    # -- find ------------------------------------------------------------------------------------------------
-
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A folder with an adapter's config and weights (`tag` names one in it), or the file of the weights."""
         if path.is_file():
             return path if path.name in (SAFETENSORS, TORCH) else None
         folder = path if tag is None else confined(path, tag)
         return folder if folder.is_dir() and _weights(folder) is not None else None
-
-    # -- read ------------------------------------------------------------------------------------------------
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe an adapter's tensors, under the names that they have in the file."""
@@ -87,14 +82,12 @@ class Peft:
             folders=tuple(str(p) for p in (request.config, folder) if p is not None),
         )
 
-    # -- lay out ---------------------------------------------------------------------------------------------
-
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """The adapter of a checkpoint as one safetensors file, with its config and tokenizer beside it."""
         if layout.world_size is not None:
             raise UsageError("an adapter's folder has no ranks", found=f"--world-size {layout.world_size}")
-        config = _config(checkpoint)
-        chosen = adapter.tensors(checkpoint, config, layout.dtype)
+        config = adapter.config_path(checkpoint)
+        chosen = adapter.tensors(checkpoint, read_object(config, "the adapter's config"), layout.dtype)
         weights, _ = weight_files(chosen, SAFETENSORS.removesuffix(".safetensors"), METADATA)
         beside = [
             TargetFile.of_bytes(name, content)
@@ -104,11 +97,7 @@ class Peft:
         written = {choice.key for choice in chosen.values()}
         left = [key for key in checkpoint.tensors if key not in written and key[1] in (WEIGHT, MASTER, BUFFER)]
         return Target(
-            files=(
-                *weights,
-                TargetFile.of_bytes(adapter.CONFIG, _config_bytes(checkpoint)),
-                *beside,
-            ),
+            files=(*weights, TargetFile.of_bytes(adapter.CONFIG, read_file(config)), *beside),
             left_out=dict.fromkeys(left, _base_model(checkpoint, left)),
             dropped=tuple(training_left_out(checkpoint)),
             notes=tuple(describe(chosen, checkpoint, layout.dtype)),
@@ -161,18 +150,6 @@ def _check_pairs(fqns: Iterable[str], path: Path) -> None:
 
 
 # -- writing -------------------------------------------------------------------------------------------------
-
-
-def _config(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    path = adapter.config_path(checkpoint)
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise CorruptError("the adapter's config is not a JSON object", path=path, found=type(config).__name__)
-    return config
-
-
-def _config_bytes(checkpoint: Checkpoint) -> bytes:
-    return read_file(adapter.config_path(checkpoint))
 
 
 def _base_model(checkpoint: Checkpoint, left: list[Key]) -> str:

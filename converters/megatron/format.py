@@ -38,12 +38,8 @@ class Megatron:
     carries_optimizer = True
     namespace: str | None = NAMESPACE
 
-    # -- find ------------------------------------------------------------------------------------------------
-
     def find(self, path: Path, tag: str | None) -> Path | None:
         return find_iteration(path, tag, _is_iteration)
-
-    # -- read ------------------------------------------------------------------------------------------------
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the checkpoint of one iteration."""
@@ -70,8 +66,6 @@ class Megatron:
             notes=tuple(reading.notes),
             own_module_order=reading.own_module_order,
         )
-
-    # -- write -----------------------------------------------------------------------------------------------
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """The files of a run folder; see `converters.megatron.write`."""

@@ -62,8 +62,6 @@ class FsdpRanks:
     carries_blocks = True
     namespace: str | None = TRANSFORMERS
 
-    # -- find ------------------------------------------------------------------------------------------------
-
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A folder with files of ranks, `actor` in verl's folder of a step, or that of the step its tracker names."""
         folder = path if tag is None else confined(path, tag)
@@ -83,8 +81,6 @@ class FsdpRanks:
             return found
         steps = step_folders(folder) if tag is None else []
         return next((found for step in steps if (found := _inside(step)) is not None), None)
-
-    # -- read ------------------------------------------------------------------------------------------------
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the tensors of all ranks' files; everything of the model has the role `weight`."""

@@ -115,8 +115,6 @@ class Full:
     carries_blocks = True
     namespace: str | None = TRANSFORMERS
 
-    # -- find ------------------------------------------------------------------------------------------------
-
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A torch file, a folder with one (`tag` names one in it), or the newest step in a run folder.
 
@@ -131,8 +129,6 @@ class Full:
             return folder
         steps = step_folders(folder) if tag is None else []
         return next((step for step in steps if _weights_in(step) is not None), None)
-
-    # -- read ------------------------------------------------------------------------------------------------
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the state dicts; every tensor of the model has the role `weight`, as files tell no buffers apart.
@@ -172,8 +168,6 @@ class Full:
             blocks=reading.states.blocks,
             unread=reading.states.left_out(),
         )
-
-    # -- lay out ---------------------------------------------------------------------------------------------
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """Weights alone, or model and optimizer in two files; see the module's docstring."""

@@ -422,6 +422,3 @@ def _notes(pipeline: _Pipeline) -> Iterator[str]:
         )
     if pipeline.layers.tied and grid.pp > 1 and _POSITIONS in pipeline.tensors:
         yield f"the last stage's own {_POSITIONS}, which nothing reads, is the first stage's"
-
-
-__all__ = ["OF_SLICES", "balanced", "lay_out"]
