@@ -22,12 +22,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from xxhash import xxh3_128
 
 from ckpt import api
 from ckpt.containers.dcp.write import Sharded
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import NewTensor, torch_item
-from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError, shown
+from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, StorageError, UsageError, shown
 from ckpt.loading import stored_for
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles
@@ -97,9 +98,20 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Find the names under which all that is asked for is there."""
         self._keys = self._opened().keys_of([item.dest_index.fqn for item in plan.items])
-        return plan
+        return replace(plan, storage_data=_identity(self._opened().checkpoint))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raise StorageError where ranks have opened other checkpoints than the first one."""
+        first, *others = [plan.storage_data for plan in plans]
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                raise StorageError(
+                    "the ranks have opened different checkpoints",
+                    rank=rank,
+                    expected=f"{first[0]}, of rank 0",
+                    found=other[0],
+                    hint="is a run still saving there? give the path of one step, on storage that all ranks see alike",
+                )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
@@ -213,6 +225,13 @@ class _Described(dict[str, Any]):
         if keys is None:
             raise KeyError(key)
         return _description(keys.find(key))
+
+
+def _identity(checkpoint: Checkpoint) -> tuple[str, str]:
+    """What is equal where the same was opened, as copies of it on several nodes: in words, and of all its files."""
+    names = f"{Path(checkpoint.path).name} ({checkpoint.format}), step {checkpoint.state.step}"
+    sizes = sorted((Path(file.path).name, file.size) for file in checkpoint.files)
+    return names, xxh3_128(shown(repr(sizes)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _description(leaf: Any) -> Any:

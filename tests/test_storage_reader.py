@@ -275,6 +275,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, hub_folder: Path) -> dict[s
         "dcp": {"path": DCP, "form": "named"},
         "hf": {"path": hub_folder, "config": hub_folder, "form": "bare"},
         "missing": {"path": DCP, "form": "nested", "missing": True},
+        "other": {"path": DCP, "form": "nested", "other": shutil.copytree(DCP / "step-2", folder / "run" / "step-3")},
+        "copy": {"path": DCP, "form": "nested", "other": shutil.copytree(DCP, folder / "another node's")},
     }
     lines = [
         {key: str(value) if isinstance(value, Path) else value for key, value in job.items()}
@@ -335,6 +337,13 @@ class TestFourRanks:
     def test_one_rank_says_what_is_left(self, loaded: Any) -> None:
         for name, (facts, _) in loaded.items():
             assert [len(rank["said"]) for rank in facts["ranks"]] == [int(name != "hf"), 0, 0, 0], name
+
+    def test_ranks_that_opened_another_checkpoint(self, loaded: Any) -> None:
+        """As the newest one of a run that is still saving may be; a copy on a node's own disk is none."""
+        for rank in loaded["other"][0]["ranks"]:
+            assert "StorageError: the ranks have opened different checkpoints" in rank["told"]
+            assert "expected: step-2 (dcp), step 2, of rank 0\n  found: step-3 (dcp)" in rank["told"]
+        assert [rank["told"] for rank in loaded["copy"][0]["ranks"]] == [None] * 4
 
     def test_all_are_told_what_is_missing(self, loaded: Any) -> None:
         for rank in loaded["missing"][0]["ranks"]:

@@ -113,10 +113,12 @@ def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
     """
     found: Digests = {}
     for path in sorted(folder.glob(f"{JOURNAL}*")):
+        is_same = False  # without its header, which may be lost, nothing tells of which conversion it is
         for line in _lines(path):
             if isinstance(line, dict):
                 _check_same(line, expected, folder)
-            elif isinstance(line, list) and [type(value) for value in line] == [str, int, int, str]:
+                is_same = True
+            elif is_same and isinstance(line, list) and [type(value) for value in line] == [str, int, int, str]:
                 name, offset, length, digest = line
                 found.setdefault(name, {})[offset, length] = digest
     return found

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from filecmp import dircmp
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,17 @@ class TestGoingOn:
         # of what is moved in four tenths, the fifth being under way, one is lost
         assert 0.25 * case.plan.moved_bytes < done < 0.45 * case.plan.moved_bytes
         case.assert_written(tmp_path / "out")
+
+    def test_a_journal_without_its_header_says_nothing(self, tmp_path: Path, case: Case) -> None:
+        """It may be that of another conversion: here the source has changed, too."""
+        path = staging_folder(tmp_path / "out") / JOURNAL
+        path.write_bytes(path.read_bytes().replace(b"version", b"version\xff", 1))
+        case.sources[1].write_bytes(case.sources[1].read_bytes()[::-1])
+        seen = tuple(SourceFile.stat(str(path)) for path in case.sources)
+        changed = replace(case.plan, checkpoint=replace(case.plan.checkpoint, files=seen))
+        assert run(changed, tmp_path / "out")[0] == 0
+        run(changed, tmp_path / "unbroken", resume=False)
+        assert not dircmp(tmp_path / "out", tmp_path / "unbroken").diff_files
 
     def test_without_it_nothing_is_taken_over(self, tmp_path: Path, case: Case) -> None:
         assert run(case.plan, tmp_path / "out", resume=False)[0] == 0

@@ -6,7 +6,8 @@ A line has `path`, the checkpoint; `output`, where the truth goes, as `output/tr
 `read.json`, what each rank read and what it holds, in bytes; `config`, the folder of a transformers model's config, or
 nothing for the model of `fixtures/make_dcp.py`; `dtype` of the model; `freeze`, names that are not trained; `form` of
 the state dict: `nested`, `flat` (the optimizer's is flattened), `named` (other outer names), or `bare` (the model's
-alone).  `missing` instead asks for a name that is not there, and writes what each rank is told.
+alone).  `missing` instead asks for a name that is not there, `other` is a path for the last rank; these write what each
+rank is told.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def load(job: dict[str, Any]) -> None:
         state = {"model": weights, "optimizer": states}
     if job.get("missing"):
         state["model"] = {"lm_head.bias": torch.zeros(3), **weights}
-    reader = ckpt.StorageReader(job["path"], **outer)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    reader = ckpt.StorageReader(job.get("other", job["path"]) if is_last else job["path"], **outer)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
