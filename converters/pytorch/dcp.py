@@ -171,12 +171,11 @@ class _Reading:
         metadata = read_metadata(folder)
         self.metadata = self.metadata or metadata.path
         _refuse_flat(metadata)
-        tensors, values = self.data.read(metadata)
-        stored = {key: self._stored(tensor) for key, tensor in tensors.items()}
-        for key, other in _same_items(metadata).items():
-            stored[key].same_as = other
-        for key, path in metadata.paths.items():
-            self.leaves.append((path, stored[key] if key in stored else values[key]))
+        found = self.data.read(metadata)
+        leaves = [self._stored(leaf) if isinstance(leaf, FoundTensor) else leaf for leaf in found]
+        for number, other in _same_items(metadata).items():
+            leaves[number].same_as = other
+        self.leaves += [(path, leaves[number]) for number, _, path in metadata.paths()]
         self.data.count_ranks(folder)
 
     def _stored(self, tensor: FoundTensor) -> _Stored:
@@ -386,17 +385,17 @@ def _recorded_shapes(known: Understood) -> dict[str, Shape]:
     return {fqn: next(iter(shapes[fqn])) for fqn in order if len(shapes.get(fqn, ())) == 1}
 
 
-def _same_items(metadata: Metadata) -> dict[str, str]:
-    """Keys of the model's tensors that are stored in the items of another one of them, which comes first."""
+def _same_items(metadata: Metadata) -> dict[int, str]:
+    """The model's tensors that are stored in the items of another one of them, which comes first: this one's key."""
     first: dict[tuple[tuple[Box, Place], ...], str] = {}
-    found: dict[str, str] = {}
-    for key, path in metadata.paths.items():
-        entry = metadata.entries.get(key)
+    found: dict[int, str] = {}
+    for number, key, path in metadata.paths():
+        entry = metadata.entries.get(number)
         if entry is None or not entry.chunks or path[0] != "model" or len(path) != 2:
             continue
-        owner = first.setdefault(tuple(metadata.chunks(key).items()), key)
+        owner = first.setdefault(tuple(metadata.chunks(number).items()), key)
         if owner != key:
-            found[key] = owner
+            found[number] = owner
     return found
 
 
@@ -515,8 +514,7 @@ def _refuse_flat(metadata: Metadata) -> None:
     """Without recorded paths, nothing says where a name ends in `optimizer.state.<fqn>.exp_avg`."""
     if metadata.is_nested:
         return
-    keys = [*metadata.entries, *metadata.values]
-    if any("param_groups" in key.split(".") for key in keys):
+    if any("param_groups" in key.split(".") for key in metadata.keys):
         raise CorruptError(
             "the metadata does not record how the optimizer's keys are made up",
             path=metadata.path,

@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from ckpt.containers import safetensors as st
@@ -39,6 +40,7 @@ _MAX_TAIL = 4 << 10
 _MAX_ALIKE = 8  # kinds of items that are kept per dtype and shape
 _MAX_SHARED = 16 << 10  # bytes of an item whose value is kept for items of the same bytes
 _TELLING = 512  # bytes at the end of these, where the checksums are, by which they are looked for
+_UNKNOWN = None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +48,22 @@ class _Kind:
     """An item that was read in full: the bytes before and behind its elements, and which of the latter may vary."""
 
     head: bytes
-    tail: bytes
-    same: tuple[slice, ...]
-    parts: list[bytes]
+    tail_size: int
+    same: Callable[[bytes], Any]
+    parts: Any
     extent: Extent  # its offset counts from the start of the item
 
     def fits(self, head: bytes, tail: bytes) -> bool:
-        return head == self.head and [tail[part] for part in self.same] == self.parts
+        return head == self.head and self.same(tail) == self.parts
 
 
 class Items:
-    """Reads items.  Use as a context manager; in the order of files and offsets each file is opened once."""
+    """Reads items of one file after another: quickest by their offsets.  Use as a context manager."""
 
     def __init__(self) -> None:
         self.files: dict[str, SourceFile] = {}
         self._path = ""
         self._fd = -1
-        self._size = 0
         self._reached = -1  # the end of what was read last
         self._ahead: tuple[int, bytes] = 0, b""
         self._kinds: dict[tuple[int, DType, Shape], list[_Kind]] = {}
@@ -80,6 +81,14 @@ class Items:
             os.close(self._fd)
         self._fd, self._path, self._reached, self._ahead = -1, "", -1, (0, b"")
 
+    def open(self, path: str, key: str, box: Box | None) -> int:
+        """Make this the file that items are read from, and return its size; `key` and `box` are those of its first."""
+        self._close()
+        if path not in self.files:
+            self.files[path] = _stat(path, key, box)
+        self._fd, self._path = open_file(path), path
+        return self.files[path].size
+
     def _read(self, offset: int, length: int) -> bytes:
         """As `read_up_to`, many small items that stand one behind the other with one call."""
         start, data = self._ahead
@@ -88,83 +97,66 @@ class Items:
                 self._reached = offset + length
                 return read_up_to(self._fd, offset, length)
             start, data = self._ahead = offset, read_up_to(self._fd, offset, max(length, _AHEAD))
-        self._reached = max(self._reached, offset + length)
+        if self._reached < offset + length:
+            self._reached = offset + length
         return data[offset - start : offset - start + length]
 
-    def _open(self, place: Place, key: str, box: Box | None) -> None:
-        """Make `place.path` the open file and prove that it is long enough."""
-        if place.path != self._path:
-            self._close()
-            if place.path not in self.files:
-                self.files[place.path] = _stat(place.path, key, box)
-            self._fd, self._path = open_file(place.path), place.path
-            self._size = self.files[place.path].size
-        size = self._size
-        if place.offset + place.length > size:
-            raise CorruptError(
-                "the file ends before what the metadata places in it",
-                path=place.path,
-                fqn=key,
-                expected=f"{place.offset + place.length} bytes or more{_for(box)}",
-                found=f"{size} bytes",
-                hint="the file is truncated, or of another save than .metadata",
-            )
-
-    def elements(self, place: Place, key: str, box: Box, dtype: DType) -> Extent | Record:
+    def elements(self, offset: int, length: int, key: str, box: Box, dtype: DType) -> Extent | Record:
         """Where the elements of a tensor's chunk are; a record of a tensor subclass that wraps others.
 
         CorruptError where the item is neither.
         """
-        self._open(place, key, box)
-        known = self._kinds.setdefault((place.length, dtype, box.sizes), [])
+        known = self._kinds.setdefault((length, dtype, box.sizes), [])
         for kind in known:
-            if self._is_alike(place, kind):
-                return _moved(kind.extent, place)
-        if (in_shard := self._in_shard(place, key, box, dtype)) is not None:
+            if self._is_alike(offset, length, kind):
+                extent = kind.extent
+                return Extent(self._path, offset + extent.offset, extent.dtype, extent.shape, extent.strides)
+        if (in_shard := self._in_shard(offset, key, box, dtype)) is not None:
             return in_shard
+        place = Place(self._path, offset, length)
         with _about(key, box, place):
-            found = torchfile.read(place.path, place.offset, place.length)
+            found = torchfile.read(*place)
         stored = found.root
         if isinstance(stored, Record):
             return stored
         if not isinstance(stored, StoredTensor):
-            raise _other(place, key, box, dtype, type(stored).__name__)
+            raise _other(self._path, key, box, dtype, type(stored).__name__)
         if stored.dtype != dtype or stored.shape != box.sizes:
-            raise _other(place, key, box, dtype, f"{stored.dtype} of shape {list(stored.shape)}")
+            raise _other(self._path, key, box, dtype, f"{stored.dtype} of shape {list(stored.shape)}")
         if len(known) < _MAX_ALIKE and (kind_ := self._kind(place, found, stored.extent)):
             known.append(kind_)
         return stored.extent
 
-    def is_shard(self, place: Place) -> bool:
-        """Whether a file of safetensors, of which `elements` has just found a tensor, begins at `place`."""
-        return (place.path, place.offset) in self._shards
+    def is_shard(self, offset: int) -> bool:
+        """Whether a file of safetensors, of which `elements` has just found a tensor, begins there."""
+        return (self._path, offset) in self._shards
 
-    def _in_shard(self, place: Place, key: str, box: Box, dtype: DType) -> Extent | None:
-        """The elements of a chunk in the file of safetensors that begins at `place`; None where none does."""
-        where = place.path, place.offset
+    def _in_shard(self, offset: int, key: str, box: Box, dtype: DType) -> Extent | None:
+        """The elements of a chunk in the file of safetensors that begins at `offset`; None where none does."""
+        where = self._path, offset
         if where not in self._shards:
-            head = read_up_to(self._fd, place.offset, 9)
-            length, size = int.from_bytes(head[:8], "little"), self.files[place.path].size - place.offset
+            head = read_up_to(self._fd, offset, 9)
+            length, size = int.from_bytes(head[:8], "little"), self.files[self._path].size - offset
             if head[8:] != b"{" or length + 8 > min(size, st.MAX_HEADER):
                 return None
-            header = st.parse_header(read_up_to(self._fd, place.offset + 8, length), size, place.path)
-            begin = saved_offsets(header, place.path)
+            header = st.parse_header(read_up_to(self._fd, offset + 8, length), size, self._path)
+            begin = saved_offsets(header, self._path)
             self._shards[where] = {one.name: (begin.get(one.name, ()), one) for one in header.entries}
         begins, entry = self._shards[where].get(key, ((), None))
         if entry is None or (begins, entry.shape, entry.dtype) != (box.offsets, box.sizes, dtype):
             found = (
                 "no such tensor" if entry is None else f"{entry.dtype} of shape {list(entry.shape)} at {list(begins)}"
             )
-            raise _other(place, key, box, dtype, found)
-        return Extent.contiguous(place.path, place.offset + entry.start, dtype, box.sizes)
+            raise _other(self._path, key, box, dtype, found)
+        return Extent.contiguous(self._path, offset + entry.start, dtype, box.sizes)
 
-    def _is_alike(self, place: Place, kind: _Kind) -> bool:
-        head_size, tail_size = len(kind.head), len(kind.tail)
-        if place.length <= _SMALL:
-            item = self._read(place.offset, place.length)
-            return len(item) == place.length and kind.fits(item[:head_size], item[-tail_size:])
-        head = read_up_to(self._fd, place.offset, head_size)
-        return kind.fits(head, read_up_to(self._fd, place.offset + place.length - tail_size, tail_size))
+    def _is_alike(self, offset: int, length: int, kind: _Kind) -> bool:
+        head_size, tail_size = len(kind.head), kind.tail_size
+        if length <= _SMALL:
+            item = self._read(offset, length)
+            return len(item) == length and kind.fits(item[:head_size], item[-tail_size:])
+        head = read_up_to(self._fd, offset, head_size)
+        return kind.fits(head, read_up_to(self._fd, offset + length - tail_size, tail_size))
 
     def _kind(self, place: Place, found: torchfile.TorchFile, extent: Extent) -> _Kind | None:
         """What items like this one look like; None where it has no elements of its own, or is unusual."""
@@ -179,9 +171,9 @@ class Items:
         tail = read_up_to(self._fd, end, tail_size)
         if len(tail) != tail_size:
             return None
-        same = tuple(_between(tail))
+        same = itemgetter(*_between(tail))
         moved = Extent(extent.path, extent.offset - place.offset, extent.dtype, extent.shape, extent.strides)
-        return _Kind(head, tail, same, [tail[part] for part in same], moved)
+        return _Kind(head, tail_size, same, same(tail), moved)
 
     def number(self, extent: Extent) -> int | float | bool:
         """The one element of a chunk that `elements` has just found."""
@@ -190,16 +182,16 @@ class Items:
             raise CorruptError("the file ends inside a tensor", path=extent.path)
         return scalar_from_bytes(data, extent.dtype)
 
-    def value(self, place: Place, key: str) -> Any:
+    def value(self, offset: int, length: int, key: str) -> Any:
         """The value of an item that is no tensor.  Equal values are the same object: they are not to be changed."""
-        self._open(place, key, None)
-        item = self._read(place.offset, place.length) if place.length <= _MAX_SHARED else b""
-        known, value = self._values.get(item[-_TELLING:], (None, None))
+        item = self._read(offset, length) if length <= _MAX_SHARED else b""
+        known, value = self._values.get(item[-_TELLING:], _UNKNOWN)
         if known == item:
             return value
+        place = Place(self._path, offset, length)
         with _about(key, None, place):
-            found = torchfile.read(place.path, place.offset, place.length)
-        if item and len(item) == place.length and not any(name.startswith("data/") for name in found.records):
+            found = torchfile.read(*place)
+        if item and len(item) == length and not any(name.startswith("data/") for name in found.records):
             self._values[item[-_TELLING:]] = item, found.root
         return found.root
 
@@ -216,6 +208,17 @@ def _stat(path: str, key: str, box: Box | None) -> SourceFile:
             found="no file",
             hint="was the folder copied completely? every rank writes a file of its own",
         ) from None
+
+
+def too_short(path: str, size: int, end: int, key: str, box: Box | None) -> CorruptError:
+    return CorruptError(
+        "the file ends before what the metadata places in it",
+        path=path,
+        fqn=key,
+        expected=f"{end} bytes or more{_for(box)}",
+        found=f"{size} bytes",
+        hint="the file is truncated, or of another save than .metadata",
+    )
 
 
 def _for(box: Box | None) -> str:
@@ -242,19 +245,15 @@ def _about(key: str, box: Box | None, place: Place) -> Iterator[None]:
         raise
 
 
-def _other(place: Place, key: str, box: Box, dtype: DType, found: str) -> CorruptError:
+def _other(path: str, key: str, box: Box, dtype: DType, found: str) -> CorruptError:
     return CorruptError(
         "an item is not what the metadata says",
-        path=place.path,
+        path=path,
         fqn=key,
         expected=f"{dtype} of shape {list(box.sizes)} for {box}",
         found=found,
         hint="the file is of another save than .metadata",
     )
-
-
-def _moved(extent: Extent, place: Place) -> Extent:
-    return Extent(place.path, place.offset + extent.offset, extent.dtype, extent.shape, extent.strides)
 
 
 def _between(tail: bytes) -> Iterator[slice]:

@@ -18,15 +18,15 @@ collectives (since 2.9) each rank writes a `__{rank}.metadata` of what it alone 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import eq
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ckpt.containers.dcp.runs import IrregularError, Runs
-from ckpt.containers.torchfile.unpickle import load_pickle, read_pickle
+from ckpt.containers.dcp.runs import Columns, IrregularError, Runs
+from ckpt.containers.torchfile.unpickle import load_pickle
 from ckpt.containers.torchfile.values import Record
 from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined
@@ -40,9 +40,6 @@ DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 #: Where a value stands in the nested state dict: names, and indices of lists.
 Path_ = tuple[str | int, ...]
-
-#: What an item is of: a value, by its key, or a chunk of a tensor, by its key and offset.
-_Index = str | tuple[str, Shape]
 
 #: What is said of a tensor: dtype, shape, its chunks' boxes, and how many bytes the item of each has at least.
 _Described = tuple[DType, Shape, dict[Box, float]]
@@ -77,14 +74,14 @@ class Places:
         self.lengths += other.lengths
         return self
 
-    def by_file(self) -> Iterator[list[tuple[int, Place]]]:
-        """The items of each file in turn, by their offsets, each with its row."""
+    def by_file(self) -> Iterator[tuple[str, list[int]]]:
+        """Each file in turn, and the rows of its items by their offsets."""
         found: dict[str, list[int]] = {}
         for row, path in enumerate(self.paths):
             found.setdefault(path, []).append(row)
         for path, rows in sorted(found.items()):
             rows.sort(key=self.offsets.__getitem__)
-            yield [(row, Place(path, self.offsets[row], self.lengths[row])) for row in rows]
+            yield path, rows
 
 
 @dataclass(slots=True)
@@ -100,34 +97,44 @@ class Entry:
 
 @dataclass(slots=True)
 class Metadata:
-    """What one or several metadata files say.  `paths` has every key, in the order of the state dict where known.
+    """What one or several metadata files say, of the values and tensors of a state dict, which have numbers from 0 on.
 
-    `values` are the items that are no tensors; items of `places` that are neither these nor of `entries` have no
-    elements.  `is_nested` says that paths are recorded.
+    Of each, `keys` has its key, `steps` its path, and `rows` that of its item where it is no tensor; `entries` are the
+    tensors.  Items of `places` that are of none of these have no elements.  `order` has all numbers as the state dict
+    has them, where that is known; `is_nested` says that paths are recorded.
     """
 
     path: str
-    entries: dict[str, Entry]
-    values: dict[str, int]
-    paths: dict[str, Path_]
+    keys: list[str]
+    steps: list[Path_]
+    rows: list[int | None]
+    entries: dict[int, Entry]
+    order: Sequence[int]
     is_nested: bool
     places: Places
 
-    def chunks(self, key: str) -> dict[Box, Place]:
+    def chunks(self, number: int) -> dict[Box, Place]:
         """Where the chunks of a tensor are."""
-        return {box: self.places[row] for box, row in self.entries[key].chunks.items()}
+        return {box: self.places[row] for box, row in self.entries[number].chunks.items()}
 
-    def owners(self) -> list[tuple[str, Box | None, bool] | None]:
-        """Of each item its key, its box (None: no tensor), whether it is a replica; None for one without elements."""
-        found: list[tuple[str, Box | None, bool] | None] = [None] * len(self.places.paths)
-        for key, row in self.values.items():
-            found[row] = key, None, False
-        for key, entry in self.entries.items():
+    def paths(self) -> Iterator[tuple[int, str, Path_]]:
+        """The number, key and path of each tensor and value, in the order of the state dict."""
+        return ((number, self.keys[number], self.steps[number]) for number in self.order)
+
+    def owners(self) -> tuple[list[int | None], dict[int, Box], set[int]]:
+        """The number of what each item is of, None for one without elements; by row, tensors' boxes; the replicas."""
+        numbers: list[int | None] = [None] * len(self.places.paths)
+        boxes, replicas = {}, set()
+        for number, row in enumerate(self.rows):
+            if row is not None:
+                numbers[row] = number
+        for number, entry in self.entries.items():
             for box, row in entry.chunks.items():
-                found[row] = key, box, False
+                numbers[row], boxes[row] = number, box
             for box, row in entry.replicas:
-                found[row] = key, box, True
-        return found
+                numbers[row], boxes[row] = number, box
+                replicas.add(row)
+        return numbers, boxes, replicas
 
 
 def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.Metadata",)) -> Metadata:
@@ -165,7 +172,7 @@ def _read(folder: Path, name: str, classes: tuple[str, ...]) -> Metadata:
     path = str(confined(folder, name))
     runs = Runs()
     try:
-        return _Parser(folder, path).parse(runs.load(read_pickle(path), path), classes, runs)
+        return _Parser(folder, path).parse(runs.load(path), classes, runs)
     except (IrregularError, CkptError):  # the machine alone reads all there is, and says what is wrong and where
         return _Parser(folder, path).parse(load_pickle(path), classes, Runs())
 
@@ -174,27 +181,36 @@ def _merge(first: Metadata, other: Metadata) -> None:
     """Add what another rank has saved.  The same chunk again is a replica; of plain values the first rank's stay."""
     before = len(first.places.paths)
     first.places += other.places
-    for key, entry in other.entries.items():
-        entry.chunks = {box: before + row for box, row in entry.chunks.items()}
-        mine = first.entries.setdefault(key, entry)
-        if mine is entry:
+    known = {key: number for number, key in enumerate(first.keys)}
+    first.order = [*first.order]
+    for number, key, steps in other.paths():
+        row, entry = other.rows[number], other.entries.get(number)
+        if entry is not None:
+            entry.chunks = {box: before + row for box, row in entry.chunks.items()}
+        mine = known.setdefault(key, len(first.keys))
+        if mine == len(first.keys):
+            first.keys.append(key)
+            first.steps.append(steps)
+            first.rows.append(None if row is None else before + row)
+            first.order.append(mine)
+            if entry is not None:
+                first.entries[mine] = entry
             continue
-        if (mine.dtype, mine.shape) != (entry.dtype, entry.shape) or key in first.values:
-            raise CorruptError(
-                "two ranks describe a tensor in different ways",
-                path=other.path,
-                fqn=key,
-                expected=f"{mine.dtype} of shape {list(mine.shape)}",
-                found=f"{entry.dtype} of shape {list(entry.shape)}",
-            )
-        for box, row in entry.chunks.items():
+        _add_chunks(first.entries.get(mine), entry, other.path, key)
+    first.is_nested = first.is_nested or other.is_nested
+
+
+def _add_chunks(mine: Entry | None, other: Entry | None, path: str, key: str) -> None:
+    """Add the chunks of another rank; CorruptError where this is another tensor there, or none."""
+    said = [f"{entry.dtype} of shape {list(entry.shape)}" if entry else "no tensor" for entry in (mine, other)]
+    if said[0] != said[1]:
+        raise CorruptError(
+            "two ranks describe a tensor in different ways", path=path, fqn=key, expected=said[0], found=said[1]
+        )
+    if mine is not None and other is not None:
+        for box, row in other.chunks.items():
             if mine.chunks.setdefault(box, row) != row:
                 mine.replicas.append((box, row))
-    for key, row in other.values.items():
-        first.values.setdefault(key, before + row)
-    for key, steps in other.paths.items():
-        first.paths.setdefault(key, steps)
-    first.is_nested = first.is_nested or other.is_nested
 
 
 class _Parser:
@@ -211,53 +227,81 @@ class _Parser:
         raise CorruptError(what, path=self.path, fqn=key, expected=expected, found=found)
 
     def parse(self, root: Any, classes: tuple[str, ...], runs: Runs) -> Metadata:
+        """What `root` says.  IrregularError where what is in `runs` is not as it must be."""
         if not isinstance(root, Record) or root.typename not in classes:
             kind = root.typename if isinstance(root, Record) else type(root).__name__
             if kind.startswith("megatron."):
                 raise NotFoundError("this is a checkpoint of Megatron's, not one of torch alone", path=self.path)
             self.fault("this is no metadata of torch's distributed checkpoint", expected="Metadata", found=kind)
-        described = root.get("state_dict_metadata")
-        if not isinstance(described, Mapping):
+        described = _columns(root.get("state_dict_metadata"))
+        if described is None:
             self.fault("the metadata lists no tensors", expected="state_dict_metadata")
-        rows = self._rows(root.get("storage_data"), runs)
-        entries: dict[str, Entry] = {}
-        values: dict[str, int] = {}
-        for key, what in described.items():
-            if type(key) is not str:
-                self.fault("a key of the metadata is no text", found=type(key).__name__)
-            kind = what.name if isinstance(what, Record) else type(what).__name__
+        keys, whats = described
+        if odd := {*map(type, keys)} - {str}:
+            self.fault("a key of the metadata is no text", found=odd.pop().__name__)
+        numbers = dict(zip(keys, range(len(keys)), strict=True))
+        if len(numbers) < len(keys):
+            raise IrregularError
+        kinds = {id(what): _kind(what) for what in {id(what): what for what in whats}.values()}
+        rows, chunks = self._rows(root.get("storage_data"), runs, numbers)
+        entries: dict[int, Entry] = {}
+        for number, (key, what) in enumerate(zip(keys, whats, strict=True)):
+            kind = kinds[id(what)]
             if kind == "TensorStorageMetadata":
-                entries[key] = self._entry(key, self._described(key, what), rows)
-            elif kind == "BytesStorageMetadata":
-                values[key] = self._row(rows, key)
-            else:
+                entries[number] = self._entry(number, key, self._described(key, what), chunks)
+                rows[number] = None
+            elif kind != "BytesStorageMetadata":
                 self.fault("the metadata describes something that is no tensor and no value", key, found=kind)
-        paths, is_nested = self._paths(root.get("planner_data"), described)
-        return Metadata(self.path, entries, values, paths, is_nested, self.places)
+            elif rows[number] is None:
+                self.fault("a part is stored nowhere", key, expected="a place for the part")
+        steps, order = self._paths(_columns(root.get("planner_data")), keys, numbers)
+        is_nested = steps is not None
+        return Metadata(
+            self.path, keys, steps or [(key,) for key in keys], rows, entries, order, is_nested, self.places
+        )
 
     # -- storage -------------------------------------------------------------------------------------------------
 
-    def _rows(self, stored: Any, runs: Runs) -> dict[_Index, int]:
-        """The row of each item.  IrregularError where what is in `runs` is not as it must be."""
+    def _rows(
+        self, stored: Any, runs: Runs, numbers: Mapping[str, int]
+    ) -> tuple[list[int | None], dict[tuple[int, Shape], int]]:
+        """The row of each item: of values by their numbers, of chunks by those of their tensors and their offsets."""
         if not isinstance(stored, Mapping):
             self.fault("the metadata does not say where anything is stored", expected="storage_data")
         self._take_places(runs)
-        indices = zip(runs.fqns, runs.wheres, strict=True)
-        rows = {fqn if where is None else (fqn, where): row for row, (fqn, where) in enumerate(indices)}
-        if len(rows) != len(runs.fqns):
+        rows: list[int | None] = [None] * len(numbers)
+        chunks: dict[tuple[int, Shape], int] = {}
+        for row, (number, where) in enumerate(zip(map(numbers.get, runs.fqns), runs.wheres, strict=True)):
+            if number is None:
+                raise IrregularError
+            if where is not None:
+                chunks[number, where] = row
+            elif rows[number] is None:
+                rows[number] = row
+        if len(runs.fqns) != len(chunks) + len(rows) - rows.count(None):
             raise IrregularError
+        unknown = set()
         for index, info in stored.items():
             if not isinstance(index, Record) or index.name != "MetadataIndex" or not isinstance(info, Record):
                 self.fault("the storage data are not those of torch's file writer")
             fqn, offset = index.get("fqn"), index.get("offset")
             if type(fqn) is not str:
                 self.fault("a key of the storage data is no text")
-            at = fqn if offset is None else (fqn, self._numbers(offset, fqn, "an offset"))
-            if at in rows:
+            row, number = len(self.places.paths), numbers.get(fqn)
+            where = None if offset is None else self._numbers(offset, fqn, "an offset")
+            if number is None:
+                is_known = (fqn, where) in unknown
+                unknown.add((fqn, where))
+            elif where is None:
+                is_known = rows[number] is not None
+                rows[number] = row
+            else:
+                is_known = chunks.setdefault((number, where), row) != row
+            if is_known:
+                at = fqn if where is None else (fqn, where)
                 self.fault("the storage data have two places for one part", fqn, found=str(at))
-            rows[at] = len(rows)
             self._add(fqn, info)
-        return rows
+        return rows, chunks
 
     def _take_places(self, runs: Runs) -> None:
         """Take the places that are columns.  IrregularError where one of them is not as `_add` has them."""
@@ -290,13 +334,6 @@ class _Parser:
         if path is None:
             path = self.files[name] = str(confined(self.folder, name))
         self.places += Places([path], [offset], [length])
-
-    def _row(self, rows: Mapping[_Index, int], index: _Index) -> int:
-        row = rows.get(index)
-        if row is None:
-            key, part = (index, "") if isinstance(index, str) else (index[0], f" at {list(index[1])}")
-            self.fault("a part is stored nowhere", key, expected=f"a place for the part{part}")
-        return row
 
     # -- tensors -------------------------------------------------------------------------------------------------
 
@@ -331,11 +368,15 @@ class _Parser:
         found = self.known[id(what)] = dtype, shape, boxes
         return found
 
-    def _entry(self, key: str, described: _Described, rows: Mapping[_Index, int]) -> Entry:
+    def _entry(self, number: int, key: str, described: _Described, rows: Mapping[tuple[int, Shape], int]) -> Entry:
         dtype, shape, boxes = described
         chunks = {}
         for box, least in boxes.items():
-            row = chunks[box] = self._row(rows, (key, box.offsets))
+            row = rows.get((number, box.offsets))
+            if row is None:
+                place = f"a place for the part at {list(box.offsets)}"
+                self.fault("a part is stored nowhere", key, expected=place)
+            chunks[box] = row
             if least > self.places.lengths[row]:
                 self.fault(
                     "a chunk is larger than the item that holds it",
@@ -358,45 +399,33 @@ class _Parser:
 
     # -- paths ---------------------------------------------------------------------------------------------------
 
-    def _paths(self, planner_data: Any, keys: Mapping[str, Any]) -> tuple[dict[str, Path_], bool]:
-        """Every key's path: as recorded, in the recorded order; where none is recorded, all keys stand at the top.
+    def _paths(
+        self, recorded: Columns | None, keys: Sequence[str], numbers: Mapping[str, int]
+    ) -> tuple[list[Path_] | None, Sequence[int]]:
+        """Every key's path, None where none is recorded and all stand at the top; and the order that is recorded.
 
         A key is its path's steps with dots between them (torch 2.13, `distributed/checkpoint/_nested_dict.py`).
         """
-        known: dict[str, Path_] = {}
-        if isinstance(planner_data, Mapping) and planner_data:
-            if planner_data.keys() == keys.keys() and self._spell_all(planner_data):
-                return dict(planner_data), True
-            wanted = set(keys)
-            for key, steps in planner_data.items():
-                if self._spells(steps, key) and key in wanted:
-                    known[key] = steps
-                elif key in wanted:
-                    known[key] = self._steps(key, steps)
-                    if (joined := ".".join(map(str, known[key]))) != key:
+        found: list[Any] = [None] * len(keys)
+        order = []
+        if recorded is not None:
+            are_spelled = _spell(recorded)
+            for number, key, steps in zip(map(numbers.get, recorded.keys), *recorded, strict=True):
+                if number is None:
+                    continue
+                if not are_spelled:
+                    steps = self._steps(key, steps)
+                    if (joined := ".".join(map(str, steps))) != key:
                         self.fault("the path of a value in the state dict is not that of its key", key, key, joined)
-            if known and (without := next((key for key in keys if key not in known), None)) is not None:
-                self.fault("a value has no path in the state dict, and others have one", without)
-        is_nested = bool(known)
-        for key in keys:
-            known.setdefault(key, (key,))
-        return known, is_nested
-
-    def _spell_all(self, paths: Mapping[Any, Any]) -> bool:
-        """`_spells` of all keys and paths, without a step for each."""
-        steps = paths.values()
-        try:
-            alike = set(map(type, steps)) == {tuple} and all(steps) and max(map(len, steps)) <= _MAX_DEPTH
-            return alike and all(map(eq, map(".".join, steps), paths))
-        except TypeError:  # an index of a list
-            return False
-
-    def _spells(self, steps: Any, key: Any) -> bool:
-        """Whether these are names alone, as nearly everywhere, and those of the key."""
-        try:
-            return type(steps) is tuple and 0 < len(steps) <= _MAX_DEPTH and ".".join(steps) == key
-        except TypeError:  # an index of a list
-            return False
+                found[number] = steps
+                order.append(number)
+        if not order:
+            return None, range(len(keys))
+        if None in found:
+            self.fault("a value has no path in the state dict, and others have one", keys[found.index(None)])
+        if len(order) > len(keys):
+            raise IrregularError
+        return found, order
 
     def _steps(self, key: str, steps: Any) -> Path_:
         if type(steps) is list:
@@ -406,3 +435,25 @@ class _Parser:
             self.fault("the path of a value in the state dict is damaged", key)
         path: Path_ = steps
         return path
+
+
+def _columns(found: Any) -> Columns | None:
+    """Items of a dict; None where it is none."""
+    if isinstance(found, Mapping):
+        return Columns([*found], [*found.values()])
+    return found if isinstance(found, Columns) else None
+
+
+def _kind(what: Any) -> str:
+    return what.name if isinstance(what, Record) else type(what).__name__
+
+
+def _spell(paths: Columns) -> bool:
+    """Whether all paths are names alone, as nearly everywhere, and those of their keys."""
+    try:
+        are_alike = (
+            {*map(type, paths.values)} == {tuple} and all(paths.values) and max(map(len, paths.values)) <= _MAX_DEPTH
+        )
+        return are_alike and all(map(eq, map(".".join, paths.values), paths.keys))
+    except TypeError:  # an index of a list
+        return False

@@ -49,7 +49,8 @@ def _with_lists(value: Any) -> Any:
     """Dicts whose names are indices as lists; a missing element (an empty dict, which DCP drops) is None."""
     if type(value) is not _Node:
         return value
-    inner = {name: _with_lists(item) for name, item in value.items()}
+    is_inner = _Node in set(map(type, value.values()))
+    inner = {name: _with_lists(item) for name, item in value.items()} if is_inner else dict(value)
     indices = [name for name in inner if type(name) is int]
     if len(indices) != len(inner) or not inner or max(indices) > max(2 * len(inner), _LONGEST_LIST):
         return {str(name): item for name, item in inner.items()}

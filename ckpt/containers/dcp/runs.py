@@ -18,15 +18,17 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from io import BytesIO
 from itertools import accumulate, compress
 from operator import add, itemgetter
 from struct import iter_unpack
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.containers.torchfile.machine import Machine
 from ckpt.containers.torchfile.table import allowed
 from ckpt.containers.torchfile.tree import check_tree
-from ckpt.containers.torchfile.values import CutShortError, Global, Record
+from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError, Global, Record
+from ckpt.move.source import open_stream
 
 _REF = rb"(?:h.|j.{4})"
 _TEXT = rb"\x8c.[^\x94]{0,255}\x94"
@@ -36,6 +38,9 @@ _STEP = rb"(?:%b|%b|K.)" % (_TEXT, _REF)
 _SIZE = rb"%b(?:\)|%b{1,3}[\x85-\x87]\x94|\(%b{1,64}t\x94)\x85\x94R\x94" % (_REF, _NUMBER, _NUMBER)
 _TOKEN = rb"(?:%b|%b|%b|[]N\x88\x89)}(Rbut\x81\x85-\x87\x94])" % (_TEXT, _REF, _NUMBER)
 _NEW, _REFS = b"\x8c", (b"h", b"j")
+#: How many of something each row has, or all of them.
+_Counts = Sequence[int] | int
+
 _MAX_STEPS = 6
 _MAX_MISSED = 100  # runs that have none of the forms, before no more are looked at: each look is of limited length
 _PLACE = (
@@ -67,25 +72,42 @@ _TOKENS = _form(_TOKEN)
 #: A description of a tensor ends with the list of its chunks; that of another value is an object without a state.
 #: Python adds a thousand chunks to it at once.
 _DESCRIBED = _form(rb"(%b)(%b\)\x81\x94(?:\}\x94\((?:%b{0,30000}[ae]){1,9}?ub|(?!\})))" % (_KEY, _REF, _TOKEN))
-_PATH = _form(rb"(%b)(\(?)(%b)%b([\x85-\x87t])\x94" % (_KEY, _STEP, rb"(%b)?" % _STEP * (_MAX_STEPS - 1)))
+#: Paths of one step, two, ...
+_PATHS = [
+    _form(
+        b"(%b)%b%b%b\\x94"
+        % (_KEY, b"\\(" * (num > 3), b"(%b)" % _STEP * num, b"t" if num > 3 else b"\\x%02x" % (0x84 + num))
+    )
+    for num in range(1, _MAX_STEPS + 1)
+]
 _ANY_PLACE = _place_form({name: rb"(?P<%b>%b)" % (name, _REF) for name in _NAMED})
+
+
+class Columns(NamedTuple):
+    """The items of a dict: numbers side by side, as there may be a million."""
+
+    keys: list[Any]
+    values: list[Any]
 
 
 class IrregularError(Exception):
     """The pickle is to be read without `Runs`."""
 
 
-def unframed(data: bytes) -> bytes:
-    """A pickle without the frames that Python puts around some 64 kB each.  IrregularError where they do not add up."""
-    parts: list[bytes | memoryview] = [data[:2]]
-    at, view = 2, memoryview(data)
-    while at < len(data):
-        length = int.from_bytes(data[at + 1 : at + 9], "little")
-        if data[at] != 0x95 or not length or at + 9 + length > len(data):
-            raise IrregularError
-        parts.append(view[at + 9 : at + 9 + length])
-        at += 9 + length
-    return b"".join(parts)
+def unframed(path: str) -> bytes:
+    """A pickle without the frames that Python puts around some 64 kB each.
+
+    Raises IrregularError where they do not add up, NotFoundError, StorageError and CorruptError.
+    """
+    kept = BytesIO()
+    with open_stream(path) as file:
+        kept.write(file.read(2))
+        while head := file.read(9):
+            length = int.from_bytes(head[1:], "little")
+            is_frame = head[0] == 0x95 and 0 < length <= MAX_PICKLE - kept.tell()
+            if not is_frame or kept.write(file.read(length)) != length:
+                raise IrregularError
+    return kept.getvalue()
 
 
 class Runs:
@@ -101,18 +123,18 @@ class Runs:
         self.offsets: list[int] = []
         self.lengths: list[int] = []
         self._values: dict[bytes, tuple[Any, int]] = {b"": (None, 0)}
-        self._taken: dict[str, dict[Any, Any]] = {}
+        self._taken: dict[str, Columns] = {}
         self._form: re.Pattern[bytes] | None = None
         self._refs: dict[bytes, bytes] = {}
         self._memo = _Memo()
         self._missed = 0
 
-    def load(self, data: bytes, path: str) -> Any:
+    def load(self, path: str) -> Any:
         """The object of the pickle, without the places that have become columns.
 
-        Raises IrregularError, and what `Machine.run` raises.
+        Raises IrregularError, and what `unframed` and `Machine.run` raise.
         """
-        data = unframed(data)
+        data = unframed(path)
         machine = Machine(data, allowed(), path=path, runs=self.take)
         machine.memo = self._memo
         try:
@@ -124,7 +146,7 @@ class Runs:
         for name, taken in self._taken.items():
             if type(root.state.get(name)) is not dict:
                 raise IrregularError
-            taken.update(root.state[name])
+            _move(root.state[name], taken)
             root.state[name] = taken
         return root
 
@@ -152,12 +174,11 @@ class Runs:
             return at
         # What has been taken is a tree by its form; what the machine has made so far comes before it.
         check_tree(stack[-1], at)
-        taken = self._taken.setdefault(stack[-2], {})
-        taken.update(stack[-1])
-        stack[-1].clear()
+        taken = self._taken.setdefault(stack[-2], Columns([], []))
+        _move(stack[-1], taken)
         return take(machine, at, taken)
 
-    def _take_described(self, machine: Machine, at: int, taken: dict[Any, Any]) -> int:
+    def _take_described(self, machine: Machine, at: int, taken: Columns) -> int:
         rows, end = _rows(_DESCRIBED, machine.data, at)
         if not rows:
             return at
@@ -166,22 +187,20 @@ class Runs:
             return at
         values = [self._values[blob] for blob in blobs]
         (names,) = self._resolved(machine, keys, [count for _, count in values])
-        taken.update(zip(_as_names(names), map(itemgetter(0), values), strict=True))
+        taken.keys.extend(_as_names(names))
+        taken.values.extend(map(itemgetter(0), values))
         return end
 
-    def _take_paths(self, machine: Machine, at: int, taken: dict[Any, Any]) -> int:
-        rows, end = _rows(_PATH, machine.data, at)
-        if not rows:
-            return at
-        columns = list(zip(*rows, strict=True))
-        counts = [_MAX_STEPS + (not row[1]) - row.count(b"") for row in rows]
-        for opening, count, closing in set(zip(columns[1], counts, columns[-1], strict=True)):
-            if (opening, closing) != (b"(", b"t") and (opening, closing) != (b"", bytes([0x84 + count])):
-                return at
-        used = filter(any, columns[2:-1])  # most paths are short
-        keys, *steps = self._resolved(machine, columns[0], *used, [1] * len(rows))
-        paths = (found[:count] for found, count in zip(zip(*steps, strict=True), counts, strict=True))
-        taken.update(zip(_as_names(keys), paths, strict=True))
+    def _take_paths(self, machine: Machine, at: int, taken: Columns) -> int:
+        end = -1
+        while end < at:
+            end = at
+            for form in _PATHS:
+                rows, at = _rows(form, machine.data, at)
+                if rows:
+                    keys, *steps = self._resolved(machine, *zip(*rows, strict=True), 1)
+                    taken.keys.extend(_as_names(keys))
+                    taken.values.extend(zip(*steps, strict=True))
         return end
 
     def _take_places(self, machine: Machine, at: int) -> int:
@@ -196,7 +215,8 @@ class Runs:
             return at
         known = [self._values[where] for where in wheres]
         # Each of the two objects is in the memo, and so is its dict.
-        fqns, names = self._resolved(machine, [2] * len(rows), keys, [count + 2 for _, count in known], files)
+        counts = [count + 2 for _, count in known] if any(wheres) else 2
+        fqns, names = self._resolved(machine, 2, keys, counts, files)
         self.fqns += _as_names(fqns)
         self.wheres += map(itemgetter(0), known)
         self.files += _as_names(names)
@@ -234,21 +254,19 @@ class Runs:
             self._values[code] = value, count
         return True
 
-    def _resolved(self, machine: Machine, *parts: Sequence[Any]) -> list[list[Any]]:
+    def _resolved(self, machine: Machine, *parts: Sequence[Any] | int) -> list[list[Any]]:
         """The values of the columns of steps among `parts`, whose others say how many entries of the memo come between.
 
         The machine takes all of these entries for skipped ones.
         """
-        base = _num_memoized(machine)
-        sizes = [part if type(part[0]) is int else _new(part) for part in parts]
-        counts = reduce(lambda a, b: list(map(add, a, b)), filter(None, sizes))
-        *places, end = accumulate(counts, initial=base)
+        sizes = [part if isinstance(part, int) or isinstance(part[0], int) else _new(part) for part in parts]
+        base, num_rows = _num_memoized(machine), next(len(part) for part in parts if not isinstance(part, int))
+        places, end = _places(base, num_rows, sizes)
         columns = []
         for part, size in zip(parts, sizes, strict=True):
-            if part is not size:
+            if part is not size and not isinstance(part, int):
                 columns.append(_values(self._memo, base, part, size, places))
-            if size:
-                places = list(map(add, places, size))
+            places = _later(places, size)
         machine.skipped += end - base
         return columns
 
@@ -274,6 +292,12 @@ class _Memo(dict[int, Any]):
             if at < len(places) and places[at] == place:
                 return texts[at]
         raise KeyError(place)
+
+
+def _move(items: dict[Any, Any], to: Columns) -> None:
+    to.keys.extend(items)
+    to.values.extend(items.values())
+    items.clear()
 
 
 def _numbers(tokens: Sequence[bytes]) -> list[int]:
@@ -304,35 +328,55 @@ def _rows(form: re.Pattern[bytes], data: bytes, at: int) -> tuple[list[Any], int
     return rows, found.end() if found else at
 
 
-def _new(steps: Sequence[bytes]) -> list[bool]:
-    """Which of the steps push a new text; nothing if none does."""
-    kinds = {step[:1] for step in steps}
-    if _NEW not in kinds:
-        return []
-    return [True] * len(steps) if len(kinds) == 1 else [step[:1] == _NEW for step in steps]
+def _new(steps: Sequence[bytes]) -> _Counts:
+    """Which of the steps push a new text; 1 if all do, 0 if none does."""
+    kinds = {steps[0][:1]} if steps.count(steps[0]) == len(steps) else {step[:1] for step in steps}
+    if len(kinds) == 1 or _NEW not in kinds:
+        return int(_NEW in kinds)
+    return [step[:1] == _NEW for step in steps]
 
 
-def _values(memo: _Memo, base: int, steps: Sequence[bytes], new: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """What these steps push, at whose turn so many entries are in the memo; None for a step that is not there.
+def _places(base: int, num_rows: int, sizes: Sequence[_Counts]) -> tuple[Sequence[int], int]:
+    """How many entries are in the memo before each row, and behind the last, where each adds so many."""
+    each = sum(size for size in sizes if isinstance(size, int))
+    places: Sequence[int] = range(base, base + num_rows * each, each) if each else [base] * num_rows
+    if not (others := [size for size in sizes if not isinstance(size, int)]):
+        return places, base + num_rows * each
+    *before, end = accumulate(reduce(lambda a, b: list(map(add, a, b)), others), initial=0)
+    return list(map(add, places, before)), base + num_rows * each + end
+
+
+def _later(places: Sequence[int], count: _Counts) -> Sequence[int]:
+    """The places that are so many entries behind."""
+    if not isinstance(count, int):
+        return list(map(add, places, count))
+    if type(places) is range:
+        return range(places.start + count, places.stop + count, places.step)
+    return [place + count for place in places] if count else places
+
+
+def _values(memo: _Memo, base: int, steps: Sequence[bytes], new: _Counts, places: Sequence[int]) -> list[Any]:
+    """What these steps push, at whose turn so many entries are in the memo.
 
     IrregularError for a text of another length than it says, and for a reference to what is yet to come.
     """
-    said = list(compress(steps, new))
-    texts = [step[2:-1].decode("ascii") for step in said]
-    if [len(text) for text in texts] != [step[1] for step in said]:
-        raise IrregularError
-    if texts:
-        memo.add(base, places if len(texts) == len(steps) else list(compress(places, new)), texts)
-    if len(texts) == len(steps):
-        return texts
-    known: dict[bytes, Any] = {b"": None}
-    for step in set(steps).difference(said, known):
+    said: Sequence[bytes] = ()
+    if new:
+        said = steps if isinstance(new, int) else list(compress(steps, new))
+        texts = [step[2:-1].decode("ascii") for step in said]
+        if [len(text) for text in texts] != [step[1] for step in said]:
+            raise IrregularError
+        memo.add(base, places if isinstance(new, int) else list(compress(places, new)), texts)
+        if isinstance(new, int):
+            return texts
+    known: dict[bytes, Any] = {}
+    for step in set(steps).difference(said):
         number = _number(step)
         known[step] = number if step[:1] == b"K" else memo[number]
         if step[:1] != b"K" and number >= places[0] and number >= places[steps.index(step)]:
             raise IrregularError
-    if not texts:
-        return [known[step] for step in steps]
+    if isinstance(new, int):
+        return [known[steps[0]]] * len(steps) if len(known) == 1 else [known[step] for step in steps]
     made = iter(texts)
     return [next(made) if is_new else known[step] for step, is_new in zip(steps, new, strict=True)]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.dcp.items import Items
+from ckpt.containers.dcp.items import Items, too_short
 from ckpt.containers.dcp.metadata import DATA_FILE, Entry, Metadata
 from ckpt.containers.dcp.tiling import Tiling, check_no_copy, copies
 from ckpt.containers.torchfile.values import Record
@@ -73,46 +73,48 @@ class DataFiles:
     _numbers: dict[str, int] = field(default_factory=dict)
     _names: list[tuple[str, int | None]] = field(default_factory=list)
 
-    def read(self, metadata: Metadata) -> tuple[dict[str, FoundTensor], dict[str, Any]]:
-        """The tensors that `metadata` describes, and the values that are no tensors, by key.
+    def read(self, metadata: Metadata) -> list[Any]:
+        """What `metadata` describes, by number: a `FoundTensor`, or the value that is no tensor.
 
         CorruptError where a file is missing, too short, or holds something else.
         """
         self.add_file(metadata.path)
-        tensors = {key: FoundTensor(entry) for key, entry in metadata.entries.items()}
-        values: dict[str, Any] = {}
-        owners = metadata.owners()
-        tiling = Tiling(metadata, owners)
+        found: list[Any] = [None] * len(metadata.keys)
+        for tensor, entry in metadata.entries.items():
+            found[tensor] = FoundTensor(entry)
+        numbers, boxes, replicas = metadata.owners()
+        tiling = Tiling(metadata, numbers)
         with Items() as items:
-            for found in metadata.places.by_file():
-                is_row = tiling.is_row([place for _, place in found])
-                for row, place in found:
-                    if (owner := owners[row]) is None:
+            for path, rows in metadata.places.by_file():
+                offsets = [*map(metadata.places.offsets.__getitem__, rows)]
+                lengths = [*map(metadata.places.lengths.__getitem__, rows)]
+                is_row = tiling.is_row(path, offsets, lengths)
+                size = -1
+                for row, offset, length in zip(rows, offsets, lengths, strict=True):
+                    number, box = numbers[row], boxes.get(row)
+                    if number is None:
                         continue
-                    key, box, is_replica = owner
+                    key = metadata.keys[number]
+                    if size < 0:
+                        size = items.open(path, key, box)
+                    if offset + length > size:
+                        raise too_short(path, size, offset + length, key, box)
                     if box is None:
-                        values[key] = items.value(place, key)
+                        found[number] = items.value(offset, length, key)
                     else:
-                        tensor = tensors[key]
-                        extent = items.elements(place, key, box, tensor.entry.dtype)
-                        if isinstance(extent, Record):
-                            tensor.wrapped.setdefault(box, extent)
-                        else:
-                            (tensor.replicas if is_replica else tensor.placed).append((box, extent))
-                            if not box.sizes and not is_replica:
-                                tensor.number = items.number(extent)
-                    if not is_row and not items.is_shard(place):  # whose header names its tensors
-                        tiling.add(place, key)
+                        _take(found[number], box, row in replicas, items, offset, length)
+                    if not is_row and not items.is_shard(offset):  # whose header names its tensors
+                        tiling.add(metadata.places[row], number)
             tiling.finish(items.files)
             for pair in copies(items.files):
                 held: dict[str, dict[str, tuple[Box, Extent]]] = {path: {} for path in pair}
-                for key, tensor in tensors.items():
-                    for box, extent in tensor.placed:
+                for tensor in metadata.entries:
+                    for box, extent in found[tensor].placed:
                         if extent.path in held:
-                            held[extent.path][key] = box, extent
+                            held[extent.path][metadata.keys[tensor]] = box, extent
                 check_no_copy(*pair, held)
             self.files |= items.files
-        return tensors, values
+        return found
 
     def source(self, dtype: DType, shape: Shape, placed: Placed) -> Source:
         """The source of a tensor whose boxes lie at `placed`."""
@@ -158,6 +160,17 @@ class DataFiles:
                 f"{folder.name}: .metadata places nothing in {', '.join(sorted(left_over)[:4])}"
                 f"{' and others' if len(left_over) > 4 else ''}: left over from an earlier save"
             )
+
+
+def _take(tensor: FoundTensor, box: Box, is_replica: bool, items: Items, offset: int, length: int) -> None:
+    """Take note of the item at `offset`, which is a chunk of the tensor."""
+    extent = items.elements(offset, length, tensor.entry.key, box, tensor.entry.dtype)
+    if isinstance(extent, Record):
+        tensor.wrapped.setdefault(box, extent)
+        return
+    (tensor.replicas if is_replica else tensor.placed).append((box, extent))
+    if not box.sizes and not is_replica:
+        tensor.number = items.number(extent)
 
 
 def writer_of(path: str) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from ckpt.containers.dcp.metadata import Metadata, Place
@@ -32,30 +32,30 @@ class Tiling:
         unused = (metadata.places[row] for row, owner in enumerate(owners) if owner is None)
         self._unused = {(place.path, place.offset): place.length for place in unused if place.length}
         self._last = Place("", 0, 0)
-        self._key = ""
+        self._number = -1
         self._ends: dict[str, int] = {}
         self._loose: set[str] = set()
-        self._shared: list[tuple[str, str, Place]] = []
+        self._shared: list[tuple[int, int, Place]] = []
 
-    def is_row(self, places: Sequence[Place]) -> bool:
+    def is_row(self, path: str, offsets: Sequence[int], lengths: Iterable[int]) -> bool:
         """Whether items of a file, by their offsets, stand one behind the other: then none of them is to be added."""
-        *ends, end = accumulate((place.length for place in places), initial=0)
-        if is_row := [place.offset for place in places] == ends:
-            self._ends[places[0].path] = end
+        *ends, end = accumulate(lengths, initial=0)
+        if is_row := offsets == ends:
+            self._ends[path] = end
         return is_row
 
-    def add(self, place: Place, key: str) -> None:
+    def add(self, place: Place, number: int) -> None:
         end = self._ends.get(place.path, 0)
         if place.offset > end:
             if not self._is_filled(place.path, end, place.offset):
                 self._loose.add(place.path)
         elif place.offset < end:
             if place != self._last:
-                raise _overlap(place, key, f"offset {end} or more, behind {self._key}")
-            self._shared.append((key, self._key, place))
+                raise self._overlap(place, number, f"offset {end} or more, behind {self._metadata.keys[self._number]}")
+            self._shared.append((number, self._number, place))
             return
         self._ends[place.path] = place.offset + place.length
-        self._last, self._key = place, key
+        self._last, self._number = place, number
 
     def finish(self, files: Mapping[str, SourceFile]) -> None:
         """Check what shares items; `files` are the data files.
@@ -65,9 +65,9 @@ class Tiling:
         ends = {path: end for path, end in self._ends.items() if path in files}  # others have no elements
         loose = self._loose | {path for path, end in ends.items() if not self._is_filled(path, end, files[path].size)}
         tensors, chunks = self._metadata.entries, self._metadata.chunks
-        for key, other, place in self._shared:
-            if not (key in tensors and other in tensors) or chunks(key) != chunks(other) or place.path in loose:
-                raise _overlap(place, key, f"bytes of its own, not those of {other}")
+        for one, other, place in self._shared:
+            if not (one in tensors and other in tensors) or chunks(one) != chunks(other) or place.path in loose:
+                raise self._overlap(place, one, f"bytes of its own, not those of {self._metadata.keys[other]}")
 
     def _is_filled(self, path: str, start: int, stop: int) -> bool:
         """Whether items without elements stand there."""
@@ -75,16 +75,15 @@ class Tiling:
             start += self._unused[path, start]
         return start == stop
 
-
-def _overlap(place: Place, key: str, expected: str) -> CorruptError:
-    return CorruptError(
-        "the metadata places an item in the bytes of another one",
-        path=place.path,
-        fqn=key,
-        expected=expected,
-        found=f"{place.length} bytes at {place.offset}",
-        hint="is .metadata damaged, or of another save than the file?",
-    )
+    def _overlap(self, place: Place, number: int, expected: str) -> CorruptError:
+        return CorruptError(
+            "the metadata places an item in the bytes of another one",
+            path=place.path,
+            fqn=self._metadata.keys[number],
+            expected=expected,
+            found=f"{place.length} bytes at {place.offset}",
+            hint="is .metadata damaged, or of another save than the file?",
+        )
 
 
 def copies(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, str]]:

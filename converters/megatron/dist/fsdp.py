@@ -26,9 +26,8 @@ optimizer/distrib_optimizer.py (`sharded_param_state_fsdp_dtensor`), distributed
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +98,18 @@ def read_folder(folder: Path) -> tuple[Reading, Optimizers]:
 class _Stored:
     """The state dict that was saved.
 
-    `names` tells what each name of a parameter in it means, `shapes` what is stored under these names, `masters` which
-    of the parameters are fp32 copies; `parts` has keys and paths by the first name of these, of the optimizer's by two.
+    `found` has what is stored by the numbers of `metadata`, `parts` these numbers by the first name of their paths, of
+    the optimizer's by two.  `names` tells what each name of a parameter means, `shapes` what is stored under these
+    names, `masters` which of the parameters are fp32 copies.
     """
 
     reading: Reading
     metadata: Metadata
-    tensors: Mapping[str, FoundTensor]
-    values: Mapping[str, Any]
+    found: Sequence[Any]
+    parts: Mapping[Path_, Sequence[int]]
     rest: Mapping[str | int, Any]
     names: Mapping[str, TensorKey]
     grid: Grid
-    parts: Mapping[Path_, Mapping[str, Path_]]
     shapes: dict[TensorKey, Shape] = field(default_factory=dict)
     masters: set[str] = field(default_factory=set)
 
@@ -118,24 +117,31 @@ class _Stored:
     def of(cls, folder: Path) -> _Stored:
         reading, metadata = Reading(folder), read_metadata(folder)
         _refuse_flat(metadata)
-        tensors, values = reading.data.read(metadata)
+        found, steps = reading.data.read(metadata), metadata.steps
         reading.data.count_ranks(folder)
-        parts: dict[Path_, dict[str, Path_]] = {}
-        for key, path in metadata.paths.items():
-            parts.setdefault(path[: 2 if path[0] == _OPTIMIZER else 1], {})[key] = path
+        parts: dict[Path_, list[int]] = {}
+        for number in metadata.order:
+            path = steps[number]
+            parts.setdefault(path[: 2 if path[0] == _OPTIMIZER else 1], []).append(number)
         leaves = (
-            (path, values[key] if key in values else _value(reading, tensors[key]))
-            for top, paths in parts.items()
+            (steps[number], _value(reading, leaf) if isinstance(leaf := found[number], FoundTensor) else leaf)
+            for top, numbers in parts.items()
             if top not in ((_MODEL,), (_OPTIMIZER, _STATES))
-            for key, path in paths.items()
+            for number in numbers
         )
         rest = nest(leaves, metadata.path)
         reading.common = {name: value for name, value in rest.items() if name not in (_OPTIMIZER, _RNG)}
         dtypes = {"bf16": BFLOAT16, "fp16": FLOAT16}
         reading.native = next((dtype for name, dtype in dtypes.items() if reading.args.get(name)), None)
         grid = Grid.recorded(reading.args, folder)
-        about = {str(path[at]): None for top, at in _NAMED.items() for path in parts.get(top, {}).values() if path[at:]}
-        return cls(reading, metadata, tensors, values, rest, _meanings(about), grid, parts)
+        paths = ((at, steps[number]) for top, at in _NAMED.items() for number in parts.get(top, ()))
+        names = dict.fromkeys(path[at] for at, path in paths if len(path) > at)
+        return cls(reading, metadata, found, parts, rest, _meanings(map(str, names)), grid)
+
+    def under(self, *top: str | int) -> Iterator[tuple[str, Path_, Any]]:
+        """Key, path and what is stored, of all that these names begin."""
+        keys, steps = self.metadata.keys, self.metadata.steps
+        return ((keys[number], steps[number], self.found[number]) for number in self.parts.get(top, ()))
 
     def strange(self, key: str, expected: str) -> CorruptError:
         return CorruptError(
@@ -145,7 +151,7 @@ class _Stored:
 
 def _refuse_flat(metadata: Metadata) -> None:
     """Megatron-LM's tools/checkpoint/checkpoint_inspector.py writes a state dict without levels."""
-    for key, path in metadata.paths.items():
+    for key, path in zip(metadata.keys, metadata.steps, strict=True):
         if len(path) == 1 and key.startswith(f"{_MODEL}."):
             raise NotFoundError(
                 "names of the state dict are not nested as Megatron-FSDP has them",
@@ -189,14 +195,14 @@ def _note_model(stored: _Stored) -> None:
     """Note the parameters and buffers.  Those that are fp32 in a model of 16 bits are the optimizer's masters."""
     reading = stored.reading
     found: dict[TensorKey, FoundTensor] = {}
-    for key, path in stored.parts.get((_MODEL,), {}).items():
+    for key, path, tensor in stored.under(_MODEL):
         name = stored.names.get(str(path[1])) if len(path) == 2 else None
-        if name is None or not is_models(name.name) or key not in stored.tensors:
+        if name is None or not is_models(name.name) or not isinstance(tensor, FoundTensor):
             raise stored.strange(key, "a tensor of embedding., decoder., mtp. or output_layer.")
         if name in found:
             raise CorruptError("two keys are of the same tensor", path=stored.metadata.path, fqn=key)
-        found[name] = stored.tensors[key]
-        stored.shapes[name] = found[name].entry.shape
+        found[name] = tensor
+        stored.shapes[name] = tensor.entry.shape
     for name, tensor in found.items():
         role = WEIGHT
         if name.name.endswith(BUFFERS):
@@ -346,23 +352,25 @@ def _note_random_states(stored: _Stored) -> None:
 
 
 def _note_states(stored: _Stored, found: Optimizers) -> None:
-    parts = (paths.items() for top, paths in stored.parts.items() if top[0] == _OPTIMIZER)
-    for key, path in chain.from_iterable(parts):
-        if len(path) == 4 and path[1] == _STATES:
-            _note_state(stored, found, key, stored.names[str(path[2])], str(path[3]))
-        elif len(path) < 4 or path[1] != _GROUPS:
-            raise NotFoundError(
-                "the optimizer's state is stored in a way that is not read",
-                path=stored.metadata.path,
-                fqn=key,
-                expected=f"{_STATES}.<parameter>.<name>, {_GROUPS}.<parameter>.<option>",
-            )
+    for top in stored.parts:
+        if top[0] != _OPTIMIZER:
+            continue
+        for key, path, leaf in stored.under(*top):
+            if path[1:2] == (_STATES,) and len(path) == 4:
+                _note_state(stored, found, key, stored.names[str(path[2])], str(path[3]), leaf)
+            elif len(path) < 4 or path[1] != _GROUPS:
+                raise NotFoundError(
+                    "the optimizer's state is stored in a way that is not read",
+                    path=stored.metadata.path,
+                    fqn=key,
+                    expected=f"{_STATES}.<parameter>.<name>, {_GROUPS}.<parameter>.<option>",
+                )
 
 
-def _note_state(stored: _Stored, found: Optimizers, key: str, name: TensorKey, state: str) -> None:
-    tensor, shape = stored.tensors.get(key), stored.shapes.get(name)
-    if tensor is None or tensor.number is not None:
-        number = stored.values.get(key) if tensor is None else tensor.number
+def _note_state(stored: _Stored, found: Optimizers, key: str, name: TensorKey, state: str, tensor: Any) -> None:
+    shape = stored.shapes.get(name)
+    if not isinstance(tensor, FoundTensor) or tensor.number is not None:
+        number = tensor.number if isinstance(tensor, FoundTensor) else tensor
         if not isinstance(number, int | float):
             raise stored.strange(key, "a tensor or a number")
         found.note_scalar(state, [name.name], number, stored.metadata.path)

@@ -90,7 +90,8 @@ class Reading:
     def tensors(self) -> dict[Key, Tensor]:
         """A tensor for every name and role, in the model's order."""
         found = {}
-        for key in sorted(self.placed, key=lambda key: registered(key[0])):
+        order = {fqn: registered(fqn) for fqn, _ in self.placed}
+        for key in sorted(self.placed, key=lambda key: order[key[0]]):
             shape, dtype = self.shapes[key]
             without = self.native if self.native and (key[0], MASTER) in self.shapes else dtype
             native = self.shapes.get((key[0], WEIGHT), (shape, without))[1]
@@ -211,12 +212,13 @@ def read_folder(folder: Path) -> Reading:
     _check_backends(folder)
     reading = Reading(folder)
     metadata = read_metadata(folder, _CLASSES)
-    tensors, values = reading.data.read(metadata)
+    found = dict(zip(metadata.keys, reading.data.read(metadata), strict=True))
+    tensors = {key: leaf for key, leaf in found.items() if isinstance(leaf, FoundTensor)}
     reading.data.count_ranks(folder)
-    reading.read_objects(values)
+    reading.read_objects({key: leaf for key, leaf in found.items() if key not in tensors})
     models = {key: None for key in tensors if is_models(key)}
     reading.read_keys(models.keys(), tensors)
-    reading.flat = {key: found for key, found in tensors.items() if ".gbuf_idx_" in key}
+    reading.flat = {key: tensor for key, tensor in tensors.items() if ".gbuf_idx_" in key}
     strangers = [key for key in tensors if not (key in models or key in reading.flat or state_key(key))]
     if strangers:
         raise CorruptError(
