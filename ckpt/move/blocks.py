@@ -48,8 +48,6 @@ HAS_KERNEL_COPY = hasattr(os, "copy_file_range")  # a Python built for an old gl
 #: errno values with which a kernel says that it cannot copy between these two files.
 NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY, errno.EBADF, errno.EPERM}
 
-_casting = threading.BoundedSemaphore(os.cpu_count() or 1)  # more threads read and write than the processor has cores
-
 
 class Target(Protocol):
     """An open target file, and what to hold while writing to it.
@@ -63,7 +61,14 @@ class Target(Protocol):
 
 
 class Batch(Protocol):
-    """Copies to one target file that a thread carries out together."""
+    """Copies to one target file that a thread carries out together; `is_cast`: in numpy, to another dtype."""
+
+    @property
+    def is_cast(self) -> bool: ...
+
+    def reads(self) -> Iterator[tuple[str, int, int]]:
+        """What it will read: paths, offsets and numbers of bytes."""
+        ...
 
     def written(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where in the target it writes, and how many bytes there: one element per copy."""
@@ -93,6 +98,15 @@ class SpanBatch:
 
     spans: Spans
 
+    @property
+    def is_cast(self) -> bool:
+        return self.spans.source_dtype != self.spans.target_dtype
+
+    def reads(self) -> Iterator[tuple[str, int, int]]:
+        sizes = self.spans.numel * self.spans.source_dtype.itemsize
+        for path, offset, size in zip(self.spans.path, self.spans.source.tolist(), sizes.tolist(), strict=True):
+            yield self.spans.paths[path], offset, size
+
     def written(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         return self.spans.target, self.spans.numel * self.spans.target_dtype.itemsize
 
@@ -102,9 +116,8 @@ class SpanBatch:
             for start, stop in _windows(spans, buffer_size):
                 if stop - start == 1 and spans.source_dtype == spans.target_dtype:
                     path, size = spans.paths[spans.path[start]], int(spans.numel[start]) * spans.source_dtype.itemsize
-                    source, at = _descriptor(sources, path), int(spans.source[start])
-                    with contextlib.suppress(OSError):  # while others have their turn to write; only advice
-                        os.posix_fadvise(source, at, size, os.POSIX_FADV_WILLNEED)
+                    source, at = descriptor_of(sources, path), int(spans.source[start])
+                    ask_for(source, at, size)  # while others have their turn to write
                     if (remote := standins.behind(source)) is not None:
                         _fetch_span(remote, path, at, output, int(spans.target[start]), size)
                     else:
@@ -116,6 +129,12 @@ class SpanBatch:
                     with output.writing:
                         write_all(output.descriptor, bits.view(np.uint8).data, int(spans.target[start]))
                     yield bits.nbytes
+
+
+def ask_for(source: int, offset: int, size: int) -> None:
+    """Let the kernel begin to read what will be read: only advice, and nothing to wait for."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(source, offset, size, os.POSIX_FADV_WILLNEED)
 
 
 def rows(spans: Spans, which: NDArray[np.int64] | slice) -> Spans:
@@ -188,7 +207,7 @@ def gather(spans: Spans, sources: OpenFiles) -> NDArray:
         if buffers:
             name = spans.paths[path]
             with translate_os_errors(name):
-                done = read_into(_descriptor(sources, name), first, *buffers)
+                done = read_into(descriptor_of(sources, name), first, *buffers)
             if first + done != reached:
                 raise truncated(name, first + done)
 
@@ -206,13 +225,10 @@ def gather(spans: Spans, sources: OpenFiles) -> NDArray:
 
 
 def cast(bits: NDArray, source: DType, target: DType) -> NDArray:
-    if source == target:
-        return bits
-    with _casting:
-        return cast_bits(bits.reshape(-1), source, target).reshape(bits.shape)
+    return bits if source == target else cast_bits(bits.reshape(-1), source, target).reshape(bits.shape)
 
 
-def _descriptor(sources: OpenFiles, path: str) -> int:
+def descriptor_of(sources: OpenFiles, path: str) -> int:
     try:
         return sources.descriptor(path)
     except NotFoundError:
@@ -264,6 +280,13 @@ class CopyBatch:
 
     copies: list[Copy]
 
+    @property
+    def is_cast(self) -> bool:
+        return any(copy.source.dtype != copy.target.dtype for copy in self.copies)
+
+    def reads(self) -> Iterator[tuple[str, int, int]]:
+        return ((copy.source.path, copy.source.offset, copy.source.end - copy.source.offset) for copy in self.copies)
+
     def written(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         places = [(copy.target.offset, copy.target.nbytes) for copy in self.copies]
         offsets, sizes = np.array(places, np.int64).reshape(-1, 2).T
@@ -273,7 +296,7 @@ class CopyBatch:
         slab = _slab(self.copies, buffer_size // 2)
         with translate_os_errors(output.name):
             for copy in self.copies:
-                source = _descriptor(sources, copy.source.path)
+                source = descriptor_of(sources, copy.source.path)
                 for write, bits in read_blocks(copy, source, buffer_size if slab is None else buffer_size // 2):
                     if slab is not None:
                         slab.put(write, bits)
@@ -292,6 +315,7 @@ class ComputedBatch(CopyBatch):
 
     content: Callable[[], memoryview]
     room: Turn
+    is_cast = False  # what it computes is read from files, which takes longer
 
     def carry_out(self, sources: OpenFiles, output: Target, buffer_size: int) -> Iterator[int]:
         with self.room:

@@ -73,7 +73,8 @@ def execute(
         num_done = sum(length for pieces in done.values() for _, length in pieces)
         progress(num_done if is_first else 0)
         hashed = journal.add if journal is not None else lambda *_: None
-        workers = Workers(resources, progress, hashing=hashing, hashed=hashed)
+        num_here = group.gather(_node()).count(_node())
+        workers = Workers(resources, progress, hashing=hashing, hashed=hashed, num_here=num_here)
 
         def last() -> list[Output]:
             """Files of which the content is told by all others, when no process has any of those open any more."""
@@ -143,9 +144,13 @@ def _prepare(
 def _page_cache(folder: Path) -> tuple[str, int]:
     """Equal in processes that see each other's writes to `folder` at once: those of one node with the same mount."""
     with translate_os_errors(folder):
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        node = boot.read_text() if boot.is_file() else os.uname().nodename
-        return node, os.stat(folder).st_dev
+        return _node(), os.stat(folder).st_dev
+
+
+def _node() -> str:
+    """Equal in processes of one node."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.is_file() else os.uname().nodename
 
 
 def _check_same_plan(begin: Mapping[str, Any], group: Alone) -> None:

@@ -13,6 +13,11 @@ from ckpt.move import standins
 _Job = TypeVar("_Job")
 
 
+def num_cores() -> int:
+    """How many of the processor's cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def in_threads(work: Callable[[Iterator[_Job]], None], jobs: Iterable[_Job], workers: int = 0) -> None:
     """Let several threads take `jobs` one after the other; the first error of any of them is raised."""
     from concurrent.futures import ThreadPoolExecutor  # with logging, only when there is something to be done
@@ -37,7 +42,7 @@ def in_threads(work: Callable[[Iterator[_Job]], None], jobs: Iterable[_Job], wor
             raise
 
     # what is in a store is waited for, and the more is asked for at a time the sooner it is there
-    num_threads = workers or max(1, min(8, 8 if standins.in_use() else os.cpu_count() or 1))
+    num_threads = workers or max(1, min(8, 8 if standins.in_use() else num_cores()))
     with ThreadPoolExecutor(num_threads) as pool:
         try:
             for done in [pool.submit(run) for _ in range(num_threads)]:
