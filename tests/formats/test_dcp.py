@@ -531,11 +531,11 @@ def test_without_collectives_every_rank_has_metadata_of_its_own(tmp_path: Path) 
     """What ranks save twice is a replica; disagreeing, it is refused."""
     import torch
 
-    def ranks(shared: list[float]) -> Path:
+    def ranks(shared: list[float], step: Any = 1) -> Path:
         folder = tmp_path / f"step-{len(list(tmp_path.iterdir()))}"
         for rank in range(2):
             part = tmp_path / "part"
-            save({"model": {"w": torch.tensor([1.0, shared[rank]])}, "step": rank}, part)
+            save({"model": {"w": torch.tensor([1.0, shared[rank]])}, "step": step if rank else 0}, part)
             folder.mkdir(exist_ok=True)
             shutil.copy(part / "__0_0.distcp", folder / f"__{rank}_0.distcp")
             metadata = pickle.loads((part / ".metadata").read_bytes())
@@ -552,6 +552,8 @@ def test_without_collectives_every_rank_has_metadata_of_its_own(tmp_path: Path) 
     assert checkpoint.state.step == 0
     with pytest.raises(CorruptError):
         check_replicas(read(ranks([2.0, 3.0])).tensors["w", WEIGHT])
+    error = refused(ranks([2.0, 2.0], step=torch.ones(3)))
+    assert (error.fqn, error.expected, error.found) == ("step", "no tensor", "float32 of shape [3]")
 
 
 # -- real engines ------------------------------------------------------------------------------------------------------

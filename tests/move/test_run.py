@@ -546,6 +546,29 @@ class TestMemory:
         least = Resources(max_memory=1 << 20)
         assert 4 * least.num_workers * least.buffer_size <= least.max_memory
 
+    @pytest.mark.parametrize("cores", [1, 2])
+    def test_no_more_threads_cast_than_there_are_cores(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
+    ) -> None:
+        case = make_case(tmp_path / "source", rows=4000)
+        inside, most, lock, real = [0], [0], threading.Lock(), blocks.cast_bits
+
+        def watched(bits: NDArray, source: DType, target: DType) -> NDArray:
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            result = real(bits, source, target)
+            with lock:
+                inside[0] -= 1
+            return result
+
+        monkeypatch.setattr(blocks, "cast_bits", watched)
+        monkeypatch.setattr(blocks, "_BATCH", 8 << 10)
+        monkeypatch.setattr(threads, "num_cores", lambda: cores)
+        execute(case.plan, tmp_path / "out", resources=Resources(workers=8))
+        case.assert_written(tmp_path / "out")
+        assert 1 <= most[0] <= cores
+
     def test_too_little_is_refused_before_anything_is_made(self, tmp_path: Path, case: Case) -> None:
         with pytest.raises(UsageError, match="too small") as caught:
             execute(case.plan, tmp_path / "out", resources=Resources(max_memory=1000, workers=2))
