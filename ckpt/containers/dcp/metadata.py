@@ -236,16 +236,16 @@ class _Parser:
         described = _columns(root.get("state_dict_metadata"))
         if described is None:
             self.fault("the metadata lists no tensors", expected="state_dict_metadata")
-        keys, whats = described
+        keys, descriptions = described
         if odd := {*map(type, keys)} - {str}:
             self.fault("a key of the metadata is no text", found=odd.pop().__name__)
         numbers = dict(zip(keys, range(len(keys)), strict=True))
         if len(numbers) < len(keys):
             raise IrregularError
-        kinds = {id(what): _kind(what) for what in {id(what): what for what in whats}.values()}
+        kinds = {id(what): _kind(what) for what in {id(what): what for what in descriptions}.values()}
         rows, chunks = self._rows(root.get("storage_data"), runs, numbers)
         entries: dict[int, Entry] = {}
-        for number, (key, what) in enumerate(zip(keys, whats, strict=True)):
+        for number, (key, what) in enumerate(zip(keys, descriptions, strict=True)):
             kind = kinds[id(what)]
             if kind == "TensorStorageMetadata":
                 entries[number] = self._entry(number, key, self._described(key, what), chunks)
