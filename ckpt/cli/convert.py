@@ -18,9 +18,13 @@ from ckpt.cli.text import carry_out, say_source
 from ckpt.errors import UsageError, printable, shown
 from ckpt.progress import progress
 from ckpt.sizes import parse_size
+from ckpt.version import __version__
 
 if TYPE_CHECKING:
     from ckpt.plan.checkpoint import Checkpoint
+
+#: Options that may differ in several processes.
+_OF_EACH = ("as_json", "max_memory", "quiet", "verbose", "workers")
 
 
 def convert(
@@ -72,9 +76,11 @@ def convert(
     options: Mapping[str, Any],
 ) -> None:
     """Convert a checkpoint from one format to another."""
+    given = {name: shown(str(value)) for name, value in locals().items() if name not in _OF_EACH}
     from ckpt import api
     from ckpt.launch import joined, launch
     from ckpt.move.files import check_destination, translate_os_errors
+    from ckpt.move.group import check_alike
     from ckpt.move.workers import Resources
     from ckpt.plan.checkpoint import Layout
     from ckpt.plan.dtypes import CASTABLE
@@ -83,6 +89,7 @@ def convert(
     if start is not None and not quiet:
         print(f"converting with {start}", file=sys.stderr)
     with joined(start) as group, translate_os_errors():
+        check_alike({"version": __version__, **given}, group)
         source, target, path = _meant(source, target, path, tag, config)
         destination = output or default_output(path, target)
         check_destination(destination, path)  # before the source is read, which may take long

@@ -14,11 +14,11 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from ckpt.errors import CkptError, StorageError
+from ckpt.errors import CkptError, StorageError, UsageError
 
 T = TypeVar("T")
 
@@ -64,6 +64,7 @@ class TorchGroup(Alone):
         self._group = distributed.new_group(backend="gloo", timeout=_SILENCE)
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self._values: list[deque[Any]] = [deque() for _ in range(self.size)]
+        self._left = [False] * self.size  # which of them have come to their end
         self._outgoing: list[Any] = []
         self._failure: BaseException | None = None  # of this process, to be told
         self._error: BaseException | None = None  # of any
@@ -100,9 +101,18 @@ class TorchGroup(Alone):
         with self._changed:
             self._outgoing.append(value)
             self._wake.set()
-            self._changed.wait_for(lambda: self._error is not None or all(self._values))
+            self._changed.wait_for(lambda: self._error is not None or all(self._values) or self._is_in_vain())
             self._raise_error()
+            if not all(self._values):
+                raise StorageError(
+                    "another process of this conversion has come to its end, and this one waits for it",
+                    hint="were all of them given the same options, and the same version of ckpt?",
+                )
             return [values.popleft() for values in self._values]
+
+    def _is_in_vain(self) -> bool:
+        """Whether a process that has said nothing yet will not say anything any more."""
+        return any(has_left and not values for has_left, values in zip(self._left, self._values, strict=True))
 
     def counted(self, progress: Callable[[int], None]) -> Callable[[int], None]:
         """As `Alone.counted`.  It raises what another process raised."""
@@ -141,6 +151,7 @@ class TorchGroup(Alone):
                     for values, (new, *_) in zip(self._values, messages, strict=True):
                         values.extend(new)
                     self._error = next((error for _, error, *_ in messages if error is not None), None)
+                    self._left = [is_leaving for _, _, is_leaving, _ in messages]
                 if all(self._values) and not self._is_leaving:  # otherwise who waits for a value does not wait longer
                     self._wake.clear()
                 self._changed.notify_all()
@@ -165,6 +176,19 @@ class TorchGroup(Alone):
             found=str(error).partition(". This is")[0],
             hint="what it, or its system, printed says why; with --resume what is done stays, and is gone on with",
         )
+
+
+def check_alike(given: Mapping[str, str], group: Alone) -> None:
+    """Raise UsageError in a process that was given other options than the first one."""
+    first = group.gather(given if group.rank == 0 else {})[0]
+    for name in {**first, **given}:
+        if given.get(name) != first.get(name):
+            raise UsageError(
+                f"the processes were given different options: {name}",
+                expected=f"{first.get(name)}, as rank 0",
+                found=given.get(name),
+                hint="start the same command everywhere",
+            )
 
 
 def _portable(error: BaseException | None, rank: int, size: int) -> BaseException | None:

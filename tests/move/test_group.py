@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import ckpt
+from ckpt.errors import UsageError
+from ckpt.move.group import Alone, check_alike
 from ckpt.move.parts import Part, deal
 from ckpt.plan.checkpoint import Layout, TargetFile
 from tests.support.commands import contents
@@ -49,6 +51,24 @@ def test_it_is_what_one_process_writes(folder: Path, name: str) -> None:
 def test_what_is_done_is_gone_on_with(folder: Path) -> None:
     first, *others = said(folder, "goes on")
     assert [first] * 2 == others and 1000 < first < 20000
+
+
+def test_nobody_waits_for_one_that_has_done_something_else(folder: Path) -> None:
+    first, *others = said(folder, "has come to its end")
+    assert "has come to its end, and this one waits for it" in first and others == [first] * 2
+
+
+def test_other_options_than_those_of_the_first_one() -> None:
+    class Second(Alone):
+        rank, size = 1, 2
+
+        def gather(self, value: Any) -> Any:
+            return [{"dtype": "'keep'", "resume": "True"}, value]
+
+    check_alike({"dtype": "'keep'", "resume": "True"}, Second())
+    with pytest.raises(UsageError, match="different options: resume") as caught:
+        check_alike({"dtype": "'keep'", "resume": "False"}, Second())
+    assert (caught.value.expected, caught.value.found) == ("True, as rank 0", "False")
 
 
 @pytest.mark.parametrize("name", ["fails", "fails, and is kept"])

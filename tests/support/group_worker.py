@@ -51,6 +51,12 @@ def main() -> None:
     with failing_at(3, rank == 2, disk_is_full):
         together("fails, and is kept", to="goes on", resume=True)
     together("goes on", resume=True)
+    try:
+        with TorchGroup(dist, store) as group:
+            if rank != 1:
+                group.gather(rank)
+    except StorageError as error:
+        found["has come to its end"] = str(error)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as where no launcher ends the others
     with failing_at(2, rank == 1, lambda: os._exit(9)):
