@@ -38,6 +38,7 @@ _MODEL = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)")
 
 _MAIN = "main"
 _CHUNK = 1 << 20
+_SILENCE = 600.0  # seconds that the Hub may take for an answer
 _MAX_TITLE = 200  # characters of a pull request's title on the Hub
 
 
@@ -313,7 +314,8 @@ def _checksum(opened: OpenFiles, path: Path, kind: str) -> str:
 def _translated(again: str, to: Push) -> Iterator[None]:
     """Turn what huggingface_hub raises into one of our errors that says how to go on; Ctrl-C says it too."""
     try:
-        yield
+        with _not_for_ever():
+            yield
     except CkptError:
         raise
     except KeyboardInterrupt:
@@ -331,6 +333,23 @@ def _translated(again: str, to: Push) -> Iterator[None]:
             found=" ".join(dict.fromkeys(map(_text, causes))),
             hint="; ".join(filter(None, (hint, again))),
         ) from error
+
+
+@contextmanager
+def _not_for_ever() -> Iterator[None]:
+    """Let no request wait for an answer for ever, as huggingface_hub's client does."""
+    from huggingface_hub.utils import get_session
+
+    def limit(request: Any) -> None:
+        waits = request.extensions["timeout"]
+        request.extensions["timeout"] = {what: _SILENCE if end is None else end for what, end in waits.items()}
+
+    hooks = getattr(get_session(), "event_hooks", {"request": []})["request"]  # the client before version 1 has none
+    hooks.append(limit)
+    try:
+        yield
+    finally:
+        hooks.remove(limit)
 
 
 _TOKEN_HINT = "set HF_TOKEN to a token with write access, or `hf auth login`"

@@ -11,6 +11,7 @@ import pytest
 import ckpt
 from ckpt import api
 from ckpt.errors import NotFoundError, StorageError
+from ckpt.hub import push
 from ckpt.move import ranges
 from ckpt.stores import objects
 from tests.support.commands import ckpt as command
@@ -87,3 +88,18 @@ def test_a_hub_that_says_nothing_is_not_waited_for_for_ever(
     hub.repos["org/name"], hub.silent = Repo(False, {"main": files}), silent
     with pytest.raises(StorageError, match=r"the store could not be used\n.*hf://org/name"):
         ckpt.open("hf://org/name")
+
+
+@pytest.mark.parametrize("silent", ["POST .*/create", ".*/tree/.*", ".*/preupload/.*", ".*/commit/.*"])
+def test_a_push_to_a_hub_that_says_nothing_ends(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, silent: str
+) -> None:
+    monkeypatch.setattr(push, "_SILENCE", 0.2)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    (tmp_path / "config.json").write_text("{}")
+    hub.silent = silent
+    with pytest.raises(StorageError, match=r"did not come to its end[^$]*ckpt push .* goes on"):
+        push.push(tmp_path, push.Push("me/model"))
+    hub.silent = None
+    hub.ended.set()
+    assert push.push(tmp_path, push.Push("me/model")).num_files == 1
