@@ -279,17 +279,9 @@ def _match(
 
     A name that one side stores and the other records as tied is the other side's owner of that tie.
     """
-    tied: dict[tuple[str, str], None] = {}
-    for fqn in a.names:
-        if fqn not in b.names:
-            owner = _owner(fqn, b_ties, b.names)
-            if owner is not None:
-                tied[fqn, owner] = None
-    for fqn in b.names:
-        if fqn not in a.names:
-            owner = _owner(fqn, a_ties, a.names)
-            if owner is not None:
-                tied[owner, fqn] = None
+    of_a = [(x, _owner(x, b_ties, b.names)) for x in a.names if x not in b.names]
+    of_b = [(_owner(y, a_ties, a.names), y) for y in b.names if y not in a.names]
+    tied = dict.fromkeys(pair for pair in (*of_a, *of_b) if None not in pair)
     met_a, met_b = {x for x, _ in tied}, {y for _, y in tied}
     for fqn in a.names:
         if fqn in b.names or fqn not in met_a:
