@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -27,7 +28,7 @@ from converters.names.megatron.model.spelling import (
     registered,
     split_layer,
 )
-from converters.names.megatron.model.splits import Split, is_gated, rank_boxes, rank_shape, second_linear, split_of
+from converters.names.megatron.model.splits import Split, is_gated, known_split, rank_boxes, rank_shape, second_linear
 from converters.names.megatron.options import MegatronOptions
 
 #: The entry of the training state that names modules with a state of their own: Transformer Engine's FP8 scaling.
@@ -235,9 +236,7 @@ class Model:
             yield OUTPUT, EMBEDDING, not self.stages.has_mtp(pp, vp)
 
     def _listed(self, own: str, fqn: str, shared: bool) -> _Listed:
-        split = split_of(fqn, gated=self._gated(fqn), local_spec=self.spelling.local_spec)
-        if split is None:
-            raise LossError("nothing is known of how tensor parallel ranks share this tensor", fqn=fqn)
+        split = known_split(fqn, gated=self._gated(fqn), local_spec=self.spelling.local_spec)
         return _Listed(own, fqn, shared, self.chosen[fqn].tensor.shape, split, is_expert(fqn))
 
     def _gated(self, fqn: str) -> bool:
@@ -340,11 +339,8 @@ def _stages(args: Mapping[str, Any], grid: Grid, options: MegatronOptions, num_l
     recorded = {name: value for name in STAGE_ARGS if (value := args.get(name))}
     if recorded and grid.pp > 1:
         kept = even.with_args(recorded)
-        try:
+        with suppress(UsageError):
             kept.check()
-        except UsageError:
-            pass
-        else:
             return kept
     try:
         even.check()

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError, LossError, NotFoundError
+from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key
@@ -41,8 +41,8 @@ from converters.names.megatron.model.splits import (
     full_shape,
     has_qkv_in_blocks,
     is_gated,
+    known_split,
     second_linear,
-    split_of,
 )
 
 MODEL, DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
@@ -467,15 +467,9 @@ class _Chunk:
         return EMBEDDING, True
 
     def _held(self, name: str, canonical: str, shape: Shape) -> Held:
-        split = split_of(canonical, gated=self._gated(name, shape), local_spec=self.spelling.local_spec)
-        if split is None:
-            raise LossError(
-                "nothing is known of how tensor parallel ranks share this tensor",
-                path=self.path,
-                rank=self.rank.number,
-                fqn=name,
-            )
-        grid, rank = self.reading.grid, self.rank
+        grid, rank, gated = self.reading.grid, self.rank, self._gated(name, shape)
+        where = {"path": self.path, "rank": rank.number, "fqn": name}
+        split = known_split(canonical, gated=gated, local_spec=self.spelling.local_spec, **where)
         size, number = (grid.etp, rank.etp) if is_expert(canonical) else (grid.tp, rank.tp)
         full = full_shape(split, shape, size)
         return Held(canonical, full, pieces_of(split, full, size, number))

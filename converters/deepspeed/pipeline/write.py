@@ -43,7 +43,7 @@ from converters.deepspeed.write import (
 from converters.names.megatron.layers import Kind, Layers
 from converters.names.megatron.model.axes import STAGE_ARGS, Grid, Stages
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
-from converters.names.megatron.model.splits import is_gated, rank_boxes, rank_shape, second_linear, split_of
+from converters.names.megatron.model.splits import is_gated, known_split, rank_boxes, rank_shape, second_linear
 from converters.names.megatron.options import MegatronOptions
 
 #: Entries of a model file that each slice has for itself: random states of Megatron-DeepSpeed and of GPT-NeoX.
@@ -147,9 +147,7 @@ class _Pipeline:
     def local(self, fqn: str, tp: int) -> Local:
         """What a tensor parallel rank has of a tensor."""
         shape, second = self.tensors[fqn].tensor.shape, self.tensors.get(second_linear(fqn) or "")
-        split = split_of(fqn, gated=second is not None and is_gated(shape, second.tensor.shape))
-        if split is None:
-            raise LossError("nothing is known of how tensor parallel ranks share this tensor", fqn=fqn)
+        split = known_split(fqn, gated=second is not None and is_gated(shape, second.tensor.shape))
         try:
             boxes = rank_boxes(split, shape, self.grid.tp, tp)
         except UsageError as error:

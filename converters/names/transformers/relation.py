@@ -29,7 +29,7 @@ from converters.names.transformers.installed import (
     package,
 )
 from converters.names.transformers.order import as_registered
-from converters.names.transformers.rules import Direction
+from converters.names.transformers.rules import Direction, not_of_the_config
 from converters.names.transformers.tables import declared
 
 if TYPE_CHECKING:
@@ -233,12 +233,7 @@ def _load(model: Any, traced: Mapping[str, Traced], memory: Mapping[str, Shape])
     from copy import deepcopy
 
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -271,21 +266,11 @@ def _load(model: Any, traced: Mapping[str, Traced], memory: Mapping[str, Shape])
             tensor = value[0] if isinstance(value, list) else value
             if name in results:
                 raise LossError("two tensors would get the same name", fqn=name)
-            if isinstance(transform, WeightConverter):
-                _check_shape(name, tensor, memory)
+            due = memory.get(name) if isinstance(transform, WeightConverter) else None
+            if due is not None and due != tuple(tensor.shape):
+                raise not_of_the_config(name, list(due), list(tensor.shape))
             results[name] = tensor
     return results, others
-
-
-def _check_shape(name: str, tensor: Traced, memory: Mapping[str, Shape]) -> None:
-    if name in memory and tuple(tensor.shape) != memory[name]:
-        raise CorruptError(
-            "the tensors that make up this one are not those that the config tells of",
-            fqn=name,
-            expected=list(memory[name]),
-            found=list(tensor.shape),
-            hint="is one of them missing, or does the config belong to another checkpoint?",
-        )
 
 
 def _as_relation(results: Mapping[str, Traced], shapes: Mapping[str, Shape]) -> Relation | None:

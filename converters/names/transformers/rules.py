@@ -221,6 +221,16 @@ def _do_not_fit(name: str, expected: object, found: object) -> LossError:
     )
 
 
+def not_of_the_config(name: str, expected: object, found: object) -> CorruptError:
+    return CorruptError(
+        "the tensors that make up this one are not those that the config tells of",
+        fqn=name,
+        expected=expected,
+        found=found,
+        hint="is one of them missing, or does the config belong to another checkpoint?",
+    )
+
+
 @functools.cache  # a model's layers are cut alike
 def _cut(rule: Rule, shape: Shape) -> tuple[list[list[Box]], Box, tuple[int | None, ...]]:
     """Where the parts of each expert lie in a tensor of this shape in memory, a whole part, and which dims it keeps."""
@@ -267,13 +277,7 @@ class _Stack:
         rule, number = self.rule, max(expert for expert, _ in self.parts) + 1
         expected = (num_experts if rule.is_stacked and num_experts else number) * len(rule.hub)
         if len(self.parts) != expected or number * len(rule.hub) != expected:
-            raise CorruptError(
-                "the tensors that make up this one are not those that the config tells of",
-                fqn=name,
-                expected=f"{expected} tensors",
-                found=len(self.parts),
-                hint="is one of them missing, or does the config belong to another checkpoint?",
-            )
+            raise not_of_the_config(name, f"{expected} tensors", len(self.parts))
         first = shapes[next(iter(self.parts.values()))]
         for part in self.parts.values():
             if shapes[part] != first:

@@ -13,12 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt.plan.checkpoint import Checkpoint
-from converters.names.transformers.installed import (
-    all_tied_weights,
-    chosen_inside,
-    model_types,
-    ties_by_default,
-)
+from converters.names.transformers.installed import all_tied_weights, chosen_inside, model_types, ties_by_default
 
 #: Output heads, by which the alias is told where transformers is not installed or does not know the class.
 _HEADS = re.compile(r"(.*\.)?(lm_head|lm_head\.decoder|embed_out)\.weight")

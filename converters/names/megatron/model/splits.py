@@ -8,7 +8,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-from ckpt.errors import UsageError
+from ckpt.errors import LossError, UsageError
 from ckpt.plan.tensors import Box, Shape, whole
 
 
@@ -49,6 +49,15 @@ def split_of(name: str, *, gated: bool, local_spec: bool = False) -> Split | Non
     if _DOWN.fullmatch(name):
         return Split.ROWS if local_spec else Split.WHOLE
     return Split.WHOLE if _WHOLE.fullmatch(name) else None
+
+
+def known_split(name: str, *, gated: bool, local_spec: bool = False, **where: Any) -> Split:
+    """As `split_of`; LossError for a name without a rule, which is that of the tensor `where` says no other one."""
+    split = split_of(name, gated=gated, local_spec=local_spec)
+    if split is None:
+        what = "nothing is known of how tensor parallel ranks share this tensor"
+        raise LossError(what, **{"fqn": name, **where})
+    return split
 
 
 def second_linear(name: str) -> str | None:
