@@ -40,10 +40,15 @@ class RankFile:
     rank: int
     content: Mapping[Any, Any]
 
+    @property
+    def where(self) -> dict[str, Any]:
+        """What an error says of it."""
+        return {"path": self.path, "rank": self.rank}
+
     def need(self, key: str) -> Any:
         """An entry; CorruptError where there is none."""
         if key not in self.content:
-            raise CorruptError("an entry is missing", path=self.path, rank=self.rank, expected=repr(key))
+            raise CorruptError("an entry is missing", **self.where, expected=repr(key))
         return self.content[key]
 
 

@@ -74,12 +74,12 @@ def buffer_names(model: RankFile) -> set[str]:
 def shape_dict(value: Any, file: RankFile, what: str) -> dict[str, Shape]:
     """A dict of fqn to shape, as recorded (torch.Size, tuple or list)."""
     if not isinstance(value, Mapping):
-        raise CorruptError(f"{what} is no dict of shapes", path=file.path, rank=file.rank)
+        raise CorruptError(f"{what} is no dict of shapes", **file.where)
     shapes = {}
     for fqn, shape in value.items():
         sizes = tuple(shape) if isinstance(shape, Sequence) else None
         if not isinstance(fqn, str) or sizes is None or not all(type(n) is int and n >= 0 for n in sizes):
-            raise CorruptError(f"{what} is no dict of shapes", path=file.path, rank=file.rank, fqn=str(fqn))
+            raise CorruptError(f"{what} is no dict of shapes", **file.where, fqn=str(fqn))
         shapes[fqn] = sizes
     return shapes
 
@@ -121,7 +121,7 @@ def frozen(models: Sequence[RankFile], ties: Mapping[str, str]) -> Iterator[Tens
 def _fragment(model: RankFile, fqn: str) -> StoredTensor:
     stored = (model.content.get("frozen_param_fragments") or {}).get(fqn)
     if not isinstance(stored, StoredTensor):
-        raise CorruptError("a rank has no part of a frozen parameter", path=model.path, rank=model.rank, fqn=fqn)
+        raise CorruptError("a rank has no part of a frozen parameter", **model.where, fqn=fqn)
     return stored
 
 

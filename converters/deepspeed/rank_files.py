@@ -33,7 +33,7 @@ def known_structure(path: Path, framework: Callable[[], str] = lambda: "deepspee
 def inner_file(file: RankFile) -> RankFile:
     content = file.need("optimizer_state_dict")
     if not isinstance(content, Mapping):
-        raise CorruptError("this is no DeepSpeed optimizer file", path=file.path, rank=file.rank)
+        raise CorruptError("this is no DeepSpeed optimizer file", **file.where)
     return RankFile(file.path, file.rank, content)
 
 
@@ -79,8 +79,7 @@ def expect_groups(inners: list[RankFile], key: str, count: int) -> None:
         if len(found) != count:
             raise CorruptError(
                 "the optimizer file and the model file do not belong together",
-                path=inner.path,
-                rank=inner.rank,
+                **inner.where,
                 expected=f"{count} parameter groups",
                 found=f"{len(found)}",
             )
@@ -117,8 +116,7 @@ def partition_size(inners: list[RankFile], group: int) -> int:
         if kept > size:
             raise CorruptError(
                 "ranks hold partitions of different sizes",
-                path=inner.path,
-                rank=inner.rank,
+                **inner.where,
                 expected=f"at most {size} elements in group {group}",
                 found=f"{kept} elements",
             )
@@ -152,9 +150,7 @@ def parameter_starts(shapes: Mapping[str, Shape], inner: RankFile, group: int, s
 
 def flat_extent(stored: Any, inner: RankFile) -> Extent:
     if not isinstance(stored, StoredTensor) or len(stored.extent.shape) != 1 or not stored.extent.is_contiguous:
-        raise CorruptError(
-            "a rank's partition is no flat tensor", path=inner.path, rank=inner.rank, found=type(stored).__name__
-        )
+        raise CorruptError("a rank's partition is no flat tensor", **inner.where, found=type(stored).__name__)
     return stored.extent
 
 
@@ -175,8 +171,7 @@ def check_same(name: str, said: list[tuple[RankFile, Any]]) -> None:
 
     raise CorruptError(
         "ranks of different steps in one folder",
-        path=odd.path,
-        rank=odd.rank,
+        **odd.where,
         expected=f"{name} {common}, as in {len(by_value[common])} of {len(said)} files",
         found="; ".join(listed(value) for value in by_value),
     )
@@ -210,8 +205,7 @@ def check_lengths(files: Sequence[RankFile], extents: Sequence[Extent], length: 
         if extent.numel < length:
             raise CorruptError(
                 "a rank's partition is too short for its parameters",
-                path=file.path,
-                rank=file.rank,
+                **file.where,
                 expected=f"{length} elements of {role}",
                 found=f"{extent.numel} elements",
             )

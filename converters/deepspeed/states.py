@@ -69,8 +69,7 @@ class Others:
                 if known.setdefault(fqn, value) != value:
                     raise CorruptError(
                         f"{who} disagree in the optimizer's {name!r} of a parameter",
-                        path=file.path,
-                        rank=file.rank,
+                        **file.where,
                         fqn=fqn,
                         expected=known[fqn],
                         found=value,
@@ -94,9 +93,7 @@ def group_states(
         if any(_is_part(value, size) for value, size in zip(values, sizes, strict=True)):
             for inner, value in zip(inners, values, strict=True):
                 if value is None:
-                    raise CorruptError(
-                        "a rank lacks an optimizer state", path=inner.path, rank=inner.rank, expected=name
-                    )
+                    raise CorruptError("a rank lacks an optimizer state", **inner.where, expected=name)
             found.buffers[name] = [_extent(value, inner) for inner, value in there]
             if quantized := [value for value in values if isinstance(value, Quantized)]:
                 found.quantized[name] = quantized

@@ -150,7 +150,7 @@ def _stage(inner: RankFile) -> int:
         return 1
     if isinstance(stage, int) and 1 <= stage <= 3:
         return int(stage)
-    raise CorruptError("the ZeRO stage is not recorded", path=inner.path, rank=inner.rank, found=stage)
+    raise CorruptError("the ZeRO stage is not recorded", **inner.where, found=stage)
 
 
 def _read_step(path: Path, config: Path | None = None) -> Checkpoint:
@@ -196,8 +196,7 @@ def _understand(reading: _Reading) -> Slice:
         if _stage(inner) != stage or sorted(partition_counts(inner)) != sorted(counts):
             raise CorruptError(
                 "files of different runs in one folder",
-                path=inner.path,
-                rank=inner.rank,
+                **inner.where,
                 expected=f"ZeRO-{stage} on {_listed(counts)} ranks",
                 found=f"ZeRO-{_stage(inner)} on {_listed(partition_counts(inner))} ranks",
             )
@@ -312,9 +311,7 @@ def _read_stage3(reading: _Reading, inners: list[RankFile]) -> None:
         )
     for model in models[1:]:
         if model_file.param_shapes(model) != sub_groups:
-            raise CorruptError(
-                "ranks describe different models", path=model.path, rank=model.rank, expected=f"as {file.path}"
-            )
+            raise CorruptError("ranks describe different models", **model.where, expected=f"as {file.path}")
     experts = _experts_under_stage3(models, inners)
     reading.ties = model_file.ties(file) | (experts.tied(module) if experts else {})
     for tensor in model_file.frozen(models, reading.ties):
@@ -351,9 +348,7 @@ def _experts_under_stage3(models: list[RankFile], inners: list[RankFile]) -> Aut
     num_ranks, maps = recorded_experts(file)
     for model in models[1:]:
         if recorded_experts(model) != (num_ranks, maps):
-            raise CorruptError(
-                "ranks describe different experts", path=model.path, rank=model.rank, expected=f"as {file.path}"
-            )
+            raise CorruptError("ranks describe different experts", **model.where, expected=f"as {file.path}")
     return AutoExperts(file, num_ranks, maps, {}, False)
 
 
@@ -403,8 +398,7 @@ def _add_buffers(reading: _Reading, models: list[RankFile], names: set[str]) -> 
             if stored is None or (stored.extent.shape, stored.extent.dtype) != (tensor.shape, tensor.dtype):
                 raise CorruptError(
                     "ranks hold different kinds of the same buffer",
-                    path=model.path,
-                    rank=model.rank,
+                    **model.where,
                     fqn=fqn,
                     expected=f"{tensor.dtype} {list(tensor.shape)}",
                     found="none" if stored is None else f"{stored.extent.dtype} {list(stored.extent.shape)}",

@@ -176,8 +176,7 @@ def same_numbers(fqn: str, name: str, values: Sequence[tuple[RankFile, Any]]) ->
         if value != first and name.endswith("step"):
             raise CorruptError(
                 "ranks of different steps in one folder",
-                path=file.path,
-                rank=file.rank,
+                **file.where,
                 fqn=fqn,
                 expected=f"{name} {first}, as on rank {said[0][0].rank}",
                 found=f"{name} {value}",

@@ -344,9 +344,7 @@ def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
     for model in models[1:]:
         if set(model.content) != set(first.content):
             odd = min(map(str, set(model.content) ^ set(first.content)))
-            raise CorruptError(
-                "ranks hold different tensors", path=model.path, rank=model.rank, fqn=odd, expected=first.path
-            )
+            raise CorruptError("ranks hold different tensors", **model.where, fqn=odd, expected=first.path)
     reading.ties = _ties(models, names)
     extra: dict[str, Any] = {}
     parameters: list[str] = []
@@ -500,8 +498,7 @@ def _check_options(file: RankFile, groups: tuple[ParamGroup, ...], found: tuple[
             if isinstance(value, int | float) and isinstance(other, int | float) and value != other:
                 raise CorruptError(
                     "ranks of different steps in one folder",
-                    path=file.path,
-                    rank=file.rank,
+                    **file.where,
                     expected=f"{name} {value} of group {number}, as on the first rank",
                     found=f"{name} {other}",
                 )
@@ -580,8 +577,7 @@ def _read_extra(reading: Reading, file: RankFile) -> None:
             if name == "lr_scheduler" and _epoch(known) != _epoch(value):
                 raise CorruptError(
                     "ranks of different steps in one folder",
-                    path=file.path,
-                    rank=file.rank,
+                    **file.where,
                     expected=f"lr_scheduler after {_epoch(known)} steps",
                     found=f"{_epoch(value)} steps",
                 )

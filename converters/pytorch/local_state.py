@@ -60,7 +60,7 @@ def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> Lo
     """
     names = clean_names(files[0].content, files[0].path)
     if odd := next((file for file in files if file.content.keys() != files[0].content.keys()), None):
-        raise CorruptError("ranks hold different tensors", path=odd.path, rank=odd.rank, expected=files[0].path)
+        raise CorruptError("ranks hold different tensors", **odd.where, expected=files[0].path)
     for fqn in recorded.keys() & built.keys():
         if recorded[fqn] != built[fqn]:
             raise CorruptError(
@@ -131,8 +131,7 @@ def _slices(files: Sequence[RankFile], name: str) -> tuple[list[_Slice], int]:
         if one.start != at:
             raise IncompleteError(
                 "files of ranks are missing or exchanged: each has the next part of every flat parameter",
-                path=one.file.path,
-                rank=one.file.rank,
+                **one.file.where,
                 fqn=name,
                 expected=f"a part from element {at} on",
                 found=f"one from {one.start} on",

@@ -42,9 +42,9 @@ from converters.names.megatron.model.splits import (
     full_shape,
     has_qkv_in_blocks,
     is_gated,
+    known_split,
     rank_boxes,
     second_linear,
-    split_of,
 )
 
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_states\.pt")
@@ -159,10 +159,7 @@ class Reading:
         return self.sources.of_rank(path, rank, "file of DeepSpeed")
 
     def split(self, fqn: str, path: str) -> Split:
-        split = split_of(fqn, gated=self.gated.get(fqn, False))
-        if split is None:
-            raise LossError("nothing is known of how tensor parallel ranks share this tensor", path=path, fqn=fqn)
-        return split
+        return known_split(fqn, gated=self.gated.get(fqn, False), path=path)
 
     def tensors(self) -> dict[Key, Tensor]:
         """A tensor for every name and role, in the model's order; a part that several ranks hold has replicas."""
@@ -319,8 +316,7 @@ def read_slices(reading: Reading) -> list[RankFile]:
         if recorded not in (None, (folder.tp, folder.pp)) or slices != len(files):
             raise CorruptError(
                 "there are files of other ranks than the run had",
-                path=file.path,
-                rank=file.rank,
+                **file.where,
                 expected=f"TP {recorded[0]}, PP {recorded[1]}" if recorded else f"{slices} model files",
                 found=f"TP {folder.tp}, PP {folder.pp}: {len(files)} model files",
             )
@@ -465,7 +461,7 @@ def _read_slice(reading: Reading, file: RankFile, inners: list[RankFile]) -> Non
         for name, shape in shapes.items():
             fqn = reading.layers.of_parameter(name)
             if fqn is None:
-                raise LossError("nothing is known of this parameter", path=file.path, rank=file.rank, fqn=name)
+                raise LossError("nothing is known of this parameter", **file.where, fqn=name)
             if is_tied(name) and file.rank >= reading.folder.tp and fqn.endswith("position_embeddings.weight"):
                 kept = "only the word embedding there is kept equal to the first stage's"
                 if (note := f"{fqn} of the last stage is left out: {kept}") not in reading.notes:
@@ -517,8 +513,7 @@ def _check_partitions(inners: Sequence[RankFile]) -> None:
         if any(count != len(inners) for count in counts):
             raise CorruptError(
                 "files of different runs in one folder",
-                path=inner.path,
-                rank=inner.rank,
+                **inner.where,
                 expected=f"{len(inners)} data parallel ranks",
                 found=", ".join(map(str, counts)),
             )
@@ -531,8 +526,7 @@ def _check_shape(reading: Reading, file: RankFile, fqn: str, shape: Shape) -> No
     if not weights or weights[0].shape != shape:
         raise CorruptError(
             "the optimizer's part of a parameter is not that of the layer's file",
-            path=file.path,
-            rank=file.rank,
+            **file.where,
             fqn=fqn,
             expected=list(weights[0].shape) if weights else "a layer that has it",
             found=list(shape),
