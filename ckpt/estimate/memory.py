@@ -34,18 +34,7 @@ from ckpt.errors import UsageError
 from ckpt.estimate import activations
 from ckpt.estimate.activations import Activations
 from ckpt.estimate.parameters import EXPERT, LINEAR, Block, Model, Parameter, Stage, num_elements
-from ckpt.estimate.setup import (
-    CPU,
-    DDP,
-    FSDP1,
-    ITEMSIZES,
-    NVME,
-    ZERO1,
-    ZERO2,
-    ZERO3,
-    Setup,
-    placed,
-)
+from ckpt.estimate.setup import CPU, DDP, FSDP1, ITEMSIZES, NVME, ZERO1, ZERO2, ZERO3, Setup, placed
 
 _FP32 = 4
 #: FSDP1's flat parameters under use_orig_params, in bytes (_flat_param.py `_get_aligned_numel`).

@@ -30,17 +30,7 @@ from ckpt.containers.torchfile.write import (
     torch_file,
     with_gaps,
 )
-from ckpt.plan.checkpoint import (
-    BUFFER,
-    MASTER,
-    WEIGHT,
-    Checkpoint,
-    Layout,
-    OneElement,
-    ParamGroup,
-    Target,
-    TargetFile,
-)
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, OneElement, ParamGroup, Target, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, FlatRange, Shape, Tensor, flat_regions, whole
 from ckpt.run_folder.carried import run_companions

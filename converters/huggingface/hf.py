@@ -18,24 +18,11 @@ from ckpt.containers.sources import Sources
 from ckpt.containers.weights import MAX_INDEX, Index, parse_index, read_weights, weight_files
 from ckpt.errors import IncompleteError, NotFoundError, UsageError
 from ckpt.move.files import confined, translate_os_errors
-from ckpt.plan.checkpoint import (
-    BUFFER,
-    HUB,
-    OWN,
-    Checkpoint,
-    Layout,
-    ReadRequest,
-    Target,
-    TargetFile,
-)
+from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Layout, ReadRequest, Target, TargetFile
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
 from ckpt.run_folder.carried import model_files
-from ckpt.run_folder.companions import (
-    CONFIG,
-    read_config,
-    read_json,
-)
+from ckpt.run_folder.companions import CONFIG, read_config, read_json
 from ckpt.run_folder.left_out import run_files_left_out, training_left_out
 from converters.names.hub.proof import names_architecture, prove, tables_differ
 from converters.names.options import OWN as OWN_NAMES

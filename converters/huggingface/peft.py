@@ -21,18 +21,7 @@ from ckpt.containers.weights import weight_files
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined
 from ckpt.move.source import read_file
-from ckpt.plan.checkpoint import (
-    BUFFER,
-    MASTER,
-    OWN,
-    WEIGHT,
-    Checkpoint,
-    Key,
-    Layout,
-    ReadRequest,
-    Target,
-    TargetFile,
-)
+from ckpt.plan.checkpoint import BUFFER, MASTER, OWN, WEIGHT, Checkpoint, Key, Layout, ReadRequest, Target, TargetFile
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.run_folder.companions import CONFIG, companions, read_object

@@ -22,28 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.torchfile.values import Record, StoredDict
-from ckpt.containers.torchfile.write import (
-    FromSource,
-    NewTensor,
-    copy_of,
-    state_number,
-    torch_file,
-    with_gaps,
-)
+from ckpt.containers.torchfile.write import FromSource, NewTensor, copy_of, state_number, torch_file, with_gaps
 from ckpt.errors import LossError, UsageError
 from ckpt.move.files import confined
 from ckpt.move.source import read_file
-from ckpt.plan.checkpoint import (
-    BUFFER,
-    MASTER,
-    WEIGHT,
-    Checkpoint,
-    Key,
-    Layout,
-    ParamGroup,
-    Target,
-    TargetFile,
-)
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Layout, ParamGroup, Target, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import FlatRange, Shape, Tensor

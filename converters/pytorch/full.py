@@ -55,11 +55,7 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.precision import Choice, choose, describe
 from ckpt.plan.tensors import Tensor, Whole, whole
 from ckpt.run_folder.carried import run_companions
-from ckpt.run_folder.companions import (
-    RUN_PATTERNS,
-    read_config,
-    read_json,
-)
+from ckpt.run_folder.companions import RUN_PATTERNS, read_config, read_json
 from ckpt.run_folder.steps import enclosing_folders, step_folders, trainer_step
 from ckpt.state.plain import is_plain
 from converters.pytorch.optimizer_file import optimizer_file

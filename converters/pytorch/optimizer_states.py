@@ -17,14 +17,7 @@ from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Fragment, Pieces, Shape, Tensor, Whole, whole
 from ckpt.state.unread import Unread
 from converters.quantized.carry import Stored
-from converters.quantized.states import (
-    NESTED,
-    Quantized,
-    is_unfinished,
-    kind_of,
-    pieces,
-    understood,
-)
+from converters.quantized.states import NESTED, Quantized, is_unfinished, kind_of, pieces, understood
 
 _UNFINISHED = (
     "the file was written before FSDP had gathered it, and may hold anything there (torch waits for plain tensors "

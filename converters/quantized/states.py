@@ -27,17 +27,7 @@ from typing import Any
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import CorruptError
 from ckpt.plan.dtypes import BY_NAME, FLOAT32
-from ckpt.plan.tensors import (
-    Box,
-    Extent,
-    Fragment,
-    Pieces,
-    Rule,
-    Run,
-    Shape,
-    flat_regions,
-    run_fragments,
-)
+from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Rule, Run, Shape, flat_regions, run_fragments
 from converters.quantized.blocks import BLOCK, spans
 
 #: Where bitsandbytes keeps what is no number.
