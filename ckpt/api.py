@@ -628,8 +628,7 @@ def prove_names(path: Path) -> None:
     checkpoint = open(path, "hf")
     config = checkpoint.config or {}
     if config.get("model_type") or config.get("architectures"):
-        shapes = {tensor.fqn: tensor.shape for tensor in checkpoint.tensors.values()}
-        registry.service("prove_names")(config, shapes, str(path))
+        registry.service("prove_names")(config, checkpoint.shapes, str(path))
 
 
 def check_loads(path: Path) -> Loading:
@@ -643,8 +642,7 @@ def check_loads(path: Path) -> Loading:
     loading = check(path)
     if loading.good and registry.get("hf").find(path, None) is not None:
         checkpoint = open(path, "hf")
-        shapes = {tensor.fqn: tensor.shape for tensor in checkpoint.tensors.values()}
-        if wrong := registry.service("name_differences")(checkpoint.config or {}, shapes):
+        if wrong := registry.service("name_differences")(checkpoint.config or {}, checkpoint.shapes):
             return replace(loading, problems=(f"names: {wrong}",))
     return loading
 

@@ -130,8 +130,7 @@ def _deepspeed(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
     if isinstance(optimizer, dict) and isinstance(optimizer.get("type"), str):
         momentum = (optimizer.get("params") or {}).get("momentum")
         setup["optimizer"] = _optimizer(optimizer["type"], path, momentum=bool(momentum))
-    if _is_size(content.get("train_micro_batch_size_per_gpu")):
-        setup["batch"] = int(content["train_micro_batch_size_per_gpu"])
+    setup |= _sizes(content, train_micro_batch_size_per_gpu="batch")
     stage = stated.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise UsageError("there is no such stage of ZeRO", path=path, expected="0, 1, 2 or 3", found=repr(stage))
@@ -191,9 +190,7 @@ def _fsdp(content: Mapping[str, Any], path: Path) -> RunConfig:
 
 
 def _accelerate(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig:
-    setup: dict[str, Any] = {}
-    if _is_size(content.get("num_processes")):
-        setup["gpus"] = int(content["num_processes"])
+    setup = _sizes(content, num_processes="gpus")
     precision = content.get("mixed_precision")
     if precision in ("bf16", "fp16", "no"):
         setup |= {"dtype": "fp32" if precision == "no" else precision}

@@ -65,7 +65,8 @@ def combine(
         raise UsageError(f"PEFT does not combine these adapters: {error}", path=adapters[0].path) from error
     combined = get_peft_model_state_dict(wrapped, adapter_name=_NAME, save_embedding_layers=False)
     first = adapters[0]
-    factors = {fqn: factor for one in adapters for fqn, factor in one.factors.items() if _is_base(fqn)}
+    of_all = (item for one in adapters for item in one.factors.items())
+    factors = {fqn: factor for fqn, factor in of_all if parse_name(fqn).kind == names.BASE}
     factors |= {fqn: _in_memory(fqn, tensor, first.checkpoint) for fqn, tensor in combined.items()}
     settings = parse_config(_plain(wrapped.peft_config[_NAME].to_dict()), Path(first.config.path))
     shares = " and ".join(f"{weight} of {one.path}" for one, weight in zip(adapters, weights, strict=True))
@@ -162,10 +163,6 @@ def _hollow(base: Checkpoint) -> Any:
             made = hollow.setdefault(parameter, nn.Parameter(zero, requires_grad=False))
             setattr(module, name, made)
     return model
-
-
-def _is_base(fqn: str) -> bool:
-    return parse_name(fqn).kind == names.BASE
 
 
 def _in_memory(fqn: str, tensor: Any, of: Checkpoint) -> Factor:

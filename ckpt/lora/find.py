@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,8 +132,11 @@ def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
             )
         note = f"the adapter file in {newest} is empty, as ZeRO-3 leaves it; its partitions are taken instead"
         return replace(sharded, notes=(note, *sharded.notes))
-    with_adapter = partial(_has_saved, tag=tag)
-    if path.is_dir() and not api.is_run(path, tag=tag) and (run := run_below(path, with_adapter)) is not None:
+
+    def has_saved(run: Path) -> bool:
+        return any(True for _ in _saved_adapters(run / tag if tag else run))
+
+    if path.is_dir() and not api.is_run(path, tag=tag) and (run := run_below(path, has_saved)) is not None:
         inside = _open(run, config, tag)
         return replace(inside, notes=(f"taking the run {run.relative_to(path)}", *inside.notes))
     checkpoint = api.open(path, tag=tag, config=config)
@@ -143,10 +145,6 @@ def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
             "there is no LoRA adapter here", path=path, found=f"a checkpoint of format {checkpoint.format}"
         )
     return checkpoint
-
-
-def _has_saved(run: Path, tag: str | None) -> bool:
-    return any(True for _ in _saved_adapters(run / tag if tag else run))
 
 
 def _saved_adapters(path: Path) -> Iterator[Path]:
@@ -191,9 +189,9 @@ def own_base(adapter: Adapter) -> Checkpoint | None:
         name = parse_name(fqn)
         if name.kind == names.BASE and role in (WEIGHT, MASTER, BUFFER):
             tensors[name.module, role] = tensor.renamed(name.module)
-    adapted = {parse_name(fqn).module for fqn in adapter.factors}
+    adapted = {name.module for name in map(parse_name, adapter.factors) if name.kind != names.BASE}
     present = {fqn.rpartition(".")[0] for fqn, _ in tensors}
-    if not all(module.partition(".base_layer")[0] in present for module in adapted if _is_module(module, adapter)):
+    if not all(module.partition(".base_layer")[0] in present for module in adapted):
         return None
     ties = {parse_name(alias).module: parse_name(owner).module for alias, owner in checkpoint.ties.items()}
     kept = {alias: owner for alias, owner in ties.items() if (owner, WEIGHT) in tensors or (owner, MASTER) in tensors}
@@ -201,11 +199,7 @@ def own_base(adapter: Adapter) -> Checkpoint | None:
     return replace(checkpoint, tensors=tensors, ties=kept, notes=notes, state=TrainingState())
 
 
-def _is_module(module: str, adapter: Adapter) -> bool:
-    return any(parse_name(fqn).module == module and parse_name(fqn).kind != names.BASE for fqn in adapter.factors)
-
-
-def open_base(adapter: Adapter, where: str | None, *, config: str | None = None, accept: bool = False) -> Checkpoint:
+def open_base(adapter: Adapter, where: str | None, *, accept: bool = False) -> Checkpoint:
     """The base to merge into: `where`, or the checkpoint's own, or the one that the adapter's config records.
 
     Raises UsageError where `where` is known to be another model than the recorded one, unless `accept`.
@@ -241,7 +235,7 @@ def open_base(adapter: Adapter, where: str | None, *, config: str | None = None,
                 )
             raise
     note = None if accept else _check_identity(adapter.config, path, given)
-    base = api.open(path, config=config)
+    base = api.open(path)
     if not accept:
         _check_architecture(adapter.checkpoint, base)
     return replace(base, notes=(*base.notes, note)) if note else base

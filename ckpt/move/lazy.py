@@ -66,8 +66,7 @@ class LazyTensor:
         """
         import numpy as np
 
-        name = "bool" if self.dtype == "bool" else self.dtype
-        if not hasattr(np, name):
+        if not hasattr(np, name := self.dtype):
             try:
                 import ml_dtypes
             except ImportError:

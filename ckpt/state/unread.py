@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -17,8 +17,8 @@ class Unread:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        return tuple(f"optimizer state {state} of {_named(fqns)}: {why}" for (state, why), fqns in self.fqns.items())
+        return tuple(f"optimizer state {state} of {listed(fqns)}: {why}" for (state, why), fqns in self.fqns.items())
 
 
-def _named(fqns: list[str]) -> str:
+def listed(fqns: Sequence[str]) -> str:
     return fqns[0] if len(fqns) == 1 else f"{len(fqns)} parameters ({fqns[0]}, ...)"

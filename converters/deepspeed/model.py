@@ -16,6 +16,7 @@ from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices
 from ckpt.plan.tensors import Tensor
 from ckpt.state import adam, positions
+from ckpt.state.unread import listed
 from converters.deepspeed.config import is_enabled, section
 from converters.deepspeed.keys import AUTOEP_EXPERTS, EXPERT, MODEL_FILE, MODEL_STATE, PIPELINE
 
@@ -255,7 +256,7 @@ def _kept_as_stored(
 def _kept_notes(kept: Mapping[str, Choice]) -> Iterator[str]:
     if kept:
         yield (
-            f"{_named(list(kept))} kept as stored: the optimizer does not own it, and the source does not tell frozen "
+            f"{listed(list(kept))} kept as stored: the optimizer does not own it, and the source does not tell frozen "
             "parameters from buffers; DeepSpeed rounds the former as it loads them"
         )
 
@@ -379,7 +380,7 @@ def _states(
     left_out: dict[Key, str] = {}
     for role, fqns in by_role.items():
         why = "not shaped like a trainable parameter, as ZeRO's flat buffers are"
-        left_out |= dict.fromkeys(((fqn, role) for fqn in fqns), f"optimizer state {role} of {_named(fqns)}: {why}")
+        left_out |= dict.fromkeys(((fqn, role) for fqn in fqns), f"optimizer state {role} of {listed(fqns)}: {why}")
     return states, left_out
 
 
@@ -400,11 +401,7 @@ def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, T
             if missing:
                 gaps.setdefault(role, []).extend(missing)
     for role, fqns in gaps.items():
-        yield f"optimizer state {role} of {_named(fqns)} is not in the source: zeros, as DeepSpeed starts it"
-
-
-def _named(fqns: Sequence[str]) -> str:
-    return fqns[0] if len(fqns) == 1 else f"{len(fqns)} parameters ({fqns[0]}, ...)"
+        yield f"optimizer state {role} of {listed(fqns)} is not in the source: zeros, as DeepSpeed starts it"
 
 
 # -- what is recorded beside tensors -----------------------------------------------------------------------------------

@@ -377,16 +377,13 @@ def _optimizer_state(model: Model, config: Mapping[str, Any], num_ranks: int, st
         return items | {"param_groups": zero_writer.param_groups(model, [[i] for i in range(len(groups))])}
     slots = zero_writer.slot_groups(model, num_ranks)
     groups_within = zero_writer.param_groups(model, slots.members)
-    states = {i: _only_step(model.numbers(fqns)) for i, fqns in enumerate(slots.fqns)}
-    inner = {"state": {i: state for i, state in states.items() if state}, "param_groups": groups_within}
+    numbers = [model.numbers(fqns) for fqns in slots.fqns]
+    states = {i: {STEP: zero_writer.scalar(found[STEP])} for i, found in enumerate(numbers) if STEP in found}
+    inner = {"state": states, "param_groups": groups_within}
     items = zero_writer.stage3_items(model, config, num_ranks)
     if stage is None:
         items |= {"ds_version": model.version}
     return items | {"optimizer_state_dict": inner, "param_groups": groups_within}
-
-
-def _only_step(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    return {STEP: zero_writer.scalar(numbers[STEP])} if STEP in numbers else {}
 
 
 def _dropped_numbers(model: Model) -> Iterator[str]:

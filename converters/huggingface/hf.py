@@ -109,11 +109,8 @@ class HuggingFace:
             + _name_notes(checkpoint, chosen, layout)
             + notes
         )
-        return Target(
-            files=(*files, *beside),
-            dropped=tuple(_dropped(checkpoint)),
-            notes=tuple(notes),
-        )
+        dropped = (*training_left_out(checkpoint), *run_files_left_out(checkpoint))
+        return Target(files=(*files, *beside), dropped=dropped, notes=tuple(notes))
 
 
 HF = HuggingFace()
@@ -263,8 +260,3 @@ def _adapter_notes(chosen: Iterable[str], checkpoint: Checkpoint, layout: Layout
         "this is a model with PEFT adapters: its tensors keep the names they have in training (base_model.model. and "
         "so on), under which from_pretrained finds neither a model nor an adapter"
     ]
-
-
-def _dropped(checkpoint: Checkpoint) -> list[str]:
-    """What safetensors weights have no place for, a line per kind."""
-    return [*training_left_out(checkpoint), *run_files_left_out(checkpoint)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor
+from ckpt.text import counted
 from converters.quantized import bitsandbytes, fp8, mxfp4
 from converters.quantized._weight import Block, Stored, Weight, model_dtype
 
@@ -48,7 +50,7 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
         checkpoint,
         tensors={**kept, **plain},
         computed=computed,
-        config=_without_quantization(checkpoint.config),
+        config=checkpoint.config and {name: value for name, value in config.items() if name != "quantization_config"},
         notes=(*checkpoint.notes, *_notes(weights)),
     )
 
@@ -88,33 +90,18 @@ def _tensor(weight: Weight) -> Tensor:
 
 
 def _fragment(weight: Weight, number: int, block: Block) -> Fragment:
-    path = _path(weight, number)
-    if isinstance(block.region, Box):
-        sizes = block.region.sizes
-        extent = Extent.contiguous(path, 0, weight.dtype, sizes)
-        if block.transposed:
-            extent = extent._replace(strides=(1, sizes[0]))
-        return Fragment(block.region, extent)
-    return Fragment(block.region, Extent.contiguous(path, 0, weight.dtype, (block.region.numel,)))
+    sizes = block.region.sizes if isinstance(block.region, Box) else (block.region.numel,)
+    extent = Extent.contiguous(_path(weight, number), 0, weight.dtype, sizes)
+    return Fragment(block.region, extent._replace(strides=(1, sizes[0])) if block.transposed else extent)
 
 
 def _path(weight: Weight, number: int) -> str:
     return f"dequantized:{weight.fqn}:{number}"
 
 
-def _without_quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    return config and {name: value for name, value in config.items() if name != "quantization_config"}
-
-
 def _notes(weights: list[Weight]) -> list[str]:
-    counts: dict[tuple[str, str], int] = {}
-    for weight in weights:
-        kind = weight.method, weight.dtype.name
-        counts[kind] = counts.get(kind, 0) + 1
-    notes = [
-        f"{count} weight{'s' if count > 1 else ''} dequantized from {method} to {dtype}"
-        for (method, dtype), count in counts.items()
-    ]
+    counts = Counter((weight.method, weight.dtype.name) for weight in weights)
+    notes = [f"{counted(count, 'weight')} dequantized from {of} to {dtype}" for (of, dtype), count in counts.items()]
     unused = sorted(fqn for weight in weights for fqn in weight.unused)
     if unused:
         notes.append(f"left out: {len(unused)} scales of activations, {unused[0]} for one")
