@@ -8,6 +8,7 @@ Files are filled and numbered as huggingface_hub does it (`serialization/_base.p
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ DCP_KEY = "DCP_SHARDING_INFO"
 
 _T = TypeVar("_T")
 
+#: transformers' names for a model's only file, and for the index of shards.
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: The bound on the size of an index.
 MAX_INDEX = 128 << 20
 
@@ -143,6 +146,20 @@ def weight_files(
         )
         files.append(TargetFile(name, len(header) + sum(one.nbytes for one in members), ((0, header),), slots))
     return files, {one.name: file.name for file, members in zip(files, packed, strict=True) for one in members}
+
+
+def model_weights(chosen: Mapping[str, Choice], max_size: int, **totals: int) -> list[TargetFile]:
+    """`model.safetensors` as transformers writes it, or shards and an index with `totals` beside their size."""
+    files, weight_map = weight_files(chosen, "model", {"format": "pt"}, max_size)
+    if len(files) == 1:
+        return files
+    size = sum(slot.extent.nbytes for file in files for slot in file.slots)
+    return [*files, index_file(INDEX, weight_map, total_size=size, **totals)]
+
+
+def index_file(name: str, weight_map: Mapping[str, str], **totals: int) -> TargetFile:
+    index = {"metadata": totals, "weight_map": weight_map}
+    return TargetFile.of_bytes(name, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
 
 def shards(tensors: Iterable[_T], size: Callable[[_T], int], max_size: int | None) -> list[list[_T]]:

@@ -7,7 +7,6 @@ are the same from run to run, and per file those of `safetensors.torch.save_file
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -15,10 +14,10 @@ from functools import cache
 from pathlib import Path
 
 from ckpt.containers.sources import Sources
-from ckpt.containers.weights import MAX_INDEX, Index, parse_index, read_weights, weight_files
+from ckpt.containers.weights import INDEX, MAX_INDEX, SINGLE, Index, model_weights, parse_index, read_weights
 from ckpt.errors import IncompleteError, NotFoundError, UsageError
 from ckpt.move.files import confined, translate_os_errors
-from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Layout, ReadRequest, Target, TargetFile
+from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Layout, ReadRequest, Target
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
 from ckpt.run_folder.carried import model_files
@@ -29,10 +28,6 @@ from converters.names.options import OWN as OWN_NAMES
 from converters.names.options import NameOptions
 from converters.names.transformers.ties import kept_names, tied_names
 from converters.quantized import parts
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-METADATA = {"format": "pt"}
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})\.safetensors")
 _ADAPTER = re.compile(r"adapter_model.*\.safetensors")
@@ -92,7 +87,9 @@ class HuggingFace:
         computes_in = checkpoint.computes_in if layout.dtype is None else None
         dtype = computes_in[0] if computes_in else layout.dtype
         chosen = {names.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, dtype).items()}
-        files = _weight_targets(chosen, layout.max_shard_size)
+        ordered = {name: chosen[name] for name in sorted(chosen, key=natural_key)}
+        parameters = sum(choice.tensor.numel for choice in chosen.values() if choice.tensor.role != BUFFER)
+        files = model_weights(ordered, layout.max_shard_size, total_parameters=parameters)
         quantized = parts(chosen)
         plain = [choice for name, choice in chosen.items() if name not in quantized]
         beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen))
@@ -199,17 +196,6 @@ def _natural_part(part: str) -> tuple[int, str, int]:
     digits = part[len(text) :]
     number = int(digits) if 0 < len(digits) < 1000 else -1
     return (1, text, number) if text else (0, "", number)
-
-
-def _weight_targets(chosen: Mapping[str, Choice], max_size: int) -> list[TargetFile]:
-    ordered = {name: chosen[name] for name in sorted(chosen, key=natural_key)}
-    files, weight_map = weight_files(ordered, "model", METADATA, max_size)
-    if len(files) == 1:
-        return files
-    parameters = sum(choice.tensor.numel for choice in chosen.values() if choice.tensor.role != BUFFER)
-    size = sum(slot.extent.nbytes for file in files for slot in file.slots)
-    index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
-    return [*files, TargetFile.of_bytes(INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())]
 
 
 def _is_plain(chosen: Mapping[str, Choice]) -> bool:

@@ -28,7 +28,6 @@ says what is tied, and the optimizer, which has one of the names.
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from typing import Any
 
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
-from ckpt.containers.weights import MAX_INDEX, missing_file, parse_index, shards
+from ckpt.containers.weights import MAX_INDEX, index_file, missing_file, parse_index, shards
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.source import read_file
@@ -427,8 +426,7 @@ def _weight_files(
         files.append(torch_file(name, state))
         weight_map.update(dict.fromkeys(state, name))
     total = sum(choice.tensor.numel * choice.dtype.itemsize for choice in chosen.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    return [*files, TargetFile.of_bytes(INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())]
+    return [*files, index_file(INDEX, weight_map, total_size=total)]
 
 
 def state_files(checkpoint: Checkpoint) -> tuple[list[TargetFile], list[str]]:

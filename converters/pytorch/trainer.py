@@ -12,13 +12,12 @@ Written is what Trainer resumes from: it loads `model.safetensors` by the names 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.containers.weights import MAX_INDEX, parse_index, read_weights, weight_files
+from ckpt.containers.weights import INDEX, MAX_INDEX, SINGLE, model_weights, parse_index, read_weights
 from ckpt.errors import CkptError, LossError, UsageError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import (
@@ -32,9 +31,7 @@ from ckpt.plan.checkpoint import (
     ParamGroup,
     ReadRequest,
     Target,
-    TargetFile,
 )
-from ckpt.plan.precision import Choice
 from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.steps import TRAINER_STATE, enclosing_folders, trainer_step
@@ -45,9 +42,6 @@ from converters.names.transformers.ties import kept_names, tied_names
 from converters.pytorch.full import FSDP_MODEL, OPTIMIZERS, SCHEDULERS, first, state_files, trained_weights
 from converters.pytorch.optimizer_file import optimizer_file
 from converters.pytorch.state_dicts import UNPROVED, Optimizer, Reading, read_optimizer, read_proved
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-METADATA = {"format": "pt"}
 
 _UNORDERED = "nothing tells in which order the model registers its parameters, and HF Trainer's optimizer numbers them"
 _NO_STATE = (
@@ -125,7 +119,7 @@ class Trainer:
         return Target(
             files=(
                 *beside.files,
-                *_weight_files(chosen, layout.max_shard_size),
+                *model_weights({name: chosen[name] for name in sorted(chosen)}, layout.max_shard_size),
                 optimizer_file(OPTIMIZERS[1], checkpoint, groups, numbers),
             ),
             dropped=(*beside.dropped, *dropped),
@@ -228,12 +222,3 @@ def trainer_groups(groups: Sequence[ParamGroup], order: Sequence[str]) -> tuple[
         found=", ".join(f"{len(group.fqns)} parameters" for group in groups),
         hint="the formats full and dcp hold them by name",
     )
-
-
-def _weight_files(chosen: Mapping[str, Choice], max_size: int) -> list[TargetFile]:
-    files, weight_map = weight_files({name: chosen[name] for name in sorted(chosen)}, "model", METADATA, max_size)
-    if len(files) == 1:
-        return files
-    size = sum(slot.extent.nbytes for file in files for slot in file.slots)
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    return [*files, TargetFile.of_bytes(INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())]
