@@ -246,13 +246,13 @@ def _check_architecture(adapter: Checkpoint, base: Checkpoint) -> None:
     for key in ("model_type", "num_hidden_layers"):
         trained, given = ((of.config or {}).get(key) for of in (adapter, base))
         if None not in (trained, given) and trained != given:
-            raise UsageError(
-                "this is not the base that the adapter was trained on",
-                path=base.path,
-                expected=f"{key} {trained}, as the config beside the adapter has it",
-                found=f"{key} {given}",
-                hint="--accept-base merges all the same",
-            )
+            expected = f"{key} {trained}, as the config beside the adapter has it"
+            raise _other_base(base.path, expected, f"{key} {given}")
+
+
+def _other_base(path: str | Path, expected: str, found: str) -> UsageError:
+    what, hint = "this is not the base that the adapter was trained on", "--accept-base merges all the same"
+    return UsageError(what, path=path, expected=expected, found=found, hint=hint)
 
 
 def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None:
@@ -261,13 +261,8 @@ def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None
         return f"the adapter names no base; that {given} is the one it was trained on is taken on trust"
     is_same = given == config.base or (Path(config.base).exists() and Path(config.base).resolve() == path.resolve())
     found = _hub_id(path) or (given if HUB_ID.fullmatch(given) and not Path(given).exists() else "")
-    refusal = UsageError(
-        "this is not the base that the adapter was trained on",
-        path=path,
-        expected=config.base + (f" at revision {config.revision}" if config.revision else ""),
-        found=found or str(path),
-        hint="--accept-base merges all the same",
-    )
+    wanted = config.base + (f" at revision {config.revision}" if config.revision else "")
+    refusal = _other_base(path, wanted, found or str(path))
     if not is_same and found and HUB_ID.fullmatch(config.base) and _model_name(found) != _model_name(config.base):
         raise refusal
     commit = _SNAPSHOT.search(str(path.resolve()))

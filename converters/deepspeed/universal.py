@@ -261,21 +261,16 @@ def _check_complete(reading: _Reading, groups: Sequence[Mapping[str, Shape]]) ->
         for fqn in group:
             for role in sorted(roles):
                 if (fqn, role) not in reading.tensors:
-                    raise CorruptError(
-                        "an optimizer state of a parameter is missing",
-                        path=reading.path / "zero" / fqn,
-                        fqn=fqn,
-                        expected=f"a file {role}.pt",
-                    )
+                    raise _lacking(reading, fqn, f"a file {role}.pt")
         for name, values in reading.scalars.items():
             without = [fqn for fqn in group if fqn not in values]
             if 0 < len(without) < len(group):
-                raise CorruptError(
-                    "an optimizer state of a parameter is missing",
-                    path=reading.path / "zero" / without[0],
-                    fqn=without[0],
-                    expected=f"a file {name}.pt, as others of its group have",
-                )
+                raise _lacking(reading, without[0], f"a file {name}.pt, as others of its group have")
+
+
+def _lacking(reading: _Reading, fqn: str, expected: str) -> CorruptError:
+    what = "an optimizer state of a parameter is missing"
+    return CorruptError(what, path=reading.path / "zero" / fqn, fqn=fqn, expected=expected)
 
 
 def _param_groups(model: RankFile, state: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> tuple[ParamGroup, ...]:

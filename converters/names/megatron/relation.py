@@ -19,6 +19,7 @@ from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, Tensor
 from ckpt.state.positions import megatron_schedule, sequences_seen
+from ckpt.text import counted
 from converters.names.megatron import architectures as tables
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import padded_vocab_size
@@ -165,7 +166,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
     Raises UsageError where the rows do not divide and nothing tells how many of them are the vocabulary.
     """
-    args = _recorded(checkpoint)
+    args = checkpoint.state.args or {}
     old_tp = args.get("tensor_model_parallel_size") or 1
     shapes = _shapes(checkpoint)
     options = layout.read(MegatronOptions)
@@ -210,7 +211,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 def with_same_padding(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Both, which have Megatron's names, without padding rows where these differ and the vocabulary's size is known."""
     shapes = _shapes(a), _shapes(b)
-    sizes = [_vocabulary(checkpoint, _recorded(checkpoint)) for checkpoint in (a, b)]
+    sizes = [_vocabulary(checkpoint, checkpoint.state.args or {}) for checkpoint in (a, b)]
     vocabulary = next((size for size in sizes if size is not None), None)
     if vocabulary is None or all(shapes[0].get(name) == shapes[1].get(name) for name in _VOCABULARY):
         return a, b
@@ -228,7 +229,7 @@ def padding(checkpoint: Checkpoint) -> dict[str, Box]:
 
     `checkpoint` has Megatron's names; empty where nothing tells the vocabulary's size.
     """
-    vocabulary = _vocabulary(checkpoint, _recorded(checkpoint))
+    vocabulary = _vocabulary(checkpoint, checkpoint.state.args or {})
     if vocabulary is None:
         return {}
     shapes = {name: shape for name, shape in _shapes(checkpoint).items() if name in _VOCABULARY}
@@ -255,10 +256,6 @@ def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Rel
             if rows > vocabulary:
                 boxes[name] = (_rows_behind(vocabulary, (rows, *tail)),)
     return Relation(tuple(links), dict(shapes), after, before_padding, after_padding)
-
-
-def _recorded(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    return checkpoint.state.args or {}
 
 
 def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
@@ -309,8 +306,8 @@ def _without_derived(checkpoint: Checkpoint, patterns: Iterable[str]) -> tuple[C
         return checkpoint, []
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in set(left)}
     shown = ", ".join(left[:2]) + (", ..." if len(left) > 2 else "")
-    count = f"{len(left)} tensor" + ("s" if len(left) > 1 else "")
-    return replace(checkpoint, tensors=tensors), [f"{count} that follow from the config are left out: {shown}"]
+    note = f"{counted(len(left), 'tensor')} that follow from the config are left out: {shown}"
+    return replace(checkpoint, tensors=tensors), [note]
 
 
 def _refuse_quantized(shapes: Mapping[str, Shape]) -> None:
