@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from ckpt.text import aligned, counted
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion
-    from ckpt.move.group import Alone
     from ckpt.plan.checkpoint import Checkpoint
 
 
@@ -56,16 +55,13 @@ def carry_out(
     as_json: bool,
     quiet: bool,
     verbose: bool,
-    overwrite: bool,
     manifest: bool,
-    check: bool = False,
     resume: bool = False,
-    describe: Callable[[Path], Mapping[str, bytes]] = lambda _: {},
-    group: Alone | None = None,
+    **options: Any,
 ) -> dict[str, Any] | None:
     """Run a conversion and say on stderr what was written; its report for stdout.
 
-    A dry run prints the plan instead, and has no report.
+    A dry run prints the plan instead, and has no report.  `options` are further ones of `Conversion.run`.
     """
     from ckpt.move.files import is_filled, staging_folder
 
@@ -77,17 +73,8 @@ def carry_out(
     if not resume and not quiet and is_filled(staging_folder(destination)):
         say_notes([f"{staging_folder(destination)}, which a run left that was killed, is not used"])
     with progress(conversion.plan.moved_bytes, "check", quiet=quiet) as meter:
-        num_done = conversion.run(
-            destination,
-            overwrite=overwrite,
-            resume=resume,
-            progress=meter,
-            phase=meter.phase,
-            manifest=manifest,
-            check=check,
-            describe=describe,
-            group=group,
-        )
+        options |= {"progress": meter, "phase": meter.phase}
+        num_done = conversion.run(destination, manifest=manifest, resume=resume, **options)
     if not quiet:
         if resume:
             print(f"{show_size(num_done)} were there already, and are as they were written", file=sys.stderr)
