@@ -304,12 +304,9 @@ def check_source(tensor: Tensor) -> None:
 
 def _file_of(tensor: Tensor, region: Region) -> str | None:
     """A file to name in a message about `region`: the one whose fragment touches it, or the first."""
-    first = None
-    for fragment in tensor.fragments():
-        first = first or fragment.extent.path
-        if fragment.region == region:
-            return fragment.extent.path
-    return first
+    fragments = list(tensor.fragments())
+    touching = [fragment for fragment in fragments if fragment.region == region]
+    return next((fragment.extent.path for fragment in touching or fragments), None)
 
 
 def _slot_copies(fragments: Iterable[Fragment], shape: Shape, slot: Slot) -> Iterator[Copy]:
@@ -372,10 +369,7 @@ def _prove_nothing_is_lost(
                 found = f"{fault.kind} at {fault.region}"
                 raise LossError("part of a tensor would not be written", fqn=fqn, found=found)
             continue
-        if role in (WEIGHT, MASTER):
-            is_proved = fqn in placed
-        else:
-            is_proved = role != BUFFER and not carries_optimizer
+        is_proved = fqn in placed if role in (WEIGHT, MASTER) else role != BUFFER and not carries_optimizer
         if not is_proved and key not in target.left_out:
             raise LossError("a tensor of the source goes nowhere in the target", fqn=fqn, found=f"role {role}")
 

@@ -252,17 +252,14 @@ def _carry(fragment: Fragment, a_shape: Shape, link: Link) -> Iterator[Fragment]
         if common is None:
             continue
         part, linked = piece.extent.narrow(common.relative_to(box)), common.relative_to(link.a_box)
-        num_dims = len(link.b_box.sizes)
+        num_dims, linked_steps = len(link.b_box.sizes), linked.all_steps
         offsets, sizes, steps, strides = [0] * num_dims, [1] * num_dims, [1] * num_dims, [0] * num_dims
         for dim, target in enumerate(link.dims):
             if target is not None:
                 offsets[target] = linked.offsets[dim]
                 sizes[target] = common.sizes[dim]
                 strides[target] = part.strides[dim]
-        if linked.steps:
-            for dim, target in enumerate(link.dims):
-                if target is not None:
-                    steps[target] = linked.steps[dim]
+                steps[target] = linked_steps[dim]
         region = link.b_box.inside(stepped(tuple(offsets), tuple(sizes), tuple(steps)))
         placed = Extent(part.path, part.offset, part.dtype, tuple(sizes), tuple(strides))
         yield Fragment(region, placed, fragment.rank)

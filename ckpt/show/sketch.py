@@ -164,8 +164,8 @@ def _sketch(
     drawn = tuple(patches())
     return Sketch(
         drawn,
-        plane.across_text,
-        plane.down_text,
+        "elements" if plane.across is None else f"dim {plane.across}",
+        ", then ".join(f"dim {dim}" for dim in plane.down),
         len({patch.top for patch in drawn}) or 1,
         len(copies) + 1,
         num_behind + sum(box.numel for box in marked),
@@ -218,14 +218,6 @@ class _Plane:
             for dim in down
         )
         return cls(shape, prod(shape), across, tuple(down), edges)
-
-    @property
-    def across_text(self) -> str:
-        return "elements" if self.across is None else f"dim {self.across}"
-
-    @property
-    def down_text(self) -> str:
-        return ", then ".join(f"dim {dim}" for dim in self.down)
 
     def patches(self, kind: Kind, region: Region, holders: tuple[Holder, ...]) -> Iterator[Patch]:
         """The rectangles of a region."""
