@@ -14,7 +14,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
@@ -203,7 +203,6 @@ class _Merge:
         num, dim = self.shapes[owner]
         if rows.shape != (len(index), dim) or not all(0 <= i < num for i in index):
             raise _misfit(adapter, rows.fqn, f"{len(index)} rows of {dim}", f"shape {list(rows.shape)}")
-
         # rounded once, from whatever dtype they are stored in
         self._update(owner, _arithmetic("replace_rows", replace(rows, is_held=True), index=index))
 
@@ -238,7 +237,6 @@ class _Merge:
             num_out, num_in = reversed(shape) if transposed else shape
             _check_shape(adapter, a, (rank, num_in))
             _check_shape(adapter, b, (num_out, rank))
-
         if owner in self.updates and (magnitude is not None or owner in self.normed):
             raise UsageError(
                 "DoRA (or a kind that PEFT merges) is not merged onto a weight that is adapted twice",
@@ -286,7 +284,6 @@ class _Merge:
         if fqn not in self.shapes:
             raise _misfit(adapter, factor.fqn, f"a base layer with a bias, {fqn}", "none")
         _check_shape(adapter, factor, self.shapes[fqn])
-
         self._update(fqn, _arithmetic("merge_bias", factor, scaling=scaling))
 
     def _place_parameters(self, adapter: Adapter, module: str, wrappers: Sequence[Mapping[str, Factor]]) -> None:
@@ -296,7 +293,8 @@ class _Merge:
             raise _misfit(
                 adapter, wrappers[0][names.A].fqn, f"{len(targeted)} adapted parameters", f"{len(wrappers)} adapters"
             )
-        fitting = [order for order in permutations(targeted) if all(map(self._fits(adapter), order, wrappers))]
+        fits = partial(self._fits, adapter)
+        fitting = [order for order in permutations(targeted) if all(map(fits, order, wrappers))]
         if not fitting:
             raise _misfit(
                 adapter,
@@ -309,17 +307,12 @@ class _Merge:
         for fqn, parts in zip(order, wrappers, strict=True):
             self._place_parameter(adapter, module, fqn, parts)
 
-    def _fits(self, adapter: Adapter) -> Callable[[str, Mapping[str, Factor]], bool]:
-        def fits(fqn: str, parts: Mapping[str, Factor]) -> bool:
-            (num, num_in), (num_out, num_b) = parts[names.A].shape, parts[names.B].shape
-            shape = self.shapes[fqn]
-            num_experts = shape[0] if len(shape) == 3 else 1
-            return num == num_b == num_experts * adapter.config.rank_of(fqn) and shape[-2:] in (
-                (num_out, num_in),
-                *([(num_in, num_out)] if len(shape) == 3 else []),
-            )
-
-        return fits
+    def _fits(self, adapter: Adapter, fqn: str, parts: Mapping[str, Factor]) -> bool:
+        (num, num_in), (num_out, num_b) = parts[names.A].shape, parts[names.B].shape
+        shape = self.shapes[fqn]
+        num_experts = shape[0] if len(shape) == 3 else 1
+        fitting = [(num_out, num_in), *([(num_in, num_out)] if len(shape) == 3 else [])]
+        return num == num_b == num_experts * adapter.config.rank_of(fqn) and shape[-2:] in fitting
 
     def _place_parameter(self, adapter: Adapter, module: str, fqn: str, parts: Mapping[str, Factor]) -> None:
         a, b, shape, scaling = parts[names.A], parts[names.B], self.shapes[fqn], adapter.config.scaling(fqn)
@@ -330,7 +323,6 @@ class _Merge:
             raise UsageError("PEFT does not merge into a single expert of this orientation", path=adapter.path, fqn=fqn)
         if any(kind not in (names.A, names.B) for kind in parts):
             raise UsageError("a targeted parameter has neither DoRA nor a bias", path=adapter.path, fqn=fqn)
-
         update = _arithmetic("merge_parameter", a, b, scaling=scaling, input_last=input_last)
         self._update(self.base.ties.get(fqn, fqn), update)
 
