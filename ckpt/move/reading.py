@@ -46,7 +46,7 @@ def read_box_into(tensor: Tensor, box: Box, computed: Computed, sources: OpenFil
     if flat is not None and runs is not None and not any(extent.path in computed for _, _, extent, _, _ in runs):
         for start, stop, extent, at, _ in runs:
             part = buffer[(start - flat.start) * size : (stop - flat.start) * size]
-            _read_exactly(sources, extent.path, extent.offset + at * size, part)
+            read_exactly(sources, extent.path, extent.offset + at * size, part)
         return box.numel * size
     wanted = Fragment(box, Extent.contiguous("", 0, tensor.dtype, box.sizes))
     target, done = np.frombuffer(buffer, storage_dtype(tensor.dtype)), 0
@@ -58,7 +58,7 @@ def read_box_into(tensor: Tensor, box: Box, computed: Computed, sources: OpenFil
         else:
             for index, run in _rows(source):
                 bits = np.empty(run.end - run.offset, np.uint8)
-                _read_exactly(sources, run.path, run.offset, bits.data)
+                read_exactly(sources, run.path, run.offset, bits.data)
                 place[index] = in_shape(bits, run)
                 done += len(bits)
     return done
@@ -77,7 +77,8 @@ def _rows(extent: Extent) -> Iterator[tuple[tuple[int, ...], Extent]]:
     yield (), extent
 
 
-def _read_exactly(sources: OpenFiles, path: str, offset: int, buffer: memoryview) -> None:
+def read_exactly(sources: OpenFiles, path: str, offset: int, buffer: memoryview) -> None:
+    """Fill `buffer` from `offset` of a file on; CorruptError where it ends before, and what reading raises."""
     descriptor = sources.descriptor(path)
     with translate_os_errors(path):
         done = read_into(descriptor, offset, buffer)

@@ -20,6 +20,7 @@ from ckpt.errors import NotFoundError
 from ckpt.move.blocks import BUFFER, MAX_ROWS, cast, gather, read_blocks, rows, sliced
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.reading import in_shape, strided
+from ckpt.move.source import Seekable
 from ckpt.plan.checkpoint import TargetFile
 from ckpt.plan.planner import Copy, Plan
 from ckpt.plan.spans import Spans
@@ -213,33 +214,23 @@ def _copies_in(copy: Copy, window: _Window) -> Iterator[Copy]:
             yield from _copies_in(Copy(sliced(source, dim, index, size), sliced(target, dim, index, size)), window)
 
 
-class _ViewFile(io.RawIOBase):
+class _ViewFile(Seekable):
     """A file of the target as Python's own files are, at a position."""
 
     def __init__(self, views: Views, file: _File) -> None:
+        super().__init__(file.size)
         self._views = views
-        self._file = file
-        self._position = 0
         self.name = file.name
         self.mode = "rb"
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
+    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
+        before, position = self._at, super().seek(to, whence)
         if position < 0:
+            self._at = before
             raise ValueError(f"negative position {position}")
-        self._position = position
         return position
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        done = self._views.read_into(self.name, self._position, memoryview(buffer).cast("B"))
-        self._position += done
+        done = self._views.read_into(self.name, self._at, memoryview(buffer).cast("B"))
+        self._at += done
         return done

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from ckpt.errors import CorruptError
 from ckpt.move import standins
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
-from ckpt.move.files import OpenFiles, translate_os_errors
-from ckpt.move.reading import Computed, strided
-from ckpt.move.source import read_into, truncated
+from ckpt.move.files import OpenFiles
+from ckpt.move.reading import Computed, read_exactly, strided
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, BOOL, DType
 from ckpt.plan.planner import Plan, check_source, first_index
@@ -135,11 +134,7 @@ class Reader:
         if path in self._computed:
             into[:] = self._content(path)[offset : offset + len(into)]
             return
-        descriptor = self._files.descriptor(path)
-        with translate_os_errors(path):
-            done = read_into(descriptor, offset, into)
-        if done < len(into):
-            raise truncated(path, offset + done)
+        read_exactly(self._files, path, offset, into)
 
     def is_same(self, size: int) -> bool:
         """Whether the first `size` bytes of both buffers are the same."""
