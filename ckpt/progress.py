@@ -6,7 +6,6 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 from ckpt.sizes import show_size
 
@@ -59,11 +58,6 @@ class Meter:
             print(self.line(), file=sys.stderr)
 
 
-@contextlib.contextmanager
-def progress(total: int, phase: str, *, quiet: bool) -> Iterator[Meter]:
+def progress(total: int, phase: str, *, quiet: bool) -> contextlib.closing[Meter]:
     """A meter of `total` bytes on stderr; of time where that is 0."""
-    meter = Meter(total, phase, quiet=quiet)
-    try:
-        yield meter
-    finally:
-        meter.close()
+    return contextlib.closing(Meter(total, phase, quiet=quiet))

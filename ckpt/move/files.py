@@ -60,7 +60,7 @@ def _storage_error(error: OSError, path: str | os.PathLike[str] | None, hint: st
     return StorageError(error.strerror or str(error), path=path, hint=hint)
 
 
-class OpenFiles:
+class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
     """Source files that one thread keeps open for reading, the least recently used closed first.
 
     Use as a context manager.
@@ -68,9 +68,6 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, int] = OrderedDict()
-
-    def __enter__(self) -> OpenFiles:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

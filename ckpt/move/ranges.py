@@ -66,7 +66,7 @@ class Ranges:
         page = start // _PAGE
         window = self._window(page, -(-stop // _PAGE))
         at = window.first * _PAGE
-        return [window.content()[start - at : stop - at]]
+        return [window.fetched.result()[start - at : stop - at]]
 
     def _window(self, page: int, stop: int) -> _Window:
         """What has `page`; where nothing has it, it is fetched with those up to `stop`, or more if it is read on."""
@@ -110,9 +110,6 @@ class _Window:
     def __init__(self, first: int, stop: int) -> None:
         self.first, self.stop = first, stop
         self.fetched: Future[memoryview] = Future()
-
-    def content(self) -> memoryview:
-        return self.fetched.result()
 
 
 class _Kept:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -98,7 +99,7 @@ def narrower(a: DType, b: DType) -> DType | None:
     return min(a, b, key=lambda dtype: dtype.itemsize)
 
 
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """The buffers and open files of one comparing thread.  Use as a context manager.
 
     `advance` is called with the number of bytes that were read from side `a`, after each piece of them.  `computed` is
@@ -115,9 +116,6 @@ class Reader:
         self._views = tuple(buffer.data for buffer in self._buffers)
         self._unequal = np.empty(_CHUNK // 8, np.bool_)
         self._scratch: NDArray | None = None
-
-    def __enter__(self) -> Reader:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._files.close()
