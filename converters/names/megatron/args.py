@@ -64,13 +64,17 @@ def common(config: Config, sizes: Sizes) -> dict[str, Any]:
 
 
 def gated(
-    config: Config, sizes: Callable[[Config], Sizes], base: float = 10000.0, *, slides: bool = True
+    config: Config, *, sizes: Callable[[Config], Sizes], base: float = 10000.0, slides: bool | str = True
 ) -> dict[str, Any]:
-    """Arguments of what has followed Llama: SwiGLU, rotary positions, a sliding window unless not `slides`, experts."""
+    """Arguments of what has followed Llama: SwiGLU, rotary positions, a sliding window unless not `slides`, experts.
+
+    `slides` may be the name of the config's flag for it.
+    """
     silu(config)
     found = sizes(config)
     more = experts(config, found) if found.num_experts else {}
-    return common(config, found) | rotary(config, base) | window(config, used=slides) | more
+    used = config.flag(slides) if isinstance(slides, str) else slides
+    return common(config, found) | rotary(config, base) | window(config, used=used) | more
 
 
 def dtype(config: Config) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from converters.names.megatron.args import gated
 from converters.names.megatron.rows import DENSE, Row, gated_mlp, joined, qkv, same
@@ -47,8 +47,5 @@ def sizes(config: Config) -> Sizes:
     return attention_sizes(config, holds=holds)
 
 
-def args(config: Config) -> dict[str, Any]:
-    return gated(config, sizes, slides=False)
-
-
-TABLE = Table(EMBEDDING, OUTPUT, FINAL_NORM + ATTENTION + MLP + MLP_BIASES, sizes, args, derived=DERIVED)
+_ARGS = partial(gated, sizes=sizes, slides=False)
+TABLE = Table(EMBEDDING, OUTPUT, FINAL_NORM + ATTENTION + MLP + MLP_BIASES, sizes, _ARGS, derived=DERIVED)

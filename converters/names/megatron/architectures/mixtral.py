@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from converters.names.megatron.architectures import llama
 from converters.names.megatron.args import gated
@@ -30,14 +30,10 @@ def sizes(config: Config) -> Sizes:
     )
 
 
-def args(config: Config) -> dict[str, Any]:
-    return gated(config, sizes, 1e6)
-
-
 TABLE = replace(
     llama.TABLE,
     rows=llama.FINAL_NORM + llama.ATTENTION + EXPERTS,
     sizes=sizes,
-    args=args,
+    args=partial(gated, sizes=sizes, base=1e6),
     expert_modules=("gate.", "experts."),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from converters.names.megatron.architectures import llama
 from converters.names.megatron.args import gated
@@ -14,8 +14,4 @@ def sizes(config: Config) -> Sizes:
     return attention_sizes(config, holds=["qkv bias"])
 
 
-def args(config: Config) -> dict[str, Any]:
-    return gated(config, sizes, slides=config.flag("use_sliding_window"))
-
-
-TABLE = replace(llama.TABLE, sizes=sizes, args=args)
+TABLE = replace(llama.TABLE, sizes=sizes, args=partial(gated, sizes=sizes, slides="use_sliding_window"))

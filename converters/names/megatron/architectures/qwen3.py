@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from converters.names.megatron.architectures import llama
 from converters.names.megatron.args import gated
@@ -16,8 +16,4 @@ def sizes(config: Config) -> Sizes:
     return attention_sizes(Config(values), holds=["qk norm"] + ["qkv bias"] * config.flag("attention_bias"))
 
 
-def args(config: Config) -> dict[str, Any]:
-    return gated(config, sizes, slides=config.flag("use_sliding_window"))
-
-
-TABLE = replace(llama.TABLE, sizes=sizes, args=args)
+TABLE = replace(llama.TABLE, sizes=sizes, args=partial(gated, sizes=sizes, slides="use_sliding_window"))

@@ -35,7 +35,7 @@ def sizes(config: Config) -> Sizes:
 def args(config: Config) -> dict[str, Any]:
     # Probabilities that are not normalised are those over all experts, not over the chosen ones.
     more = {"moe_router_pre_softmax": not config.flag("norm_topk_prob")}
-    return gated(config, sizes, slides=config.flag("use_sliding_window")) | more
+    return gated(config, sizes=sizes, slides="use_sliding_window") | more
 
 
 TABLE = replace(llama.TABLE, rows=llama.TABLE.rows + EXPERTS, sizes=sizes, args=args)
