@@ -52,7 +52,7 @@ def split_of(name: str, *, gated: bool, local_spec: bool = False) -> Split | Non
 
 
 def known_split(name: str, *, gated: bool, local_spec: bool = False, **where: Any) -> Split:
-    """As `split_of`; LossError for a name without a rule, which is that of the tensor `where` says no other one."""
+    """As `split_of`; LossError for a name without a rule, with what of the error is known (`where`)."""
     split = split_of(name, gated=gated, local_spec=local_spec)
     if split is None:
         what = "nothing is known of how tensor parallel ranks share this tensor"
