@@ -10,7 +10,7 @@ import shlex
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
 from functools import partial
 from itertools import islice
@@ -68,10 +68,11 @@ def upload(
     claim = below + _CLAIM
     _check_free(to, folder, claim, destination)
     check()
-    if not to.claim(claim):
-        raise _taken(destination)
     sending = _Sending(to, below, views, progress or (lambda _: None))
+    claiming, left = sending.submit(to.claim, claim), None
     try:
+        if not claiming.result():
+            raise _taken(destination)
         _check_free(to, folder, claim, destination, is_ours=True)  # another may have ended just now
         first, last = _in_order(plan.target.files)
         digests = sending.send(first, hashing)
@@ -83,17 +84,20 @@ def upload(
         for file in last:
             sending.send([file], False)
         sending.check_arrived()
+        try:
+            to.remove(claim)
+        except CkptError as error:
+            left = error
     except BaseException as error:
-        if not (sending.remove() and _is_removed(to, claim)) and isinstance(error, CkptError):
+        is_ours = claiming.exception() is None and claiming.result()  # which is waited for where Ctrl-C came first
+        if is_ours and not (sending.remove() and _is_removed(to, claim)) and isinstance(error, CkptError):
             error.hint = "; ".join(filter(None, (error.hint, f"before that, remove what was sent: {_removal(url)}")))
         raise
     finally:
         sending.close()
-    try:
-        to.remove(claim)
-    except CkptError as error:
+    if left is not None:
         what = "the output is complete, but what says that it is being written could not be removed"
-        raise StorageError(what, path=destination / _CLAIM, found=error.found, hint="remove it") from error
+        raise StorageError(what, path=destination / _CLAIM, found=left.found, hint="remove it") from left
 
 
 def _check_free(to: WritableStore, folder: str, claim: str, destination: Path, *, is_ours: bool = False) -> None:
@@ -161,6 +165,10 @@ class _Sending:
         self._sent: dict[str, int] = {}  # the size of each, by name
         self._stopping = False
         self._computing = ThreadPoolExecutor(_COMPUTING)
+
+    def submit(self, action: Callable[[str], bool], key: str) -> Future[bool]:
+        """Let a thread do something, which comes to its end where Ctrl-C strikes meanwhile."""
+        return self._computing.submit(action, key)
 
     def send(
         self, files: Sequence[TargetFile], hashing: bool, contents: Mapping[str, bytes] | None = None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -189,6 +191,23 @@ def test_credentials_that_expire_in_between(
     for key in store.unfinished():  # nobody could abort these
         (one,) = store.client.list_multipart_uploads(Bucket=BUCKET, Prefix=key)["Uploads"]
         store.client.abort_multipart_upload(Bucket=BUCKET, Key=key, UploadId=one["UploadId"])
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST"])
+def test_interrupted_while_the_claim_is_made_or_removed(store: ObjectStore, method: str) -> None:
+    """The request is done all the same, a moment later."""
+
+    def interrupt(asked: str, key: str) -> None:
+        if asked == method and (asked == "POST" or key.endswith(upload._CLAIM)):
+            store.faults.before = None
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+
+    store.faults = Faults(before=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(f"s3://{BUCKET}/interrupted/{method}")
+    time.sleep(0.5)
+    assert store.objects(f"interrupted/{method}") == {}
 
 
 def test_a_claim_that_stays_is_told(store: ObjectStore) -> None:
