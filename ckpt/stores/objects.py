@@ -9,15 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 from urllib.parse import unquote
 from uuid import uuid4
 
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
+
+T = TypeVar("T")
 
 _OBSTORE = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _HUB = "hf"
@@ -127,12 +131,14 @@ class _Obstore:
 
     def below(self, key: str) -> Iterator[Entry]:
         with self.errors(key, is_listing=True):
-            for chunk in self.lib.list(self.client, key or None, chunk_size=1000):
-                yield from map(_entry, chunk)
+            pages = iter(self.lib.list(self.client, key or None, chunk_size=1000))
+            while (page := _heard(lambda: next(pages, None))) is not None:
+                yield from map(_entry, page)
 
     def directly_in(self, key: str) -> Iterator[Entry]:
         with self.errors(key, is_listing=True):
-            yield from map(_entry, self.lib.list_with_delimiter(self.client, key or None)["objects"])
+            found = _heard(lambda: self.lib.list_with_delimiter(self.client, key or None))
+            yield from map(_entry, found["objects"])
 
     def read(self, entry: Entry, start: int, stop: int) -> memoryview:
         options: Any = {"range": (start, stop), "if_match": entry.identity}
@@ -148,7 +154,7 @@ class _Obstore:
                 raise _BrokenOffError(str(error)) from error
 
         with self.errors(entry.key):
-            return _insist(get, stop - start, _BrokenOffError)
+            return _heard(lambda: _insist(get, stop - start, _BrokenOffError))
 
     def put(self, key: str, chunks: Iterator[memoryview], size: int, part: int) -> None:
         failure: list[BaseException] = []
@@ -183,7 +189,7 @@ class _Obstore:
 
     def remove(self, key: str) -> None:
         with self.errors(key), contextlib.suppress(self.lib.exceptions.NotFoundError, FileNotFoundError):
-            self.lib.delete(self.client, key)
+            _heard(lambda: self.lib.delete(self.client, key))
 
     @contextlib.contextmanager
     def errors(self, key: str, *, is_listing: bool = False) -> Iterator[None]:
@@ -201,6 +207,22 @@ class _Obstore:
             if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
                 raise NotFoundError("there is no such store", path=self._url) from error
             raise _failed(error, url) from error
+
+
+def _heard(action: Callable[[], T]) -> T:
+    """What `action` returns.  In the main thread another one waits for it: obstore hears of no Ctrl-C meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        return action()
+    done: Future[T] = Future()
+
+    def act() -> None:
+        try:
+            done.set_result(action())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=act, daemon=True).start()
+    return done.result()
 
 
 class _BrokenOffError(OSError):

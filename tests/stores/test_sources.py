@@ -6,8 +6,10 @@ import filecmp
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -343,6 +345,23 @@ def test_faults_that_stay(store: ObjectStore, tmp_path: Path, faults: Faults) ->
     assert f"{url}/global_step2/" in str(error.value)
     assert ("expired?" in str(error.value)) == faults.expired
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["", "latest"], ids=["listing", "reading"])
+def test_ctrl_c_is_heard_while_a_store_says_nothing(store: ObjectStore, what: str) -> None:
+    url, ended = store.upload(FIXTURES / "toy-zero3", "silent"), threading.Event()
+
+    def say_nothing(_: str, key: str) -> None:
+        if key.endswith(what):
+            store.faults.before = None
+            os.kill(os.getpid(), signal.SIGINT)
+            ended.wait(30)
+
+    store.faults, start = Faults(before=say_nothing), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.open(url)
+    assert time.monotonic() - start < 10
+    ended.set()
 
 
 def test_an_object_that_is_replaced(store: ObjectStore, tmp_path: Path) -> None:
