@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +345,18 @@ def test_faults_that_stay(store: ObjectStore, tmp_path: Path, faults: Faults) ->
     assert f"{url}/global_step2/" in str(error.value)
     assert ("expired?" in str(error.value)) == faults.expired
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("faults", [Faults(slow=5, num_slow=10**6), Faults(before=lambda *_: time.sleep(5))])
+def test_a_store_that_stalls_is_given_up(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, faults: Faults) -> None:
+    """In the middle of an answer, and before it."""
+    url = store.upload(FIXTURES / "toy-zero3", "stalls")
+    monkeypatch.setitem(objects._TIMEOUT, "read_timeout", timedelta(milliseconds=50))
+    monkeypatch.setitem(objects._RETRIES, "retry_timeout", timedelta(milliseconds=200))
+    store.faults, start = faults, time.monotonic()
+    with pytest.raises(StorageError, match="the store could not be used"):
+        ckpt.open(url)
+    assert time.monotonic() - start < 4
 
 
 @pytest.mark.parametrize("what", ["", "latest"], ids=["listing", "reading"])
