@@ -99,14 +99,16 @@ class _Stored:
     """The state dict that was saved.
 
     `found` has what is stored by the numbers of `metadata`, `parts` these numbers by the first name of their paths, of
-    the optimizer's by two.  `names` tells what each name of a parameter means, `shapes` what is stored under these
-    names, `masters` which of the parameters are fp32 copies.
+    the optimizer's by two; options of param groups are in `options` instead, by parameter.  `names` tells what each
+    name of a parameter means, `shapes` what is stored under these names, `masters` which of the parameters are fp32
+    copies.
     """
 
     reading: Reading
     metadata: Metadata
     found: Sequence[Any]
     parts: Mapping[Path_, Sequence[int]]
+    options: dict[str | int, dict[str, Any]]
     rest: Mapping[str | int, Any]
     names: Mapping[str, TensorKey]
     grid: Grid
@@ -120,11 +122,15 @@ class _Stored:
         found, steps = reading.data.read(metadata), metadata.steps
         reading.data.count_ranks(folder)
         parts: dict[Path_, list[int]] = {}
+        options: dict[str | int, dict[str, Any]] = {}
         for number in metadata.order:
             path = steps[number]
-            parts.setdefault(path[: 2 if path[0] == _OPTIMIZER else 1], []).append(number)
+            if len(path) == 4 and path[1] == _GROUPS and path[0] == _OPTIMIZER and type(path[3]) is str:  # most are
+                options.setdefault(path[2], {})[path[3]] = _value(reading, found[number])
+            else:
+                parts.setdefault(path[: 2 if path[0] == _OPTIMIZER else 1], []).append(number)
         leaves = (
-            (steps[number], _value(reading, leaf) if isinstance(leaf := found[number], FoundTensor) else leaf)
+            (steps[number], _value(reading, found[number]))
             for top, numbers in parts.items()
             if top not in ((_MODEL,), (_OPTIMIZER, _STATES))
             for number in numbers
@@ -135,8 +141,8 @@ class _Stored:
         reading.native = next((dtype for name, dtype in dtypes.items() if reading.args.get(name)), None)
         grid = Grid.recorded(reading.args, folder)
         paths = ((at, steps[number]) for top, at in _NAMED.items() for number in parts.get(top, ()))
-        names = dict.fromkeys(path[at] for at, path in paths if len(path) > at)
-        return cls(reading, metadata, found, parts, rest, _meanings(map(str, names)), grid)
+        names = dict.fromkeys([*(path[at] for at, path in paths if len(path) > at), *options])
+        return cls(reading, metadata, found, parts, options, rest, _meanings(map(str, names)), grid)
 
     def under(self, *top: str | int) -> Iterator[tuple[str, Path_, Any]]:
         """Key, path and what is stored, of all that these names begin."""
@@ -162,8 +168,10 @@ def _refuse_flat(metadata: Metadata) -> None:
             )
 
 
-def _value(reading: Reading, found: FoundTensor) -> StoredTensor:
-    """A tensor of the training state, which every rank has for itself and the checkpoint has once."""
+def _value(reading: Reading, found: Any) -> Any:
+    """A value of the training state, which every rank has for itself and the checkpoint has once."""
+    if not isinstance(found, FoundTensor):
+        return found
     if len(found.placed) != 1 or found.placed[0][0] != whole(found.entry.shape):
         raise CorruptError(
             "a tensor of the training state is not stored in one piece", path=reading.folder, fqn=found.entry.key
@@ -403,11 +411,14 @@ def _note_state(stored: _Stored, found: Optimizers, key: str, name: TensorKey, s
 
 def _note_groups(stored: _Stored, found: Optimizers) -> None:
     """Parameters with the same options are a group."""
-    optimizer = stored.rest.get(_OPTIMIZER, {})
-    alike: dict[tuple[Any, ...], tuple[Mapping[Any, Any], list[str]]] = {}  # equal values are mostly one object
-    for name, described in optimizer.get(_GROUPS, {}).items():
-        if not isinstance(described, Mapping):
+    optimizer = stored.rest.get(_OPTIMIZER, {})  # values that are dicts are stored by their items
+    for name, nested in optimizer.get(_GROUPS, {}).items():
+        options = stored.options.setdefault(name, {})
+        if not isinstance(nested, Mapping) or nested.keys() & options.keys():
             raise stored.strange(f"{_OPTIMIZER}.{_GROUPS}.{name}", "the options of a param group")
+        options.update(nested)
+    alike: dict[tuple[Any, ...], tuple[dict[str, Any], list[str]]] = {}  # equal values are mostly one object
+    for name, described in stored.options.items():
         key = (*described, *map(id, described.values()))
         alike.setdefault(key, (described, []))[1].append(stored.names[str(name)].name)
     for described, names in alike.values():
