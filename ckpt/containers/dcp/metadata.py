@@ -25,6 +25,9 @@ from operator import eq
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ckpt.containers.dcp.runs import Columns, IrregularError, Runs
 from ckpt.containers.torchfile.unpickle import load_pickle
 from ckpt.containers.torchfile.values import Record
@@ -239,9 +242,7 @@ class _Parser:
         keys, descriptions = described
         if odd := {*map(type, keys)} - {str}:
             self.fault("a key of the metadata is no text", found=odd.pop().__name__)
-        numbers = dict(zip(keys, range(len(keys)), strict=True))
-        if len(numbers) < len(keys):
-            raise IrregularError
+        numbers = _Numbers(keys)
         kinds = {id(what): _kind(what) for what in {id(what): what for what in descriptions}.values()}
         rows, chunks = self._rows(root.get("storage_data"), runs, numbers)
         entries: dict[int, Entry] = {}
@@ -263,15 +264,15 @@ class _Parser:
     # -- storage -------------------------------------------------------------------------------------------------
 
     def _rows(
-        self, stored: Any, runs: Runs, numbers: Mapping[str, int]
+        self, stored: Any, runs: Runs, numbers: _Numbers
     ) -> tuple[list[int | None], dict[tuple[int, Shape], int]]:
         """The row of each item: of values by their numbers, of chunks by those of their tensors and their offsets."""
         if not isinstance(stored, Mapping):
             self.fault("the metadata does not say where anything is stored", expected="storage_data")
         self._take_places(runs)
-        rows: list[int | None] = [None] * len(numbers)
+        rows: list[int | None] = [None] * len(numbers.keys)
         chunks: dict[tuple[int, Shape], int] = {}
-        for row, (number, where) in enumerate(zip(map(numbers.get, runs.fqns), runs.wheres, strict=True)):
+        for row, (number, where) in enumerate(zip(numbers.of(runs.fqns), runs.wheres, strict=True)):
             if number is None:
                 raise IrregularError
             if where is not None:
@@ -280,14 +281,16 @@ class _Parser:
                 rows[number] = row
         if len(runs.fqns) != len(chunks) + len(rows) - rows.count(None):
             raise IrregularError
-        unknown = set()
+        fqns = []
         for index, info in stored.items():
             if not isinstance(index, Record) or index.name != "MetadataIndex" or not isinstance(info, Record):
                 self.fault("the storage data are not those of torch's file writer")
-            fqn, offset = index.get("fqn"), index.get("offset")
-            if type(fqn) is not str:
+            fqns.append(index.get("fqn"))
+            if type(fqns[-1]) is not str:
                 self.fault("a key of the storage data is no text")
-            row, number = len(self.places.paths), numbers.get(fqn)
+        unknown = set()
+        for fqn, number, (index, info) in zip(fqns, numbers.of(fqns), stored.items(), strict=True):
+            row, offset = len(self.places.paths), index.get("offset")
             where = None if offset is None else self._numbers(offset, fqn, "an offset")
             if number is None:
                 is_known = (fqn, where) in unknown
@@ -400,7 +403,7 @@ class _Parser:
     # -- paths ---------------------------------------------------------------------------------------------------
 
     def _paths(
-        self, recorded: Columns | None, keys: Sequence[str], numbers: Mapping[str, int]
+        self, recorded: Columns | None, keys: Sequence[str], numbers: _Numbers
     ) -> tuple[list[Path_] | None, Sequence[int]]:
         """Every key's path, None where none is recorded and all stand at the top; and the order that is recorded.
 
@@ -410,7 +413,7 @@ class _Parser:
         order = []
         if recorded is not None:
             are_spelled = _spell(recorded)
-            for number, key, steps in zip(map(numbers.get, recorded.keys), *recorded, strict=True):
+            for number, key, steps in zip(numbers.of(recorded.keys), *recorded, strict=True):
                 if number is None:
                     continue
                 if not are_spelled:
@@ -435,6 +438,39 @@ class _Parser:
             self.fault("the path of a value in the state dict is damaged", key)
         path: Path_ = steps
         return path
+
+
+class _Numbers:
+    """Where each of many texts is in a list: those of a million are sorted in a quarter of the time of a dict."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        """IrregularError where one is there twice."""
+        hashes = _hashes(keys)
+        self.keys = keys
+        self._order = np.argsort(hashes)
+        self._hashes = hashes[self._order]
+        self._known: dict[str, int] | None = None
+        if (self._hashes[1:] == self._hashes[:-1]).any():  # by chance, perhaps
+            self._known = dict(zip(keys, range(len(keys)), strict=True))
+            if len(self._known) < len(keys):
+                raise IrregularError
+
+    def of(self, texts: Sequence[str]) -> list[int | None]:
+        """The number of each text; None where it is not in the list."""
+        if self._known is not None or not self.keys:
+            return [*map((self._known or {}).get, texts)]
+        hashes = _hashes(texts)
+        order, found = np.argsort(hashes), np.empty(len(hashes), np.int64)
+        places = np.searchsorted(self._hashes, hashes[order])
+        found[order] = self._order[np.minimum(places, len(self.keys) - 1)]
+        numbers: list[int] = found.tolist()
+        if all(map(eq, map(self.keys.__getitem__, numbers), texts)):
+            return list(numbers)
+        return [number if self.keys[number] == text else None for number, text in zip(numbers, texts, strict=True)]
+
+
+def _hashes(texts: Sequence[str]) -> NDArray[np.int64]:
+    return np.fromiter(map(hash, texts), np.int64, len(texts))
 
 
 def _columns(found: Any) -> Columns | None:

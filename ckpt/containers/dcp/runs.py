@@ -363,9 +363,7 @@ def _values(memo: _Memo, base: int, steps: Sequence[bytes], new: _Counts, places
     said: Sequence[bytes] = ()
     if new:
         said = steps if isinstance(new, int) else list(compress(steps, new))
-        texts = [step[2:-1].decode("ascii") for step in said]
-        if [len(text) for text in texts] != [step[1] for step in said]:
-            raise IrregularError
+        texts = _texts(said)
         memo.add(base, places if isinstance(new, int) else list(compress(places, new)), texts)
         if isinstance(new, int):
             return texts
@@ -379,6 +377,16 @@ def _values(memo: _Memo, base: int, steps: Sequence[bytes], new: _Counts, places
         return [known[steps[0]]] * len(steps) if len(known) == 1 else [known[step] for step in steps]
     made = iter(texts)
     return [next(made) if is_new else known[step] for step, is_new in zip(steps, new, strict=True)]
+
+
+def _texts(steps: Sequence[bytes]) -> list[str]:
+    """The texts that these steps push.  IrregularError for one of another length than it says."""
+    times = len(steps) if steps.count(steps[0]) == len(steps) else 1  # names of files are alike
+    steps = steps[:1] if times > 1 else steps
+    texts = [step[2:-1].decode("ascii") for step in steps]
+    if bytes(map(len, texts)) != bytes(map(itemgetter(1), steps)):
+        raise IrregularError
+    return texts * times
 
 
 def _as_names(values: list[Any]) -> list[str]:
