@@ -20,8 +20,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress, repeat
 from math import prod
-from operator import eq
+from operator import eq, is_not
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -50,6 +51,7 @@ _Described = tuple[DType, Shape, dict[Box, float]]
 _MAX_DIMS = 64
 _MAX_DEPTH = 32
 _MODULE = "torch.distributed.checkpoint."
+_TENSOR = "TensorStorageMetadata"
 
 
 class Place(NamedTuple):
@@ -102,7 +104,7 @@ class Entry:
 class Metadata:
     """What one or several metadata files say, of the values and tensors of a state dict, which have numbers from 0 on.
 
-    Of each, `keys` has its key, `steps` its path, and `rows` that of its item where it is no tensor; `entries` are the
+    Of each, `keys` has its key, `steps` its path, and `rows` that of its item, -1 for a tensor; `entries` are the
     tensors.  Items of `places` that are of none of these have no elements.  `order` has all numbers as the state dict
     has them, where that is known; `is_nested` says that paths are recorded.
     """
@@ -110,7 +112,7 @@ class Metadata:
     path: str
     keys: list[str]
     steps: list[Path_]
-    rows: list[int | None]
+    rows: list[int]
     entries: dict[int, Entry]
     order: Sequence[int]
     is_nested: bool
@@ -129,7 +131,7 @@ class Metadata:
         numbers: list[int | None] = [None] * len(self.places.paths)
         boxes, replicas = {}, set()
         for number, row in enumerate(self.rows):
-            if row is not None:
+            if row >= 0:
                 numbers[row] = number
         for number, entry in self.entries.items():
             for box, row in entry.chunks.items():
@@ -194,7 +196,7 @@ def _merge(first: Metadata, other: Metadata) -> None:
         if mine == len(first.keys):
             first.keys.append(key)
             first.steps.append(steps)
-            first.rows.append(None if row is None else before + row)
+            first.rows.append(-1 if row < 0 else before + row)
             first.order.append(mine)
             if entry is not None:
                 first.entries[mine] = entry
@@ -244,17 +246,22 @@ class _Parser:
             self.fault("a key of the metadata is no text", found=odd.pop().__name__)
         numbers = _Numbers(keys)
         kinds = {id(what): _kind(what) for what in {id(what): what for what in descriptions}.values()}
+        if strange := set(kinds.values()) - {_TENSOR, "BytesStorageMetadata"}:
+            key, kind = next(
+                (key, kind) for key, what in zip(*described, strict=True) if (kind := kinds[id(what)]) in strange
+            )
+            self.fault("the metadata describes something that is no tensor and no value", key, found=kind)
         rows, chunks = self._rows(root.get("storage_data"), runs, numbers)
-        entries: dict[int, Entry] = {}
-        for number, (key, what) in enumerate(zip(keys, descriptions, strict=True)):
-            kind = kinds[id(what)]
-            if kind == "TensorStorageMetadata":
-                entries[number] = self._entry(number, key, self._described(key, what), chunks)
-                rows[number] = None
-            elif kind != "BytesStorageMetadata":
-                self.fault("the metadata describes something that is no tensor and no value", key, found=kind)
-            elif rows[number] is None:
-                self.fault("a part is stored nowhere", key, expected="a place for the part")
+        tensors = [number for number, what in enumerate(descriptions) if kinds[id(what)] == _TENSOR]
+        entries = {
+            number: self._entry(number, keys[number], self._described(keys[number], descriptions[number]), chunks)
+            for number in tensors
+        }
+        for number in tensors:
+            rows[number] = -1
+        if rows.count(-1) > len(tensors):
+            without = next(number for number, row in enumerate(rows) if row < 0 and number not in entries)
+            self.fault("a part is stored nowhere", keys[without], expected="a place for the part")
         steps, order = self._paths(_columns(root.get("planner_data")), keys, numbers)
         is_nested = steps is not None
         return Metadata(
@@ -263,23 +270,20 @@ class _Parser:
 
     # -- storage -------------------------------------------------------------------------------------------------
 
-    def _rows(
-        self, stored: Any, runs: Runs, numbers: _Numbers
-    ) -> tuple[list[int | None], dict[tuple[int, Shape], int]]:
+    def _rows(self, stored: Any, runs: Runs, numbers: _Numbers) -> tuple[list[int], dict[tuple[int, Shape], int]]:
         """The row of each item: of values by their numbers, of chunks by those of their tensors and their offsets."""
         if not isinstance(stored, Mapping):
             self.fault("the metadata does not say where anything is stored", expected="storage_data")
         self._take_places(runs)
-        rows: list[int | None] = [None] * len(numbers.keys)
-        chunks: dict[tuple[int, Shape], int] = {}
-        for row, (number, where) in enumerate(zip(numbers.of(runs.fqns), runs.wheres, strict=True)):
-            if number is None:
-                raise IrregularError
-            if where is not None:
-                chunks[number, where] = row
-            elif rows[number] is None:
-                rows[number] = row
-        if len(runs.fqns) != len(chunks) + len(rows) - rows.count(None):
+        found = numbers.of(runs.fqns)
+        is_chunk = np.fromiter(map(is_not, runs.wheres, repeat(None)), bool, len(found))
+        of_chunks, of_values = np.flatnonzero(is_chunk), np.flatnonzero(~is_chunk)
+        places = np.full(len(numbers.keys), -1)
+        places[found[of_values]] = of_values
+        rows: list[int] = places.tolist()
+        wheres = compress(runs.wheres, is_chunk)
+        chunks = dict(zip(zip(found[of_chunks].tolist(), wheres, strict=True), of_chunks.tolist(), strict=True))
+        if (found < 0).any() or len(found) != len(chunks) + len(rows) - rows.count(-1):
             raise IrregularError
         fqns = []
         for index, info in stored.items():
@@ -289,14 +293,14 @@ class _Parser:
             if type(fqns[-1]) is not str:
                 self.fault("a key of the storage data is no text")
         unknown = set()
-        for fqn, number, (index, info) in zip(fqns, numbers.of(fqns), stored.items(), strict=True):
+        for fqn, number, (index, info) in zip(fqns, numbers.of(fqns).tolist(), stored.items(), strict=True):
             row, offset = len(self.places.paths), index.get("offset")
             where = None if offset is None else self._numbers(offset, fqn, "an offset")
-            if number is None:
+            if number < 0:
                 is_known = (fqn, where) in unknown
                 unknown.add((fqn, where))
             elif where is None:
-                is_known = rows[number] is not None
+                is_known = rows[number] >= 0
                 rows[number] = row
             else:
                 is_known = chunks.setdefault((number, where), row) != row
@@ -410,11 +414,11 @@ class _Parser:
         A key is its path's steps with dots between them (torch 2.13, `distributed/checkpoint/_nested_dict.py`).
         """
         found: list[Any] = [None] * len(keys)
-        order = []
+        order: list[int] = []
         if recorded is not None:
             are_spelled = _spell(recorded)
-            for number, key, steps in zip(numbers.of(recorded.keys), *recorded, strict=True):
-                if number is None:
+            for number, key, steps in zip(numbers.of(recorded.keys).tolist(), *recorded, strict=True):
+                if number < 0:
                     continue
                 if not are_spelled:
                     steps = self._steps(key, steps)
@@ -455,18 +459,16 @@ class _Numbers:
             if len(self._known) < len(keys):
                 raise IrregularError
 
-    def of(self, texts: Sequence[str]) -> list[int | None]:
-        """The number of each text; None where it is not in the list."""
+    def of(self, texts: Sequence[str]) -> NDArray[np.int64]:
+        """The number of each text; -1 where it is not in the list."""
         if self._known is not None or not self.keys:
-            return [*map((self._known or {}).get, texts)]
+            return np.array([(self._known or {}).get(text, -1) for text in texts], np.int64)
         hashes = _hashes(texts)
         order, found = np.argsort(hashes), np.empty(len(hashes), np.int64)
         places = np.searchsorted(self._hashes, hashes[order])
         found[order] = self._order[np.minimum(places, len(self.keys) - 1)]
-        numbers: list[int] = found.tolist()
-        if all(map(eq, map(self.keys.__getitem__, numbers), texts)):
-            return list(numbers)
-        return [number if self.keys[number] == text else None for number, text in zip(numbers, texts, strict=True)]
+        same = np.fromiter(map(eq, map(self.keys.__getitem__, found.tolist()), texts), bool, len(found))
+        return np.where(same, found, -1)
 
 
 def _hashes(texts: Sequence[str]) -> NDArray[np.int64]:

@@ -185,10 +185,10 @@ class Runs:
         keys, blobs = zip(*rows, strict=True)
         if not self._know(machine, blobs):
             return at
-        values = [self._values[blob] for blob in blobs]
-        (names,) = self._resolved(machine, keys, [count for _, count in values])
+        values, counts = self._made(blobs)
+        (names,) = self._resolved(machine, keys, counts)
         taken.keys.extend(_as_names(names))
-        taken.values.extend(map(itemgetter(0), values))
+        taken.values.extend(values)
         return end
 
     def _take_paths(self, machine: Machine, at: int, taken: Columns) -> int:
@@ -213,12 +213,11 @@ class Runs:
         keys, wheres, files, offsets, lengths = zip(*rows, strict=True)
         if not self._know(machine, wheres):
             return at
-        known = [self._values[where] for where in wheres]
+        corners, counts = self._made(wheres)
         # Each of the two objects is in the memo, and so is its dict.
-        counts = [count + 2 for _, count in known] if any(wheres) else 2
-        fqns, names = self._resolved(machine, 2, keys, counts, files)
+        fqns, names = self._resolved(machine, 2, keys, counts, 2, files)
         self.fqns += _as_names(fqns)
-        self.wheres += map(itemgetter(0), known)
+        self.wheres += corners
         self.files += _as_names(names)
         self.offsets += _numbers(offsets)
         self.lengths += _numbers(lengths)
@@ -253,6 +252,14 @@ class Runs:
                 del machine.memo[index]
             self._values[code] = value, count
         return True
+
+    def _made(self, codes: Sequence[bytes]) -> tuple[list[Any], _Counts]:
+        """What each of these pieces of code makes, and how many entries of the memo with it."""
+        if codes.count(codes[0]) == len(codes):
+            value, count = self._values[codes[0]]
+            return [value] * len(codes), count
+        values, counts = zip(*map(self._values.__getitem__, codes), strict=True)
+        return list(values), counts
 
     def _resolved(self, machine: Machine, *parts: Sequence[Any] | int) -> list[list[Any]]:
         """The values of the columns of steps among `parts`, whose others say how many entries of the memo come between.

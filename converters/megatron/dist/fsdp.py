@@ -190,10 +190,8 @@ def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
         parts[name] = (match["name"], "wv".index(match["half"])) if match else (bare, None)
     own = {bare for bare, _ in parts.values()}
     kinds, spelling = layer_kinds(own), Spelling.of_names(own)
-    return {
-        name: TensorKey(spelling.canonical(bare, kinds.get(split_layer(bare)[0]), 0, 0), half=half)
-        for name, (bare, half) in parts.items()
-    }
+    canonical = {bare: spelling.canonical(bare, kinds.get(split_layer(bare)[0]), 0, 0) for bare in own}
+    return {name: TensorKey(canonical[bare], half=half) for name, (bare, half) in parts.items()}
 
 
 # -- the model -----------------------------------------------------------------------------------------------
