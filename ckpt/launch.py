@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -18,6 +19,8 @@ from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.move.group import LAUNCHERS, Alone, TorchGroup
 
 _JOINING = timedelta(minutes=5)  # that processes wait for each other to start
+_TELLING = timedelta(seconds=5)  # that an error waits for the first process to have told it
+_TOLD = "ckpt/told"
 _PORT = 29500  # as torchrun's default
 _LAST_PORT = 65535
 
@@ -85,19 +88,31 @@ def joined(start: Launch | None) -> Iterator[Alone]:
         yield Alone()
         return
     try:
-        distributed, group = _join(start)
+        distributed, store, group = _join(start)
     except CkptError:
         sys.stderr = sys.__stderr__ or sys.stderr  # each tells by itself what keeps it apart from the first
         raise
     try:
         with group:
             yield group
+    except CkptError:
+        _let_the_first_tell(store, start.rank)
+        raise
     finally:
         with contextlib.suppress(RuntimeError):
             distributed.destroy_process_group()
 
 
-def _join(start: Launch) -> tuple[Any, TorchGroup]:
+def _let_the_first_tell(store: Any, rank: int) -> None:
+    """Let the first process, which prints what is wrong for all, end before the others: launchers kill those left."""
+    if rank == 0:
+        atexit.register(store.set, _TOLD, "")
+        return
+    with contextlib.suppress(RuntimeError):  # it is gone, and the store with it
+        store.wait([_TOLD], _TELLING)
+
+
+def _join(start: Launch) -> tuple[Any, Any, TorchGroup]:
     alone = f"where one process is to do it by itself, start it without {' and '.join(start.variables)}"
     for what, number, last in (("rank", start.rank, start.size - 1), ("port", start.port, _LAST_PORT)):
         if number > last:
@@ -129,7 +144,7 @@ def _join(start: Launch) -> tuple[Any, TorchGroup]:
         store, rank, size = next(distributed.rendezvous("env://", timeout=_JOINING))
         store = distributed.PrefixStore(_attempt(store, rank, size), store)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_JOINING)
-        return distributed, TorchGroup(distributed, store)
+        return distributed, store, TorchGroup(distributed, store)
     except RuntimeError as error:
         raise StorageError(
             "the processes did not find each other",
