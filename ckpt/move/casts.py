@@ -24,8 +24,8 @@ _RAW: dict[int, np.dtype] = {
     16: np.dtype("V16"),
 }
 
-#: Elements per step.  Its temporaries stay in the processor's cache; of smaller ones two threads do no more than one, as
-#: each takes and gives back the interpreter's lock (2 cores, 1 MB of L2 each: 0.27 ns an element, 0.55 at 1 << 16).
+#: Elements per step.  Its temporaries stay in the processor's cache; of smaller ones two threads do no more than one,
+#: as each takes and gives back the interpreter's lock (2 cores, 1 MB of L2 each: 0.27 ns an element, 0.55 at 1 << 16).
 _CACHE_SIZED = 1 << 18
 
 
