@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckpt.containers.dcp import metadata
-from ckpt.containers.dcp.metadata import Metadata, read_metadata
+from ckpt.containers.dcp.metadata import Metadata, _Numbers, read_metadata
 from ckpt.containers.dcp.runs import IrregularError, Runs
 from ckpt.errors import CkptError
 from tests.support.engines import REPOSITORY
@@ -137,7 +138,24 @@ def saved(draw: st.DrawFn) -> dcp.Metadata:
 def test_whatever_is_saved(saved: dcp.Metadata, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("saved")
     (folder / ".metadata").write_bytes(pickled(saved))
-    assert_alike(read_metadata(folder), by_machine(folder))
+    expected = by_machine(folder)
+    assert_alike(read_metadata(folder), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "_MANY", 1)  # numbers are found in arrays
+        assert_alike(read_metadata(folder), expected)
+
+
+@pytest.mark.parametrize("is_alike", [False, True])
+def test_numbers_of_keys(monkeypatch: pytest.MonkeyPatch, is_alike: bool) -> None:
+    """In arrays as in a dict, also of texts that are not there, and where all hashes are alike by chance."""
+    monkeypatch.setattr(metadata, "_MANY", 1)
+    if is_alike:
+        monkeypatch.setattr(metadata, "_hashes", lambda texts: np.zeros(len(texts), np.int64))
+    keys = [f"layers.{n * 7919 % 1000}.weight" for n in range(1000)]
+    asked = [*keys[::-3], "", "layers.1000.weight", "layers.3", *keys[:5]]
+    assert _Numbers(keys).of(asked) == [keys.index(one) if one in keys else -1 for one in asked]
+    with pytest.raises(IrregularError):
+        _Numbers([*keys, keys[7]])
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:

@@ -20,14 +20,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, repeat
 from math import prod
-from operator import eq, is_not
+from operator import eq
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ckpt.containers.dcp.runs import Columns, IrregularError, Runs
 from ckpt.containers.torchfile.unpickle import load_pickle
@@ -36,6 +32,10 @@ from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Shape
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 METADATA = ".metadata"
 PER_RANK = re.compile(r"__(\d+)\.metadata")
@@ -52,6 +52,7 @@ _MAX_DIMS = 64
 _MAX_DEPTH = 32
 _MODULE = "torch.distributed.checkpoint."
 _TENSOR = "TensorStorageMetadata"
+_MANY = 50_000  # keys from which on numpy is worth its import
 
 
 class Place(NamedTuple):
@@ -275,15 +276,16 @@ class _Parser:
         if not isinstance(stored, Mapping):
             self.fault("the metadata does not say where anything is stored", expected="storage_data")
         self._take_places(runs)
-        found = numbers.of(runs.fqns)
-        is_chunk = np.fromiter(map(is_not, runs.wheres, repeat(None)), bool, len(found))
-        of_chunks, of_values = np.flatnonzero(is_chunk), np.flatnonzero(~is_chunk)
-        places = np.full(len(numbers.keys), -1)
-        places[found[of_values]] = of_values
-        rows: list[int] = places.tolist()
-        wheres = compress(runs.wheres, is_chunk)
-        chunks = dict(zip(zip(found[of_chunks].tolist(), wheres, strict=True), of_chunks.tolist(), strict=True))
-        if (found < 0).any() or len(found) != len(chunks) + len(rows) - rows.count(-1):
+        rows = [-1] * len(numbers.keys)
+        chunks: dict[tuple[int, Shape], int] = {}
+        for row, (number, where) in enumerate(zip(numbers.of(runs.fqns), runs.wheres, strict=True)):
+            if number < 0:
+                raise IrregularError
+            if where is None:
+                rows[number] = row
+            else:
+                chunks[number, where] = row
+        if len(runs.fqns) != len(chunks) + len(rows) - rows.count(-1):
             raise IrregularError
         fqns = []
         for index, info in stored.items():
@@ -293,7 +295,7 @@ class _Parser:
             if type(fqns[-1]) is not str:
                 self.fault("a key of the storage data is no text")
         unknown = set()
-        for fqn, number, (index, info) in zip(fqns, numbers.of(fqns).tolist(), stored.items(), strict=True):
+        for fqn, number, (index, info) in zip(fqns, numbers.of(fqns), stored.items(), strict=True):
             row, offset = len(self.places.paths), index.get("offset")
             where = None if offset is None else self._numbers(offset, fqn, "an offset")
             if number < 0:
@@ -417,7 +419,7 @@ class _Parser:
         order: list[int] = []
         if recorded is not None:
             are_spelled = _spell(recorded)
-            for number, key, steps in zip(numbers.of(recorded.keys).tolist(), *recorded, strict=True):
+            for number, key, steps in zip(numbers.of(recorded.keys), *recorded, strict=True):
                 if number < 0:
                     continue
                 if not are_spelled:
@@ -449,29 +451,38 @@ class _Numbers:
 
     def __init__(self, keys: Sequence[str]) -> None:
         """IrregularError where one is there twice."""
-        hashes = _hashes(keys)
         self.keys = keys
-        self._order = np.argsort(hashes)
-        self._hashes = hashes[self._order]
         self._known: dict[str, int] | None = None
-        if (self._hashes[1:] == self._hashes[:-1]).any():  # by chance, perhaps
+        if len(keys) >= _MANY:
+            import numpy as np
+
+            hashes = _hashes(keys)
+            self._order = np.argsort(hashes)
+            self._hashes = hashes[self._order]
+        if len(keys) < _MANY or (self._hashes[1:] == self._hashes[:-1]).any():  # by chance, perhaps
             self._known = dict(zip(keys, range(len(keys)), strict=True))
             if len(self._known) < len(keys):
                 raise IrregularError
 
-    def of(self, texts: Sequence[str]) -> NDArray[np.int64]:
+    def of(self, texts: Sequence[str]) -> list[int]:
         """The number of each text; -1 where it is not in the list."""
-        if self._known is not None or not self.keys:
-            return np.array([(self._known or {}).get(text, -1) for text in texts], np.int64)
+        if self._known is not None:
+            return [self._known.get(text, -1) for text in texts]
+        import numpy as np
+
         hashes = _hashes(texts)
         order, found = np.argsort(hashes), np.empty(len(hashes), np.int64)
         places = np.searchsorted(self._hashes, hashes[order])
         found[order] = self._order[np.minimum(places, len(self.keys) - 1)]
-        same = np.fromiter(map(eq, map(self.keys.__getitem__, found.tolist()), texts), bool, len(found))
-        return np.where(same, found, -1)
+        numbers: list[int] = found.tolist()
+        if all(map(eq, map(self.keys.__getitem__, numbers), texts)):
+            return numbers
+        return [number if self.keys[number] == text else -1 for number, text in zip(numbers, texts, strict=True)]
 
 
 def _hashes(texts: Sequence[str]) -> NDArray[np.int64]:
+    import numpy as np
+
     return np.fromiter(map(hash, texts), np.int64, len(texts))
 
 
