@@ -115,7 +115,7 @@ class Metadata:
     steps: list[Path_]
     rows: list[int]
     entries: dict[int, Entry]
-    order: Sequence[int]
+    order: list[int]
     is_nested: bool
     places: Places
 
@@ -163,8 +163,9 @@ def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.
     if not names:
         raise IncompleteError("the metadata is missing: the save was not finished", path=folder, expected=METADATA)
     merged = _read(folder, names[0], classes)
+    numbers = {key: number for number, key in enumerate(merged.keys)}
     for name in names[1:]:
-        _merge(merged, _read(folder, name, classes))
+        _merge(merged, numbers, _read(folder, name, classes))
     return merged
 
 
@@ -183,17 +184,18 @@ def _read(folder: Path, name: str, classes: tuple[str, ...]) -> Metadata:
         return _Parser(folder, path).parse(load_pickle(path), classes, Runs())
 
 
-def _merge(first: Metadata, other: Metadata) -> None:
-    """Add what another rank has saved.  The same chunk again is a replica; of plain values the first rank's stay."""
+def _merge(first: Metadata, numbers: dict[str, int], other: Metadata) -> None:
+    """Add what another rank has saved; `numbers` are those of the keys of `first`.
+
+    The same chunk again is a replica; of plain values the first rank's stay.
+    """
     before = len(first.places.paths)
     first.places += other.places
-    known = {key: number for number, key in enumerate(first.keys)}
-    first.order = [*first.order]
     for number, key, steps in other.paths():
         row, entry = other.rows[number], other.entries.get(number)
         if entry is not None:
             entry.chunks = {box: before + row for box, row in entry.chunks.items()}
-        mine = known.setdefault(key, len(first.keys))
+        mine = numbers.setdefault(key, len(first.keys))
         if mine == len(first.keys):
             first.keys.append(key)
             first.steps.append(steps)
@@ -410,7 +412,7 @@ class _Parser:
 
     def _paths(
         self, recorded: Columns | None, keys: Sequence[str], numbers: _Numbers
-    ) -> tuple[list[Path_] | None, Sequence[int]]:
+    ) -> tuple[list[Path_] | None, list[int]]:
         """Every key's path, None where none is recorded and all stand at the top; and the order that is recorded.
 
         A key is its path's steps with dots between them (torch 2.13, `distributed/checkpoint/_nested_dict.py`).
@@ -429,7 +431,7 @@ class _Parser:
                 found[number] = steps
                 order.append(number)
         if not order:
-            return None, range(len(keys))
+            return None, list(range(len(keys)))
         if None in found:
             self.fault("a value has no path in the state dict, and others have one", keys[found.index(None)])
         if len(order) > len(keys):
