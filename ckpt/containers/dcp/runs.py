@@ -84,7 +84,7 @@ _ANY_PLACE = _place_form({name: rb"(?P<%b>%b)" % (name, _REF) for name in _NAMED
 
 
 class Columns(NamedTuple):
-    """The items of a dict: numbers side by side, as there may be a million."""
+    """The items of a dict, side by side, as there may be a million."""
 
     keys: list[Any]
     values: list[Any]
@@ -255,7 +255,7 @@ class Runs:
 
     def _made(self, codes: Sequence[bytes]) -> tuple[list[Any], _Counts]:
         """What each of these pieces of code makes, and how many entries of the memo with it."""
-        if codes.count(codes[0]) == len(codes):
+        if _are_alike(codes):
             value, count = self._values[codes[0]]
             return [value] * len(codes), count
         values, counts = zip(*map(self._values.__getitem__, codes), strict=True)
@@ -335,9 +335,13 @@ def _rows(form: re.Pattern[bytes], data: bytes, at: int) -> tuple[list[Any], int
     return rows, found.end() if found else at
 
 
+def _are_alike(codes: Sequence[bytes]) -> bool:
+    return codes.count(codes[0]) == len(codes)
+
+
 def _new(steps: Sequence[bytes]) -> _Counts:
     """Which of the steps push a new text; 1 if all do, 0 if none does."""
-    kinds = {steps[0][:1]} if steps.count(steps[0]) == len(steps) else {step[:1] for step in steps}
+    kinds = {steps[0][:1]} if _are_alike(steps) else {step[:1] for step in steps}
     if len(kinds) == 1 or _NEW not in kinds:
         return int(_NEW in kinds)
     return [step[:1] == _NEW for step in steps]
@@ -388,7 +392,7 @@ def _values(memo: _Memo, base: int, steps: Sequence[bytes], new: _Counts, places
 
 def _texts(steps: Sequence[bytes]) -> list[str]:
     """The texts that these steps push.  IrregularError for one of another length than it says."""
-    times = len(steps) if steps.count(steps[0]) == len(steps) else 1  # names of files are alike
+    times = len(steps) if _are_alike(steps) else 1  # names of files are
     steps = steps[:1] if times > 1 else steps
     texts = [step[2:-1].decode("ascii") for step in steps]
     if bytes(map(len, texts)) != bytes(map(itemgetter(1), steps)):
