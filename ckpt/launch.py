@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -106,10 +106,15 @@ def joined(start: Launch | None) -> Iterator[Alone]:
 def _let_the_first_tell(store: Any, rank: int) -> None:
     """Let the first process, which prints what is wrong for all, end before the others: launchers kill those left."""
     if rank == 0:
-        atexit.register(store.set, _TOLD, "")
-        return
-    with contextlib.suppress(RuntimeError):  # it is gone, and the store with it
-        store.wait([_TOLD], _TELLING)
+        atexit.register(_if_there, store.set, _TOLD, "")
+    else:
+        _if_there(store.wait, [_TOLD], _TELLING)
+
+
+def _if_there(ask: Callable[..., object], *what: object) -> None:
+    """Ask a store that may be gone, with the process that it was in."""
+    with contextlib.suppress(RuntimeError):
+        ask(*what)
 
 
 def _join(start: Launch) -> tuple[Any, Any, TorchGroup]:

@@ -73,7 +73,8 @@ def execute(
         num_done = sum(length for pieces in done.values() for _, length in pieces)
         progress(num_done if is_first else 0)
         hashed = journal.add if journal is not None else lambda *_: None
-        num_here = group.gather(_node()).count(_node())
+        node = _node()
+        num_here = group.gather(node).count(node)
         workers = Workers(resources, progress, hashing=hashing, hashed=hashed, num_here=num_here)
 
         def last() -> list[Output]:
