@@ -359,10 +359,12 @@ class Workers:
                 self._to_hash.put((output, None))
 
     def _turn(self, batch: Batch, sources: OpenFiles) -> blocks.Turn:
-        """What to hold while `batch` is carried out.  A disk is at work for those who wait for it."""
-        if not batch.is_cast or standins.in_use():
+        """What to hold while `batch` is carried out.  Those who wait for a disk, or a store, let others cast."""
+        if not batch.is_cast:
             return contextlib.nullcontext()
         for path, offset, size in batch.reads():
+            if standins.is_standin(path):
+                return contextlib.nullcontext()
             if size >= _ASKED:
                 blocks.ask_for(blocks.descriptor_of(sources, path), offset, size)
         return self._casting

@@ -29,12 +29,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ckpt.errors import CorruptError, StorageError, UsageError
-from ckpt.move import blocks, casts, files, run
+from ckpt.move import blocks, casts, files, run, standins
 from ckpt.move import workers as threads
 from ckpt.move.blocks import Batch, CopyBatch
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, Staging
 from ckpt.move.journal import JOURNAL
+from ckpt.move.ranges import Ranges
 from ckpt.move.run import execute
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Checkpoint, Slot, SourceFile, Target, TargetFile
@@ -565,6 +566,7 @@ class TestMemory:
         monkeypatch.setattr(blocks, "cast_bits", watched)
         monkeypatch.setattr(blocks, "_BATCH", 8 << 10)
         monkeypatch.setattr(threads, "num_cores", lambda: cores)
+        monkeypatch.setitem(standins._behind, (0, 0), Ranges(0, lambda *_: memoryview(b"")))  # of a store, elsewhere
         execute(case.plan, tmp_path / "out", resources=Resources(workers=8))
         case.assert_written(tmp_path / "out")
         assert 1 <= most[0] <= cores

@@ -61,6 +61,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
         saved = steps()
         go_on("1")
         cluster.ask("scancel", urgent)
+        cluster.wait_for_state(urgent, "CANCELLED")  # and its node free, else the job is requeued on its own one
         with cluster.configured(KillWait=5):
             cluster.ask("scancel", "--signal=USR1", number)  # as Slurm does ahead of the limit, to all ranks
             wait_for_requeue("2")
