@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt import api
 from ckpt.errors import LossError, NotFoundError, UsageError
 from ckpt.move.lazy import LazyTensor
-from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, TRANSFORMERS, WEIGHT, Checkpoint
+from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MODEL_ROLES, TRANSFORMERS, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import CAST_SOURCES, choose
 from ckpt.plan.tensors import Tensor
@@ -43,7 +43,7 @@ def load_into(
     named = _under_the_names_of(checkpoint, wanted)
     missing = [fqn for fqn in wanted if stored_for(named, fqn, None) is None]
     known = {named.ties.get(fqn, fqn) for fqn in wanted} | wanted.keys()
-    extra = sorted({fqn for fqn, role in named.tensors if role in (WEIGHT, MASTER, BUFFER)} - known)
+    extra = sorted({fqn for fqn, role in named.tensors if role in MODEL_ROLES} - known)
     if ((missing or extra) and strict) or len(missing) == len(wanted):
         raise LossError(
             "the checkpoint and the model do not have the same tensors",

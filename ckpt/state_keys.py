@@ -17,7 +17,7 @@ from typing import Any
 from ckpt import registry
 from ckpt.containers.dcp.write import AliasOf, Sharded
 from ckpt.errors import LossError
-from ckpt.plan.checkpoint import BUFFER, MASTER, OWN, WEIGHT, Checkpoint
+from ckpt.plan.checkpoint import MODEL_ROLES, OWN, Checkpoint
 
 Path = tuple[Any, ...]
 _PARAMS = "params"
@@ -132,7 +132,7 @@ class StateKeys:
 
 
 def _is_parameter(leaf: Sharded) -> bool:
-    return leaf.key[1] in (WEIGHT, MASTER, BUFFER)
+    return leaf.key[1] in MODEL_ROLES
 
 
 def state_keys(checkpoint: Checkpoint, model: str, optimizer: str) -> StateKeys:

@@ -33,7 +33,7 @@ from ckpt.loading import stored_for
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import read_box_into
-from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, TRANSFORMERS, WEIGHT, Checkpoint, Key
+from ckpt.plan.checkpoint import HUB, MODEL_ROLES, TRANSFORMERS, Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, FLOAT32, DType
 from ckpt.plan.namespace import TORCHTITAN
 from ckpt.plan.planner import check_source
@@ -316,12 +316,12 @@ class _Reading:
 
     def _stored(self, key: Key, asked: DType | None) -> Tensor:
         fqn, role = key
-        is_parameter = role in (WEIGHT, MASTER, BUFFER)
+        is_parameter = role in MODEL_ROLES
         found = stored_for(self._keys.checkpoint, fqn, asked if asked in FLOATS else None) if is_parameter else None
         found = found or self._keys.checkpoint.tensors[key]
-        if (found.fqn, found.role) not in self._checked:
+        if found.key not in self._checked:
             check_source(found)
-            self._checked.add((found.fqn, found.role))
+            self._checked.add(found.key)
             if asked in FLOATS and asked != found.dtype and asked.itemsize <= found.dtype.itemsize:
                 kind = "parameters" if is_parameter else f"states {role}"
                 if not is_parameter or found.dtype != FLOAT32:  # the weight is what its float32 master rounds to

@@ -13,7 +13,7 @@ from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
 from ckpt.move import standins
 from ckpt.move.files import translate_os_errors
 from ckpt.move.lazy import LazyTensor
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
+from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.run_folder.runs import run_below
@@ -187,7 +187,7 @@ def own_base(adapter: Adapter) -> Checkpoint | None:
     tensors: dict[Key, Tensor] = {}
     for (fqn, role), tensor in checkpoint.tensors.items():
         name = parse_name(fqn)
-        if name.kind == names.BASE and role in (WEIGHT, MASTER, BUFFER):
+        if name.kind == names.BASE and role in MODEL_ROLES:
             tensors[name.module, role] = tensor.renamed(name.module)
     adapted = {name.module for name in map(parse_name, adapter.factors) if name.kind != names.BASE}
     present = {fqn.rpartition(".")[0] for fqn, _ in tensors}

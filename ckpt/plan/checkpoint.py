@@ -16,8 +16,8 @@ from ckpt.errors import CorruptError, UsageError
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
 
-#: Roles with a meaning of their own; every other role is the name of an optimizer state.
-WEIGHT, MASTER, BUFFER = "weight", "master", "buffer"
+#: Roles with a meaning of their own, those of the model itself; every other role is the name of an optimizer state.
+WEIGHT, MASTER, BUFFER = MODEL_ROLES = ("weight", "master", "buffer")
 
 #: Names of parameters: as the Hub's files spell them, as transformers' modules spell them in memory, as
 #: megatron-core's GPTModel does with its layers and experts numbered over the whole model, or as the model at hand
@@ -238,7 +238,7 @@ class Checkpoint:
     @property
     def shapes(self) -> dict[str, Shape]:
         """Shapes by fqn; an optimizer's states may have shapes of their own, and have the last word nowhere."""
-        states_first = sorted(self.tensors.values(), key=lambda tensor: tensor.role in (WEIGHT, MASTER, BUFFER))
+        states_first = sorted(self.tensors.values(), key=lambda tensor: tensor.role in MODEL_ROLES)
         return {tensor.fqn: tensor.shape for tensor in states_first}
 
     @property
@@ -253,7 +253,7 @@ class Checkpoint:
     @property
     def optimizer_states(self) -> tuple[str, ...]:
         """Names of the optimizer's states, sorted: `exp_avg`, `momentum_buffer`, ..."""
-        roles = {role for _, role in self.tensors} - {WEIGHT, MASTER, BUFFER}
+        roles = {role for _, role in self.tensors}.difference(MODEL_ROLES)
         return tuple(sorted(roles | set(self.state.scalars)))
 
 
@@ -355,14 +355,14 @@ class Target:
 
 
 class Format(Protocol):
-    """A checkpoint format.  One module in `converters/`, one line in the registry."""
+    """A checkpoint format.  One module in `converters/`, one line in the registry; it says what is not the default."""
 
     name: str
     title: str
-    reads: bool
-    writes: bool
+    reads: bool = True
+    writes: bool = True
     #: Whether it has a place for optimizer states; a plan proves that each is placed in one that has.
-    carries_optimizer: bool
+    carries_optimizer: bool = True
     #: The namespace that what is written must have; None takes any.
     namespace: str | None
 

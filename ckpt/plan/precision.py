@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
+from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from ckpt.plan.tensors import Tensor
 
@@ -28,7 +28,7 @@ class Choice:
 
     @property
     def key(self) -> Key:
-        return self.tensor.fqn, self.tensor.role
+        return self.tensor.key
 
     @property
     def is_cast(self) -> bool:
@@ -55,11 +55,16 @@ def choose(weight: Tensor | None, master: Tensor | None, dtype: DType | None) ->
 def choices(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
     """One choice per parameter and buffer, by fqn.  Buffers keep their bits whatever `dtype` says."""
     weights, masters, buffers = (
-        {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role == wanted}
-        for wanted in (WEIGHT, MASTER, BUFFER)
+        {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role == wanted} for wanted in MODEL_ROLES
     )
     found = {fqn: Choice(buffer, buffer.dtype) for fqn, buffer in buffers.items()}
     return found | {fqn: choose(weights.get(fqn), masters.get(fqn), dtype) for fqn in {**weights, **masters}}
+
+
+def kept_in_training(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
+    """As engines keep what an optimizer steps: `choices`, but without a `dtype` the masters, where there are any."""
+    masters = {} if dtype is not None else {t.fqn: Choice(t, t.dtype) for t in checkpoint.with_role(MASTER)}
+    return choices(checkpoint, dtype) | masters
 
 
 def num_elements(chosen: Iterable[Choice]) -> dict[DType, int]:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ckpt.errors import CorruptError, LossError
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
+from ckpt.plan.checkpoint import MODEL_ROLES, WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import (
     ZEROS,
@@ -293,7 +293,7 @@ def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Che
         for role in dict.fromkeys(role for link in links for role in roles.get(link.a, (WEIGHT,))):
             tensors[name, role] = joint.tensor(checkpoint, role, relation.a_shapes)
     for name, owner in relation.b_copies.items():
-        for role in [role for role in (WEIGHT, MASTER, BUFFER) if (owner, role) in tensors]:
+        for role in [role for role in MODEL_ROLES if (owner, role) in tensors]:
             tensors[name, role] = tensors[owner, role].renamed(name)
     return replace(
         checkpoint,

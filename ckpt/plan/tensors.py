@@ -404,6 +404,10 @@ class Tensor:
     replicas: tuple[Source, ...] = ()
 
     @property
+    def key(self) -> tuple[str, str]:
+        return self.fqn, self.role
+
+    @property
     def numel(self) -> int:
         return prod(self.shape)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpt.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.move.files import confined
-from ckpt.plan.checkpoint import BUFFER, MASTER, OWN, WEIGHT, Checkpoint
+from ckpt.plan.checkpoint import MODEL_ROLES, OWN, Checkpoint
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import Choice, choices
 from ckpt.run_folder.companions import read_object
@@ -310,7 +310,7 @@ def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | No
     `config` is that of the adapter.  From an adapter's own file, everything is taken under the name that it has.
     Raises LossError where something was trained that PEFT would not save.
     """
-    parsed = {fqn: parse_name(fqn) for fqn, role in checkpoint.tensors if role in (WEIGHT, MASTER, BUFFER)}
+    parsed = {fqn: parse_name(fqn) for fqn, role in checkpoint.tensors if role in MODEL_ROLES}
     if not is_adapter(parsed):
         raise UsageError("this checkpoint holds no LoRA adapter", path=checkpoint.path)
     for fqn in parsed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import replace
 
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Slot, Target
+from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key, Slot, Target
 
 
 def forgotten(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, frozenset[Key]]]:
@@ -19,7 +19,7 @@ def forgotten(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, fro
         fqn = next((fqn for fqn, role in placed if role in roles), None)
         if fqn is not None:
             yield what, frozenset((fqn, role) for role in roles if (fqn, role) in checkpoint.tensors)
-    states = (key for key in checkpoint.tensors if key[1] not in (WEIGHT, MASTER, BUFFER) and key in placed)
+    states = (key for key in checkpoint.tensors if key[1] not in MODEL_ROLES and key in placed)
     if (state := next(states, None)) is not None:
         yield "optimizer state", frozenset({state})
 

@@ -112,10 +112,10 @@ def digests(
     if known is None:
         forms: dict[Key, dict[DType, None]] = {}  # in which dtypes each tensor counts
         for entry in entries:
-            forms.setdefault((entry.tensor.fqn, entry.tensor.role), {})[entry.dtype] = None
+            forms.setdefault(entry.tensor.key, {})[entry.dtype] = None
         contents = _hash_contents(checkpoint, forms, workers, progress)
     else:
-        contents = {(entry.tensor.fqn, entry.tensor.role): _known(entry, known) for entry in entries}
+        contents = {entry.tensor.key: _known(entry, known) for entry in entries}
         left_out = {entry.kind for entry in entries if entry.dtype not in contents[entry.tensor.fqn, entry.tensor.role]}
     names = names or {}
     found = [
@@ -126,7 +126,7 @@ def digests(
     for entry in entries:
         if entry.kind not in left_out:
             tensor, fqn = entry.tensor, names.get(entry.tensor.fqn, entry.tensor.fqn)
-            content = contents[tensor.fqn, tensor.role][entry.dtype]
+            content = contents[tensor.key][entry.dtype]
             found.append(_named(entry.kind, fqn, entry.role, entry.dtype.name, tensor.shape, content))
     for file in checkpoint.files if known is None else ():
         file.check_unchanged()

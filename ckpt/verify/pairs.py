@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable, shown
 from ckpt.move.files import translate_os_errors
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
+from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Tensor
@@ -30,7 +30,6 @@ Progress = Callable[[int], None]
 
 EQUAL, DIFFERENT, ONLY_A, ONLY_B, UNREADABLE = "=", "*", "-", "+", "!"
 
-_FAMILY = (WEIGHT, MASTER, BUFFER)  # roles of the model itself; every other one is an optimizer state
 _SHOWN = 20  # results of a kind that are listed without `verbose`
 _MAX_NODES = 1000  # values looked at in one hyperparameter
 
@@ -189,7 +188,7 @@ def _check_holds(checkpoint: Checkpoint, only: Only) -> None:
     roles = {role for _, role in checkpoint.tensors}
     if only not in ("all", "weights", "optimizer"):
         raise UsageError("there is no such choice", expected="all, weights or optimizer", found=only)
-    if only == "weights" and not roles & set(_FAMILY):
+    if only == "weights" and not roles & set(MODEL_ROLES):
         raise UsageError("this checkpoint holds no weights that could be compared", path=checkpoint.path)
     if only == "optimizer" and not roles - {WEIGHT, BUFFER} and not any(checkpoint.state.scalars.values()):
         raise UsageError(

@@ -27,15 +27,7 @@ from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import WEIGHT, Key
 from ckpt.plan.tensors import Box, Fragment, Pieces, Shape, Tensor
 from converters.deepspeed.autotp import Map, check_parts, map_of
-from converters.deepspeed.experts import (
-    Experts,
-    Files,
-    are_in_rows,
-    check_files,
-    entries_of,
-    read_experts,
-    sharing_ranks,
-)
+from converters.deepspeed.experts import Experts, Files, check_files, entries_of, read_experts, sharing_ranks
 from converters.deepspeed.folder import experts_unsupported
 from converters.deepspeed.keys import AUTOEP
 from converters.deepspeed.parts import Joined, Part
@@ -48,14 +40,13 @@ _MATRICES = ("w1", "w2", "w3")
 class AutoExperts:
     """The experts of a model under AutoEP: how `num_ranks` expert parallel ranks share each tensor, by its name.
 
-    `tensors` are the weights of experts' files; `is_in_rows` is as of other experts.
+    `tensors` are the weights of experts' files.
     """
 
     model: RankFile
     num_ranks: int
     maps: Mapping[str, Map]
     tensors: Mapping[Key, Tensor]
-    is_in_rows: bool
 
     def tied(self, module: Mapping[str, StoredTensor]) -> dict[str, str]:
         """Entries of the module dict that are a router's again, by the names that these have in `router`."""
@@ -88,7 +79,7 @@ class AutoExperts:
         self.check_local(shapes, count * self.num_ranks == num_ranks)
         for rank in range(self.num_ranks):
             local = {fqn: self.maps[fqn].shards[rank] for fqn in shapes}
-            yield sharing_ranks(rank, count, num_ranks, is_in_rows=self.is_in_rows), local
+            yield sharing_ranks(rank, count, num_ranks, self.model), local
 
     def check_local(self, shapes: Mapping[str, Shape], is_whole_group: bool = True) -> None:
         """Refuse a flat buffer that is not of experts alone, or of which ranks have other parts than is recorded."""
@@ -165,7 +156,7 @@ def experts_of(files: Files, model: RankFile, sources: Sources) -> Experts | Aut
             raise CorruptError("experts of a layer have different dtypes", path=model.path, fqn=fqn)
         (dtype,) = dtypes
         tensors[fqn, WEIGHT] = Tensor(fqn, WEIGHT, dtype, maps[fqn].shape, Pieces(tuple(held)), dtype)
-    return AutoExperts(model, num_ranks, maps, tensors, are_in_rows(model))
+    return AutoExperts(model, num_ranks, maps, tensors)
 
 
 def _of_expert(stored: Any, expert: int, shape: Shape, fqn: str, path: str) -> Fragment:

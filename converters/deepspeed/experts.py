@@ -34,14 +34,12 @@ Files = Mapping[tuple[int, int], str]
 class Experts:
     """The experts of a model: how many each layer has, by what their names begin with, and all that is in their files.
 
-    `model` is the file in which their numbers are recorded; `is_in_rows` says that ranks with the same experts follow
-    one another.
+    `model` is the file in which their numbers are recorded.
     """
 
     model: RankFile
     counts: Mapping[str, int]
     tensors: Mapping[Key, Tensor]
-    is_in_rows: bool
 
     def tied(self, module: Mapping[str, StoredTensor]) -> dict[str, str]:
         """Entries of the module dict that are others of it again: none."""
@@ -74,7 +72,7 @@ class Experts:
         self._check_local([match for match in matches if match], num_expert_parallel)
         for rank in range(num_expert_parallel):
             named = {self.of_rank(fqn, rank, num_expert_parallel): shape for fqn, shape in shapes.items()}
-            yield sharing_ranks(rank, count, num_ranks, is_in_rows=self.is_in_rows), named
+            yield sharing_ranks(rank, count, num_ranks, self.model), named
 
     def together(self, parts: Sequence[Mapping[Key, Tensor]], ranks: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """The tensors of which expert parallel ranks have `parts`: each has its own."""
@@ -149,18 +147,15 @@ def read_experts(files: Files, model: RankFile, sources: Sources) -> Experts:
     for name, value in stored.items():
         role = BUFFER if numbered(name, 0) in buffers else WEIGHT  # those of one rank are recorded
         tensors[name, role] = model_file.whole(name, role, value)
-    return Experts(model, counts, tensors, are_in_rows(model))
+    return Experts(model, counts, tensors)
 
 
-def sharing_ranks(rank: int, count: int, num_ranks: int, *, is_in_rows: bool) -> range:
-    """The `count` of `num_ranks` data parallel ranks that have what an expert parallel rank has."""
-    return range(rank * count, (rank + 1) * count) if is_in_rows else range(rank, num_ranks, num_ranks // count)
-
-
-def are_in_rows(model: RankFile) -> bool:
-    """Whether ranks with the same experts follow one another."""
+def sharing_ranks(rank: int, count: int, num_ranks: int, model: RankFile) -> range:
+    """The `count` of `num_ranks` data parallel ranks that have what an expert parallel rank has: in a row, or not."""
     config = model.content.get("ds_config")
-    return isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism"))
+    if isinstance(config, Mapping) and config.get("use_data_before_expert_parallelism"):
+        return range(rank * count, (rank + 1) * count)
+    return range(rank, num_ranks, num_ranks // count)
 
 
 def check_files(files: Files, model: RankFile) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:

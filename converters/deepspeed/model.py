@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt.containers.torchfile.values import Record
 from ckpt.errors import LossError, UsageError
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
+from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices
 from ckpt.plan.tensors import Tensor
@@ -326,7 +326,7 @@ def _completed(group: ParamGroup, states: Mapping[str, Mapping[str, Tensor]]) ->
 
 def _trainable(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[str]:
     """Where no groups are recorded: parameters with masters, or else with states, or else all that have elements."""
-    others = {fqn for fqn, role in checkpoint.tensors if role not in (WEIGHT, MASTER, BUFFER)}
+    others = {fqn for fqn, role in checkpoint.tensors if role not in MODEL_ROLES}
     for names in ({fqn for fqn, role in checkpoint.tensors if role == MASTER}, others):
         if found := [fqn for fqn in weights if fqn in names]:
             return found
@@ -368,7 +368,7 @@ def _states(
     states: dict[str, dict[str, Tensor]] = {}
     misfits: list[Key] = []
     for (fqn, role), tensor in checkpoint.tensors.items():
-        if role in (WEIGHT, MASTER, BUFFER):
+        if role in MODEL_ROLES:
             continue
         if fqn in masters and tensor.shape == masters[fqn].shape:
             states.setdefault(fqn, {})[role] = tensor

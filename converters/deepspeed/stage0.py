@@ -27,6 +27,7 @@ from ckpt.plan.checkpoint import (
     TRANSFORMERS,
     WEIGHT,
     Checkpoint,
+    Format,
     Key,
     Layout,
     ParamGroup,
@@ -57,13 +58,11 @@ _EP_SIZE = re.compile(r"ep_size_(\d+)")
 _TENSORS = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat", "state", "param_groups")
 
 
-class Stage0:
+class Stage0(Format):
     name = "zero0"
     title = "DeepSpeed without ZeRO"
-    reads = True
     writes = False
-    carries_optimizer = True
-    namespace: str | None = TRANSFORMERS
+    namespace = TRANSFORMERS
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """The step folder that `path` is, that `tag` names in it, or that its `latest` records.
@@ -184,8 +183,7 @@ def _checkpoint(held: _Held, groups: Sequence[_Group] | None) -> Checkpoint:
     ranks = range(len(held.optimizers))
     for number in sorted({group.number for group in groups or ()}):
         parts = [_values(group, tensors, scalars, notes) for group in groups or () if group.number == number]
-        for tensor in held.experts.together(parts, [ranks] * len(parts)):
-            tensors[tensor.fqn, tensor.role] = tensor
+        tensors |= {tensor.key: tensor for tensor in held.experts.together(parts, [ranks] * len(parts))}
     version, dp = (file.content.get(name) for name in ("ds_version", "dp_world_size"))
     others = {name: value for name, value in (file.content.get("optimizer") or {}).items() if name not in _TENSORS}
     state = model_file.training_state(

@@ -30,6 +30,7 @@ from ckpt.plan.checkpoint import (
     TRANSFORMERS,
     WEIGHT,
     Checkpoint,
+    Format,
     Key,
     Layout,
     ParamGroup,
@@ -57,15 +58,12 @@ _OPTIMIZER_STATE = "optimizer_state.pt"
 _STAGE3_STATES = {"exp_avg", "exp_avg_sq"}
 
 
-class Universal:
+class Universal(Format):
     """The format `universal`."""
 
     name = "universal"
     title = "DeepSpeed Universal Checkpoint"
-    reads = True
-    writes = True
-    carries_optimizer = True
-    namespace: str | None = TRANSFORMERS
+    namespace = TRANSFORMERS
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """The folder with `zero/`, which `path` is, `tag` names in it, or its `latest_universal` records."""
@@ -123,9 +121,6 @@ class _Reading:
     def load(self, path: str | Path, rank: int = 0) -> RankFile:
         return self.sources.of_rank(path, rank, "DeepSpeed file")
 
-    def add(self, tensor: Tensor) -> None:
-        self.tensors[tensor.fqn, tensor.role] = tensor
-
 
 def _read(path: Path) -> Checkpoint:
     reading = _Reading(path)
@@ -147,9 +142,9 @@ def _read(path: Path) -> Checkpoint:
     for fqn, stored in module.items():
         if fqn not in ties and (fqn in buffers or fqn not in trained or stored.extent.numel):
             # under stage 3, parameters are empty placeholders
-            reading.add(model_file.whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored))
-    for tensor in model_file.frozen(models, ties):
-        reading.add(tensor)
+            role = BUFFER if fqn in buffers else WEIGHT
+            reading.tensors[fqn, role] = model_file.whole(fqn, role, stored)
+    reading.tensors |= {tensor.key: tensor for tensor in model_file.frozen(models, ties)}
     for group in groups:
         for fqn, shape in group.items():
             _add_parameter(reading, fqn, shape, module.get(fqn))
@@ -218,8 +213,8 @@ def _add_parameter(reading: _Reading, fqn: str, shape: Shape, native: StoredTens
                 found=f"shape {list(extent.shape)}",
             )
         dtype = native.extent.dtype if native is not None else None
-        source = Whole(extent.reshape(shape))
-        reading.add(Tensor(fqn, MASTER if role == FP32 else role, extent.dtype, shape, source, dtype))
+        role = MASTER if role == FP32 else role
+        reading.tensors[fqn, role] = Tensor(fqn, role, extent.dtype, shape, Whole(extent.reshape(shape)), dtype)
 
 
 def _param(value: Any, path: Path) -> StoredTensor:
@@ -350,7 +345,7 @@ def _parameter_files(model: Model, fqn: str, roles: Sequence[str], *, bare: bool
         dtype = model.master_dtype([fqn]) if name == FP32 else tensor.dtype
         path = f"zero/{fqn}/{name}.pt"
         if bare:
-            fill = (FromSource((tensor.fqn, tensor.role), FlatRange(0, tensor.numel)),)
+            fill = (FromSource(tensor.key, FlatRange(0, tensor.numel)),)
             yield path, NewTensor(dtype, (tensor.numel,), fill)
         else:
             # DeepSpeed cuts every tensor along a dim and fails on one without: 0-d ones get one.

@@ -123,10 +123,11 @@ def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
 File = tuple[str, Any]
 
 
-def optimizer_name(rank: int, config: Mapping[str, Any], mp_rank: int = 0) -> str:
-    """engine.py, `_get_zero_ckpt_prefix`: the prefix says that bf16 is enabled, and nothing else."""
+def optimizer_file(model: Model, config: Mapping[str, Any], inner: Any, rank: int, mp_rank: int = 0) -> File:
+    """A rank's, around `inner`.  engine.py, `_get_zero_ckpt_prefix`: the prefix says that bf16 is enabled, no more."""
     prefix = "bf16_" if is_enabled(config, "bf16") else ""
-    return f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+    root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt", root
 
 
 def model_root(
@@ -243,7 +244,7 @@ class Local:
     def parts(self, tensor: Tensor, start: int, stop: int, at: int) -> Iterator[FromSource]:
         """Elements `start:stop` of the part, to lie from `at` on."""
         for region, offset in flat_regions(self.boxes, tensor.shape, start, stop):
-            yield FromSource((tensor.fqn, tensor.role), region, at + offset - start)
+            yield FromSource(tensor.key, region, at + offset - start)
 
 
 def _flat(
@@ -268,7 +269,7 @@ def _flat(
             fill.extend(own.parts(tensor, place.start, place.stop, place.at))
         else:
             region = FlatRange(place.start, place.stop)
-            fill.append(FromSource((tensor.fqn, tensor.role), region, place.at))
+            fill.append(FromSource(tensor.key, region, place.at))
     return NewTensor(dtype, (length,), tuple(with_gaps(fill, length)), **options)
 
 
@@ -373,8 +374,7 @@ def _stage12_files(
         expert_rank, place = experts.place(rank)
         groups = of_ranks[expert_rank]
         inner = items | partitions(model, groups, [place if group.local else rank for group in groups])
-        root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
-        yield optimizer_name(rank, config), root
+        yield optimizer_file(model, config, inner, rank)
 
 
 def _rank_groups(
@@ -496,9 +496,7 @@ def _stage3_files(model: Model, config: Mapping[str, Any], num_ranks: int) -> It
     items = stage3_items(model, config, num_ranks)
     for rank, model_file in enumerate(slot_model_files(model, config, num_ranks)):
         yield model_file
-        inner = items | _slots(model, groups, rank)
-        root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
-        yield optimizer_name(rank, config), root
+        yield optimizer_file(model, config, items | _slots(model, groups, rank), rank)
 
 
 def slot_model_files(model: Model, config: Mapping[str, Any], num_ranks: int) -> Iterator[File]:

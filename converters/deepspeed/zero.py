@@ -23,6 +23,7 @@ from ckpt.plan.checkpoint import (
     TRANSFORMERS,
     WEIGHT,
     Checkpoint,
+    Format,
     Key,
     Layout,
     ParamGroup,
@@ -72,23 +73,13 @@ _EXPERT_RANKS = "expert parallel ranks"
 _DEFAULT_TAG = re.compile(r"global_step(\d+)")
 
 
-@dataclass(frozen=True)
-class Zero:
+class Zero(Format):
     """The three formats `zero1`, `zero2` and `zero3`."""
 
-    stage: int
-    reads: bool = True
-    writes: bool = True
-    carries_optimizer: bool = True
-    namespace: str | None = TRANSFORMERS  # a run's own: what its modules are called in memory
+    namespace = TRANSFORMERS  # a run's own: what its modules are called in memory
 
-    @property
-    def name(self) -> str:
-        return f"zero{self.stage}"
-
-    @property
-    def title(self) -> str:
-        return f"DeepSpeed ZeRO-{self.stage}"
+    def __init__(self, stage: int) -> None:
+        self.stage, self.name, self.title = stage, f"zero{stage}", f"DeepSpeed ZeRO-{stage}"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         return find_stage(path, tag, self.stage)
@@ -132,9 +123,6 @@ class _Reading:
         file = self.sources.of_rank(path, rank, "DeepSpeed file")
         self.version = self.version or file.content.get("ds_version")
         return file
-
-    def add(self, tensor: Tensor) -> None:
-        self.tensors[tensor.fqn, tensor.role] = tensor
 
 
 def _framework(reading: _Reading) -> str:
@@ -253,7 +241,8 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> None:
     frozen = file.content.get("frozen_param_fragments") or {}
     for fqn, stored in {**frozen, **module}.items():
         if isinstance(stored, StoredTensor) and fqn not in reading.ties:
-            reading.add(model_file.whole(fqn, BUFFER if fqn in buffers else WEIGHT, stored, 0))
+            role = BUFFER if fqn in buffers else WEIGHT
+            reading.tensors[fqn, role] = model_file.whole(fqn, role, stored, 0)
     reading.tensors.update(model_file.with_replicas(reading.tensors, again, module))
     reading.tensors = {**experts.tensors, **reading.tensors, **experts.tensors}  # in the order of their layers
     expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
@@ -270,8 +259,7 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> None:
             reading.own_order |= experts.in_order(own) != tuple(own)
             order += own
             parts.append(_read_flat_group(reading, number, [inners[rank] for rank in ranks], ranks, shapes))
-        for tensor in experts.together(parts, [range(num_ranks)] * len(parts)):
-            reading.add(tensor)
+        reading.tensors |= {t.key: t for t in experts.together(parts, [range(num_ranks)] * len(parts))}
         group = ParamGroup(experts.in_order(order), options[number] if number < len(options) else {})
         reading.param_groups += (group,)
 
@@ -314,8 +302,7 @@ def _read_stage3(reading: _Reading, inners: list[RankFile]) -> None:
             raise CorruptError("ranks describe different models", **model.where, expected=f"as {file.path}")
     experts = _experts_under_stage3(models, inners)
     reading.ties = model_file.ties(file) | (experts.tied(module) if experts else {})
-    for tensor in model_file.frozen(models, reading.ties):
-        reading.add(tensor)
+    reading.tensors |= {tensor.key: tensor for tensor in model_file.frozen(models, reading.ties)}
     _add_buffers(reading, models, buffer_names)
     expect_groups(inners, "fp32_flat_groups", len(sub_groups))
 
@@ -332,8 +319,7 @@ def _read_stage3(reading: _Reading, inners: list[RankFile]) -> None:
             experts.check_local(shapes)
         sharing = [[inners[rank] for rank in ranks] for ranks in groups]
         parts = [_read_sub_group(reading, number, some, shapes, natives) for some in sharing]
-        for tensor in experts.together(parts, groups):
-            reading.add(tensor)
+        reading.tensors |= {tensor.key: tensor for tensor in experts.together(parts, groups)}
     _check_placeholders(reading, module)
     reading.param_groups = _stage3_groups(inners[0], sub_groups)
 
@@ -349,7 +335,7 @@ def _experts_under_stage3(models: list[RankFile], inners: list[RankFile]) -> Aut
     for model in models[1:]:
         if recorded_experts(model) != (num_ranks, maps):
             raise CorruptError("ranks describe different experts", **model.where, expected=f"as {file.path}")
-    return AutoExperts(file, num_ranks, maps, {}, False)
+    return AutoExperts(file, num_ranks, maps, {})
 
 
 def _read_sub_group(
@@ -404,7 +390,7 @@ def _add_buffers(reading: _Reading, models: list[RankFile], names: set[str]) -> 
                     found="none" if stored is None else f"{stored.extent.dtype} {list(stored.extent.shape)}",
                 )
             replicas.append(Whole(stored.extent, model.rank))
-        reading.add(replace(tensor, replicas=tuple(replicas)))
+        reading.tensors[fqn, BUFFER] = replace(tensor, replicas=tuple(replicas))
 
 
 def _check_placeholders(reading: _Reading, module: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from ckpt.containers.sources import Sources
 from ckpt.containers.weights import INDEX, MAX_INDEX, SINGLE, Index, model_weights, parse_index, read_weights
 from ckpt.errors import IncompleteError, NotFoundError, UsageError
 from ckpt.move.files import confined, translate_os_errors
-from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Layout, ReadRequest, Target
+from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Format, Layout, ReadRequest, Target
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
 from ckpt.run_folder.carried import model_files
@@ -38,13 +38,11 @@ _MAY_COMPUTE_IN_LESS = (
 )
 
 
-class HuggingFace:
+class HuggingFace(Format):
     name = "hf"
     title = "Hugging Face safetensors"
-    reads = True
-    writes = True
     carries_optimizer = False
-    namespace: str | None = HUB
+    namespace = HUB
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A folder with weights (`tag` names one inside it), an index, or a safetensors file of its own."""

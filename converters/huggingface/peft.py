@@ -21,7 +21,17 @@ from ckpt.containers.weights import weight_files
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined
 from ckpt.move.source import read_file
-from ckpt.plan.checkpoint import BUFFER, MASTER, OWN, WEIGHT, Checkpoint, Key, Layout, ReadRequest, Target, TargetFile
+from ckpt.plan.checkpoint import (
+    MODEL_ROLES,
+    OWN,
+    WEIGHT,
+    Checkpoint,
+    Format,
+    Layout,
+    ReadRequest,
+    Target,
+    TargetFile,
+)
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.run_folder.companions import CONFIG, companions, read_object
@@ -34,13 +44,11 @@ TORCH = "adapter_model.bin"
 METADATA = {"format": "pt"}
 
 
-class Peft:
+class Peft(Format):
     name = "peft"
     title = "PEFT adapter"
-    reads = True
-    writes = True
     carries_optimizer = False
-    namespace: str | None = None
+    namespace = None
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A folder with an adapter's config and weights (`tag` names one in it), or the file of the weights."""
@@ -84,19 +92,18 @@ class Peft:
             if name not in (CONFIG, "generation_config.json")
         ]
         written = {choice.key for choice in chosen.values()}
-        left = [key for key in checkpoint.tensors if key not in written and key[1] in (WEIGHT, MASTER, BUFFER)]
+        left = [key for key in checkpoint.tensors if key not in written and key[1] in MODEL_ROLES]
+        count, size = len({fqn for fqn, _ in left}), show_size(sum(checkpoint.tensors[key].nbytes for key in left))
+        why = f"the base model's {count} parameters and buffers ({size}), which were not trained"
         return Target(
             files=(*weights, TargetFile.of_bytes(adapter.CONFIG, read_file(config)), *beside),
-            left_out=dict.fromkeys(left, _base_model(checkpoint, left)),
+            left_out=dict.fromkeys(left, why),
             dropped=tuple(training_left_out(checkpoint)),
             notes=tuple(describe(chosen, checkpoint, layout.dtype)),
         )
 
 
 PEFT = Peft()
-
-
-# -- reading -------------------------------------------------------------------------------------------------
 
 
 def _weights(folder: Path) -> str | None:
@@ -136,12 +143,3 @@ def _check_pairs(fqns: Iterable[str], path: Path) -> None:
                     expected=" and ".join(pair),
                     found=", ".join(sorted(found)),
                 )
-
-
-# -- writing -------------------------------------------------------------------------------------------------
-
-
-def _base_model(checkpoint: Checkpoint, left: list[Key]) -> str:
-    """What the tensors are that an adapter's folder has no place for."""
-    size = show_size(sum(checkpoint.tensors[key].nbytes for key in left))
-    return f"the base model's {len({fqn for fqn, _ in left})} parameters and buffers ({size}), which were not trained"

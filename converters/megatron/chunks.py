@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from ckpt.errors import LossError, UsageError
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout
+from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Box, Extent, Fragment, Shape, contiguous_strides
 from converters.names.megatron.model.axes import STAGE_ARGS, Grid, Rank, Stages, expert_range
@@ -131,7 +131,7 @@ class Model:
 
     @cached_property
     def has_optimizer(self) -> bool:
-        return any(role not in (WEIGHT, MASTER, BUFFER) for _, role in self.checkpoint.tensors)
+        return any(role not in MODEL_ROLES for _, role in self.checkpoint.tensors)
 
     @cached_property
     def members(self) -> dict[tuple[int, int], list[str]]:
@@ -333,21 +333,17 @@ def _stages(args: Mapping[str, Any], grid: Grid, options: MegatronOptions, num_l
     even = Stages(num_layers, grid.pp, grid.vpp, num_mtp=num_mtp)
     asked = {name: value for name in STAGE_ARGS if (value := getattr(options, name, None))}
     if asked:
-        wanted = even.with_args(asked)
-        wanted.check()
-        return wanted
+        return even.with_args(asked).checked()
     recorded = {name: value for name in STAGE_ARGS if (value := args.get(name))}
     if recorded and grid.pp > 1:
         kept = even.with_args(recorded)
         with suppress(UsageError):
-            kept.check()
-            return kept
+            return kept.checked()
     try:
-        even.check()
+        return even.checked()
     except UsageError as error:
         error.hint = "--pp and --vpp that divide the layers, or --decoder-first-pipeline-num-layers and its like"
         raise
-    return even
 
 
 def _args(

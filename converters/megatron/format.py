@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
-from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout, ReadRequest, Target
+from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Format, Layout, ReadRequest, Target
 from ckpt.run_folder.companions import read_config
 from converters.megatron.chunks import EXTRA
 from converters.megatron.entries import OF_RANKS, read_state
@@ -30,13 +30,10 @@ from converters.megatron.write import lay_out
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 
-class Megatron:
+class Megatron(Format):
     name = "megatron"
     title = "Megatron-LM, torch format"
-    reads = True
-    writes = True
-    carries_optimizer = True
-    namespace: str | None = NAMESPACE
+    namespace = NAMESPACE
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         return find_iteration(path, tag, _is_iteration)

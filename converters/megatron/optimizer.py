@@ -15,7 +15,7 @@ from typing import Any
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, ParamGroup
+from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, ParamGroup
 from ckpt.plan.tensors import Tensor
 from converters.megatron.chunks import Model
 from converters.names.megatron.model.spelling import is_expert, split_layer
@@ -134,7 +134,7 @@ class Optimizer:
         self.masters = {fqn: tensors.get((fqn, MASTER)) or tensors[fqn, WEIGHT] for fqn in trained}
         self.states: dict[str, dict[str, Tensor]] = {fqn: {} for fqn in self.masters}
         for (fqn, role), tensor in tensors.items():
-            if role not in (WEIGHT, MASTER, BUFFER):
+            if role not in MODEL_ROLES:
                 self.states[fqn][role] = tensor
         if self.distributed:
             self._check_adam()

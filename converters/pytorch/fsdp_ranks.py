@@ -32,7 +32,7 @@ from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
 from ckpt.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.assemble import assemble
-from ckpt.plan.checkpoint import TRANSFORMERS, WEIGHT, Checkpoint, Layout, ParamGroup, ReadRequest, Target
+from ckpt.plan.checkpoint import TRANSFORMERS, WEIGHT, Checkpoint, Format, Layout, ParamGroup, ReadRequest, Target
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
@@ -53,14 +53,11 @@ _FILES = (
 _FLAT_PARAM = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
 
 
-class FsdpRanks:
+class FsdpRanks(Format):
     name = "fsdp-ranks"
     title = "per-rank files of FSDP (verl)"
-    reads = True
-    writes = True
-    carries_optimizer = True
     carries_blocks = True
-    namespace: str | None = TRANSFORMERS
+    namespace = TRANSFORMERS
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A folder with files of ranks, `actor` in verl's folder of a step, or that of the step its tracker names."""

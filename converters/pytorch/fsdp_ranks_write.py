@@ -26,9 +26,9 @@ from ckpt.containers.torchfile.write import FromSource, NewTensor, copy_of, stat
 from ckpt.errors import LossError, UsageError
 from ckpt.move.files import confined
 from ckpt.move.source import read_file
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Layout, ParamGroup, Target, TargetFile
+from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, Checkpoint, Key, Layout, ParamGroup, Target, TargetFile
 from ckpt.plan.dtypes import DType
-from ckpt.plan.precision import Choice
+from ckpt.plan.precision import Choice, kept_in_training
 from ckpt.plan.tensors import FlatRange, Shape, Tensor
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
@@ -37,7 +37,6 @@ from ckpt.state.plain import is_plain
 from converters.pytorch.dtensors import DTensors, shard
 from converters.pytorch.flat_parameters import slice_length, slice_pieces
 from converters.pytorch.ranks_options import RanksOptions
-from converters.pytorch.state import kept_in_training
 from converters.quantized.carry import Stored, carried_tensor
 
 _ROLES = ("actor", "critic")
@@ -157,7 +156,7 @@ def _part(tensor: Tensor, dtype: DType, dtensors: DTensors, num_ranks: int, rank
     if not tensor.shape or tensor.role == BUFFER:
         return copy_of(tensor, dtype)
     box = shard(tensor.shape, num_ranks, rank)
-    fill = (FromSource((tensor.fqn, tensor.role), box),) if box.numel or not tensor.numel else ()
+    fill = (FromSource(tensor.key, box),) if box.numel or not tensor.numel else ()
     return dtensors.make(dtype, tensor.shape, NewTensor(dtype, box.sizes, fill))
 
 
@@ -187,7 +186,7 @@ class _States:
         tensors: dict[str, dict[str, Tensor]] = {}
         left_out: dict[Key, str] = {}
         for (fqn, role), tensor in checkpoint.tensors.items():
-            if role in (WEIGHT, MASTER, BUFFER):
+            if role in MODEL_ROLES:
                 continue
             if not groups:
                 left_out[fqn, role] = (

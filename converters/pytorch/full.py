@@ -41,17 +41,18 @@ from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import (
-    BUFFER,
     MASTER,
+    MODEL_ROLES,
     TRANSFORMERS,
     WEIGHT,
     Checkpoint,
+    Format,
     Layout,
     ReadRequest,
     Target,
     TargetFile,
 )
-from ckpt.plan.precision import Choice, choose, describe
+from ckpt.plan.precision import Choice, choices, describe, kept_in_training
 from ckpt.plan.tensors import Tensor, Whole, whole
 from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.companions import RUN_PATTERNS, read_config, read_json
@@ -101,14 +102,11 @@ _SHARD = "pytorch_model-{:05d}-of-{:05d}.bin"
 _LARGE = 1 << 20
 
 
-class Full:
+class Full(Format):
     name = "full"
     title = "full state dict in torch files"
-    reads = True
-    writes = True
-    carries_optimizer = True
     carries_blocks = True
-    namespace: str | None = TRANSFORMERS
+    namespace = TRANSFORMERS
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A torch file, a folder with one (`tag` names one in it), or the newest step in a run folder.
@@ -242,9 +240,9 @@ class _Reading(Reading):
         return path, self.sources.root(path)
 
     def add(self, tensor: Tensor, path: str) -> None:
-        if (tensor.fqn, tensor.role) in self.tensors:
+        if tensor.key in self.tensors:
             raise CorruptError("the tensor stands in two files", path=path, fqn=tensor.fqn)
-        self.tensors[tensor.fqn, tensor.role] = tensor
+        self.tensors[tensor.key] = tensor
 
 
 def _read_bundle(reading: _Reading, name: str) -> None:
@@ -382,17 +380,8 @@ def trained_weights(checkpoint: Checkpoint, layout: Layout, trained: bool = True
     Beside an optimizer there is one place for a parameter, and the optimizer updates what stands there: the master as
     it is, unless `--dtype` asks for something else.  This is what FSDP and Accelerate keep themselves.
     """
-    found: dict[str, Choice] = {}
-    for fqn in dict.fromkeys(fqn for fqn, role in checkpoint.tensors if role in (WEIGHT, MASTER, BUFFER)):
-        buffer = checkpoint.get(fqn, BUFFER)
-        weight, master = checkpoint.get(fqn, WEIGHT), checkpoint.get(fqn, MASTER)
-        if buffer is not None:
-            found[fqn] = Choice(buffer, buffer.dtype)
-        elif trained and master is not None and layout.dtype is None:
-            found[fqn] = Choice(master, master.dtype)
-        else:
-            found[fqn] = choose(weight, master, layout.dtype)
-    return found
+    chosen = (kept_in_training if trained else choices)(checkpoint, layout.dtype)
+    return {fqn: chosen[fqn] for fqn, role in checkpoint.tensors if role in MODEL_ROLES}
 
 
 def _model(chosen: Mapping[str, Choice], ties: Mapping[str, str], extra: Mapping[str, Any]) -> StoredDict:

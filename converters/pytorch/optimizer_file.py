@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt.containers.torchfile.write import copy_of, state_number, torch_file
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, ParamGroup, TargetFile
+from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, ParamGroup, TargetFile
 from ckpt.plan.tensors import whole
 from converters.quantized.carry import Blocks, carried
 from converters.quantized.states import NESTED
@@ -37,7 +37,7 @@ def _states(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         for fqn, value in values.items():
             states.setdefault(fqn, {})[name] = state_number(name, value)
     for (fqn, role), tensor in checkpoint.tensors.items():
-        if role in (WEIGHT, MASTER, BUFFER):
+        if role in MODEL_ROLES:
             continue
         own, stored = states.setdefault(fqn, {}), checkpoint.blocks.get((fqn, role))
         if stored is None:

@@ -117,6 +117,6 @@ class OptimizerStates:
         return self.unread.sentences
 
     def _add(self, tensor: Tensor, path: str) -> None:
-        if (tensor.fqn, tensor.role) in self.tensors:
+        if tensor.key in self.tensors:
             raise CorruptError("a parameter has the same state twice", path=path, fqn=tensor.fqn, found=tensor.role)
-        self.tensors[tensor.fqn, tensor.role] = tensor
+        self.tensors[tensor.key] = tensor

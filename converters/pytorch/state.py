@@ -23,10 +23,10 @@ from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.write import AliasOf, Sharded, flatten
 from ckpt.containers.torchfile.write import number, one_element
 from ckpt.errors import LossError
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
+from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, Checkpoint, OneElement
 from ckpt.plan.dtypes import FLOAT32, FLOAT64, INT64, DType
 from ckpt.plan.namespace import TORCHTITAN
-from ckpt.plan.precision import Choice, choices, describe
+from ckpt.plan.precision import Choice, describe, kept_in_training
 from ckpt.state import adam
 from ckpt.state.plain import is_plain
 from converters.quantized.carry import carried_tensor
@@ -65,18 +65,6 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: b
     )
 
 
-def kept_in_training(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
-    """FSDP keeps its parameters in the precision that the optimizer steps: the masters, where there are any."""
-    chosen = choices(checkpoint, dtype)
-    if dtype is not None:
-        return chosen
-    for fqn in chosen:
-        master = checkpoint.get(fqn, MASTER)
-        if master is not None:
-            chosen[fqn] = Choice(master, master.dtype)
-    return chosen
-
-
 def _notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtype: DType | None) -> Iterator[str]:
     exact = [choice for choice in chosen.values() if choice.tensor.role == MASTER and not choice.is_cast]
     if exact and dtype is None:
@@ -107,7 +95,7 @@ def _optimizer(checkpoint: Checkpoint, is_flat: bool) -> Iterator[tuple[Path_, A
         for fqn, value in values.items():
             yield ("optimizer", "state", fqn, name), _number(value)
     for (fqn, role), tensor in checkpoint.tensors.items():
-        if role not in (WEIGHT, MASTER, BUFFER):
+        if role not in MODEL_ROLES:
             stored = checkpoint.blocks.get((fqn, role))
             part = None if stored is None else partial(carried_tensor, (fqn, role), stored)
             yield ("optimizer", "state", fqn, role), Sharded((fqn, role), tensor.dtype, tensor.shape, part=part)

@@ -27,6 +27,7 @@ from ckpt.plan.checkpoint import (
     TRANSFORMERS,
     WEIGHT,
     Checkpoint,
+    Format,
     Layout,
     ParamGroup,
     ReadRequest,
@@ -49,13 +50,10 @@ _NO_STATE = (
 )
 
 
-class Trainer:
+class Trainer(Format):
     name = "trainer"
     title = "HF Trainer's and Accelerate's own"
-    reads = True
-    writes = True
-    carries_optimizer = True
-    namespace: str | None = TRANSFORMERS
+    namespace = TRANSFORMERS
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """The folder `path`, or `tag` in it, with weights of safetensors beside an optimizer's file."""

@@ -111,7 +111,7 @@ class NewTensor:
 
 def copy_of(tensor: Tensor, dtype: DType | None = None, **options: Any) -> NewTensor:
     """All of a source's tensor, cast to `dtype` where that is another one."""
-    fill = (FromSource((tensor.fqn, tensor.role), whole(tensor.shape)),)
+    fill = (FromSource(tensor.key, whole(tensor.shape)),)
     return NewTensor(dtype or tensor.dtype, tensor.shape, fill, **options)
 
 

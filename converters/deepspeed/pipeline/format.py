@@ -23,7 +23,7 @@ from ckpt.containers.sources import RankFile
 from ckpt.errors import CorruptError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
-from ckpt.plan.checkpoint import Checkpoint, Layout, ReadRequest, Target, TrainingState
+from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target, TrainingState
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import LATEST, recorded_step
 from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, OPTIMIZER_FILE, PIPELINE, UNIVERSAL_INFO
@@ -44,15 +44,12 @@ from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.sizes import Config
 
 
-class MegatronDeepSpeed:
+class MegatronDeepSpeed(Format):
     """The format `megatron-deepspeed`."""
 
     name = "megatron-deepspeed"
     title = "Megatron-DeepSpeed, pipeline"
-    reads = True
-    writes = True
-    carries_optimizer = True
-    namespace: str | None = NAMESPACE
+    namespace = NAMESPACE
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A step's folder: `path` itself, the one that `tag` names, or the one that `latest` records."""

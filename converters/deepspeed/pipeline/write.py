@@ -35,7 +35,7 @@ from converters.deepspeed.write import (
     common_root,
     flat_group,
     master_notes,
-    optimizer_name,
+    optimizer_file,
     partitions,
     stage12_items,
     step_folder,
@@ -229,9 +229,7 @@ def _stages(num_layers: int, grid: Grid, layout: Layout, recorded: Any) -> Stage
     even = Stages(num_layers, grid.pp)
     asked = {name: value for name in STAGE_ARGS if (value := getattr(layout.read(MegatronOptions), name))}
     if asked:
-        stages = even.with_args(asked)
-        stages.check()
-        return stages
+        return even.with_args(asked).checked()
     counts = recorded if recorded and len(recorded) == grid.pp else balanced(num_layers, grid.pp)
     return replace(even, layout=tuple(("decoder",) * count for count in counts))
 
@@ -322,9 +320,7 @@ def _slice_files(pipeline: _Pipeline, client: Mapping[str, Any], pp: int, tp: in
         return
     items = stage12_items(model, config, [dp] * len(groups), 1)
     for rank in range(dp):
-        inner = items | partitions(model, groups, [rank] * len(groups))
-        root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
-        yield optimizer_name(rank, config, number), root
+        yield optimizer_file(model, config, items | partitions(model, groups, [rank] * len(groups)), rank, number)
 
 
 def _groups(pipeline: _Pipeline, local: Mapping[str, Local]) -> Iterator[Group]:

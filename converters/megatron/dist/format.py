@@ -23,7 +23,7 @@ from typing import Any
 
 from ckpt.errors import NotFoundError
 from ckpt.move.files import confined
-from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Layout, ReadRequest, Target
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Format, Layout, ReadRequest, Target
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
@@ -35,15 +35,12 @@ from converters.megatron.folder import find_iteration, is_iterations_name
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 
-class MegatronDist:
+class MegatronDist(Format):
     """The format `megatron-dist`."""
 
     name = "megatron-dist"
     title = "Megatron-core, torch_dist format"
-    reads = True
-    writes = True
-    carries_optimizer = True
-    namespace: str | None = NAMESPACE
+    namespace = NAMESPACE
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         _refuse_nemo(path if tag is None else confined(path, tag))

@@ -115,7 +115,7 @@ class _Tensors:
 
     def _add_masters(self, key: str, trained: Mapping[Shape, str], optimizer: Optimizer) -> None:
         masters = {index: optimizer.masters[fqn] for index, fqn in trained.items()}
-        self._add(key, {index: (one.fqn, one.role) for index, one in masters.items()}, {FLOAT32})
+        self._add(key, {index: one.key for index, one in masters.items()}, {FLOAT32})
 
     def _add(self, key: str, members: Mapping[Shape, Key], dtypes: Iterable[DType]) -> None:
         """Add `key`: the source's tensors of all layers and experts, stacked.  LossError where they are not alike."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt.errors import CkptError
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint
 from ckpt.plan.relation import Relation, translate
 from converters.names.hub import asked, families, neox
 from converters.names.hub.autoep import as_in_transformers
@@ -30,7 +30,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` without a prefix that all names have and those of the config's architecture have not."""
-    names = {fqn for fqn, role in checkpoint.tensors if role in (WEIGHT, MASTER, BUFFER)}
+    names = {fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES}
     prefix = _prefix(names, checkpoint.config or {})
     if not prefix:
         return checkpoint

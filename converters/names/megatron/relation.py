@@ -14,7 +14,7 @@ from pkgutil import iter_modules
 from typing import Any, cast
 
 from ckpt.errors import CorruptError, LossError, UsageError
-from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, ParamGroup
+from ckpt.plan.checkpoint import BUFFER, HUB, MEGATRON, MODEL_ROLES, WEIGHT, Checkpoint, Key, Layout, ParamGroup
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, Tensor
@@ -284,7 +284,7 @@ def _shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
     """Shapes by fqn; an optimizer's states may have shapes of their own and have the last word nowhere."""
     shapes: dict[str, Shape] = {}
     for (fqn, role), tensor in checkpoint.tensors.items():
-        if role in (WEIGHT, MASTER, BUFFER) or fqn not in shapes:
+        if role in MODEL_ROLES or fqn not in shapes:
             shapes[fqn] = tensor.shape
     return shapes
 

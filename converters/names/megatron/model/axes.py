@@ -161,12 +161,11 @@ class Stages:
         }
         stages = even.with_args({**old_names, **args})
         try:
-            stages.check()
+            return stages.checked()
         except UsageError as error:
             raise CorruptError(
                 f"the recorded arguments: {error.what}", expected=error.expected, found=error.found
             ) from None
-        return stages
 
     def with_args(self, args: Mapping[str, Any]) -> Stages:
         """As many stages, with layers dealt as the entries of `STAGE_ARGS` that `args` has say."""
@@ -180,8 +179,8 @@ class Stages:
             layout=parse_layout(layout) if layout else None,
         )
 
-    def check(self) -> None:
-        """UsageError where layers and stages do not fit each other."""
+    def checked(self) -> Stages:
+        """These; UsageError where layers and stages do not fit each other."""
         chunks = [(p, v) for v in range(self.vpp) for p in range(self.pp)]
         if self.layout is not None and len(self.layout) != len(chunks):
             raise UsageError(
@@ -199,6 +198,7 @@ class Stages:
                 expected="a number of layers (embedding and loss counted where asked) that divides evenly",
                 found=self._as_asked(),
             )
+        return self
 
     def _as_asked(self) -> str | None:
         """What of the division is not the even one, for a message."""
