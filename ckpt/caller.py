@@ -67,8 +67,7 @@ def _format(environment: Mapping[str, str]) -> str | None:
         return _KINDS.get(getattr(plugin.state_dict_type, "name", plugin.state_dict_type))
     if _is_true(environment.get("ACCELERATE_USE_FSDP")):
         default = "SHARDED_STATE_DICT" if environment.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
-        kind = environment.get("FSDP_STATE_DICT_TYPE", default)
-        return _KINDS.get(kind)
+        return _KINDS.get(environment.get("FSDP_STATE_DICT_TYPE", default))
     return None
 
 

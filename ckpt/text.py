@@ -127,8 +127,7 @@ def _summarise_mapping(value: Mapping[Any, Any], bounds: Bounds, depth: int, bud
 
 
 def _key(key: Any) -> str:
-    plain = summarise(key) if isinstance(key, str | int | float | bytes | None) else _kind(key)
-    return str(plain)
+    return str(summarise(key) if isinstance(key, str | int | float | bytes | None) else _kind(key))
 
 
 def _kind(value: Any) -> str:

@@ -119,13 +119,10 @@ def _deepspeed(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
         setup["zero"] = zero
     for dtype in ("fp16", "bf16"):
         section = content.get(dtype)
+        masters, states = f"{dtype}_master_weights_and_grads", f"{dtype}_optimizer_states"
         if isinstance(section, dict):
-            if section.get("enabled") is True:
-                setup["dtype"] = dtype
-            if section.get(f"{dtype}_master_weights_and_grads") is True:
-                setup["master_dtype"] = dtype
-            if section.get(f"{dtype}_optimizer_states") is True:
-                setup["state_dtype"] = dtype
+            fields = (("enabled", "dtype"), (masters, "master_dtype"), (states, "state_dtype"))
+            setup |= {ours: dtype for theirs, ours in fields if section.get(theirs) is True}
     optimizer = content.get("optimizer")
     if isinstance(optimizer, dict) and isinstance(optimizer.get("type"), str):
         momentum = (optimizer.get("params") or {}).get("momentum")

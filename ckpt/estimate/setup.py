@@ -7,24 +7,13 @@ from math import ceil
 
 from ckpt.errors import UsageError
 
-DDP, ZERO1, ZERO2, ZERO3, FSDP1, FSDP2 = "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"
-ZERO2_OFFLOAD, ZERO3_OFFLOAD, ZERO3_OFFLOAD_ALL = "zero2-offload", "zero3-offload", "zero3-offload-params"
-FSDP2_OFFLOAD, MEGATRON = "fsdp2-offload", "megatron"
-
 #: In the order of a table: what shards more comes later.
 STRATEGIES = (
-    DDP,
-    ZERO1,
-    ZERO2,
-    ZERO2_OFFLOAD,
-    ZERO3,
-    ZERO3_OFFLOAD,
-    ZERO3_OFFLOAD_ALL,
-    FSDP1,
-    FSDP2,
-    FSDP2_OFFLOAD,
-    MEGATRON,
+    *("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "zero3-offload-params"),
+    *("fsdp1", "fsdp2", "fsdp2-offload", "megatron"),
 )
+DDP, ZERO1, ZERO2, ZERO2_OFFLOAD, ZERO3, ZERO3_OFFLOAD, ZERO3_OFFLOAD_ALL = STRATEGIES[:7]
+FSDP1, FSDP2, FSDP2_OFFLOAD, MEGATRON = STRATEGIES[7:]
 
 CPU, NVME = "cpu", "nvme"
 #: Names for what is kept elsewhere: the engine, and where its optimizer and its parameters are.

@@ -160,8 +160,7 @@ def _hollow(base: Checkpoint) -> Any:
         for name, parameter in list(module.named_parameters(recurse=False)):
             dtype = dtypes.get(f"{path}.{name}".lstrip("."), parameter.dtype)
             zero = torch.zeros((), dtype=dtype).expand(parameter.shape)
-            made = hollow.setdefault(parameter, nn.Parameter(zero, requires_grad=False))
-            setattr(module, name, made)
+            setattr(module, name, hollow.setdefault(parameter, nn.Parameter(zero, requires_grad=False)))
     return model
 
 

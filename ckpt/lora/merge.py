@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -427,13 +427,12 @@ class _Merge:
             config = {**config, _TIE: False}
         return replace(self.base, tensors=tensors, computed=computed, ties=ties, config=config)
 
-    def notes(self) -> list[str]:
-        lines = [f"merged into {counted(len(self.updates), 'tensor')}"]
+    def notes(self) -> Iterator[str]:
+        yield f"merged into {counted(len(self.updates), 'tensor')}"
         if whole := self.replaced.keys() - self.updates.keys():
-            lines.append(f"{counted(len(whole), 'tensor')} taken from the adapter as a whole")
+            yield f"{counted(len(whole), 'tensor')} taken from the adapter as a whole"
         if self.untied:
-            lines.append(f"no longer tied: {', '.join(sorted(self.untied))}")
-        return lines
+            yield f"no longer tied: {', '.join(sorted(self.untied))}"
 
 
 def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Update:

@@ -69,10 +69,7 @@ def check_ended(step: Path) -> None:
 
 def enclosing_folders(path: Path) -> list[Path]:
     """Where files of the run that a checkpoint belongs to may stand: its folder, and that around a step's."""
-    folders = [path]
-    if ANY_STEP.fullmatch(path.name):
-        folders.append(path.parent)
-    return folders
+    return [path, path.parent] if ANY_STEP.fullmatch(path.name) else [path]
 
 
 def trainer_step(folder: Path) -> int | None:

@@ -269,8 +269,7 @@ def blocks(common: Overlap) -> Iterator[tuple[Region, int, Extent, Extent]]:
             yield common.region, start, a.flat(start, stop), b.flat(start, stop)
         return
     assert isinstance(common.region, Box)  # flat ranges are contiguous on both sides
-    inner = Box((0,) * len(common.region.sizes), common.region.sizes)
-    for box in _cut(inner, a, b):
+    for box in _cut(Box((0,) * len(common.region.sizes), common.region.sizes), a, b):
         yield common.region.inside(box), 0, a.narrow(box), b.narrow(box)
 
 
@@ -313,8 +312,7 @@ class _Tally:
         self.num_different += len(different)
         self._measure(dtype, x, y)
         index = first_index(region, self.shape, start + int(different[0]))
-        steps = contiguous_strides(self.shape)
-        position = sum(i * step for i, step in zip(index, steps, strict=True))
+        position = sum(i * step for i, step in zip(index, contiguous_strides(self.shape), strict=True))
         if self.first is None or position < self.first[0]:
             a = _element(x[:1], dtype, common.a, _offset(common.region, common.a, self.shape, index), common.a_rank)
             b = _element(y[:1], dtype, common.b, _offset(common.region, common.b, self.shape, index), common.b_rank)

@@ -212,8 +212,7 @@ def map_of(
         )
     shards = tuple(tuple(ranks[rank]["shard_shape"]) for rank in found)
     boxes = tuple(_boxes(fqn, ranks[rank]["pieces"], shape, shards[rank], file, unsupported) for rank in found)
-    is_replicated = all(own == (Box((0,) * len(shape), shape),) for own in boxes)
-    return Map(shape, shards, boxes, is_replicated)
+    return Map(shape, shards, boxes, all(own == (Box((0,) * len(shape), shape),) for own in boxes))
 
 
 def _boxes(

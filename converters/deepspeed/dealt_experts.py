@@ -61,17 +61,15 @@ class DealtExperts:
         assert match is not None
         return numbered(fqn, int(match[2]) % (self.counts[match[1]] // self.ep_size))
 
-    def groups(self, expert_rank: int) -> list[ParamGroup]:
+    def groups(self, expert_rank: int) -> Iterator[ParamGroup]:
         """The param groups of an expert parallel rank, as an engine of this `ep_size` makes them."""
-        found: list[ParamGroup] = []
         for group in self._whole_groups():
             if not self.is_expert(group.fqns[0]):
-                found.append(group)
+                yield group
                 continue
             own = [fqn for fqn in group.fqns if rank_of(fqn, self.counts, self.ep_size) == expert_rank]
             options = {**group.options, "name": f"{_PREFIX}{self.ep_size}"}
-            found += [ParamGroup(tuple(fqns), options) for fqns in ([own] if self._is_kept else self._split(own))]
-        return found
+            yield from (ParamGroup(tuple(fqns), options) for fqns in ([own] if self._is_kept else self._split(own)))
 
     def files(self, module: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         """The file of each expert: its name, and its part of the whole module's state dict."""

@@ -395,8 +395,7 @@ def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, T
     """Parameters that never had a gradient have no states; DeepSpeed, which flattens, has zeros for them."""
     gaps: dict[str, list[str]] = {}
     for group in groups:
-        roles = dict.fromkeys(role for fqn in group.fqns for role in states.get(fqn, ()))
-        for role in roles:
+        for role in dict.fromkeys(role for fqn in group.fqns for role in states.get(fqn, ())):
             missing = [fqn for fqn in group.fqns if role not in states.get(fqn, ())]
             if missing:
                 gaps.setdefault(role, []).extend(missing)
@@ -431,8 +430,7 @@ def ds_config(model: Model, stage: int, asked: DType | None) -> tuple[dict[str, 
             "bf16": section(config, "bf16") | {"enabled": model.dtype == BFLOAT16},
             "fp16": section(config, "fp16") | {"enabled": model.dtype == FLOAT16},
         }
-    device = section(options, "offload_optimizer").get("device")
-    if device == "nvme":
+    if section(options, "offload_optimizer").get("device") == "nvme":
         notes.append(
             "ds_config: the run offloads its optimizer to NVMe and would look for swap files; the state is in the "
             "optimizer files, so resume without offload_optimizer or with its device cpu"
@@ -472,8 +470,7 @@ def loss_scaler(model: Model, config: Mapping[str, Any]) -> Record:
 def optimizer_items(model: Model) -> dict[str, Any]:
     """What an optimizer file holds beside tensors, as the source recorded it."""
     scaler = {} if model.state.loss_scaler is None else {"loss_scaler": model.state.loss_scaler}
-    own = dict(model.state.private.get("deepspeed", {}))
-    return scaler | own
+    return scaler | dict(model.state.private.get("deepspeed", {}))
 
 
 def client_state(model: Model) -> tuple[dict[str, Any], list[str]]:

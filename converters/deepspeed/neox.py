@@ -124,8 +124,7 @@ def _are_added(folders: Sequence[Path]) -> bool | None:
 def _map(fqn: str, canonical: str, split: Split, local: Shape, size: int, sizes: dict[str, int], file: RankFile) -> Map:
     """How ranks share a tensor of which each has `local`; `sizes` learns the MLP's of the first that has it."""
     shape = full_shape(split, local, size)
-    ending = ".".join(canonical.split(".")[-2:])
-    dims = _DIMS.get(ending, "h").split()
+    dims = _DIMS.get(".".join(canonical.split(".")[-2:]), "h").split()
     if "f" in dims and len(shape) == len(dims):
         sizes.setdefault("f", shape[dims.index("f")])
     expected = tuple((3 if dim[0] == "3" else 1) * sizes.get(dim[-1], 0) for dim in dims)

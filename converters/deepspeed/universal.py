@@ -274,10 +274,9 @@ def _param_groups(model: RankFile, state: RankFile, shapes: Sequence[Mapping[str
     recorded = optimizer.get("param_groups") or state.content.get("param_groups") or []
     options = [{key: value for key, value in group.items() if key != "params"} for group in recorded]
     if optimizer:
-        members = [group["params"] for group in recorded]
         return tuple(
-            ParamGroup(tuple(fqn for i in ids for fqn in shapes[i]), some)
-            for ids, some in zip(members, options, strict=True)
+            ParamGroup(tuple(fqn for i in group["params"] for fqn in shapes[i]), some)
+            for group, some in zip(recorded, options, strict=True)
         )
     is_dealt = model_file.is_dealt(model, state)
     orders = [before_dealing(list(group), model.need("dp_world_size")) if is_dealt else list(group) for group in shapes]
@@ -340,8 +339,7 @@ def _parameter_files(model: Model, fqn: str, roles: Sequence[str], *, bare: bool
             shape = (master.numel,) if bare else master.shape or (1,)
             zeros = NewTensor(model.state_dtype(model.masters, role), shape, (Zeros(master.numel),))
             yield f"zero/{fqn}/{role}.pt", zeros if bare else {"cat_dim": 0, "param": zeros}
-    tensors = {FP32: master, **states}
-    for name, tensor in tensors.items():
+    for name, tensor in {FP32: master, **states}.items():
         dtype = model.master_dtype([fqn]) if name == FP32 else tensor.dtype
         path = f"zero/{fqn}/{name}.pt"
         if bare:

@@ -268,8 +268,7 @@ def _flat(
         if own is not None:
             fill.extend(own.parts(tensor, place.start, place.stop, place.at))
         else:
-            region = FlatRange(place.start, place.stop)
-            fill.append(FromSource(tensor.key, region, place.at))
+            fill.append(FromSource(tensor.key, FlatRange(place.start, place.stop), place.at))
     return NewTensor(dtype, (length,), tuple(with_gaps(fill, length)), **options)
 
 

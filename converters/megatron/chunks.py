@@ -329,8 +329,7 @@ def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:
 
 def _stages(args: Mapping[str, Any], grid: Grid, options: MegatronOptions, num_layers: int) -> Stages:
     """Pipeline stages as asked for; otherwise the source's where they fit, and even ones where they do not."""
-    num_mtp = args.get("mtp_num_layers") or 0
-    even = Stages(num_layers, grid.pp, grid.vpp, num_mtp=num_mtp)
+    even = Stages(num_layers, grid.pp, grid.vpp, num_mtp=args.get("mtp_num_layers") or 0)
     asked = {name: value for name in STAGE_ARGS if (value := getattr(options, name, None))}
     if asked:
         return even.with_args(asked).checked()

@@ -162,8 +162,7 @@ class Optimizer:
             own = self.model.spelling.spelled(fqn, self.model.kinds.get(split_layer(fqn)[0]), 0, 0)
             kind = self.kind(own, fqn, len(master.shape))
             if kind not in found:
-                options = self._options(dict(option_of.get(fqn, {})), *kind)
-                found[kind] = Group(options, *kind)
+                found[kind] = Group(self._options(dict(option_of.get(fqn, {})), *kind), *kind)
         return [found[kind] for kind in sorted(found, key=lambda kind: (kind[0], not kind[1], kind[2]))]
 
     def _options(self, options: dict[str, Any], expert: bool, decayed: bool, decoupled: bool) -> dict[str, Any]:

@@ -75,10 +75,9 @@ class RankOptimizers(Optimizer):
         return {"optimizer": inner, **self.scaler, "fp32_from_fp16_params": masters}
 
     def _state_of(self, one: ChunkTensor, step_in_group: bool) -> dict[str, Any]:
-        scalars = self.model.checkpoint.state.scalars.items()
         values = {
             name: state_number(name, by_fqn[one.fqn])
-            for name, by_fqn in scalars
+            for name, by_fqn in self.model.checkpoint.state.scalars.items()
             if one.fqn in by_fqn and not (name == "step" and step_in_group)
         }
         states = self.states[one.fqn].items()

@@ -50,8 +50,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         name, own = f"{folder}/{of_rank}", {item: one[of_rank] for item, one in per_rank.items() if of_rank in one}
         files.append(models.file(f"{name}/{MODEL}", chunks, own))
         if optimizer is not None and optimizer.distributed:
-            state = optimizer.distributed_state(rank, chunks)
-            files.append(torch_file(f"{name}/{DISTRIBUTED}", state))
+            files.append(torch_file(f"{name}/{DISTRIBUTED}", optimizer.distributed_state(rank, chunks)))
     tracker = RELEASE if checkpoint.state.step is None else str(checkpoint.state.step)
     return Target(
         files=(*files, *model_files(checkpoint, layout.dtype)[0], TargetFile.of_bytes(TRACKER, tracker.encode())),

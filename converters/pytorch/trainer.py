@@ -103,8 +103,7 @@ class Trainer(Format):
             raise UsageError(
                 "there is no optimizer to go on with", path=checkpoint.path, hint="the model alone is the format `hf`"
             )
-        order = _order(checkpoint)
-        groups, notes = trainer_groups(checkpoint.state.param_groups, order)
+        groups, notes = trainer_groups(checkpoint.state.param_groups, _order(checkpoint))
         numbers = {fqn: number for number, fqn in enumerate(fqn for group in groups for fqn in group.fqns)}
         names = kept_names(checkpoint)
         chosen = {names.get(fqn, fqn): choice for fqn, choice in trained_weights(checkpoint, layout).items()}

@@ -85,8 +85,7 @@ class Stored:
             known = False
         if known is False:
             return frozenset()
-        shapes = {fqn: tensor.shape for fqn, tensor in self.tensors.items()}
-        modules = describe(config, shapes, None)
+        modules = describe(config, {fqn: tensor.shape for fqn, tensor in self.tensors.items()}, None)
         if modules is None:
             raise UsageError(
                 "the model has layers whose weights lie the other way round, and only its class tells which",

@@ -93,8 +93,7 @@ def carried(key: Key, stored: Stored, box: Box) -> NewTensor | Record | Blocks:
         raise _refused(key, "it is not cut along the first dim alone")
     held = [one for one in pieces if one.start < whole.stop and whole.start < one.stop]
     if all(one.quantized is None for one in held):
-        fill = tuple(_from(key, "values", one, whole, 1) for one in held)
-        return NewTensor(FLOAT32, box.sizes, fill)
+        return NewTensor(FLOAT32, box.sizes, tuple(_from(key, "values", one, whole, 1) for one in held))
     kinds = {_kind(one.quantized) for one in held}
     if len(kinds) != 1 or held[0].quantized is None:
         raise _refused(key, "parts of it are stored in different ways, and they would be together")

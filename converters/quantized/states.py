@@ -111,8 +111,7 @@ class InBlocks:
             while first < last:
                 number, inner = divmod(at, BLOCK)
                 size = min(BLOCK - inner, last - first)
-                block = _block(extent, number)
-                found.append((first, first + size, block, inner, rank))
+                found.append((first, first + size, _block(extent, number), inner, rank))
                 first, at = first + size, at + size
         return found
 

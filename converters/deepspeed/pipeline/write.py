@@ -165,8 +165,7 @@ def _describe(checkpoint: Checkpoint, layout: Layout) -> _Pipeline:
     model = zero_model.describe(replace(checkpoint, state=replace(checkpoint.state, private=others)), layout.dtype)
     layers = _layers(model, record, args)
     grid = _grid(args, layout)
-    recorded_stage = zero_model.zero_options(checkpoint).get("stage")
-    stage = 0 if recorded_stage == 0 and record else 1
+    stage = 0 if zero_model.zero_options(checkpoint).get("stage") == 0 and record else 1
     config, notes = zero_model.ds_config(model, stage, layout.dtype)
     pipeline = _Pipeline(
         model,

@@ -375,8 +375,7 @@ def _is_rounded(reading: Reading, fqn: str) -> bool:
         return np.frombuffer(_read(extent, count), storage_dtype(extent.dtype))
 
     count = min(weight.shape[-1], master.shape[-1], _COMPARED) if weight.shape and master.shape else 1
-    rounded = cast_bits(bits(master), master.dtype, weight.dtype)
-    return bool(np.array_equal(rounded, bits(weight)))
+    return bool(np.array_equal(cast_bits(bits(master), master.dtype, weight.dtype), bits(weight)))
 
 
 def _first(placed: Placed) -> Extent | None:

@@ -176,8 +176,7 @@ def _entries(model: Model, keys: KeyWriter) -> Iterator[str]:
             names[match["module"]] = None
     places: dict[str, list[Shape]] = {}
     for name in names:
-        kind = model.kinds.get(split_layer(f"{name}.")[0])
-        key, index = keys.key(f"{name}._extra_state", kind)
+        key, index = keys.key(f"{name}._extra_state", model.kinds.get(split_layer(f"{name}.")[0]))
         places.setdefault(key, []).append(index or (0,))
     for key, indices in places.items():
         sizes = tuple(max(numbers) + 1 for numbers in zip(*indices, strict=True))

@@ -47,6 +47,5 @@ def _link(fqn: str, shape: Shape) -> Link:
         return Link.rename(fqn, re.sub(r"\.mlp\.(router|gate)\.gate\.weight$", ".mlp.gate.weight", fqn), shape)
     if match[2] == "2":
         return Link.rename(fqn, f"{match[1]}down_proj", shape)
-    offset = 0 if match[2] == "1" else shape[1]
-    box = Box((0, offset, 0), shape)
+    box = Box((0, 0 if match[2] == "1" else shape[1], 0), shape)
     return Link(fqn, whole(shape), f"{match[1]}gate_up_proj", box, (0, 1, 2))

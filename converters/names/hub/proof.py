@@ -214,16 +214,13 @@ def _owner(name: str, known: Mapping[str, Shape]) -> str | None:
     return None
 
 
-def _notes(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> list[str]:
-    notes = []
+def _notes(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[str]:
     if _lacks_prefix(saved, shapes):
-        notes.append(f"names are those of the model without its head, which {saved.cls} has behind {saved.base!r}")
+        yield f"names are those of the model without its head, which {saved.cls} has behind {saved.base!r}"
     elif _compare(saved, shapes, config):
-        notes.append(f"names are those of an earlier release, which {saved.cls} renames as it loads them")
-    twice = [name for name in saved.optional if name in shapes]
-    if twice:
-        notes.append(f"written though save_pretrained leaves it out: {_some(twice)}")
-    return notes
+        yield f"names are those of an earlier release, which {saved.cls} renames as it loads them"
+    if twice := [name for name in saved.optional if name in shapes]:
+        yield f"written though save_pretrained leaves it out: {_some(twice)}"
 
 
 def _unknown(config: Mapping[str, Any], path: str) -> UsageError:

@@ -183,8 +183,7 @@ def _tied_inside(
 def _tied_literal(match: re.Match[str] | None) -> dict[str, str | None] | None:
     if match is None:
         return None
-    rest = match.string[match.end() :]
-    lines = rest.splitlines(keepends=True)
+    lines = match.string[match.end() :].splitlines(keepends=True)
     for count in range(1, min(len(lines), 100) + 1):
         try:
             value = ast.literal_eval("".join(lines[:count]).strip())

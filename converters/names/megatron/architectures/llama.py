@@ -43,8 +43,7 @@ DERIVED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 def sizes(config: Config) -> Sizes:
     # Megatron has biases in all linear layers or in none, besides those of queries, keys and values alone.
     attention, mlp = config.flag("attention_bias"), config.flag("mlp_bias")
-    holds = [_QKV] * attention + ["biases"] * (attention and mlp)
-    return attention_sizes(config, holds=holds)
+    return attention_sizes(config, holds=[_QKV] * attention + ["biases"] * (attention and mlp))
 
 
 _ARGS = partial(gated, sizes=sizes, slides=False)

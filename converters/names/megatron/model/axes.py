@@ -224,8 +224,7 @@ class Stages:
     def layers(self, pp: int, vp: int = 0) -> range:
         """The decoder layers of chunk `vp` of pipeline rank `pp`, by their numbers in the whole model."""
         if self.layout is not None:
-            before = self.layout[: vp * self.pp + pp]
-            start = sum(row.count("decoder") for row in before)
+            start = sum(row.count("decoder") for row in self.layout[: vp * self.pp + pp])
             return range(start, start + self.layout[vp * self.pp + pp].count("decoder"))
         if self.pp == 1:
             return range(self.num_layers)
