@@ -28,17 +28,15 @@ from ckpt.cli.resume import resume
 from ckpt.cli.verify import check, hash_, verify
 from ckpt.launch import silence_all_but_one
 
-
-def _dashes(name: str) -> str:
-    """Options may be typed with underscores, as DeepSpeed's and Accelerate's users do."""
-    return name.replace("_", "-")
-
-
 app = typer.Typer(
     name="ckpt",
     cls=Commands,
     help="Convert, verify and inspect checkpoints of large models, bit for bit, without a GPU.",
-    context_settings={"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]},
+    context_settings={
+        # options may be typed with underscores, as DeepSpeed's and Accelerate's users do
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+        "help_option_names": ["-h", "--help"],
+    },
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -98,29 +98,16 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def _header_length(first: bytes, size: int, path: str) -> int:
+    length, found = int.from_bytes(first, "little"), size
     if len(first) < 8:
-        raise CorruptError(
-            "the file is too short for a safetensors header",
-            path=path,
-            expected="8 bytes or more",
-            found=f"{size} bytes",
-        )
-    length = int.from_bytes(first, "little")
-    if length > MAX_HEADER:
-        raise CorruptError(
-            "the header is too long",
-            path=path,
-            expected=f"at most {MAX_HEADER} bytes",
-            found=f"{length} bytes",
-        )
-    if length + 8 > size:
-        raise CorruptError(
-            "the file ends within its header",
-            path=path,
-            expected=f"{length + 8} bytes or more",
-            found=f"{size} bytes",
-        )
-    return length
+        what, expected = "the file is too short for a safetensors header", "8 bytes or more"
+    elif length > MAX_HEADER:
+        what, expected, found = "the header is too long", f"at most {MAX_HEADER} bytes", length
+    elif length + 8 > size:
+        what, expected = "the file ends within its header", f"{length + 8} bytes or more"
+    else:
+        return length
+    raise CorruptError(what, path=path, expected=expected, found=f"{found} bytes")
 
 
 def parse_header(text: bytes, size: int, path: str) -> Header:

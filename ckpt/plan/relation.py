@@ -125,9 +125,10 @@ class Relation:
             self.a_copies,
         )
 
-    def check(self) -> None:
-        """Prove that every element on either side is placed exactly once; LossError otherwise."""
+    def check(self) -> Relation:
+        """This, proved to place every element on either side exactly once; LossError otherwise."""
         assert self._is_proved
+        return self
 
     @cached_property
     def _is_proved(self) -> bool:

@@ -54,15 +54,12 @@ class Store(Protocol):
 
     def below(self, key: str) -> Iterator[Entry]:
         """All objects in the folder `key`."""
-        ...
 
     def directly_in(self, key: str) -> Iterator[Entry]:
         """The objects in the folder `key` itself."""
-        ...
 
     def read(self, entry: Entry, start: int, stop: int) -> memoryview:
         """Its bytes from `start` to `stop`; CorruptError where it is not the one that was listed any more."""
-        ...
 
 
 @runtime_checkable
@@ -71,15 +68,12 @@ class WritableStore(Store, Protocol):
 
     def put(self, key: str, chunks: Iterator[memoryview], size: int, part: int) -> None:
         """Send an object of `size` bytes in parts of `part` bytes; the error of `chunks` where it has one."""
-        ...
 
     def claim(self, key: str) -> bool:
         """Make an object that is one process's; False where another one has, as far as the store tells."""
-        ...
 
     def remove(self, key: str) -> None:
         """Remove an object, if it is there."""
-        ...
 
 
 @lru_cache

@@ -332,14 +332,14 @@ def _stages(args: Mapping[str, Any], grid: Grid, options: MegatronOptions, num_l
     even = Stages(num_layers, grid.pp, grid.vpp, num_mtp=args.get("mtp_num_layers") or 0)
     asked = {name: value for name in STAGE_ARGS if (value := getattr(options, name, None))}
     if asked:
-        return even.with_args(asked).checked()
+        return even.with_args(asked).check()
     recorded = {name: value for name in STAGE_ARGS if (value := args.get(name))}
     if recorded and grid.pp > 1:
         kept = even.with_args(recorded)
         with suppress(UsageError):
-            return kept.checked()
+            return kept.check()
     try:
-        return even.checked()
+        return even.check()
     except UsageError as error:
         error.hint = "--pp and --vpp that divide the layers, or --decoder-first-pipeline-num-layers and its like"
         raise

@@ -170,9 +170,8 @@ def torchao(value: Any) -> Quantized | None:
     size = prod(shape)
     if not size or not factors.numel or size % factors.numel or codes.numel * (8 // num_bits) != size:
         return None
-    block = size // factors.numel
-    found = _checked(kind, shape, num_bits, block, codes, factors, values, num_codes)
-    return None if found is None else replace(found, record=value)
+    found = Quantized(kind, shape, num_bits, size // factors.numel, codes, factors, values, value)
+    return _checked(found, num_codes)
 
 
 def kind_of(value: Any) -> str | None:
@@ -200,7 +199,7 @@ def _bitsandbytes(codes: Any, values: Any, factors: Any) -> Quantized | None:
         return None
     for size in _BLOCK_SIZES:
         if -(-stored.numel // size) == absmax.numel:
-            return _checked("bitsandbytes", stored.shape, 8, size, stored, absmax, table, _NUM_CODES)
+            return _checked(Quantized("bitsandbytes", stored.shape, 8, size, stored, absmax, table), _NUM_CODES)
     return None
 
 
@@ -221,21 +220,11 @@ def _extent(value: Any) -> Extent | None:
     return value.extent if isinstance(value, StoredTensor) and value.extent.is_contiguous else None
 
 
-def _checked(
-    method: str,
-    shape: Shape,
-    num_bits: int,
-    block_size: int,
-    codes: Extent,
-    factors: Extent,
-    values: Extent | None,
-    num_codes: int | None,
-) -> Quantized | None:
+def _checked(found: Quantized, num_codes: int | None) -> Quantized | None:
     """The state, or None where a part is not of the dtype and size that it must be."""
-    if factors.dtype != FLOAT32 or len(factors.shape) != 1 or BLOCK % block_size:
+    factors, values = found.factors, found.values
+    if factors.dtype != FLOAT32 or len(factors.shape) != 1 or BLOCK % found.block_size:
         return None
     if num_codes is None:
-        return Quantized(method, shape, num_bits, block_size, codes, factors, None)
-    if values is None or values.dtype != FLOAT32 or values.shape != (num_codes,):
-        return None
-    return Quantized(method, shape, num_bits, block_size, codes, factors, values)
+        return replace(found, values=None)
+    return found if values is not None and (values.dtype, values.shape) == (FLOAT32, (num_codes,)) else None

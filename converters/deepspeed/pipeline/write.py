@@ -228,7 +228,7 @@ def _stages(num_layers: int, grid: Grid, layout: Layout, recorded: Any) -> Stage
     even = Stages(num_layers, grid.pp)
     asked = {name: value for name in STAGE_ARGS if (value := getattr(layout.read(MegatronOptions), name))}
     if asked:
-        return even.with_args(asked).checked()
+        return even.with_args(asked).check()
     counts = recorded if recorded and len(recorded) == grid.pp else balanced(num_layers, grid.pp)
     return replace(even, layout=tuple(("decoder",) * count for count in counts))
 

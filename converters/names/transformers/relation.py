@@ -282,9 +282,7 @@ def _as_relation(results: Mapping[str, Traced], shapes: Mapping[str, Shape]) -> 
     new_shapes = {name: tuple(tensor.shape) for name, tensor in results.items()}
     if all(link == Link.rename(link.a, link.a, shapes[link.a]) for link in links) and new_shapes == dict(shapes):
         return None
-    found = Relation(tuple(links), dict(shapes), new_shapes)
-    found.check()
-    return found
+    return Relation(tuple(links), dict(shapes), new_shapes).check()
 
 
 def _renamed(checkpoint: Checkpoint, namespace: str, direction: Direction) -> Checkpoint:

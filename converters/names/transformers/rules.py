@@ -157,9 +157,7 @@ class Rules:
             links += stack.links(name, made[name])
         if made == dict(shapes) and all(link.a == link.b and link.keeps_order for link in links):
             return None
-        found = Relation(tuple(links), dict(shapes), made)
-        found.check()
-        return found
+        return Relation(tuple(links), dict(shapes), made).check()
 
     def _is_beyond(self, name: str) -> bool:
         layer = _LAYER.search(name)

@@ -161,7 +161,7 @@ class Stages:
         }
         stages = even.with_args({**old_names, **args})
         try:
-            return stages.checked()
+            return stages.check()
         except UsageError as error:
             raise CorruptError(
                 f"the recorded arguments: {error.what}", expected=error.expected, found=error.found
@@ -179,7 +179,7 @@ class Stages:
             layout=parse_layout(layout) if layout else None,
         )
 
-    def checked(self) -> Stages:
+    def check(self) -> Stages:
         """These; UsageError where layers and stages do not fit each other."""
         chunks = [(p, v) for v in range(self.vpp) for p in range(self.pp)]
         if self.layout is not None and len(self.layout) != len(chunks):
