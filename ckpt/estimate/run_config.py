@@ -88,9 +88,6 @@ def understand(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
     )
 
 
-# -- DeepSpeed -----------------------------------------------------------------------------------------------
-
-
 def _deepspeed(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig:
     stated = content["zero_optimization"]
     sizes: dict[str, Any] = {}
@@ -165,9 +162,6 @@ def _optimizer(name: str, path: Path, *, momentum: bool = False) -> str:
     return found
 
 
-# -- FSDP ----------------------------------------------------------------------------------------------------
-
-
 def _fsdp(content: Mapping[str, Any], path: Path) -> RunConfig:
     """`fsdp_config` of transformers, Axolotl (names without prefix) or Accelerate (with it); its parent, or itself."""
     inner = content.get("fsdp_config")
@@ -181,9 +175,6 @@ def _fsdp(content: Mapping[str, Any], path: Path) -> RunConfig:
     if stated.get("offload_params") in (True, "true"):
         setup["offload_params"] = CPU
     return RunConfig(strategy=FSDP2 if str(version) == "2" else FSDP1, setup=setup)
-
-
-# -- Accelerate ----------------------------------------------------------------------------------------------
 
 
 def _accelerate(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig:
@@ -235,9 +226,6 @@ def _other(named: Any, path: Path, hidden: int) -> RunConfig:
         found=str(named),
         hint="run the command where this path leads to it",
     )
-
-
-# -- Axolotl -------------------------------------------------------------------------------------------------
 
 
 def _axolotl(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig:

@@ -188,9 +188,6 @@ def _cut_otherwise(parts: Sequence[_Part], copies: Sequence[Sequence[_Part]], sh
             yield f"copy {number} is cut otherwise: {holder_text(dict.fromkeys(others))}"
 
 
-# -- the plane -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Plane:
     """Where a tensor's elements are drawn.

@@ -102,9 +102,6 @@ def _say_damage(canvas: Canvas, picture: Picture) -> None:
         canvas.line(f"and {len(picture.damaged) - _LISTED} more", "r", 18)
 
 
-# -- where the bytes are ---------------------------------------------------------------------------------------
-
-
 def _draw_parts(canvas: Canvas, rows: Sequence[Row], *, by_part: bool) -> None:
     """One strip of all bytes, cut by what modules they are of: in their colours, or in greys where these are ranks'."""
     sizes: Counter[str] = Counter()
@@ -230,9 +227,6 @@ def _draw_mesh(canvas: Canvas, picture: Picture, checkpoint: Checkpoint) -> None
         if holds:
             canvas.label_in(x + (cell - 2) / 2, y + 10, str(rank), [canvas.colour(rank)], cell - 2, 20)
     canvas.y += sizes["pp"] * 22 + 12
-
-
-# -- what patterns mean ----------------------------------------------------------------------------------------
 
 
 def _draw_kinds(canvas: Canvas, picture: Picture) -> None:

@@ -301,9 +301,6 @@ class _Fields:
         )
 
 
-# -- the adapter in a checkpoint -----------------------------------------------------------------------------
-
-
 def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | None = None) -> dict[str, Choice]:
     """What PEFT would save of the adapter in `checkpoint`, by its name in the file.
 

@@ -172,9 +172,6 @@ def _of_expert(stored: Any, expert: int, shape: Shape, fqn: str, path: str) -> F
     return Fragment(Box((expert, *(0,) * (len(shape) - 1)), sizes), stored.extent.reshape(sizes))
 
 
-# -- what is recorded --------------------------------------------------------------------------------------------------
-
-
 def recorded_experts(model: RankFile) -> tuple[int, dict[str, Map]]:
     """The number of expert parallel ranks, and how they share each tensor of experts, in the order of layers.
 
@@ -218,9 +215,6 @@ def _check_in_order(fqn: str, known: Map, num_experts: int, num_ranks: int, mode
     boxes = tuple((Box((rank * each, *(0,) * (len(sizes) - 1)), sizes),) for rank in range(num_ranks))
     if rest or len(known.shape) != 3 or known.shape[0] != num_experts or known.boxes != boxes:
         raise experts_unsupported(model.path, f" (AutoEP) in another order than theirs ({fqn})")
-
-
-# -- stage 3 -----------------------------------------------------------------------------------------------------------
 
 
 def sharing_under_stage3(

@@ -168,9 +168,6 @@ def check_parts(whose: str, held: Sequence[Tensor | None], known: Map, paths: Se
             )
 
 
-# -- what is recorded --------------------------------------------------------------------------------------------------
-
-
 def recorded_maps(file: RankFile, ranks: Sequence[int]) -> dict[str, Map]:
     """The map of each parameter, as the model file of the first of `ranks` has it.
 

@@ -158,8 +158,6 @@ class _RankOptimizers:
             hint="parameters that were frozen are not known from the file; the model alone: remove its `optimizer`",
         )
 
-    # -- the plain optimizer ---------------------------------------------------------------------------------
-
     def _read_plain(
         self, by_group: Sequence[Sequence[Trained]], inner: Mapping[str, Any], outer: Mapping[str, Any]
     ) -> None:
@@ -185,8 +183,6 @@ class _RankOptimizers:
                 raise self._misfit("a group of masters", len(halves), len(values))
             for one, value in zip(halves, values, strict=True):
                 self._note_tensor(one, MASTER, value)
-
-    # -- the distributed optimizer ---------------------------------------------------------------------------
 
     def _distributed(self) -> list[Any]:
         """The content of `distrib_optim.pt`: an entry for each optimizer, None where another rank gathered it."""

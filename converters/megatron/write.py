@@ -59,9 +59,6 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     )
 
 
-# -- the model's file ----------------------------------------------------------------------------------------
-
-
 @dataclass
 class ModelFiles:
     """The ranks' model files: those that differ only in the boxes of tensors that they hold are laid out once."""
@@ -113,9 +110,6 @@ def _per_rank(model: Model) -> Mapping[str, Mapping[str, Any]]:
     state, names = model.checkpoint.state, {folder_name(rank, model.grid) for rank in model.grid.ranks()}
     is_same = state.engine == "megatron" and Grid.of_args(state.args or {}) == model.grid
     return state.per_rank if is_same and all(values.keys() <= names for values in state.per_rank.values()) else {}
-
-
-# -- notes ---------------------------------------------------------------------------------------------------
 
 
 def _notes(model: Model, layout: Layout, optimizer: RankOptimizers | None) -> Iterator[str]:

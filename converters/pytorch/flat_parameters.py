@@ -87,9 +87,6 @@ def _units(fqns: Mapping[str, Shape], wrapped: frozenset[str]) -> Units:
     return tuple(tuple(unit) for unit in found.values() if unit)
 
 
-# -- the optimizer ---------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class FlatOptimizer:
     """The states of an optimizer of flat parameters, by those of the model."""

@@ -160,9 +160,6 @@ def _part(tensor: Tensor, dtype: DType, dtensors: DTensors, num_ranks: int, rank
     return dtensors.make(dtype, tensor.shape, NewTensor(dtype, box.sizes, fill))
 
 
-# -- the optimizer ---------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _States:
     """The optimizer's states by fqn: tensors shaped like their parameters, and numbers."""

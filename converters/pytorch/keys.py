@@ -55,9 +55,6 @@ class Understood:
     notes: list[str] = field(default_factory=list)
 
 
-# -- model, optimizers, the rest -------------------------------------------------------------------------------
-
-
 def understand(root: Mapping[Any, Any]) -> Understood:
     """Sort a nested state dict."""
     found = Understood()
@@ -170,15 +167,9 @@ def _add(target: dict[str, Any], fqn: str, value: Any, was: str) -> None:
     target[fqn] = value
 
 
-# -- names -----------------------------------------------------------------------------------------------------
-
-
 def _state_names(optimizers: Iterable[Mapping[str, Any]]) -> list[str]:
     """Names of parameters as nested optimizer states spell them."""
     return [fqn for node in optimizers if isinstance(state := node.get(_STATE), Mapping) for fqn in state]
-
-
-# -- optimizers ------------------------------------------------------------------------------------------------
 
 
 def _read_optimizer(

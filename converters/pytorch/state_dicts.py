@@ -117,9 +117,6 @@ def tie_as_declared(
         ties[alias] = kept.fqn
 
 
-# -- optimizers ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Spelled:
     """An optimizer's state by the keys that the file itself has for parameters, and what in it is neither.
@@ -278,8 +275,6 @@ def _shape(states: Mapping[str, Any]) -> Shape | None:
     shapes = [value.shape for name, value in stored.items() if name != "step"]
     return max(shapes, key=prod, default=None)
 
-
-# -- the rest of a training state ----------------------------------------------------------------------------
 
 #: Where trainers keep the number of steps taken, in a dict of their own.
 _COUNTS = ("step", "global_step", "global_steps", "iteration")

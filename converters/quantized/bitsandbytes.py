@@ -72,9 +72,6 @@ def find(stored: Stored) -> Iterator[Weight]:
             yield _eight_bits(stored, name.removesuffix(SCB))
 
 
-# -- 4 bits --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Nested:
     """How factors are quantized themselves."""
@@ -212,9 +209,6 @@ def _pairs(kind: str) -> NDArray:
     return np.stack([_VALUES[kind][byte >> 4], _VALUES[kind][byte & 15]], axis=1)
 
 
-# -- 8 bits --------------------------------------------------------------------------------------------------
-
-
 def _eight_bits(stored: Stored, module: str) -> Weight:
     owner = f"{module}weight"
     tensor, scales = stored.part(owner, owner), stored.tensors[module + SCB]
@@ -249,9 +243,6 @@ def _eight_bit_values(stored: Stored, owner: str, module: str, rows: Box) -> mem
     values *= scales[:, None]
     values *= _PER_127
     return rounded(values, stored.dtype)
-
-
-# -- transformers' Conv1D ------------------------------------------------------------------------------------
 
 
 def _is_conv1d(stored: Stored, owner: str) -> bool:

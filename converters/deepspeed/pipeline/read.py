@@ -113,9 +113,6 @@ def list_folder(path: Path) -> Folder:
     return folder
 
 
-# -- what ranks hold ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Held:
     """A rank's part of a tensor, before it is known which ranks have the others.
@@ -221,9 +218,6 @@ class Reading:
         return range(first, first + self.dp * tp, tp)
 
 
-# -- layers --------------------------------------------------------------------------------------------------
-
-
 def read_layers(reading: Reading) -> None:
     """Note the tensors of all layers' files; LossError for names without a rule."""
     folder = reading.folder
@@ -298,9 +292,6 @@ def check_neox(
             expected=f"{3 * dense.shape[1]} rows",
             found=f"{qkv.shape[0]}",
         )
-
-
-# -- slices --------------------------------------------------------------------------------------------------
 
 
 def read_slices(reading: Reading) -> list[RankFile]:
@@ -406,9 +397,6 @@ def _stages(reading: Reading, files: Sequence[RankFile]) -> dict[int, int]:
         if layer not in found and tied:
             found[layer] = min(tied) if layer < reading.layers.transformers[0] else max(tied)
     return found
-
-
-# -- partitions ----------------------------------------------------------------------------------------------
 
 
 def read_partitions(reading: Reading, slices: Sequence[RankFile]) -> RankFile | None:

@@ -77,9 +77,6 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     return Target(files, dropped=tuple(dropped), notes=tuple(_notes(model, layout, keys, optimizer)))
 
 
-# -- tensors -------------------------------------------------------------------------------------------------
-
-
 class _Tensors:
     """Adds tensors to the folder to be written."""
 
@@ -181,9 +178,6 @@ def _entries(model: Model, keys: KeyWriter) -> Iterator[str]:
     for key, indices in places.items():
         sizes = tuple(max(numbers) + 1 for numbers in zip(*indices, strict=True))
         yield from (str(ObjectKey(key, index, sizes)) for index in indices)
-
-
-# -- what is no tensor ---------------------------------------------------------------------------------------
 
 
 def _common(model: Model, keys: KeyWriter, optimizer: Optimizer | None, items: Mapping[str, Any]) -> dict[str, Any]:
