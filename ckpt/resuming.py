@@ -19,7 +19,7 @@ from ckpt.caller import caller
 from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, StorageError, UsageError, printable
 from ckpt.move.files import Staging, is_filled, staging_folder, translate_os_errors
 from ckpt.move.group import Alone, the_callers
-from ckpt.plan.checkpoint import Checkpoint, Layout, SourceFile
+from ckpt.plan.checkpoint import AXES, Checkpoint, Layout, SourceFile
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.progress import progress
 from ckpt.run_folder.carried import run_files
@@ -37,14 +37,6 @@ RECORD = "ckpt-resume.json"
 _OF_RANKS = ("zero1", "zero2", "zero3", "fsdp-ranks", "megatron-deepspeed")
 #: Formats of which an engine is given the folder around a step's, and takes the step that is recorded there.
 _RECORDED = ("zero0", "zero1", "zero2", "zero3", "universal", "megatron", "megatron-dist", "megatron-deepspeed")
-#: Megatron-LM's arguments that `megatron` and `megatron-deepspeed` files fit; torch_dist is loaded at any sizes.
-_AXES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}
 #: Ends of names of files that hold tensors.
 _OF_TENSORS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
 
@@ -345,9 +337,9 @@ def _misfit(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str | None:
     if wanted in _OF_RANKS and size is not None and checkpoint.world_size != size:
         return f"it was written by {checkpoint.world_size} ranks, and there are {size}"
     args: Mapping[str, Any] = checkpoint.state.args or {}
-    for name, argument in _AXES.items():
+    for name, argument in AXES.items():
         asked, written = layout.options.get(name), args.get(argument) or 1
-        if asked is not None and asked != written and wanted != "megatron-dist":
+        if asked is not None and asked != written and wanted != "megatron-dist":  # torch_dist loads at any sizes
             return f"it was written with {argument} {written}, and {asked} is asked for"
     return None
 

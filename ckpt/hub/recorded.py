@@ -36,12 +36,8 @@ def recorded_repo(folders: Sequence[Path], suffix: str = "") -> str:
                     return found + suffix
                 without_owner = without_owner or found
     if without_owner is not None:
-        raise UsageError(
-            "to which repository? the run records one without its owner",
-            expected="ORG/NAME",
-            found=without_owner,
-            hint=f"give it with --repo-id ORG/{without_owner}{suffix}",
-        )
+        what, hint = "the run records one without its owner", f"give it with --repo-id ORG/{without_owner}{suffix}"
+        raise UsageError(f"to which repository? {what}", expected="ORG/NAME", found=without_owner, hint=hint)
     raise UsageError(
         "to which repository? the run does not record one",
         expected=f"hub_model_id in its training arguments ({TRAINING_ARGS}) or Axolotl's config in its {CARD}",

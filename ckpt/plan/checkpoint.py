@@ -24,6 +24,17 @@ WEIGHT, MASTER, BUFFER = MODEL_ROLES = ("weight", "master", "buffer")
 #: does, when nothing more is known of it.
 HUB, TRANSFORMERS, MEGATRON, OWN = "hub", "transformers", "megatron", "own"
 
+#: Megatron-LM's arguments that tell the sizes of its axes (megatron/training/arguments.py).
+AXES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "cp": "context_parallel_size",
+    "dp": "data_parallel_size",
+}
+
 Key = tuple[str, str]  # (fqn, role)
 Options = TypeVar("Options")
 

@@ -95,10 +95,9 @@ def parse_json(content: bytes, path: Path, *, unique: bool = False, max_bytes: i
         ends = isinstance(error, json.JSONDecodeError) and (
             error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
         )
-        kind, what = (
-            (IncompleteError, "the JSON file ends too early") if ends else (CorruptError, "the file is not JSON")
-        )
-        raise kind(what, path=path, found=str(error)) from None
+        if ends:
+            raise IncompleteError("the JSON file ends too early", path=path, found=str(error)) from None
+        raise CorruptError("the file is not JSON", path=path, found=str(error)) from None
 
 
 def read_config(folders: Iterable[Path]) -> dict[str, Any] | None:

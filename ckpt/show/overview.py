@@ -13,7 +13,7 @@ from itertools import islice
 from math import prod
 from typing import Any
 
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
+from ckpt.plan.checkpoint import AXES, BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor
 from ckpt.sizes import show_size
@@ -22,14 +22,6 @@ from ckpt.text import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, counted, json_text
 _MAX_LISTED = 20  # ties, groups, items and notes shown as text
 _FEW_RANKS = 8
 _MANY = 200_000  # tensors on ranks; more of them take longer to be counted than anything else here
-#: Megatron-LM's arguments that tell the sizes of its axes (megatron/training/arguments.py).
-_AXES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "cp": "context_parallel_size",
-    "dp": "data_parallel_size",
-}
 
 
 def describe(checkpoint: Checkpoint, tensors: bool = False, everything: bool = False) -> dict[str, Any]:
@@ -97,7 +89,7 @@ def mesh(checkpoint: Checkpoint) -> dict[str, int] | None:
     None where nothing records them.  Of ZeRO's partitions the axis is `dp` whatever ranks they were spread over.
     """
     args, world_size = checkpoint.state.args or {}, checkpoint.world_size
-    found = {axis: size for axis, name in _AXES.items() if type(size := args.get(name)) is int and size > 0}
+    found = {axis: size for axis, name in AXES.items() if type(size := args.get(name)) is int and size > 0}
     if "tp" not in found:
         return {"dp": world_size} if checkpoint.state.zero_stage and world_size else None
     inner = prod(found.get(axis, 1) for axis in ("tp", "pp", "cp"))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt.errors import CorruptError, UsageError
+from ckpt.plan.checkpoint import AXES
 
 # -- parallel axes -------------------------------------------------------------------------------------------
 
@@ -38,14 +39,8 @@ class Grid:
     @classmethod
     def of_args(cls, args: Mapping[str, Any]) -> Grid:
         """The grid that Megatron-LM's arguments record; CorruptError where one is no size."""
-        tp = _size(args, "tensor_model_parallel_size", 1)
-        return cls(
-            tp=tp,
-            pp=_size(args, "pipeline_model_parallel_size", 1),
-            ep=_size(args, "expert_model_parallel_size", 1),
-            vpp=_size(args, "virtual_pipeline_model_parallel_size", 1),
-            etp=_size(args, "expert_tensor_parallel_size", tp),
-        )
+        sizes = {axis: _size(args, AXES[axis], 1) for axis in ("tp", "pp", "ep", "vpp")}
+        return cls(**sizes, etp=_size(args, AXES["etp"], sizes["tp"]))
 
     @classmethod
     def recorded(cls, args: Mapping[str, Any], path: Path) -> Grid:
@@ -60,13 +55,8 @@ class Grid:
     @property
     def args(self) -> dict[str, Any]:
         """The grid as Megatron-LM's arguments."""
-        return {
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
-            "expert_model_parallel_size": self.ep,
-            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
-            "expert_tensor_parallel_size": self.etp,
-        }
+        sizes = asdict(self) | {"vpp": self.vpp if self.vpp > 1 else None}
+        return {AXES[axis]: size for axis, size in sizes.items()}
 
     def check(self) -> None:
         """UsageError for a combination that Megatron has no ranks for."""
