@@ -204,10 +204,8 @@ def open_base(adapter: Adapter, where: str | None, *, accept: bool = False) -> C
 
     Raises UsageError where `where` is known to be another model than the recorded one, unless `accept`.
     """
-    if where is None:
-        own = own_base(adapter)
-        if own is not None:
-            return own
+    if where is None and (own := own_base(adapter)) is not None:
+        return own
     recorded = adapter.config.base
     given = where or recorded
     if given is None:

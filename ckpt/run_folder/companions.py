@@ -172,10 +172,8 @@ def _custom_code(folder: Path) -> Iterator[str]:
     """The Python files that the configs' `auto_map` names, and those that they import relatively."""
     waiting = []
     for name in (CONFIG, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
-        if (folder / name).is_file():
-            config = read_json(confined(folder, name))
-            if isinstance(config, dict):
-                waiting += _auto_map_modules(config.get("auto_map"))
+        if (folder / name).is_file() and isinstance(config := read_json(confined(folder, name)), dict):
+            waiting += _auto_map_modules(config.get("auto_map"))
     done: set[str] = set()
     while waiting:
         module = waiting.pop()

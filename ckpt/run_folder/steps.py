@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -26,6 +27,12 @@ TRAINER_STEP = re.compile(r"checkpoint-(\d+)")
 TITAN_STEP = re.compile(r"step-(\d+)")
 #: As any of these, verl, Megatron and many scripts do.
 ANY_STEP = re.compile(r"(?:checkpoint|step|global_step|iter|epoch)[-_]?(\d+)")
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of all that is in a folder, sorted."""
+    with translate_os_errors(folder):
+        return sorted(os.listdir(folder))
 
 
 def recorded_step(path: Path) -> str | None:

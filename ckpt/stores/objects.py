@@ -337,13 +337,10 @@ class _Fsspec:
 
         with self._errors(entry.key):
             data = _insist(get, stop - start, Exception)
-            self._check(entry, path)
+            now = self._entry(self.fs.info(path))
+            if now[1:] != entry[1:]:
+                raise _changed(f"{self._url}/{entry.key}", entry[1:], now[1:])
             return data
-
-    def _check(self, entry: Entry, path: str) -> None:
-        now = self._entry(self.fs.info(path))
-        if now[1:] != entry[1:]:
-            raise _changed(f"{self._url}/{entry.key}", entry[1:], now[1:])
 
     def _path(self, key: str) -> str:
         return f"{self._base}/{key}"

@@ -235,15 +235,10 @@ class _Sending:
     def check_arrived(self) -> None:
         """StorageError unless the store lists everything that was sent, with its size."""
         there = {entry.key.removeprefix(self._below): entry.size for entry in self._to.below(self._below.rstrip("/"))}
-        wrong = [name for name, size in self._sent.items() if there.get(name) != size]
-        if wrong:
-            name = wrong[0]
-            raise StorageError(
-                "an object did not arrive",
-                path=name,
-                expected=f"{self._sent[name]} bytes",
-                found="none" if name not in there else f"{there[name]} bytes",
-            )
+        for name, size in self._sent.items():
+            if there.get(name) != size:
+                found = f"{there[name]} bytes" if name in there else "none"
+                raise StorageError("an object did not arrive", path=name, expected=f"{size} bytes", found=found)
 
     def close(self) -> None:
         """End the threads after the part in hand."""

@@ -11,15 +11,14 @@ A `metadata.json` or `common.pt` beside `.metadata` belongs to Megatron's `torch
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK
 from ckpt.errors import IncompleteError
-from ckpt.move.files import confined, translate_os_errors
-from ckpt.run_folder.steps import TITAN_STEP, step_folders
+from ckpt.move.files import confined
+from ckpt.run_folder.steps import TITAN_STEP, names_in, step_folders
 
 MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
 #: Accelerate's LOCAL_STATE_DICT, which has the model in these and the optimizer in OPTIMIZER_0.
@@ -45,12 +44,7 @@ class Parts:
 
 def is_dcp(folder: Path) -> bool:
     """Whether it is a folder that DCP itself has written, complete or not."""
-    return folder.is_dir() and _is_dcp(_names(folder))
-
-
-def _names(folder: Path) -> list[str]:
-    with translate_os_errors(folder):
-        return os.listdir(folder)
+    return folder.is_dir() and _is_dcp(names_in(folder))
 
 
 def _is_dcp(names: list[str]) -> bool:
@@ -98,7 +92,7 @@ def _local(folder: Path) -> tuple[tuple[int, str], ...]:
     """Ranks and names of the files of LOCAL_STATE_DICT, if the model is not there otherwise."""
     if not folder.is_dir() or is_dcp(folder / MODEL_0):
         return ()
-    return tuple(sorted((int(match[1]), name) for name in _names(folder) if (match := LOCAL.fullmatch(name))))
+    return tuple(sorted((int(match[1]), name) for name in names_in(folder) if (match := LOCAL.fullmatch(name))))
 
 
 def _steps(path: Path) -> list[Path]:
@@ -106,15 +100,15 @@ def _steps(path: Path) -> list[Path]:
 
 
 def _is_finished(folder: Path) -> bool:
-    names = _names(folder)
+    names = names_in(folder)
     return METADATA in names or not any(DATA_FILE.fullmatch(name) for name in names)
 
 
 def parts(path: Path) -> Parts:
     """What is to be read for the checkpoint that `find_folder` has returned."""
-    names = _names(path)
+    names = names_in(path)
     if _is_dcp(names):
-        shards = tuple(sorted(name for name in names if SHARD.fullmatch(name)))
+        shards = tuple(name for name in names if SHARD.fullmatch(name))
         own = (path,) if not shards or METADATA in names else ()
         return Parts(own, shards)
     pair = [confined(path, name) for name in (MODEL_0, OPTIMIZER_0) if is_dcp(path / name)]
@@ -123,8 +117,8 @@ def parts(path: Path) -> Parts:
 
 def other_models(path: Path) -> list[str]:
     """Accelerate's folders of further models and optimizers, which are checkpoints of their own."""
-    names = [name for name in _names(path) if (m := _ACCELERATE.fullmatch(name)) and int(m[1]) > 0]
-    return sorted(name for name in names if is_dcp(path / name))
+    names = [name for name in names_in(path) if (m := _ACCELERATE.fullmatch(name)) and int(m[1]) > 0]
+    return [name for name in names if is_dcp(path / name)]
 
 
 def run_folders(path: Path) -> tuple[str, ...]:

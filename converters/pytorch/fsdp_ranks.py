@@ -30,13 +30,13 @@ from typing import Any
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
 from ckpt.errors import CorruptError, IncompleteError, NotFoundError
-from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.files import confined
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import TRANSFORMERS, WEIGHT, Checkpoint, Format, Layout, ParamGroup, ReadRequest, Target
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
-from ckpt.run_folder.steps import TRACKER, recorded_step, step_folders
+from ckpt.run_folder.steps import TRACKER, names_in, recorded_step, step_folders
 from converters.pytorch.flat_parameters import Units, in_turn, read_flat, same_numbers
 from converters.pytorch.optimizer_states import OptimizerStates
 from converters.pytorch.state_dicts import Reading, clean_names, read_optimizer, tie_as_declared
@@ -154,9 +154,7 @@ def _list(folder: Path) -> dict[str, dict[int, str]]:
     """
     found: dict[str, dict[int, str]] = {kind: {} for kind, _ in _FILES}
     stated: dict[int, str] = {}
-    with translate_os_errors(folder):
-        names = sorted(entry.name for entry in folder.iterdir())
-    for name in names:
+    for name in names_in(folder):
         for kind, pattern in _FILES:
             if match := pattern.fullmatch(name):
                 found[kind][int(match["rank"])] = str(confined(folder, name))

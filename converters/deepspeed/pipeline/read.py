@@ -15,9 +15,9 @@ from typing import Any
 from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, LossError, NotFoundError
-from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
 from ckpt.plan.tensors import Shape, Source, Tensor, Whole
+from ckpt.run_folder.steps import names_in
 from converters.deepspeed.folder import MODEL, OPTIMIZER, PIPELINE_LAYER, put
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model_file import is_dealt, param_shapes
@@ -84,9 +84,7 @@ def list_folder(path: Path) -> Folder:
     layers: dict[tuple[int, int], str] = {}
     slices: dict[int, str] = {}
     partitions: dict[tuple[int, int], str] = {}
-    with translate_os_errors(path):
-        names = sorted(os.listdir(path))
-    for name in names:
+    for name in names_in(path):
         if _EXPERT.fullmatch(name):
             raise NotFoundError(
                 "this checkpoint holds experts that DeepSpeed-MoE spread over ranks, which is not supported",

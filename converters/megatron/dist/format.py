@@ -46,7 +46,7 @@ class MegatronDist(Format):
         _refuse_nemo(path if tag is None else confined(path, tag))
         found = find_iteration(path, tag, _is_read)
         if found is None:
-            other = find_iteration(path, tag, _is_plain)
+            other = find_iteration(path, tag, lambda folder: (folder / ".metadata").is_file())
             if other is not None and other != path and is_iterations_name(other.name):
                 raise NotFoundError(
                     "PyTorch's distributed checkpoint without megatron-core's files: Megatron-LM writes such with "
@@ -106,10 +106,6 @@ def _refuse_nemo(path: Path) -> None:
 
 def _is_read(folder: Path) -> bool:
     return is_iteration(folder) or megatron_fsdp.is_iteration(folder)
-
-
-def _is_plain(folder: Path) -> bool:
-    return (folder / ".metadata").is_file() and not _is_read(folder)
 
 
 def _per_rank(reading: Reading) -> dict[str, dict[str, Any]]:
