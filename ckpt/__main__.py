@@ -27,8 +27,8 @@ def main() -> None:
 
 def _run() -> int:
     signal.signal(signal.SIGTERM, _terminate)
-    # A description has hundreds of thousands of small objects, none in circles: collecting took half of a plan's time.
-    gc.set_threshold(200_000, 50, 1000)
+    # A description has millions of small objects, none in circles: collecting took half of a plan's time.
+    gc.set_threshold(20_000_000, 50, 1000)
     try:
         from ckpt.cli import main as run
 

@@ -39,22 +39,22 @@ _AHEAD = 64 << 10  # bytes that are read with an item that stands right behind t
 _MAX_TAIL = 4 << 10
 _MAX_ALIKE = 8  # kinds of items that are kept per dtype and shape
 _MAX_SHARED = 16 << 10  # bytes of an item whose value is kept for items of the same bytes
-_TELLING = 512  # bytes at the end of these, where the checksums are, by which they are looked for
+_TELLING = slice(64, 192)  # bytes of these, where the pickle stands, by which they are looked for
 _UNKNOWN = None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """An item that was read in full: the bytes before and behind its elements, and which of the latter may vary."""
+    """An item that was read in full: how many bytes stand before and behind its elements, and those that never vary."""
 
-    head: bytes
+    head_size: int
     tail_size: int
     same: Callable[[bytes], Any]
     parts: Any
     extent: Extent  # its offset counts from the start of the item
 
-    def fits(self, head: bytes, tail: bytes) -> bool:
-        return head == self.head and self.same(tail) == self.parts
+    def fits(self, item: bytes) -> bool:
+        return bool(self.same(item) == self.parts)
 
 
 class Items:
@@ -67,7 +67,7 @@ class Items:
         self._reached = -1  # the end of what was read last
         self._ahead: tuple[int, bytes] = 0, b""
         self._kinds: dict[tuple[int, DType, Shape], list[_Kind]] = {}
-        self._values: dict[bytes, tuple[bytes, Any]] = {}  # by their ends: whole items, and what they are
+        self._values: dict[bytes, tuple[bytes, Any]] = {}  # by their pickles: whole items, and what they are
         self._shards: dict[tuple[str, int], dict[str, tuple[Shape, st.Entry]]] = {}
 
     def __enter__(self) -> Items:
@@ -151,12 +151,15 @@ class Items:
         return Extent.contiguous(self._path, offset + entry.start, dtype, box.sizes)
 
     def _is_alike(self, offset: int, length: int, kind: _Kind) -> bool:
-        head_size, tail_size = len(kind.head), kind.tail_size
         if length <= _SMALL:
             item = self._read(offset, length)
-            return len(item) == length and kind.fits(item[:head_size], item[-tail_size:])
-        head = read_up_to(self._fd, offset, head_size)
-        return kind.fits(head, read_up_to(self._fd, offset + length - tail_size, tail_size))
+            return len(item) == length and kind.fits(item)
+        tail_size = kind.tail_size
+        ends = [
+            read_up_to(self._fd, offset, kind.head_size),
+            read_up_to(self._fd, offset + length - tail_size, tail_size),
+        ]
+        return kind.fits(b"".join(ends))
 
     def _kind(self, place: Place, found: torchfile.TorchFile, extent: Extent) -> _Kind | None:
         """What items like this one look like; None where it has no elements of its own, or is unusual."""
@@ -171,9 +174,9 @@ class Items:
         tail = read_up_to(self._fd, end, tail_size)
         if len(tail) != tail_size:
             return None
-        same = itemgetter(*_between(tail))
-        moved = Extent(extent.path, extent.offset - place.offset, extent.dtype, extent.shape, extent.strides)
-        return _Kind(head, tail_size, same, same(tail), moved)
+        same = itemgetter(slice(0, len(head)), *_between(tail))
+        moved = Extent(extent.path, len(head), extent.dtype, extent.shape, extent.strides)
+        return _Kind(len(head), tail_size, same, same(head + tail), moved)
 
     def number(self, extent: Extent) -> int | float | bool:
         """The one element of a chunk that `elements` has just found."""
@@ -185,14 +188,14 @@ class Items:
     def value(self, offset: int, length: int, key: str) -> Any:
         """The value of an item that is no tensor.  Equal values are the same object: they are not to be changed."""
         item = self._read(offset, length) if length <= _MAX_SHARED else b""
-        known, value = self._values.get(item[-_TELLING:], _UNKNOWN)
+        known, value = self._values.get(item[_TELLING], _UNKNOWN)
         if known == item:
             return value
         place = Place(self._path, offset, length)
         with _about(key, None, place):
             found = torchfile.read(*place)
         if item and len(item) == length and not any(name.startswith("data/") for name in found.records):
-            self._values[item[-_TELLING:]] = item, found.root
+            self._values[item[_TELLING]] = item, found.root
         return found.root
 
 
@@ -257,10 +260,10 @@ def _other(path: str, key: str, box: Box, dtype: DType, found: str) -> CorruptEr
 
 
 def _between(tail: bytes) -> Iterator[slice]:
-    """The parts of `tail` that do not vary."""
-    reached = 0
+    """The parts of `tail` that do not vary, from the end of an item."""
+    reached, size = 0, len(tail)
     for match in _VARYING.finditer(tail):
         group = match.lastindex or 0
-        yield slice(reached, match.start(group))
+        yield slice(reached - size, match.start(group) - size)
         reached = match.end(group)
-    yield slice(reached, None)
+    yield slice(reached - size, None)

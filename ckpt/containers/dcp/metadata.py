@@ -127,10 +127,11 @@ class Metadata:
         """The number, key and path of each tensor and value, in the order of the state dict."""
         return ((number, self.keys[number], self.steps[number]) for number in self.order)
 
-    def owners(self) -> tuple[list[int | None], dict[int, Box], set[int]]:
-        """The number of what each item is of, None for one without elements; by row, tensors' boxes; the replicas."""
+    def owners(self) -> tuple[list[int | None], list[Box | None], set[int]]:
+        """By row, the number of what the item is of, None for one without elements; tensors' boxes; the replicas."""
         numbers: list[int | None] = [None] * len(self.places.paths)
-        boxes, replicas = {}, set()
+        boxes: list[Box | None] = [None] * len(numbers)
+        replicas = set()
         for number, row in enumerate(self.rows):
             if row >= 0:
                 numbers[row] = number
@@ -248,14 +249,13 @@ class _Parser:
         if odd := {*map(type, keys)} - {str}:
             self.fault("a key of the metadata is no text", found=odd.pop().__name__)
         numbers = _Numbers(keys)
-        kinds = {id(what): _kind(what) for what in {id(what): what for what in descriptions}.values()}
+        ids = [*map(id, descriptions)]  # equal ones are mostly one object
+        kinds = {name: _kind(what) for name, what in dict(zip(ids, descriptions, strict=True)).items()}
         if strange := set(kinds.values()) - {_TENSOR, "BytesStorageMetadata"}:
-            key, kind = next(
-                (key, kind) for key, what in zip(*described, strict=True) if (kind := kinds[id(what)]) in strange
-            )
+            key, kind = next((key, kinds[name]) for key, name in zip(keys, ids, strict=True) if kinds[name] in strange)
             self.fault("the metadata describes something that is no tensor and no value", key, found=kind)
         rows, chunks = self._rows(root.get("storage_data"), runs, numbers)
-        tensors = [number for number, what in enumerate(descriptions) if kinds[id(what)] == _TENSOR]
+        tensors = [number for number, name in enumerate(ids) if kinds[name] == _TENSOR]
         entries = {
             number: self._entry(number, keys[number], self._described(keys[number], descriptions[number]), chunks)
             for number in tensors
@@ -420,19 +420,15 @@ class _Parser:
         found: list[Any] = [None] * len(keys)
         order: list[int] = []
         if recorded is not None:
+            order = numbers.of(recorded.keys)
             are_spelled = _spell(recorded)
-            for number, key, steps in zip(numbers.of(recorded.keys), *recorded, strict=True):
-                if number < 0:
-                    continue
-                if not are_spelled:
-                    steps = self._steps(key, steps)
-                    if (joined := ".".join(map(str, steps))) != key:
-                        self.fault("the path of a value in the state dict is not that of its key", key, key, joined)
-                found[number] = steps
-                order.append(number)
+            for number, key, steps in zip(order, *recorded, strict=True):
+                if number >= 0:
+                    found[number] = steps if are_spelled else self._steps(key, steps)
+            order = [number for number in order if number >= 0]
         if not order:
             return None, list(range(len(keys)))
-        if None in found:
+        if not all(found):
             self.fault("a value has no path in the state dict, and others have one", keys[found.index(None)])
         if len(order) > len(keys):
             raise IrregularError
@@ -444,6 +440,8 @@ class _Parser:
         good = type(steps) is tuple and 0 < len(steps) <= _MAX_DEPTH
         if not good or not all(type(step) is str or (type(step) is int and 0 <= step < 1 << 31) for step in steps):
             self.fault("the path of a value in the state dict is damaged", key)
+        if (joined := ".".join(map(str, steps))) != key:
+            self.fault("the path of a value in the state dict is not that of its key", key, key, joined)
         path: Path_ = steps
         return path
 

@@ -42,6 +42,7 @@ _NEW, _REFS = b"\x8c", (b"h", b"j")
 _Counts = Sequence[int] | int
 
 _MAX_STEPS = 6
+_MAX_USUAL = 40  # descriptions that are looked for as they are: that takes a tenth of the time
 _MAX_MISSED = 100  # runs that have none of the forms, before no more are looked at: each look is of limited length
 _PLACE = (
     rb"%(index)b\)\x81\x94\}\x94\(%(fqn)b(?P<key>%(key)b)%(hint)b(?:N|%(number)b)(?:%(at)b(?P<where>%(size)b))?ub"
@@ -71,7 +72,7 @@ def _place_form(refs: Mapping[bytes, bytes]) -> re.Pattern[bytes]:
 _TOKENS = _form(_TOKEN)
 #: A description of a tensor ends with the list of its chunks; that of another value is an object without a state.
 #: Python adds a thousand chunks to it at once.
-_DESCRIBED = _form(rb"(%b)(%b\)\x81\x94(?:\}\x94\((?:%b{0,30000}[ae]){1,9}?ub|(?!\})))" % (_KEY, _REF, _TOKEN))
+_DESCRIBED = rb"(%b)(%%b%b\)\x81\x94(?:\}\x94\((?:%b{0,30000}[ae]){1,9}?ub|(?!\})))" % (_KEY, _REF, _TOKEN)
 #: Paths of one step, two, ...
 _PATHS = [
     _form(
@@ -123,6 +124,8 @@ class Runs:
         self.offsets: list[int] = []
         self.lengths: list[int] = []
         self._values: dict[bytes, tuple[Any, int]] = {b"": (None, 0)}
+        self._usual: list[bytes] = []
+        self._described = _form(_DESCRIBED % b"")
         self._taken: dict[str, Columns] = {}
         self._form: re.Pattern[bytes] | None = None
         self._refs: dict[bytes, bytes] = {}
@@ -179,12 +182,16 @@ class Runs:
         return take(machine, at, taken)
 
     def _take_described(self, machine: Machine, at: int, taken: Columns) -> int:
-        rows, end = _rows(_DESCRIBED, machine.data, at)
+        rows, end = _rows(self._described, machine.data, at)
         if not rows:
             return at
         keys, blobs = zip(*rows, strict=True)
         if not self._know(machine, blobs):
             return at
+        if len(self._usual) < _MAX_USUAL and (new := set(blobs).difference(self._usual)):
+            self._usual += new
+            usual = b"|".join(map(re.escape, self._usual))
+            self._described = _form(_DESCRIBED % (rb"(?:%b)(?!\})|" % usual))
         values, counts = self._made(blobs)
         (names,) = self._resolved(machine, keys, counts)
         taken.keys.extend(_as_names(names))
@@ -309,10 +316,10 @@ def _move(items: dict[Any, Any], to: Columns) -> None:
 
 def _numbers(tokens: Sequence[bytes]) -> list[int]:
     """The numbers that these steps push."""
-    if {token[:1] for token in tokens} == {b"J"}:
+    if set(map(itemgetter(0), tokens)) == {ord("J")}:
         return [number for (number,) in iter_unpack("<xi", b"".join(tokens))]
     known = {token: _number(token) for token in set(tokens)}
-    return [known[token] for token in tokens]
+    return list(map(known.__getitem__, tokens))
 
 
 def _number(token: bytes) -> int:
@@ -341,10 +348,10 @@ def _are_alike(codes: Sequence[bytes]) -> bool:
 
 def _new(steps: Sequence[bytes]) -> _Counts:
     """Which of the steps push a new text; 1 if all do, 0 if none does."""
-    kinds = {steps[0][:1]} if _are_alike(steps) else {step[:1] for step in steps}
-    if len(kinds) == 1 or _NEW not in kinds:
-        return int(_NEW in kinds)
-    return [step[:1] == _NEW for step in steps]
+    kinds = set(map(itemgetter(0), steps))
+    if len(kinds) == 1 or _NEW[0] not in kinds:
+        return int(_NEW[0] in kinds)
+    return [step[0] == _NEW[0] for step in steps]
 
 
 def _places(base: int, num_rows: int, sizes: Sequence[_Counts]) -> tuple[Sequence[int], int]:
@@ -371,31 +378,31 @@ def _values(memo: _Memo, base: int, steps: Sequence[bytes], new: _Counts, places
 
     IrregularError for a text of another length than it says, and for a reference to what is yet to come.
     """
-    said: Sequence[bytes] = ()
+    known: dict[bytes, Any] = {}
+    first: dict[bytes, int] = {}
     if new:
         said = steps if isinstance(new, int) else list(compress(steps, new))
         texts = _texts(said)
         memo.add(base, places if isinstance(new, int) else list(compress(places, new)), texts)
         if isinstance(new, int):
             return texts
-    known: dict[bytes, Any] = {}
-    for step in set(steps).difference(said):
+        known = dict(zip(said, texts, strict=True))
+    for step in set(steps).difference(known):
         number = _number(step)
         known[step] = number if step[:1] == b"K" else memo[number]
-        if step[:1] != b"K" and number >= places[0] and number >= places[steps.index(step)]:
-            raise IrregularError
-    if isinstance(new, int):
-        return [known[steps[0]]] * len(steps) if len(known) == 1 else [known[step] for step in steps]
-    made = iter(texts)
-    return [next(made) if is_new else known[step] for step, is_new in zip(steps, new, strict=True)]
+        if step[:1] != b"K" and number >= places[0]:
+            first = first or dict(zip(reversed(steps), reversed(places), strict=True))
+            if number >= first[step]:
+                raise IrregularError
+    return [known[steps[0]]] * len(steps) if len(known) == 1 else list(map(known.__getitem__, steps))
 
 
 def _texts(steps: Sequence[bytes]) -> list[str]:
     """The texts that these steps push.  IrregularError for one of another length than it says."""
     times = len(steps) if _are_alike(steps) else 1  # names of files are
     steps = steps[:1] if times > 1 else steps
-    texts = [step[2:-1].decode("ascii") for step in steps]
-    if bytes(map(len, texts)) != bytes(map(itemgetter(1), steps)):
+    texts = [step[2:-1].decode() for step in steps]
+    if bytes(map(len, texts)) != bytes(map(itemgetter(1), steps)):  # or it is not ASCII
         raise IrregularError
     return texts * times
 

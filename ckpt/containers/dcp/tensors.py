@@ -91,7 +91,7 @@ class DataFiles:
                 is_row = tiling.is_row(path, offsets, lengths)
                 size = -1
                 for row, offset, length in zip(rows, offsets, lengths, strict=True):
-                    number, box = numbers[row], boxes.get(row)
+                    number, box = numbers[row], boxes[row]
                     if number is None:
                         continue
                     key = metadata.keys[number]

@@ -118,17 +118,20 @@ class _Stored:
     @classmethod
     def of(cls, folder: Path) -> _Stored:
         reading, metadata = Reading(folder), read_metadata(folder)
-        _refuse_flat(metadata)
         found, steps = reading.data.read(metadata), metadata.steps
         reading.data.count_ranks(folder)
         parts: dict[Path_, list[int]] = {}
         options: dict[str | int, dict[str, Any]] = {}
+        last, mine = None, {}
         for number in metadata.order:
             path = steps[number]
             if len(path) == 4 and path[1] == _GROUPS and path[0] == _OPTIMIZER and type(path[3]) is str:  # most are
-                options.setdefault(path[2], {})[path[3]] = _value(reading, found[number])
+                if path[2] != last:
+                    last, mine = path[2], options.setdefault(path[2], {})
+                mine[path[3]] = value if type(value := found[number]) is not FoundTensor else _value(reading, value)
             else:
                 parts.setdefault(path[: 2 if path[0] == _OPTIMIZER else 1], []).append(number)
+        _refuse_flat(metadata, parts)
         leaves = (
             (steps[number], _value(reading, found[number]))
             for top, numbers in parts.items()
@@ -155,10 +158,11 @@ class _Stored:
         )
 
 
-def _refuse_flat(metadata: Metadata) -> None:
+def _refuse_flat(metadata: Metadata, parts: Mapping[Path_, Sequence[int]]) -> None:
     """Megatron-LM's tools/checkpoint/checkpoint_inspector.py writes a state dict without levels."""
-    for key, path in zip(metadata.keys, metadata.steps, strict=True):
-        if len(path) == 1 and key.startswith(f"{_MODEL}."):
+    for numbers in parts.values():
+        key = metadata.keys[numbers[0]]
+        if len(metadata.steps[numbers[0]]) == 1 and key.startswith(f"{_MODEL}."):
             raise NotFoundError(
                 "names of the state dict are not nested as Megatron-FSDP has them",
                 path=metadata.path,

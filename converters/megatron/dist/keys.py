@@ -105,10 +105,9 @@ class TensorKey:
     def parts(self, shape: Shape, box: Box, extent: Extent) -> Iterator[tuple[str, Box, Extent]]:
         """What box `box` of the key's tensor, which is of `shape`, holds at `extent`: names, boxes of these, places."""
         count = self.num_dims
-        offsets = box.offsets[count:]
+        inner = Box(box.offsets[count:], box.sizes[count:]) if count else box
         if self.half:
-            offsets = (offsets[0] + shape[count], *offsets[1:])
-        inner = Box(offsets, box.sizes[count:])
+            inner = Box((inner.offsets[0] + shape[count], *inner.offsets[1:]), inner.sizes)
         if not count:
             yield self.name, inner, extent
             return
