@@ -318,7 +318,7 @@ class _Parser:
         """Take the places that are columns.  IrregularError where one of them is not as `_add` has them."""
         if not runs.fqns:
             return
-        wheres = {id(where): where for where in runs.wheres}
+        wheres = dict(zip(map(id, runs.wheres), runs.wheres, strict=True))
         for where in wheres.values():
             if where is not None and self._numbers(where, runs.fqns[0], "an offset") is not where:
                 raise IrregularError

@@ -90,7 +90,7 @@ class Reading:
     def tensors(self) -> dict[Key, Tensor]:
         """A tensor for every name and role, in the model's order."""
         found = {}
-        order = {fqn: registered(fqn) for fqn, _ in self.placed}
+        order = {fqn: registered(fqn) for fqn in {fqn for fqn, _ in self.placed}}
         for key in sorted(self.placed, key=lambda key: order[key[0]]):
             shape, dtype = self.shapes[key]
             without = self.native if self.native and (key[0], MASTER) in self.shapes else dtype
