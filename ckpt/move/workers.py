@@ -30,8 +30,8 @@ _COMPUTING = 5  # what computing takes, in sizes of the result: a bf16 weight, i
 _PATIENCE = 0.3  # seconds that a run which has failed or been interrupted waits for its threads
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
-#: Threads that copy.  Most of the time they wait for a disk, which is the faster the more is asked of it at a time:
-#: 9.1 GB that were in no cache took 24.7 s with two, and 19.2 s with eight, on two cores.
+#: Threads of a node that copy.  Most of the time they wait for a disk, which is the faster the more is asked of it at a
+#: time: 9.1 GB that were in no cache took 24.7 s with two, and 19.2 s with eight, on two cores.
 _NUM_WORKERS = 8
 
 #: Bytes that are asked of a disk before it is a thread's turn to read and cast them.
@@ -153,7 +153,7 @@ _HashJob = tuple[Output, list[Piece] | None]
 class Workers:
     """A few daemon threads around a bounded queue, and some that sync and hash the files that are filled.
 
-    `num_here` processes share the processor.  The first error of any thread reaches the caller.
+    `num_here` processes share the processor and the disk.  The first error of any thread reaches the caller.
     """
 
     def __init__(
@@ -168,8 +168,9 @@ class Workers:
         self._queue: queue.Queue[_Item | None] = queue.Queue(4 * resources.num_workers)
         self.buffer_size = resources.buffer_size
         self._room = _Room(resources.max_memory)
+        num_cores_here = max(1, num_cores() // num_here)
         # Each step of a cast takes and gives back the interpreter's lock: more threads than cores only hand it around.
-        self._casting = threading.Semaphore(max(1, num_cores() // num_here))
+        self._casting = threading.Semaphore(num_cores_here)
         self._progress = progress
         self._progress_lock = threading.Lock()
         self._present = threading.Condition()
@@ -182,11 +183,12 @@ class Workers:
         self._room_for_outputs = threading.Semaphore(MAX_UNFINISHED)
         self._error: BaseException | None = None
         self._stopping = False
-        self.num_fillers = resources.num_workers
+        self.num_fillers = resources.workers or max(1, resources.num_workers // num_here)
         self._fillers = [threading.Thread(target=self._work, daemon=True) for _ in range(self.num_fillers)]
         self._syncers = [threading.Thread(target=self._sync, daemon=True) for _ in range(_NUM_SYNCERS)]
         self._tell_hashed = hashed
-        hashers = [Hasher(min(CHUNK, self.buffer_size)) for _ in range(resources.num_hashers if hashing else 0)]
+        num_hashers = min(resources.num_hashers, num_cores_here) if hashing else 0
+        hashers = [Hasher(min(CHUNK, self.buffer_size)) for _ in range(num_hashers)]
         self._hashers = [threading.Thread(target=self._hash, args=(one,), daemon=True) for one in hashers]
         self._threads = (*self._fillers, *self._syncers, *self._hashers)
 

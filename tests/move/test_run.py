@@ -544,6 +544,9 @@ class TestMemory:
         assert [Resources().num_workers, Resources(workers=3).num_workers] == [8, 3]
         assert Resources().num_hashers <= (os.cpu_count() or 1)
         assert [Resources(max_memory=size << 20).num_workers for size in (4, 2, 1)] == [8, 8, 4]
+        on_a_node = [threads.Workers(Resources(), lambda _: None, num_here=number).num_fillers for number in (1, 2, 16)]
+        assert on_a_node == [8, 4, 1]
+        assert threads.Workers(Resources(workers=3), lambda _: None, num_here=2).num_fillers == 3
         least = Resources(max_memory=1 << 20)
         assert 4 * least.num_workers * least.buffer_size <= least.max_memory
 
