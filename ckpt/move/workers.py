@@ -183,7 +183,7 @@ class Workers:
         self._room_for_outputs = threading.Semaphore(MAX_UNFINISHED)
         self._error: BaseException | None = None
         self._stopping = False
-        self.num_fillers = resources.workers or max(1, resources.num_workers // num_here)
+        self.num_fillers = max(1, resources.num_workers // (1 if resources.workers > 0 else num_here))
         self._fillers = [threading.Thread(target=self._work, daemon=True) for _ in range(self.num_fillers)]
         self._syncers = [threading.Thread(target=self._sync, daemon=True) for _ in range(_NUM_SYNCERS)]
         self._tell_hashed = hashed
