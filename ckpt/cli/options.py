@@ -71,7 +71,9 @@ WorldSizeOption = Annotated[
     typer.Option(min=1, max=MAX_SIZE, help="Ranks of a sharded target. [default: as many as the source has]"),
 ]
 ShardSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")]
-WorkersOption = Annotated[int, typer.Option(min=0, max=256, help="Threads that copy. 0: 8, which keep a disk busy.")]
+WorkersOption = Annotated[
+    int, typer.Option(min=0, max=256, help="Threads that copy. 0: 8 on a node, to keep a disk busy.")
+]
 ManifestOption = Annotated[
     bool, typer.Option(help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`.")
 ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from io import BytesIO
@@ -42,7 +43,8 @@ _NEW, _REFS = b"\x8c", (b"h", b"j")
 _Counts = Sequence[int] | int
 
 _MAX_STEPS = 6
-_MAX_USUAL = 40  # descriptions that are looked for as they are: that takes a tenth of the time
+_MAX_USUAL = 40  # descriptions that have come twice are looked for as they are: that takes a tenth of the time
+_LONGEST_USUAL = 1000
 _MAX_MISSED = 100  # runs that have none of the forms, before no more are looked at: each look is of limited length
 _PLACE = (
     rb"%(index)b\)\x81\x94\}\x94\(%(fqn)b(?P<key>%(key)b)%(hint)b(?:N|%(number)b)(?:%(at)b(?P<where>%(size)b))?ub"
@@ -188,10 +190,11 @@ class Runs:
         keys, blobs = zip(*rows, strict=True)
         if not self._know(machine, blobs):
             return at
-        if len(self._usual) < _MAX_USUAL and (new := set(blobs).difference(self._usual)):
-            self._usual += new
-            usual = b"|".join(map(re.escape, self._usual))
-            self._described = _form(_DESCRIBED % (rb"(?:%b)(?!\})|" % usual))
+        more = [code for code, count in Counter(blobs).items() if count > 1 and len(code) <= _LONGEST_USUAL]
+        usual = [*dict.fromkeys(self._usual + more)][:_MAX_USUAL]
+        if usual != self._usual:
+            self._usual = usual
+            self._described = _form(_DESCRIBED % (rb"(?:%b)(?!\})|" % b"|".join(map(re.escape, usual))))
         values, counts = self._made(blobs)
         (names,) = self._resolved(machine, keys, counts)
         taken.keys.extend(_as_names(names))
