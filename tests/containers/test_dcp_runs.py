@@ -158,6 +158,19 @@ def test_numbers_of_keys(monkeypatch: pytest.MonkeyPatch, is_alike: bool) -> Non
         _Numbers([*keys, keys[7]])
 
 
+def test_a_text_of_more_bytes_than_it_says(tmp_path: Path) -> None:
+    """Two characters of three bytes, said to be two bytes: what stands behind these is no text any more."""
+    keys = [f"layers.{n}.a" for n in range(12)] + ["abc", "abd"]
+    places = {dcp.MetadataIndex(key): _StorageInfo("__0_0.distcp", 10 * n, 10) for n, key in enumerate(keys)}
+    data = pickled(dcp.Metadata({key: dcp.BytesStorageMetadata() for key in keys}, None, places))
+    assert b"\x8c\x03abc\x94" in data
+    (tmp_path / ".metadata").write_bytes(data)
+    assert by_runs(tmp_path) is not None
+    (tmp_path / ".metadata").write_bytes(data.replace(b"\x8c\x03abc\x94", b"\x8c\x02\xc3\xa9a\x94"))
+    with pytest.raises(CkptError):
+        read_metadata(tmp_path)
+
+
 def test_a_damaged_file(tmp_path: Path) -> None:
     """What the machine refuses is refused, and what it reads is read alike."""
     saved = pickle.loads((FIXTURES[-1] / ".metadata").read_bytes())

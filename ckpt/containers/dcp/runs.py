@@ -404,8 +404,8 @@ def _texts(steps: Sequence[bytes]) -> list[str]:
     """The texts that these steps push.  IrregularError for one of another length than it says."""
     times = len(steps) if _are_alike(steps) else 1  # names of files are
     steps = steps[:1] if times > 1 else steps
-    texts = [step[2:-1].decode() for step in steps]
-    if bytes(map(len, texts)) != bytes(map(itemgetter(1), steps)):  # or it is not ASCII
+    texts = [step[2:-1].decode("ascii") for step in steps]  # of others, bytes and characters are not as many
+    if bytes(map(len, texts)) != bytes(map(itemgetter(1), steps)):
         raise IrregularError
     return texts * times
 
