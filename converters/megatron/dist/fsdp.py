@@ -118,6 +118,7 @@ class _Stored:
     @classmethod
     def of(cls, folder: Path) -> _Stored:
         reading, metadata = Reading(folder), read_metadata(folder)
+        _refuse_flat(metadata)
         found, steps = reading.data.read(metadata), metadata.steps
         reading.data.count_ranks(folder)
         parts: dict[Path_, list[int]] = {}
@@ -131,7 +132,6 @@ class _Stored:
                 mine[path[3]] = value if type(value := found[number]) is not FoundTensor else _value(reading, value)
             else:
                 parts.setdefault(path[: 2 if path[0] == _OPTIMIZER else 1], []).append(number)
-        _refuse_flat(metadata, parts)
         leaves = (
             (steps[number], _value(reading, found[number]))
             for top, numbers in parts.items()
@@ -158,11 +158,10 @@ class _Stored:
         )
 
 
-def _refuse_flat(metadata: Metadata, parts: Mapping[Path_, Sequence[int]]) -> None:
+def _refuse_flat(metadata: Metadata) -> None:
     """Megatron-LM's tools/checkpoint/checkpoint_inspector.py writes a state dict without levels."""
-    for numbers in parts.values():
-        key = metadata.keys[numbers[0]]
-        if len(metadata.steps[numbers[0]]) == 1 and key.startswith(f"{_MODEL}."):
+    for path in metadata.steps:
+        if len(path) == 1 and (key := str(path[0])).startswith(f"{_MODEL}."):
             raise NotFoundError(
                 "names of the state dict are not nested as Megatron-FSDP has them",
                 path=metadata.path,
