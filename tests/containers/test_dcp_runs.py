@@ -160,7 +160,7 @@ def test_numbers_of_keys(monkeypatch: pytest.MonkeyPatch, is_alike: bool) -> Non
 
 def test_a_text_of_more_bytes_than_it_says(tmp_path: Path) -> None:
     """Two characters of three bytes, said to be two bytes: what stands behind these is no text any more."""
-    keys = [f"layers.{n}.a" for n in range(12)] + ["abc", "abd"]
+    keys = [f"layers.{n}.a" for n in range(12)] + ["abc", "xyz"]
     places = {dcp.MetadataIndex(key): _StorageInfo("__0_0.distcp", 10 * n, 10) for n, key in enumerate(keys)}
     data = pickled(dcp.Metadata({key: dcp.BytesStorageMetadata() for key in keys}, None, places))
     assert b"\x8c\x03abc\x94" in data
