@@ -1,12 +1,13 @@
-"""Several threads that take jobs from one heap."""
+"""Several threads that take jobs from one heap, or from one that is still being filled."""
 
 from __future__ import annotations
 
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from ckpt.move import standins
 
@@ -49,3 +50,60 @@ def in_threads(work: Callable[[Iterator[_Job]], None], jobs: Iterable[_Job], wor
                 done.result()
         finally:
             stop.set()  # Ctrl-C: the others end after the piece in hand
+
+
+class Jobs(Generic[_Job]):
+    """Jobs that one thread puts and several take: up to `size`, and of heavy ones as many, up to `num_heavy` at a time.
+
+    Iterating takes them, and ends when all are taken and no more will come.  Whoever has done a heavy one takes the
+    next itself: to wake another thread for it would cost more than a job may take.
+    """
+
+    def __init__(self, size: int, num_heavy: int) -> None:
+        self._size, self._num_heavy = size, num_heavy
+        self._light: deque[_Job] = deque()
+        self._heavy: deque[_Job] = deque()
+        self._num_running = 0  # heavy ones that are being done
+        self._is_closed = False
+        lock = threading.Lock()
+        self._more, self._room = threading.Condition(lock), threading.Condition(lock)
+
+    def put(self, job: _Job, *, is_heavy: bool, timeout: float) -> bool:
+        """Whether there was room within `timeout` seconds."""
+        jobs = self._heavy if is_heavy else self._light
+        with self._room:
+            if not self._room.wait_for(lambda: len(jobs) < self._size, timeout):
+                return False
+            jobs.append(job)
+            if not is_heavy or self._num_running < self._num_heavy:
+                self._more.notify()
+        return True
+
+    def close(self, *, drop: bool = False) -> None:
+        """Say that no more will come; `drop`: nor are those taken that are still there."""
+        with self._more:
+            self._is_closed = True
+            if drop:
+                self._light.clear()
+                self._heavy.clear()
+            self._more.notify_all()
+
+    def __iter__(self) -> Iterator[_Job]:
+        is_heavy = False
+        while True:
+            with self._more:
+                self._num_running -= is_heavy
+                self._more.wait_for(lambda: self._is_closed or self._next() is not None)
+                jobs = self._next()
+                if jobs is None:  # what is left is taken by those who are at heavy ones
+                    return
+                job, is_heavy = jobs.popleft(), jobs is self._heavy
+                self._num_running += is_heavy
+                self._room.notify()
+            yield job
+
+    def _next(self) -> deque[_Job] | None:
+        """Of which the next may be taken."""
+        if self._heavy and self._num_running < self._num_heavy:
+            return self._heavy
+        return self._light or None

@@ -19,7 +19,7 @@ from ckpt.move.blocks import Batch, ComputedBatch
 from ckpt.move.filehash import CHUNK, FileDigest, Hasher, Piece
 from ckpt.move.files import OpenFiles, sync, translate_os_errors
 from ckpt.move.parts import Part
-from ckpt.move.threads import num_cores
+from ckpt.move.threads import Jobs, num_cores
 from ckpt.plan.planner import Copy, Plan
 
 Progress = Callable[[int], None]
@@ -34,7 +34,7 @@ _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 #: time: 9.1 GB that were in no cache took 24.7 s with two, and 19.2 s with eight, on two cores.
 _NUM_WORKERS = 8
 
-#: Bytes that are asked of a disk before it is a thread's turn to read and cast them.
+#: A range of fewer bytes, which is to be cast, is not asked of a disk before it is a thread's turn to read it.
 _ASKED = 64 << 10
 
 #: Threads that only wait for fsync.  A journalling filesystem commits for all that wait at once: ext4 took 0.3 s for
@@ -143,7 +143,7 @@ class Output:
         self._file.close()
 
 
-#: What is to be copied to a file; None stands for no more.
+#: What is to be copied to a file; None stands for no more of it.
 _Item = tuple[Output, Batch | None]
 
 #: A file and those of its pieces that are to be hashed; None stands for what is in none of them.
@@ -165,12 +165,13 @@ class Workers:
         hashed: Callable[[str, Mapping[Piece, str]], None] = lambda *_: None,
         num_here: int = 1,
     ) -> None:
-        self._queue: queue.Queue[_Item | None] = queue.Queue(4 * resources.num_workers)
-        self.buffer_size = resources.buffer_size
-        self._room = _Room(resources.max_memory)
+        self.num_fillers = max(1, resources.num_workers // (1 if resources.workers > 0 else num_here))
         num_cores_here = max(1, num_cores() // num_here)
         # Each step of a cast takes and gives back the interpreter's lock: more threads than cores only hand it around.
-        self._casting = threading.Semaphore(num_cores_here)
+        self._jobs: Jobs[_Item] = Jobs(self.num_fillers, num_cores_here)
+        self._asked = OpenFiles()  # of which something is asked of a disk before it is read
+        self.buffer_size = resources.buffer_size
+        self._room = _Room(resources.max_memory)
         self._progress = progress
         self._progress_lock = threading.Lock()
         self._present = threading.Condition()
@@ -183,7 +184,6 @@ class Workers:
         self._room_for_outputs = threading.Semaphore(MAX_UNFINISHED)
         self._error: BaseException | None = None
         self._stopping = False
-        self.num_fillers = max(1, resources.num_workers // (1 if resources.workers > 0 else num_here))
         self._fillers = [threading.Thread(target=self._work, daemon=True) for _ in range(self.num_fillers)]
         self._syncers = [threading.Thread(target=self._sync, daemon=True) for _ in range(_NUM_SYNCERS)]
         self._tell_hashed = hashed
@@ -206,11 +206,8 @@ class Workers:
     def __exit__(self, *exc: object) -> None:
         """Let the threads end after the piece in hand."""
         self._stopping = True
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()
-        for _ in self._fillers:
-            self._queue.put_nowait(None)
+        self._jobs.close(drop=True)
+        self._asked.close()
         for _ in self._syncers:
             self._filled.put(None)
         for _ in self._hashers:
@@ -252,12 +249,22 @@ class Workers:
 
     def submit(self, output: Output, batch: Batch) -> None:
         output.add()
-        self._put((output, batch))
+        is_heavy = batch.is_cast and self._ask_for(batch)
+        self._put((output, batch), is_heavy=is_heavy)
 
     def compute(self, output: Output, copies: list[Copy], content: Callable[[], memoryview]) -> None:
         """Let a thread compute `content`, which is as long as the copies' sources reach, and write it."""
         room = self._room.taken(_COMPUTING * max(copy.source.end for copy in copies))
         self.submit(output, ComputedBatch(copies, content, room))
+
+    def _ask_for(self, batch: Batch) -> bool:
+        """Let the kernel begin to read what will be cast.  False where it is in a store, of which threads ask."""
+        for path, offset, size in batch.reads():
+            if standins.is_standin(path):
+                return False
+            if size >= _ASKED:
+                blocks.ask_for(blocks.descriptor_of(self._asked, path), offset, size)
+        return True
 
     def finish(self, output: Output) -> None:
         """Say that everything for `output` has been submitted."""
@@ -265,8 +272,7 @@ class Workers:
 
     def join(self, last: Callable[[], list[Output]]) -> None:
         """Wait until everything submitted is done; `last` is called when all files are filled, and may add some."""
-        for _ in self._fillers:
-            self._put(None)
+        self._jobs.close()
         self._wait_for_all_but(len(self._syncers) + len(self._hashers))
         for _ in self._hashers:
             self._to_hash.put(None)
@@ -283,12 +289,10 @@ class Workers:
             self._raise_error()
         self._raise_error()
 
-    def _put(self, item: _Item | None) -> None:
-        while True:
+    def _put(self, item: _Item, *, is_heavy: bool = False) -> None:
+        self._raise_error()
+        while not self._jobs.put(item, is_heavy=is_heavy, timeout=0.2):
             self._raise_error()
-            with contextlib.suppress(queue.Full):
-                self._queue.put(item, timeout=0.2)
-                return
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -296,7 +300,9 @@ class Workers:
 
     def _work(self) -> None:
         with OpenFiles() as sources:
-            while not self._stopping and (item := self._queue.get()) is not None:
+            for item in self._jobs:
+                if self._stopping:
+                    break
                 try:
                     self._fill(*item, sources)
                 except BaseException as error:
@@ -345,12 +351,11 @@ class Workers:
 
     def _fill(self, output: Output, batch: Batch | None, sources: OpenFiles) -> None:
         if batch is not None:
-            with self._turn(batch, sources):
-                for size in batch.carry_out(sources, output, self.buffer_size):
-                    with self._progress_lock:
-                        self._progress(size)
-                    if self._stopping:
-                        return
+            for size in batch.carry_out(sources, output, self.buffer_size):
+                with self._progress_lock:
+                    self._progress(size)
+                if self._stopping:
+                    return
             offsets, sizes = batch.written()
             _start_writeback(output.descriptor, int(offsets.min()), int((offsets + sizes).max()))
             if whole_pieces := output.written(offsets, sizes):
@@ -359,17 +364,6 @@ class Workers:
             self._filled.put(output)
             if output.pieces is not None and output.is_owner:
                 self._to_hash.put((output, None))
-
-    def _turn(self, batch: Batch, sources: OpenFiles) -> blocks.Turn:
-        """What to hold while `batch` is carried out.  Those who wait for a disk, or a store, let others cast."""
-        if not batch.is_cast:
-            return contextlib.nullcontext()
-        for path, offset, size in batch.reads():
-            if standins.is_standin(path):
-                return contextlib.nullcontext()
-            if size >= _ASKED:
-                blocks.ask_for(blocks.descriptor_of(sources, path), offset, size)
-        return self._casting
 
 
 def _start_writeback(descriptor: int, start: int, stop: int) -> None:

@@ -1,0 +1,63 @@
+"""Jobs that several threads take, some of which are heavy."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ckpt.move.threads import Jobs
+
+
+class TestJobs:
+    def test_all_are_taken_once_however_few_heavy_ones_are_done_at_a_time(self) -> None:
+        jobs: Jobs[int] = Jobs(4, 2)
+        done: list[int] = []
+        running, most, lock = [0], [0], threading.Lock()
+
+        def work() -> None:
+            for job in jobs:
+                heavy = job % 3 == 0
+                with lock:
+                    running[0] += heavy
+                    most[0] = max(most[0], running[0])
+                with lock:
+                    running[0] -= heavy
+                    done.append(job)
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        for job in range(3000):
+            assert jobs.put(job, is_heavy=job % 3 == 0, timeout=10)
+        jobs.close()
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in threads)
+        assert sorted(done) == list(range(3000)) and 1 <= most[0] <= 2
+
+    @pytest.mark.parametrize("is_heavy", [True, False])
+    def test_there_is_no_more_room_than_said(self, is_heavy: bool) -> None:
+        jobs: Jobs[int] = Jobs(2, 1)
+        assert [jobs.put(job, is_heavy=is_heavy, timeout=0) for job in range(3)] == [True, True, False]
+        assert jobs.put(3, is_heavy=not is_heavy, timeout=0)
+        taken = iter(jobs)
+        next(taken)
+        assert jobs.put(4, is_heavy=True, timeout=0), "a heavy one is taken first"
+
+    def test_a_second_heavy_one_waits_and_light_ones_do_not(self) -> None:
+        jobs: Jobs[str] = Jobs(4, 1)
+        first, second = iter(jobs), iter(jobs)
+        for job, is_heavy in (("heavy", True), ("heavy 2", True), ("light", False)):
+            assert jobs.put(job, is_heavy=is_heavy, timeout=0)
+        jobs.close()
+        assert [next(first), next(second)] == ["heavy", "light"]
+        assert list(second) == [], "who is at a heavy one takes what is left"
+        assert list(first) == ["heavy 2"]
+
+    def test_what_is_dropped_is_not_taken(self) -> None:
+        jobs: Jobs[int] = Jobs(4, 1)
+        jobs.put(1, is_heavy=True, timeout=0)
+        jobs.put(2, is_heavy=False, timeout=0)
+        jobs.close(drop=True)
+        assert list(jobs) == []
