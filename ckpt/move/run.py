@@ -86,10 +86,8 @@ def execute(
             more = describe(staging.path, _file_digests(found, done)).items()
             return [_create(Part(TargetFile.of_bytes(name, content), None), staging, workers) for name, content in more]
 
-        at_a_time = min(workers.num_fillers, MAX_UNFINISHED)
-        if num_here > 1:
-            # The last file of one process is the first of the next, and only one of them can write to it at a time.
-            at_a_time = max(1, min(at_a_time, len(work) // 2))
+        # The last file of one process is the first of the next, and only one of them can write to it at a time.
+        at_a_time = 1 if num_here > 1 else min(workers.num_fillers, MAX_UNFINISHED)
         with workers:
             _run_in_turn((_submit(part, plan, staging, workers) for part in work), at_a_time)
             workers.join(last)
