@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +22,11 @@ from ckpt.move import standins
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import Computed, read_exactly, strided
+from ckpt.move.source import truncated
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, BOOL, DType
 from ckpt.plan.planner import Plan, check_source, first_index
 from ckpt.plan.tensors import Box, Extent, Fragment, Overlap, Region, Shape, Tensor, contiguous_strides, overlay
-
-if TYPE_CHECKING:
-    from ckpt.move.ranges import Ranges
 
 Value = int | float | str
 
@@ -116,6 +113,8 @@ class Reader(AbstractContextManager["Reader"]):
         self._views = tuple(buffer.data for buffer in self._buffers)
         self._unequal = np.empty(_CHUNK // 8, np.bool_)
         self._scratch: NDArray | None = None
+        self._held_span: tuple[str, int, int] | None = None
+        self._held = memoryview(b"")
 
     def __exit__(self, *exc: object) -> None:
         self._files.close()
@@ -124,9 +123,31 @@ class Reader(AbstractContextManager["Reader"]):
         """Read `size` bytes into the buffer of `side`."""
         self._read(path, offset, self._views[side][:size])
 
-    def remote(self, path: str) -> Ranges | None:
-        """What is in a store under this path; None for a file."""
-        return None if path in self._computed else standins.behind(self._files.descriptor(path))
+    def hold(self, span: tuple[str, int, int] | None) -> None:
+        """Fetch a range (path, offset, number of bytes) of what is in a store, of which parts will be asked for."""
+        if span != self._held_span:
+            self._held_span, self._held = None, memoryview(b"")  # given back before more is asked for
+            self._held = memoryview(b"") if span is None else self._fetch(*span)
+            self._held_span = span
+
+    def fetched(self, path: str, offset: int, size: int) -> memoryview | None:
+        """Bytes of what is in a store, copied nowhere where they are held or many; None for others, and for a file."""
+        if not standins.is_standin(path):
+            return None
+        if self._held_span is not None and self._held_span[0] == path:
+            first = offset - self._held_span[1]
+            if 0 <= first <= first + size <= len(self._held):
+                return self._held[first : first + size]
+        from ckpt.move.ranges import DIRECT  # which takes a while to import
+
+        return self._fetch(path, offset, size) if size >= DIRECT else None
+
+    def _fetch(self, path: str, offset: int, size: int) -> memoryview:
+        remote = standins.behind(self._files.descriptor(path))
+        content = memoryview(b"") if remote is None else remote.fetched(offset, offset + size)
+        if len(content) < size:
+            raise truncated(path, offset + len(content))
+        return content
 
     def _read(self, path: str, offset: int, into: memoryview) -> None:
         if path in self._computed:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,8 @@ from xxhash import xxh3_128
 
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.reading import strided
-from ckpt.move.source import truncated
+from ckpt.move.source import GAP
+from ckpt.move.standins import is_standin
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, OneElement
 from ckpt.plan.dtypes import DType
@@ -33,9 +34,6 @@ from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Tensor, overlay
 from ckpt.verify.compare import Reader, blocks, check_replicas, location
 
-if TYPE_CHECKING:
-    from ckpt.move.ranges import Ranges
-
 ALGORITHM = "xxh3-128"
 #: Kinds of tensors that have a digest together, in the order in which they are shown.
 WEIGHTS, MASTERS, OPTIMIZER = "weights", "masters", "optimizer"
@@ -43,6 +41,9 @@ KINDS = (WEIGHTS, MASTERS, OPTIMIZER)
 
 #: A range of a file: path, offset and length in bytes.
 Span = tuple[str, int, int]
+
+#: Tensors, and the range in which all of them lie where a store is asked for them together.
+_Portion = tuple[list[Key], Span | None]
 
 #: Called with the bytes that were read since the last call, by one thread at a time.
 Progress = Callable[[int], None]
@@ -180,10 +181,11 @@ def _hash_contents(
     advance = progress or (lambda _: None)
     lock = threading.Lock()
 
-    def hash_all(keys: Iterator[Key]) -> None:
+    def hash_all(portions: Iterator[_Portion]) -> None:
         computed = checkpoint.computed
         with Reader(computed=computed) as reader, Reader(computed=computed) as other_ranks:
-            for key in keys:
+            for key, whole in ((key, whole) for keys, whole in portions for key in keys):
+                reader.hold(whole)
                 tensor = checkpoint.tensors[key]
                 check_source(tensor)
                 check_replicas(tensor, other_ranks)
@@ -198,8 +200,39 @@ def _hash_contents(
                         advance(num_bytes)
                 found[key] = {dtype: hasher.digest() for dtype, hasher in hashers.items()}
 
-    in_threads(hash_all, sorted(forms, key=lambda key: location(checkpoint.tensors[key])), workers)
+    in_order = sorted(forms, key=lambda key: location(checkpoint.tensors[key]))
+    in_threads(hash_all, _portions((key, checkpoint.tensors[key]) for key in in_order), workers)
     return found
+
+
+def _portions(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[_Portion]:
+    """Tensors in the order in which they lie; those that lie close to each other in a store together."""
+    keys: list[Key] = []
+    whole: Span | None = None
+    for key, tensor in tensors:
+        span = _remote_span(tensor)
+        longer = None if whole is None or span is None else _together(whole, span)
+        if keys and longer is None:
+            yield keys, whole if len(keys) > 1 else None
+            keys = []
+        keys.append(key)
+        whole = longer or span
+    if keys:
+        yield keys, whole if len(keys) > 1 else None
+
+
+def _remote_span(tensor: Tensor) -> Span | None:
+    """Where all of a tensor lies in one piece in a store; None for any other tensor."""
+    first, *others = islice(tensor.fragments(), 2) if tensor.numel else [None]
+    if first is None or others or not first.extent.is_contiguous or not is_standin(first.extent.path):
+        return None
+    return first.extent.path, first.extent.offset, first.extent.nbytes
+
+
+def _together(a: Span, b: Span) -> Span | None:
+    """Both, and what is between them, where `b` stands close behind `a` and one request fetches all."""
+    gap, size = b[1] - (a[1] + a[2]), b[1] + b[2] - a[1]
+    return (*a[:2], size) if a[0] == b[0] and 0 <= gap <= GAP and size <= _REQUEST else None
 
 
 def _known(entry: _Entry, known: Mapping[Span, bytes]) -> dict[DType, bytes]:
@@ -244,21 +277,12 @@ def _wanted(tensor: Tensor, region: FlatRange) -> Fragment:
 
 
 def _contiguous(extent: Extent, reader: Reader) -> Iterator[NDArray]:
-    from ckpt.move.ranges import DIRECT  # only here: a conversion hashes what it writes
-
-    remote = reader.remote(extent.path) if extent.nbytes >= DIRECT else None
-    step = (_CHUNK if remote is None else _REQUEST) // extent.dtype.itemsize
+    step = (_REQUEST if is_standin(extent.path) else _CHUNK) // extent.dtype.itemsize
     for start in range(0, extent.numel, step):
         part = extent.flat(start, min(start + step, extent.numel))
-        if remote is not None:  # hashed where it arrives
-            yield _fetched(remote, part)
+        content = reader.fetched(part.path, part.offset, part.nbytes)
+        if content is not None:  # hashed where it arrives
+            yield np.frombuffer(content, storage_dtype(part.dtype))
         else:
             reader.fill(0, part.path, part.offset, part.nbytes)
             yield reader.bits(0, part.numel, part.dtype)
-
-
-def _fetched(remote: Ranges, part: Extent) -> NDArray:
-    content = remote.fetched(part.offset, part.end)
-    if len(content) < part.nbytes:
-        raise truncated(part.path, part.offset + len(content))
-    return np.frombuffer(content, storage_dtype(part.dtype))
