@@ -127,7 +127,7 @@ class Reader(AbstractContextManager["Reader"]):
         """Fetch a range (path, offset, number of bytes) of what is in a store, of which parts will be asked for."""
         if span != self._held_span:
             self._held_span, self._held = None, memoryview(b"")  # given back before more is asked for
-            self._held = memoryview(b"") if span is None else self._fetch(*span)
+            self._held = (span and self._if_many(*span)) or memoryview(b"")
             self._held_span = span
 
     def fetched(self, path: str, offset: int, size: int) -> memoryview | None:
@@ -138,11 +138,14 @@ class Reader(AbstractContextManager["Reader"]):
             first = offset - self._held_span[1]
             if 0 <= first <= first + size <= len(self._held):
                 return self._held[first : first + size]
+        return self._if_many(path, offset, size)
+
+    def _if_many(self, path: str, offset: int, size: int) -> memoryview | None:
+        """Bytes of what is in a store, where they are so many that nothing of them is kept."""
         from ckpt.move.ranges import DIRECT  # which takes a while to import
 
-        return self._fetch(path, offset, size) if size >= DIRECT else None
-
-    def _fetch(self, path: str, offset: int, size: int) -> memoryview:
+        if size < DIRECT:
+            return None
         remote = standins.behind(self._files.descriptor(path))
         content = memoryview(b"") if remote is None else remote.fetched(offset, offset + size)
         if len(content) < size:
