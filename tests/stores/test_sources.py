@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from botocore.credentials import RefreshableCredentials
+from safetensors.numpy import save_file
 
 import ckpt
 from ckpt import api
@@ -303,6 +304,29 @@ def test_only_what_is_needed_is_fetched(store: ObjectStore, tmp_path: Path) -> N
     assert api.digests(checkpoint) == api.digests(ckpt.open(tmp_path / "out"))
     fetched = [one.num_bytes for one in store.requests if one.range]
     assert (sum(fetched), len(fetched)) == (content.nbytes, 3), "as large as it is, each byte once"
+
+
+def test_neighbours_are_fetched_together(store: ObjectStore, tmp_path: Path) -> None:
+    """Ten tensors of 3 MiB, each followed by a small one: in requests of up to 8 MiB, each byte once."""
+    random, local = np.random.default_rng(0), tmp_path / "model"
+    names = [(f"{letter}.{kind}", size) for letter in "abcdefghij" for kind, size in (("a", 3 << 20), ("b", 20))]
+    tensors = {name: random.integers(0, 255, size, np.uint8) for name, size in names}
+    local.mkdir()
+    save_file(tensors, local / "model.safetensors")
+    (local / "config.json").write_text("{}")
+    checkpoint = ckpt.open(store.upload(local, "neighbours"))
+    store.requests.clear()
+    ranges.forget()
+    assert api.digests(checkpoint) == api.digests(ckpt.open(local))
+    fetched = [one.num_bytes for one in store.requests if one.range]
+    assert (sum(fetched), len(fetched)) == (sum(size for _, size in names), 5)
+    conversion = ckpt.plan(checkpoint, "hf")
+    store.requests.clear()
+    ranges.forget()
+    conversion.run(tmp_path / "out", manifest=False)
+    fetched = [one.num_bytes for one in store.requests if one.range]
+    assert api.verify(ckpt.open(tmp_path / "out"), ckpt.open(local)).equal
+    assert sum(fetched) <= 1.1 * sum(size for _, size in names) and max(fetched) <= 8 << 20 and len(fetched) <= 7
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
