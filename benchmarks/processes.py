@@ -1,9 +1,9 @@
 """One conversion on several processes: bf16 weights of ZeRO-3 masters, in memory, which takes processors alone.
 
-A process that works together with others imports torch, which takes it a second; so this is a larger model, whose
-masters are zeros that take no memory.  One process uses all processors, too, by its threads: what two do is held
-against one on one processor, and against one with one thread that copies.  torchrun imports torch as well, before it
-starts them and as it ends; mpirun and srun do not, and tell each process by variables that it is one of two.
+A process that works together with others imports torch, which takes it a second; so this is a model of 8 billion
+parameters, whose masters are zeros that take no memory.  One process uses all processors, too, by its threads: what two
+do is held against one on one processor, and against one with one thread that copies.  torchrun imports torch as well,
+before it starts them and as it ends; mpirun and srun do not, and tell each process by variables that it is one of two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ()
 FOLDER = Path("/dev/shm/ckpt-benchmarks")
-TIMES = 16  # as many layers as the other sections have
+TIMES = 21  # as many layers as the other sections have
 CHECKED_LAYERS = 1  # of the model with random masters of which one process and two are compared
 ONE, ONE_CORE, ONE_WORKER = "ckpt, 1 process", "ckpt, 1 process on 1 core", "ckpt, 1 process, --workers 1"
 TWO, TWO_WORKERS = "ckpt, 2 processes", "ckpt, 2 processes, --workers 1 each"
