@@ -121,31 +121,25 @@ class Reader(AbstractContextManager["Reader"]):
 
     def fill(self, side: int, path: str, offset: int, size: int) -> None:
         """Read `size` bytes into the buffer of `side`."""
+        assert size <= _CHUNK, "more than the buffer holds"
         self._read(path, offset, self._views[side][:size])
 
     def hold(self, span: tuple[str, int, int] | None) -> None:
-        """Fetch a range (path, offset, number of bytes) of what is in a store, of which parts will be asked for."""
+        """Fetch a range (path, offset, number of bytes) of what is in a store, for `held` to give; None: no range."""
         if span != self._held_span:
             self._held_span, self._held = None, memoryview(b"")  # given back before more is asked for
-            self._held = (span and self._if_many(*span)) or memoryview(b"")
-            self._held_span = span
+            if span is not None:
+                self._held_span, self._held = span, self.fetch(*span)
 
-    def fetched(self, path: str, offset: int, size: int) -> memoryview | None:
-        """Bytes of what is in a store, copied nowhere where they are held or many; None for others, and for a file."""
-        if not standins.is_standin(path):
+    def held(self, path: str, offset: int, size: int) -> memoryview | None:
+        """These bytes, if they are in the range that is held."""
+        if self._held_span is None or self._held_span[0] != path:
             return None
-        if self._held_span is not None and self._held_span[0] == path:
-            first = offset - self._held_span[1]
-            if 0 <= first <= first + size <= len(self._held):
-                return self._held[first : first + size]
-        return self._if_many(path, offset, size)
+        first = offset - self._held_span[1]
+        return self._held[first : first + size] if 0 <= first <= first + size <= len(self._held) else None
 
-    def _if_many(self, path: str, offset: int, size: int) -> memoryview | None:
-        """Bytes of what is in a store, where they are so many that nothing of them is kept."""
-        from ckpt.move.ranges import DIRECT  # which takes a while to import
-
-        if size < DIRECT:
-            return None
+    def fetch(self, path: str, offset: int, size: int) -> memoryview:
+        """Bytes of what is in a store, as they come: copied nowhere, and not kept."""
         remote = standins.behind(self._files.descriptor(path))
         content = memoryview(b"") if remote is None else remote.fetched(offset, offset + size)
         if len(content) < size:

@@ -329,6 +329,27 @@ def test_neighbours_are_fetched_together(store: ObjectStore, tmp_path: Path) -> 
     assert sum(fetched) <= 1.1 * sum(size for _, size in names) and max(fetched) <= 8 << 20 and len(fetched) <= 7
 
 
+def test_digests_of_every_size(store: ObjectStore, tmp_path: Path) -> None:
+    """Around the sizes that are read, kept and asked for at a time; each in a folder, and all in a row."""
+    random = np.random.default_rng(0)
+    for kind in ("apart", "together"):
+        local = tmp_path / kind
+        local.mkdir()
+        sizes = [int(mib * (1 << 20)) + odd for mib in (0.5, 1, 1.5, 2, 3, 8, 9.5) for odd in (-1, 0, 1)]
+        tensors = {f"a{number:02}": random.integers(0, 255, size, np.uint8) for number, size in enumerate(sizes)}
+        if kind == "apart":  # one folder each
+            for name, tensor in tensors.items():
+                (local / name).mkdir()
+                save_file({name: tensor}, local / name / "model.safetensors")
+            folders = [local / name for name in tensors]
+        else:
+            save_file(tensors, local / "model.safetensors")
+            folders = [local]
+        for folder in folders:
+            url = store.upload(folder, f"sizes/{folder.relative_to(tmp_path)}")
+            assert api.digests(ckpt.open(url)) == api.digests(ckpt.open(folder)), folder
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
