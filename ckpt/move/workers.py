@@ -77,8 +77,7 @@ class Resources:
         one = _COMPUTING * plan.largest_computed
         computing = min(self.num_workers * one, max(self.max_memory, one))
         hashing = min(CHUNK, self.buffer_size) * self.num_hashers
-        is_buffered = plan.buffered_bytes or not blocks.HAS_KERNEL_COPY
-        a_worker = 3 * self.buffer_size if is_buffered else min(blocks.WINDOW, self.buffer_size)
+        a_worker = 3 * self.buffer_size if plan.buffered_bytes else min(blocks.WINDOW, self.buffer_size)
         return a_worker * self.num_workers + computing + hashing
 
 

@@ -681,18 +681,6 @@ def test_fault_27_modes_follow_the_umask(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o640
 
 
-@of("zero3")
-def test_fault_27_a_filesystem_without_kernel_copies(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = converted(source, "--dtype", "fp32")
-
-    def cannot(*args: Any) -> int:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(os, "copy_file_range", cannot)
-    tensors, _ = converted(source, "--dtype", "fp32", "--overwrite")
-    assert {name: raw(t) for name, t in tensors.items()} == {name: raw(t) for name, t in expected.items()}
-
-
 BLOCKED = """
 import sys, threading
 import ckpt.move.blocks

@@ -179,7 +179,7 @@ class TestMove:
     def test_neighbours_take_few_calls(self, monkeypatch: pytest.MonkeyPatch, target: DType) -> None:
         """A model's experts, which several ranks hold in another order: one call each took most of the time."""
         num, numel, calls = 1000, 16, []
-        for name in ("preadv", "pwrite", "copy_file_range"):
+        for name in ("preadv", "pwrite"):
             real = getattr(os, name)
             monkeypatch.setattr(os, name, lambda *args, real=real, name=name: (calls.append(name), real(*args))[1])
         order = np.arange(num).reshape(2, -1).T.reshape(-1)  # as gate and up are, side by side in the source
@@ -212,54 +212,8 @@ class TestMove:
         assert moved(copy, b"abcd", bytes(20_000), 400) == b"abcd" * 5000
         assert all(source.nbytes <= 400 for source, _ in blocks._blocks(copy.source, copy.target, 400))
 
-    @pytest.mark.parametrize("code", sorted(blocks.NO_KERNEL_COPY), ids=lambda code: errno.errorcode[code])
-    @pytest.mark.parametrize("after", [0, 1, 3])
-    def test_a_kernel_that_cannot_copy(self, monkeypatch: pytest.MonkeyPatch, code: int, after: int) -> None:
-        """At once, or after some short copies: a buffer takes over where it stopped."""
-        calls, real = [0], os.copy_file_range
-
-        def refuse(source: int, target: int, size: int, *rest: int) -> int:
-            calls[0] += 1
-            if calls[0] > after:
-                raise OSError(code, os.strerror(code))
-            return real(source, target, min(size, 7), *rest)
-
-        monkeypatch.setattr(os, "copy_file_range", refuse)
-        data = os.urandom(1000)
-        copy = Copy(Extent.contiguous("a", 3, UINT8, (900,)), Extent.contiguous("b", 50, UINT8, (900,)))
-        expected = expected_after(copy, data, bytes(1000))
-        assert moved(copy, data, bytes(1000), 64) == expected
-        assert calls[0] > after
-
-    def test_a_kernel_that_says_it_copied_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Some filesystems answer 0 in the middle of a file."""
-        monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
-        copy = Copy(Extent.contiguous("a", 0, UINT8, (100,)), Extent.contiguous("b", 0, UINT8, (100,)))
-        data = os.urandom(100)
-        assert moved(copy, data, bytes(100), 64) == data
-
-    def test_a_python_without_kernel_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr(os, "copy_file_range")
-        monkeypatch.setattr(blocks, "HAS_KERNEL_COPY", False)
-        copy = Copy(Extent.contiguous("a", 0, UINT8, (100,)), Extent.contiguous("b", 0, UINT8, (100,)))
-        data = os.urandom(100)
-        assert moved(copy, data, bytes(100), 64) == data
-
-    def test_another_error_of_the_kernel_is_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(*_: int) -> int:
-            raise OSError(errno.EIO, "Input/output error")
-
-        monkeypatch.setattr(os, "copy_file_range", fail)
-        copy = Copy(Extent.contiguous("a", 0, UINT8, (100,)), Extent.contiguous("b", 0, UINT8, (100,)))
-        with pytest.raises(StorageError, match="Input/output error"):
-            moved(copy, bytes(100), bytes(100), 64)
-
-    @pytest.mark.parametrize("kernel", [True, False])
     @pytest.mark.parametrize("shape", [(64,), (8, 8)])
-    def test_a_file_that_ends_too_early(
-        self, monkeypatch: pytest.MonkeyPatch, kernel: bool, shape: tuple[int, ...]
-    ) -> None:
-        monkeypatch.setattr(blocks, "HAS_KERNEL_COPY", kernel)
+    def test_a_file_that_ends_too_early(self, shape: tuple[int, ...]) -> None:
         strides = contiguous_strides(shape)[::-1]  # transposed, where there are two dims
         copy = Copy(Extent("a.bin", 0, UINT8, shape, strides), Extent.contiguous("b.bin", 0, UINT8, shape))
         with pytest.raises(CorruptError, match="ends inside") as caught:
@@ -267,14 +221,26 @@ class TestMove:
         assert (caught.value.exit_code, caught.value.path) == (4, "a.bin")
         assert caught.value.found == "end of file at byte 50"
 
-    def test_short_reads_and_writes_go_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("target", [FLOAT32, BFLOAT16], ids=lambda dtype: dtype.name)
+    @pytest.mark.parametrize("strides", [(9, 1), (1, 7)], ids=["as it is", "transposed"])
+    def test_short_reads_and_writes_go_on(
+        self, monkeypatch: pytest.MonkeyPatch, strides: tuple[int, ...], target: DType
+    ) -> None:
         preadv, pwrite = os.preadv, os.pwrite
         monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:5]], at))
         monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:3], at))
-        source = Extent("a", 0, FLOAT32, (7, 9), (1, 7))
-        copy = Copy(source, Extent.contiguous("b", 0, BFLOAT16, (7, 9)))
-        data = os.urandom(source.end)
-        assert moved(copy, data, bytes(126), 64) == expected_after(copy, data, bytes(126))
+        source = Extent("a", 3, FLOAT32, (7, 9), strides)
+        copy = Copy(source, Extent.contiguous("b", 5, target, (7, 9)))
+        data, before = os.urandom(source.end), bytes(copy.target.end)
+        assert moved(copy, data, before, 64) == expected_after(copy, data, before)
+
+    @pytest.mark.parametrize("more", [-1, 0, 1])
+    @pytest.mark.parametrize("size", [blocks._SMALL, blocks.WINDOW, 2 * blocks.WINDOW, blocks._SPAN, 2 * blocks._SPAN])
+    def test_sizes_around_what_is_copied_at_a_time(self, size: int, more: int) -> None:
+        data, before = os.urandom(size + more + 10), bytes(size + more + 10)
+        shape = (size + more,)
+        copy = Copy(Extent.contiguous("a", 3, UINT8, shape), Extent.contiguous("b", 5, UINT8, shape))
+        assert moved(copy, data, before, blocks.BUFFER) == bytes(5) + data[3:-7] + bytes(5)
 
 
 @dataclass(frozen=True)
@@ -402,13 +368,6 @@ class TestExecute:
         assert sum(written) == case.plan.moved_bytes
         assert case.plan.moved_bytes == case.plan.span_bytes + case.plan.buffered_bytes > 0
         assert listing(tmp_path) == ["out", "source"]
-
-    def test_through_buffers_alone(
-        self, tmp_path: Path, case: Case, small_pieces: None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(blocks, "HAS_KERNEL_COPY", False)
-        execute(case.plan, tmp_path / "out")
-        case.assert_written(tmp_path / "out")
 
     @pytest.mark.parametrize("hashing", [False, True])
     @pytest.mark.parametrize("workers", [2, 7])
@@ -580,13 +539,9 @@ class TestMemory:
         assert (caught.value.exit_code, caught.value.expected) == (2, f"at least {8 * threads._MIN_BUFFER} bytes")
         assert listing(tmp_path) == ["source"]
 
-    @pytest.mark.parametrize("kernel", [True, False])
     @pytest.mark.parametrize("workers", [1, 3])
-    def test_it_stays_within_its_bound(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: bool, workers: int
-    ) -> None:
+    def test_it_stays_within_its_bound(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
         """Measured, with tensors many times larger than the buffers."""
-        monkeypatch.setattr(blocks, "HAS_KERNEL_COPY", kernel)
         monkeypatch.setattr(casts, "_CACHE_SIZED", 1 << 10)  # else the temporaries of a cast outweigh these buffers
         case = make_case(tmp_path / "source", num_files=3, rows=8000)
         resources = Resources(max_memory=4 * threads._MIN_BUFFER * workers, workers=workers)
@@ -710,8 +665,7 @@ def a_source(path: Any, flags: int, *_: Any) -> bool:
 
 
 FAILURES = {
-    "no space while the kernel copies": Nth("copy_file_range", errno.ENOSPC),
-    "the disk while the kernel copies": Nth("copy_file_range", errno.EIO),
+    "the disk while a buffer is written": Nth("pwrite", errno.EIO),
     "no space while a buffer is written": Nth("pwrite", errno.ENOSPC),
     "over quota while a buffer is written": Nth("pwrite", errno.EDQUOT),
     "the disk while a buffer is read": Nth("preadv", errno.EIO),
@@ -786,7 +740,6 @@ class TestEveryCallFailsOnce:
     def test_buffered_reads_of_plain_spans(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_pieces: None
     ) -> None:
-        monkeypatch.setattr(blocks, "HAS_KERNEL_COPY", False)
         case, failure, number = make_case(tmp_path / "source", num_files=1, rows=8), Nth("preadv", errno.EIO), 0
         monkeypatch.setattr(os, "preadv", failure)
         while True:
@@ -855,14 +808,15 @@ class TestInterrupt:
         self, tmp_path: Path, case: Case, small_pieces: None, monkeypatch: pytest.MonkeyPatch, existing: bool
     ) -> None:
         """Within a second, although no thread can end; what they still write goes nowhere."""
-        hanging, release, real = threading.Event(), threading.Event(), os.copy_file_range
+        hanging, release, real = threading.Event(), threading.Event(), os.pwrite
 
-        def hang(*args: int) -> int:
-            hanging.set()
-            release.wait()
-            return real(*args)
+        def hang(descriptor: int, data: memoryview, offset: int) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                hanging.set()
+                release.wait()
+            return real(descriptor, data, offset)
 
-        monkeypatch.setattr(os, "copy_file_range", hang)
+        monkeypatch.setattr(os, "pwrite", hang)
         out = tmp_path / "out"
         if existing:
             out.mkdir()

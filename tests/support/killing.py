@@ -23,7 +23,6 @@ CALLS = (
     "rmdir",
     "close",
     "scandir",
-    "copy_file_range",
 )
 
 
