@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -60,11 +60,16 @@ def _transfers(bench: Bench, prefix: str, size: int) -> list[str]:
     remove([_OUTPUT])
     lines = [f"the transfer alone, {name}: {size / median(found) / 1e6:.0f} MB/s" for name, found in seconds.items()]
     for ours, theirs in _ALIKE.items():
-        share = median(b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True))
+        share = _share(seconds, ours, theirs)
         lines.append(f"  {ours} at {share:.2f} x the throughput of {theirs} {verdict(share >= _SHARE, f'>= {_SHARE}')}")
-    share = median(b / a for a, b in zip(seconds["convert"], seconds["obstore"], strict=True))
+    share = _share(seconds, "convert", "obstore")
     lines.append(f"  convert, which writes, at {share:.2f} x the throughput of obstore, which drops what it reads")
     return lines
+
+
+def _share(seconds: Mapping[str, Sequence[float]], ours: str, theirs: str) -> float:
+    """The throughput of `ours` as part of that of `theirs`: the median over the rounds."""
+    return median(b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True))
 
 
 @contextlib.contextmanager

@@ -123,12 +123,6 @@ class SpanBatch:
                     yield bits.nbytes
 
 
-def ask_for(source: int, offset: int, size: int) -> None:
-    """Let the kernel begin to read what will be read: only advice, and nothing to wait for."""
-    with contextlib.suppress(OSError):
-        os.posix_fadvise(source, offset, size, os.POSIX_FADV_WILLNEED)
-
-
 def rows(spans: Spans, which: NDArray[np.int64] | slice) -> Spans:
     """Some rows of `spans`."""
     return replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -262,7 +263,8 @@ class Workers:
             if standins.is_standin(path):
                 return False
             if size >= _ASKED:
-                blocks.ask_for(blocks.descriptor_of(self._asked, path), offset, size)
+                with contextlib.suppress(OSError):  # it is only advice
+                    os.posix_fadvise(blocks.descriptor_of(self._asked, path), offset, size, os.POSIX_FADV_WILLNEED)
         return True
 
     def finish(self, output: Output) -> None:

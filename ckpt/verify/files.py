@@ -193,6 +193,7 @@ def read_all(root: Path, files: Iterable[Path], count: Bytes, progress: Callable
     """Read every byte of `files`, and compare the CRC-32s that torch puts into its zip files."""
     places = cache(lambda folder: read_metadata(folder).places)  # of all of its `.distcp` files
     for path in files:
+        size = 0
         try:
             size = path.stat().st_size
             if path.suffix == ".distcp":

@@ -45,6 +45,17 @@ def test_the_metadata_of_dcp_is_read_once_for_all_of_its_files(fixtures: Path, m
     assert count.compared
 
 
+def test_a_file_that_goes_while_it_is_looked_at(fixtures: Path) -> None:
+    """As where a run that is still training removes its oldest checkpoint."""
+    folder, seen = fixtures / "toy-zero3", []
+    there = min(path for path in folder.rglob("*.pt") if path.is_file())
+    paths = [folder / "gone.pt", there, folder / "gone.distcp", folder / "gone.json"]
+    found = [*files.read_all(folder, paths, files.Bytes(), seen.append)]
+    assert sorted(problem.where for problem in found) == ["gone.distcp", "gone.json", "gone.pt"]
+    assert all("No such file" in problem.what and problem.exit_code == 7 for problem in found)
+    assert seen == [0, there.stat().st_size, 0, 0]
+
+
 @pytest.mark.parametrize("options", [(), ("--bytes",)])
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_frameworks_wrote_is_whole(fixtures: Path, name: str, options: tuple[str, ...]) -> None:
