@@ -34,7 +34,7 @@ def measure(bench: Bench) -> Table:
     torchrun = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--monitor-interval", "0.05", "-m"]
     two = ["sh", "-c", _AS_MPIRUN, "sh", *CKPT]
     try:
-        call("benchmarks.zero_source", source, layers, "sparse")
+        call("benchmarks.zero_source", source, layers, "zeros")
         measured = bench.rounds(
             [
                 Case(name, [*start, *_convert(source, out), *options], (out,))

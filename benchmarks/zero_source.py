@@ -3,9 +3,9 @@
 The structure is that of `DeepSpeedZeroOptimizer_Stage3.state_dict` and `DeepSpeedEngine.save_checkpoint` (deepspeed
 0.19); the objects in it are DeepSpeed's own, so its `zero_to_fp32.py` and `ds_to_universal.py` read it.
 
-    python -m benchmarks.zero_source FOLDER NUM_LAYERS [sparse]
+    python -m benchmarks.zero_source FOLDER NUM_LAYERS [zeros|masters]
 
-`sparse`: zeros, which take no room on the disk.
+`zeros`: nothing but zeros, which take no room on the disk; `masters`: only Adam's states are.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from benchmarks.models import GROUP, NUM_RANKS, STEP, shapes, write_config
 TAG = f"global_step{STEP}"
 
 
-def write(folder: Path, num_layers: int, *, sparse: bool = False) -> None:
-    write_ranks(folder, shapes(num_layers), NUM_RANKS, sparse=sparse)
+def write(folder: Path, num_layers: int, kind: str = "") -> None:
+    write_ranks(folder, shapes(num_layers), NUM_RANKS, kind)
     write_config(folder, num_layers)
 
 
-def write_ranks(folder: Path, params: Mapping[str, tuple[int, ...]], num_ranks: int, *, sparse: bool = False) -> None:
+def write_ranks(folder: Path, params: Mapping[str, tuple[int, ...]], num_ranks: int, kind: str = "") -> None:
     """The step folder and `latest` of a run of so many ranks, with Adam's states."""
     step_folder = folder / TAG
     step_folder.mkdir(parents=True)
     length = sum(-(-prod(shape) // num_ranks) for shape in params.values())
     generator = torch.Generator().manual_seed(0)
     for rank in range(num_ranks):
-        master = torch.zeros(length) if sparse else torch.randn(length, generator=generator) * 0.02
-        moments = (master, master) if sparse else (master * 0.01, master * master)
+        master = torch.zeros(length) if kind == "zeros" else torch.randn(length, generator=generator) * 0.02
+        moments = (torch.zeros(length), torch.zeros(length)) if kind else (master * 0.01, master * master)
         state = {"step": torch.tensor(float(STEP)), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
         optimizer = {
             "zero_stage": ZeroStageEnum.weights,
@@ -52,7 +52,7 @@ def write_ranks(folder: Path, params: Mapping[str, tuple[int, ...]], num_ranks: 
         }
         outer = {"optimizer_state_dict": optimizer, "ds_config": {}, "ds_version": "0.19.8"}
         torch.save(outer, file := step_folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        if sparse:
+        if kind:
             subprocess.run(["fallocate", "--dig-holes", file], check=True)
         model = {
             "module": OrderedDict((name, torch.empty(0)) for name in params),
@@ -76,4 +76,4 @@ def write_ranks(folder: Path, params: Mapping[str, tuple[int, ...]], num_ranks: 
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), int(sys.argv[2]), sparse="sparse" in sys.argv[3:])
+    write(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
