@@ -54,7 +54,7 @@ _MARK = re.compile(
 _MARKED = 1 << 20  # bytes of the metadata in which the first keys stand
 _HALF = re.compile(r"(?P<name>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])")
 _PLACE = re.compile(r"\((\d+), (\d+)\)")
-_PREFIX, _MODEL, _OPTIMIZER = "module.", "model", "optimizer"
+_MODEL, _OPTIMIZER = "model", "optimizer"
 _STATES, _GROUPS = "state", "param_to_group_meta"
 _RNG = "rng_state"
 #: Where in a path the name of a parameter stands.
@@ -186,9 +186,7 @@ def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
     """Tensor of the whole model and half of it, by the name that is stored."""
     parts: dict[str, tuple[str, int | None]] = {}
     for name in names:
-        bare = name
-        while bare.startswith(_PREFIX):
-            bare = bare.removeprefix(_PREFIX)
+        bare = re.sub(r"^(?:module\.)+", "", name)
         match = _HALF.fullmatch(bare)
         parts[name] = (match["name"], "wv".index(match["half"])) if match else (bare, None)
     own = {bare for bare, _ in parts.values()}
@@ -255,10 +253,9 @@ def _tensor_ranks(stored: _Stored, fqn: str, shape: Shape) -> int:
 
 def _by_halves(stored: _Stored, tensor: FoundTensor, size: int) -> Iterator[tuple[Box, Extent]]:
     """Where the rows belong that are stored as gate and up rows of the first of `size` ranks, of the second, ..."""
-    rows, rest = tensor.entry.shape[0], divmod(tensor.entry.shape[0], 2 * size)[1]
+    each, rest = divmod(tensor.entry.shape[0], 2 * size)
     if rest:
         raise stored.strange(tensor.entry.key, f"rows that divide by twice {size} tensor parallel ranks")
-    each = rows // (2 * size)
     for box, extent in tensor.placed:
         start, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
         for block in range(start // each, -(-stop // each)):

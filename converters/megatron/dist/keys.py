@@ -115,11 +115,8 @@ class TensorKey:
             skip = sum(number * stride for number, stride in zip(index, extent.strides, strict=False))
             offset = extent.offset + skip * extent.dtype.itemsize
             numbers = tuple(a + b for a, b in zip(box.offsets, index, strict=False))
-            yield (
-                self.at(numbers),
-                inner,
-                Extent(extent.path, offset, extent.dtype, inner.sizes, extent.strides[count:]),
-            )
+            place = Extent(extent.path, offset, extent.dtype, inner.sizes, extent.strides[count:])
+            yield self.at(numbers), inner, place
 
     def names(self, shape: Shape) -> Iterator[str]:
         """Every name that the key, whose tensor is of `shape`, stands for."""

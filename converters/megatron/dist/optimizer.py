@@ -107,10 +107,8 @@ def is_optimizers(key: str) -> bool:
 def _refuse_transposed(reading: Reading) -> None:
     """Legacy grouped GEMM keeps its weights transposed, and `fully_sharded_model_space` flattens them as they are."""
     args = reading.args
-    legacy = args.get("moe_grouped_gemm") and (
-        args.get("transformer_impl") == "local" or args.get("moe_use_legacy_grouped_gemm")
-    )
-    if legacy and reading.sharding == "fully_sharded_model_space":
+    legacy = args.get("transformer_impl") == "local" or args.get("moe_use_legacy_grouped_gemm")
+    if args.get("moe_grouped_gemm") and legacy and reading.sharding == "fully_sharded_model_space":
         raise NotFoundError(
             "the optimizer's state of experts in the legacy grouped GEMM is stored transposed, which is not read",
             path=reading.folder,
@@ -205,8 +203,8 @@ def _read_buffers(reading: Reading) -> None:
             raise _misfit(reading, "optimizer {}, group {}, buffer {}".format(*buffer.name), "no such buffer")
         places = buffer.places(stored, reading.args)
         if places is None:
-            numel = sum(one.numel for one in buffer.members)
-            raise _misfit(reading, f"{numel} elements and gaps", f"buckets of {stored.lengths}")
+            expected = f"{sum(one.numel for one in buffer.members)} elements and gaps"
+            raise _misfit(reading, expected, f"buckets of {stored.lengths}")
         for one, (bucket, start) in zip(buffer.members, places, strict=True):
             for state, elements in stored.buckets[bucket].items():
                 role = MASTER if state in MASTERS else state

@@ -125,11 +125,10 @@ class Reading:
             parsed = ObjectKey.parse(key)
             if parsed is None or not isinstance(value, list) or len(value) != 1:
                 raise CorruptError("a value is not stored as Megatron stores it", path=self.folder, fqn=key)
-            if parsed.key.endswith(_EXTRA):
-                if not is_empty(value[0]):
-                    filled[parsed.key] = None
-                continue
-            self.objects.setdefault(parsed.key, {})[parsed] = value[0]
+            if not parsed.key.endswith(_EXTRA):
+                self.objects.setdefault(parsed.key, {})[parsed] = value[0]
+            elif not is_empty(value[0]):
+                filled[parsed.key] = None
         self.notes += [f"FP8 state of a module is left out: {key}" for key in filled]
         self.common = self._common()
 

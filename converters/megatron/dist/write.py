@@ -59,10 +59,11 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     for name, values in per_rank.items():
         for place, value in values.items():
             writing.add((f"{name}/{place}",), [value])
-    _Tensors(model, keys, writing).add()
+    tensors = _Tensors(model, keys, writing)
+    tensors.add()
     optimizer = Optimizer(model) if model.has_optimizer else None
     if optimizer is not None:
-        _Tensors(model, keys, writing).add_states(optimizer)
+        tensors.add_states(optimizer)
     common = _common(model, keys, optimizer, kept)
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backends |= {"common_backend": "torch", "common_backend_version": 1}
@@ -111,8 +112,7 @@ class _Tensors:
                 self._add(f"optimizer.state.{role}.{key}", keys, dtypes)
 
     def _add_masters(self, key: str, trained: Mapping[Shape, str], optimizer: Optimizer) -> None:
-        masters = {index: optimizer.masters[fqn] for index, fqn in trained.items()}
-        self._add(key, {index: one.key for index, one in masters.items()}, {FLOAT32})
+        self._add(key, {index: optimizer.masters[fqn].key for index, fqn in trained.items()}, {FLOAT32})
 
     def _add(self, key: str, members: Mapping[Shape, Key], dtypes: Iterable[DType]) -> None:
         """Add `key`: the source's tensors of all layers and experts, stacked.  LossError where they are not alike."""
