@@ -38,8 +38,9 @@ def write_ranks(folder: Path, params: Mapping[str, tuple[int, ...]], num_ranks: 
     length = sum(-(-prod(shape) // num_ranks) for shape in params.values())
     generator = torch.Generator().manual_seed(0)
     for rank in range(num_ranks):
-        master = torch.zeros(length) if kind == "zeros" else torch.randn(length, generator=generator) * 0.02
-        moments = (torch.zeros(length), torch.zeros(length)) if kind else (master * 0.01, master * master)
+        zeros = torch.zeros(length)  # is saved once, wherever it stands
+        master = zeros if kind == "zeros" else torch.randn(length, generator=generator) * 0.02
+        moments = (zeros, zeros) if kind else (master * 0.01, master * master)
         state = {"step": torch.tensor(float(STEP)), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
         optimizer = {
             "zero_stage": ZeroStageEnum.weights,
