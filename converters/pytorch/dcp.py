@@ -12,12 +12,12 @@ masters takes it as it is.  What is written holds the source's fp32 masters, bit
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt.containers.dcp.metadata import Metadata, Path_, Place, read_metadata
+from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed, writer_of
@@ -173,7 +173,7 @@ class _Reading:
         _refuse_flat(metadata)
         found = self.data.read(metadata)
         leaves = [self._stored(leaf) if isinstance(leaf, FoundTensor) else leaf for leaf in found]
-        for number, other in _same_items(metadata).items():
+        for number, other in _same_items(metadata, found).items():
             leaves[number].same_as = other
         self.leaves += [(path, leaves[number]) for number, _, path in metadata.paths()]
         self.data.count_ranks(folder)
@@ -385,18 +385,20 @@ def _recorded_shapes(known: Understood) -> dict[str, Shape]:
     return {fqn: next(iter(shapes[fqn])) for fqn in order if len(shapes.get(fqn, ())) == 1}
 
 
-def _same_items(metadata: Metadata) -> dict[int, str]:
-    """The model's tensors that are stored in the items of another one of them, which comes first: this one's key."""
-    first: dict[tuple[tuple[Box, Place], ...], str] = {}
-    found: dict[int, str] = {}
+def _same_items(metadata: Metadata, found: Sequence[Any]) -> dict[int, str]:
+    """Tensors of the model whose elements are the very bytes of another one's, which comes first: that one's key.
+
+    The metadata's places alone do not tell: all tensors in a file of safetensors have the place of that file.
+    """
+    first: dict[tuple[tuple[Box, Extent], ...], str] = {}
+    same: dict[int, str] = {}
     for number, key, path in metadata.paths():
-        entry = metadata.entries.get(number)
-        if entry is None or not entry.chunks or path[0] != "model" or len(path) != 2:
-            continue
-        owner = first.setdefault(tuple(metadata.chunks(number).items()), key)
-        if owner != key:
-            found[number] = owner
-    return found
+        tensor = found[number]
+        if path[0] == "model" and len(path) == 2 and isinstance(tensor, FoundTensor) and tensor.placed:
+            owner = first.setdefault(tuple(tensor.placed), key)
+            if owner != key:
+                same[number] = owner
+    return same
 
 
 def _stored_ties(weights: Mapping[str, Leaf]) -> dict[str, str]:

@@ -323,6 +323,23 @@ def test_the_file_system_writers_safetensors(tmp_path: Path) -> None:
         assert caught.value.exit_code == 4, new
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_tensors_of_one_size_in_a_file_of_safetensors_are_no_ties(tmp_path: Path, nested: bool) -> None:
+    """torch records one place and one length for all of them; they were taken for one tensor that is stored once."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    torch.manual_seed(0)
+    weights = {f"layers.{number}.weight": torch.randn(4, 4) for number in range(3)}
+    weights |= {"head.weight": torch.randn(2, 4), "none": torch.empty(0), "nothing": torch.empty(0)}
+    writer = dcp.FileSystemWriter(tmp_path / "step-1", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"model": weights} if nested else weights, storage_writer=writer, no_dist=True)
+    checkpoint = read(tmp_path / "step-1")
+    assert checkpoint.ties == {}
+    assert_true(checkpoint, {(fqn, WEIGHT): raw(tensor) for fqn, tensor in weights.items()})
+
+
 def test_tied_parameters_are_those_that_the_config_declares(tmp_path: Path) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
