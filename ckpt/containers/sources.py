@@ -59,6 +59,7 @@ class Sources:
     by_path: dict[str, SourceFile] = field(default_factory=dict)
     alike: Pickles = field(default_factory=Pickles, repr=False)
     storages: dict[str, _Storages] = field(default_factory=dict, repr=False)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -93,13 +94,15 @@ class Sources:
             (one for one in file.records.values() if one.name != "data.pkl"), key=lambda one: one.size, default=None
         )
         if large is not None and large.size >= _TELLING and all(crc32 is not None for _, crc32 in found):
-            self.storages[str(path)] = _Storages(hash(found), large.offset, large.size)
+            self.storages[str(path)] = _Storages(hash(found), large.offset, large.size, file.folder)
         return file
 
-    def check_distinct(self, files: Iterable[tuple[int, str]]) -> None:
-        """CorruptError where two of `files`, by rank, hold the very same, by the checksums of all that is in them.
+    def check_distinct(self, files: Iterable[tuple[int, str]], writers: Mapping[str, object] | None = None) -> None:
+        """CorruptError where one of `files`, by rank, is a copy of another, by the checksums of all that is in them.
 
-        For files of which each has a part of its own.  What is one value throughout, zeros say, may well be the same.
+        For files that each have a part of their own.  Equal elements alone are no damage: they are noted where the
+        files record different writers, by the names that they were saved under or by `writers`.  Files that are one
+        value throughout, zeros say, are not even noted.
         """
         first: dict[int, tuple[int, str]] = {}
         for rank, path in files:
@@ -107,7 +110,15 @@ class Sources:
             if held is None:
                 continue
             other = first.setdefault(held.sums, (rank, path))
-            if other[1] != path and not is_constant(path, held.offset, held.size, 8):
+            if other[1] == path or is_constant(path, held.offset, held.size, 8):
+                continue
+            writer, others = ((writers or {}).get(one, self.storages[one].writer) for one in (path, other[1]))
+            if None not in (writer, others) and writer != others:
+                self.notes.append(
+                    f"{Path(path).name} of rank {rank} holds the very same elements as that of rank {other[0]}, and "
+                    "different ranks are recorded to have written them"
+                )
+            else:
                 raise CorruptError(
                     "the files of two ranks hold the very same, and each should have a part of its own",
                     path=path,
@@ -120,11 +131,20 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class _Storages:
-    """What a torch file says of its storages: `sums` stands for their sizes and checksums; where the largest lies."""
+    """What a torch file says of its storages: `sums` stands for their sizes and checksums; where the largest lies.
+
+    `folder` is the name that the file was saved under.
+    """
 
     sums: int
     offset: int
     size: int
+    folder: str | None
+
+    @property
+    def writer(self) -> str | None:
+        """What tells who wrote the file, if anything does: the name that it was saved under."""
+        return None if self.folder == _STREAM else self.folder
 
 
 def is_constant(path: str, offset: int, size: int, width: int) -> bool:

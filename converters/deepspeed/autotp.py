@@ -93,7 +93,7 @@ def joined(
         files=tuple(file for each in slices for file in each.checkpoint.files),
         world_size=dp * len(slices),
         state=replace(first.state, ds_config=config or None),
-        notes=(*first.notes, f"parts of {len(slices)} tensor parallel ranks are put together {how}"),
+        notes=(*first.notes, *sources.notes, f"parts of {len(slices)} tensor parallel ranks are put together {how}"),
         computed=computed,
         unread=(*first.unread, *unread.sentences),
     )

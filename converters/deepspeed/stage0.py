@@ -204,7 +204,7 @@ def _checkpoint(held: _Held, groups: Sequence[_Group] | None) -> Checkpoint:
         ties=held.ties,
         state=state,
         folders=(str(held.path.parent),),
-        notes=tuple(notes),
+        notes=(*notes, *held.sources.notes),
     )
 
 

@@ -518,7 +518,7 @@ def _checkpoint(reading: _Reading, inners: list[RankFile], stage: int, world_siz
         own_module_order=reading.own_order,
         state=state,
         folders=(str(folder.parent),),
-        notes=_step_note(reading),
+        notes=(*_step_note(reading), *reading.sources.notes),
         computed=reading.others.computed,
         quantized=reading.others.quantized,
         unread=reading.others.unread.sentences,

@@ -60,7 +60,7 @@ class Megatron(Format):
             state=read_state({**files[0].content, **extra}, optimizers, order, _per_rank(reading, files)),
             config=read_config(folders),
             folders=tuple(str(p) for p in folders if p.is_dir()),
-            notes=tuple(reading.notes),
+            notes=(*reading.notes, *reading.sources.notes),
             own_module_order=reading.own_module_order,
         )
 

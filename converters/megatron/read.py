@@ -174,7 +174,8 @@ def read_ranks(reading: Reading) -> list[RankFile]:
     loaded = [(rank, path, first if path.parent.name == names[0] else reading.load(path)) for rank, path in contents]
     _check_agreement(reading, loaded)
     _check_places(reading.grid, loaded)
-    reading.sources.check_distinct((rank.number, str(path)) for rank, path, _ in loaded)
+    writers = {str(path): plain_args(content).get("rank") for _, path, content in loaded}
+    reading.sources.check_distinct(((rank.number, str(path)) for rank, path, _ in loaded), writers)
     _check_version(reading, first)
     files = [
         RankFile(rank, str(path), content, tuple(_chunks(reading, rank, str(path), content)))

@@ -210,6 +210,7 @@ class _Reading:
         sources = Sources()
         files = [sources.of_rank(confined(folder, name), rank, "state dict") for rank, name in names]
         sources.check_distinct((file.rank, file.path) for file in files)
+        self.notes += sources.notes
         known = understand(nest(self.leaves, self.metadata)) if self.leaves else Understood()
         found = read_local(files, _recorded_shapes(known), registered_shapes(config) if config else {})
         found.ties |= tied_names(config, found.tensors) if config else {}

@@ -115,7 +115,7 @@ class FsdpRanks(Format):
             state=reading.state(step),
             config=config,
             folders=tuple(map(str, folders)),
-            notes=tuple(reading.notes),
+            notes=(*reading.notes, *reading.sources.notes),
             computed=reading.states.computed,
             quantized=reading.states.quantized,
             blocks=reading.states.blocks,

@@ -161,13 +161,31 @@ def test_a_file_is_missing(step: Path, name: str) -> None:
 
 @pytest.mark.parametrize("names", [("__0_0.distcp", "__1_0.distcp"), ("__1_0.distcp", "__0_0.distcp")])
 def test_a_file_of_one_rank_copied_over_that_of_another(fixtures: Path, tmp_path: Path, names: tuple[str, str]) -> None:
-    """All shards are of the same sizes there, so that every item fits; exchanged files would not be noticed."""
+    """All shards are of the same sizes there, so that every item fits, and nothing records who wrote a file.
+
+    A model with equal parts looks the same, so it is a note; exchanged files would not be noticed.
+    """
     model = "trl-fsdp2/outputs/llama-sft/checkpoint-2/pytorch_model_fsdp_0"
     run = Path(shutil.copytree(fixtures / model, tmp_path / "run"))
     shutil.copy(run / names[0], run / names[1])
-    done = ckpt("convert", "dcp", "full", run, "-o", tmp_path / "out")
-    assert (done.code, (tmp_path / "out").exists()) == (4, False)
-    assert "the very same" in done.err and all(name in done.err for name in names)
+    for command in (("convert", "dcp", "full", run, "-o", tmp_path / "out"), ("inspect", run)):
+        done = ckpt(*command)
+        told = done.out + done.err
+        assert done.code == 0 and "are equal byte for byte" in told and all(name in told for name in names)
+
+
+def test_a_model_whose_halves_are_equal_is_written_and_read(tmp_path: Path) -> None:
+    """Each rank has one half: it was refused as a copy when all of it had been written."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    period = np.arange(64, dtype=np.float32)
+    (tmp_path / "hf").mkdir()
+    save_file({f"w{n}": np.tile(period, 8).reshape(16, 32) for n in range(3)}, tmp_path / "hf" / "model.safetensors")
+    done = ckpt("convert", "hf", "dcp", tmp_path / "hf", "-o", tmp_path / "out", "--world-size", "2")
+    assert done.code == 0, done.err
+    assert "are equal byte for byte" in ckpt("inspect", tmp_path / "out").out
+    assert ckpt("verify", tmp_path / "hf", tmp_path / "out").code == 0
 
 
 @pytest.mark.parametrize("damage", [half, one_byte_short, emptied, zeroed_tail])

@@ -158,6 +158,31 @@ def test_a_copy_where_megatron_records_no_rank(megatron: Path) -> None:
         api.open(megatron)
 
 
+def test_ranks_that_hold_equal_experts_are_no_copies(tmp_path: Path) -> None:
+    """A dense model that was made sparse has equal experts on all expert parallel ranks."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 16}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads))
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.data.copy_(parameter.data[:1].expand_as(parameter.data))
+    model.save_pretrained(tmp_path / "hf")
+    out = tmp_path / "megatron"
+    assert ckpt("convert", "hf", "megatron", tmp_path / "hf", "-o", out, "--ep", "2").code == 0
+    files = sorted(out.rglob("model_optim_rng.pt"))
+    for number, file in enumerate(files):
+        content = torch.load(file, weights_only=False)
+        content["args"].rank, content["args"].world_size = number, len(files)
+        torch.save(content, file)
+    done = ckpt("convert", "auto", "hf", out, "-o", tmp_path / "again", "--config", tmp_path / "hf")
+    assert done.code == 0 and "holds the very same elements" in done.err, done.err
+    assert ckpt("verify", tmp_path / "hf", tmp_path / "again").code == 0
+    copy(files[0], files[1])
+    refused(out, "hold the very same")
+
+
 @pytest.mark.parametrize("name", ["toy-zero1", "toy-zero2"])
 def test_masters_tell_where_no_name_does(fixtures: Path, tmp_path: Path, name: str) -> None:
     """Partitions of two ranks, exchanged in files that record no name: `--check` compares masters with weights."""

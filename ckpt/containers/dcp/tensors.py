@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.containers.dcp.items import Items, too_short
 from ckpt.containers.dcp.metadata import DATA_FILE, Entry, Metadata
-from ckpt.containers.dcp.tiling import Tiling, check_no_copy, copies
+from ckpt.containers.dcp.tiling import Tiling, copies, note_of_copy
 from ckpt.containers.torchfile.values import Record
 from ckpt.plan.assemble import whole_copies
 from ckpt.plan.checkpoint import SourceFile
@@ -112,7 +112,8 @@ class DataFiles:
                     for box, extent in found[tensor].placed:
                         if extent.path in held:
                             held[extent.path][metadata.keys[tensor]] = box, extent
-                check_no_copy(*pair, held)
+                if (note := note_of_copy(*pair, held)) is not None:
+                    self.notes.append(note)
             self.files |= items.files
         return found
 

@@ -98,24 +98,23 @@ def copies(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, str]]:
                 yield first, path
 
 
-def check_no_copy(first: str, path: str, held: Mapping[str, Mapping[str, tuple[Box, Extent]]]) -> None:
-    """CorruptError where two equal files hold other parts of a tensor; `held` has the parts in each, by key.
+def note_of_copy(first: str, path: str, held: Mapping[str, Mapping[str, tuple[Box, Extent]]]) -> str | None:
+    """A note where two equal files hold other parts of a tensor; `held` has the parts in each, by key.
 
-    Replicas are equal, and what is one value throughout, zeros say, may well be.
+    Nothing in a data file says which rank wrote it, and a model that was made of copies has equal parts: it may be
+    that, or one file was copied over the other.  Replicas are equal, and what is one value throughout may well be.
     """
     for key, (box, extent) in held.get(path, {}).items():
         other = held.get(first, {}).get(key)
         if other is None or other[0] == box or not extent.numel:
             continue
         if not is_constant(path, extent.offset, extent.nbytes, extent.dtype.itemsize):
-            raise CorruptError(
-                "the files of two ranks hold the very same, and each should have a part of its own",
-                path=path,
-                fqn=key,
-                expected=f"other elements for {box} than those of {other[0]} in {first}",
-                found="equal files",
-                hint="was one copied over the other?",
+            names = f"{os.path.basename(path)} and {os.path.basename(first)}"
+            return (
+                f"{names} are equal byte for byte, though they hold other parts of tensors ({key} among them): right "
+                "only if these parts of the model are the same; otherwise one file was copied over the other"
             )
+    return None
 
 
 def _are_equal(one: str, other: str, size: int) -> bool:

@@ -114,7 +114,7 @@ class MegatronDeepSpeed(Format):
             ),
             config=config,
             folders=tuple(str(p) for p in folders if p.is_dir()),
-            notes=tuple(reading.notes),
+            notes=(*reading.notes, *reading.sources.notes),
             computed=reading.others.computed,
             quantized=reading.others.quantized,
             unread=reading.others.unread.sentences,
