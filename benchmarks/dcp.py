@@ -1,6 +1,7 @@
 """PyTorch DCP -> safetensors and -> one torch file, against torch's own converter.
 
-That converter writes model and optimizer and syncs nothing; `ckpt convert dcp full` writes the same tensors.
+That converter writes model and optimizer and syncs nothing; `ckpt convert dcp full` writes the same tensors, and is
+what it is compared with.  `dcp hf` writes a third of them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ def measure(bench: Bench) -> Table:
         measured,
         [
             Goal(to_hf.name, "cp of hf", at_most=1.25),
-            Goal(to_hf.name, PEER, at_least=6),
             Goal(to_full.name, "cp of full", at_most=1.5),
             Goal(to_full.name, PEER),
         ],

@@ -33,12 +33,14 @@ class Goal:
 
     def judge(self, measured: dict[str, Measured]) -> str:
         case, other = measured[self.case], measured[self.other]
+        return self.said(case.times(other) if self.at_least is None else other.times(case))
+
+    def said(self, factor: float) -> str:
+        """The figure with its goal, met or missed."""
         if self.at_least is not None:
-            factor = other.times(case)
             return f"{factor:.1f} x faster than {self.other} {verdict(factor >= self.at_least, f'>= {self.at_least}')}"
-        factor = case.times(other)
-        reached = "" if self.at_most is None else verdict(factor <= self.at_most, f"<= {self.at_most}")
-        return f"{factor:.2f} x {self.other} {reached}"
+        reached = "" if self.at_most is None else f" {verdict(factor <= self.at_most, f'<= {self.at_most}')}"
+        return f"{factor:.2f} x {self.other}{reached}"
 
 
 def verdict(reached: bool, goal: str) -> str:
@@ -59,7 +61,7 @@ class Table:
     def __str__(self) -> str:
         lines = [self.title, f"{'':<42}{'seconds':>8}{'cpu s':>8}{'peak MB':>9}"]
         for name, one in self.measured.items():
-            said = [goal.judge(self.measured).strip() for goal in self.goals if goal.case == name]
+            said = [goal.judge(self.measured) for goal in self.goals if goal.case == name]
             if name.startswith("ckpt") and one.peak_mb > self.peak_mb:
                 said.append(f"memory MISSED <= {self.peak_mb:.0f} MB")
             figures = f"{one.seconds:>8.2f}{one.cpu_seconds:>8.2f}{one.peak_mb:>9.0f}"

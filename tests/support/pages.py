@@ -1,0 +1,122 @@
+"""What a page shows: the commands of its blocks and what they print, to be compared with what they really print.
+
+A block of a terminal is indented, or fenced without being a program or a configuration.  `$ ` begins a command.  The
+lines behind it, up to the next command or the end of the block, are all that it prints: both streams, in order, blank
+lines at either end apart.  `...` stands for any lines where it is a line, and for any text within a line: for what is
+too long, and for what another machine prints otherwise (losses, times, paths).  Where no command of a block is followed
+by a line, the block shows commands alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+_PART = re.compile(
+    r"^## (?P<heading>.+)$|^```(?P<kind>\w*)\n(?P<fenced>[\s\S]*?)^```$|(?P<indented>^ {4}.*\n(?:\n? {4}.*\n)*)",
+    re.MULTILINE,
+)
+_PROMPT = "$ "
+
+
+@dataclass
+class Command:
+    """A command of a page, the code that it ends with, and the lines that it prints; None where none are shown."""
+
+    text: str
+    heading: str
+    code: int = 0
+    printed: list[str] | None = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Lines of a block without its indentation, and the heading (`## `) that it stands under."""
+
+    heading: str
+    lines: list[str]
+
+    def commands(self) -> list[Command]:
+        """Those behind a prompt, and lines that begin with `ckpt `, which are commands alone."""
+        found: list[Command] = []
+        printing = False
+        for line in self.lines:
+            prompted = line.startswith(_PROMPT)
+            if prompted or (line.startswith("ckpt ") and not printing and not is_row(line)):
+                exits = re.search(r"# exit (\d+)$", line)
+                code = int(exits[1]) if exits else 0
+                found.append(Command(line.removeprefix(_PROMPT), self.heading, code, [] if prompted else None))
+                printing = prompted
+            elif printing:
+                found[-1].printed.append(line)  # type: ignore[union-attr]
+        for command in found:
+            while command.printed and not command.printed[-1]:
+                command.printed.pop()
+        if not any(command.printed for command in found):
+            for command in found:
+                command.printed = None
+        return found
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """The blocks of a terminal, in order."""
+    heading = ""
+    for part in _PART.finditer(page):
+        heading = part["heading"] or heading
+        text = part["fenced"] or part["indented"]
+        if text and part["kind"] not in ("python", "yaml"):
+            yield Block(heading, textwrap.dedent(text).splitlines())
+
+
+def commands(page: str) -> list[Command]:
+    return [command for block in blocks(page) for command in block.commands()]
+
+
+def is_row(line: str) -> bool:
+    """Whether it is a row of a table of times."""
+    return re.search(r" \d+\.\d\d +\d", line) is not None
+
+
+def differences(shown: list[str], printed: str) -> str:
+    """How what was printed differs from what a page shows; empty where it does not."""
+    pattern = "".join(
+        r"(?:.*\n)*" if line.strip() == "..." else re.escape(line).replace(re.escape("..."), ".*") + r" *\n"
+        for line in shown
+    )
+    if re.fullmatch(rf"\n*{pattern}\n*", printed if printed.endswith("\n") else f"{printed}\n"):
+        return ""
+    lines = difflib.unified_diff(shown, printed.splitlines(), "shown", "printed", lineterm="")
+    return "\n".join(lines)
+
+
+def row_differs(page: str, name: str, cells: Mapping[str, str], within: float = 1e-3) -> str:
+    """How a row that a test prints differs from the page's row, or rows, of that name; empty where one is the same.
+
+    Losses are what a machine's rounding makes of them: they may differ by a thousandth.  How far losses are apart
+    (`7.5e-05`, or `equal`) is that rounding alone, and is not compared; the tests have bounds of their own for it.
+    """
+    rows = [re.split(r" {2,}", line.strip()) for block in blocks(page) for line in block.lines]
+    shown = [row for first, *row in rows if first == name]
+    found = list(cells.values())
+    if any(
+        len(row) >= len(found)
+        and all(map(partial(_same_cell, within), row, [*found, *["-"] * (len(row) - len(found))]))
+        for row in shown
+    ):
+        return ""
+    return f"{name}\nshown: {shown}\nprinted: {found}"
+
+
+def _same_cell(within: float, shown: str, found: str) -> bool:
+    if shown == found or all(cell == "equal" or "e-" in cell for cell in (shown, found)):
+        return True
+    try:
+        pairs = zip(map(float, shown.split()), map(float, found.split()), strict=True)
+        return all(math.isclose(one, other, rel_tol=within) for one, other in pairs)
+    except ValueError:  # other words, or another number of numbers
+        return False
