@@ -7,15 +7,15 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 import ckpt as api
-from tests.support.commands import Result, ckpt, process
+from tests.support.commands import ckpt, ckpt_in_order, process
 from tests.support.engines import REPOSITORY
 from tests.support.hub_server import TOKEN, HubServer
+from tests.support.pages import Command, blocks, commands, differences, row_differs
 
 DOCS = REPOSITORY / "docs"
 FIXTURES = REPOSITORY / "fixtures"
@@ -47,6 +47,33 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
 }
 #: A section whose commands tests/engines/test_trainer_recipe.py runs.
 ELSEWHERE = {("hf-trainer-resume", "Tried")}
+#: Blocks that show what is printed and are not compared here, by page and heading: the test that compares them.
+COMPARED = {
+    ("README", "What a conversion looks like"): "tests/train/test_demo.py",
+    ("README", "Merging LoRA"): "tests/train/test_demo.py",
+    ("README", "Speed and memory"): "tests/test_benchmarks.py",
+    ("check", ""): "tests/cli/test_check.py",
+    ("estimate", ""): "tests/estimate/test_estimate.py",
+    ("estimate", "What keeps it honest"): "tests/estimate/test_estimate.py",
+    ("estimate", "Beside published runs"): "tests/estimate/test_published.py",
+    ("hf-trainer-resume", ""): "tests/engines/test_trainer_recipe.py",
+    ("hf-trainer-resume", "Tried"): "tests/engines/test_trainer_recipe.py",
+    ("operations", "Spikes"): "tests/engines/test_operations.py",
+    ("operations", "A resume that is checked"): "tests/engines/test_operations.py",
+    ("resume", "The bundled trainer"): "tests/train/test_resume_page.py",
+    ("resume", "How close the losses are"): "tests/engines/test_resume.py",
+    ("resume", "How close the losses are with Megatron"): "tests/engines/test_megatron_resume.py",
+    ("training", "What the preflight finds"): "tests/train/test_training_page.py",
+}
+#: And those that nobody can print again, which the page says, and blocks that are no terminal.
+NOT_COMPARED = {
+    ("training", "Slurm"),  # the steps at which a job was stopped are others in every run
+    ("CONTRIBUTING", "The house"),
+    ("new-architecture", "The table"),
+    ("new-architecture", "The test"),
+}
+#: What a line of a terminal begins with, where a block has no `$`.
+PROGRAMS = r"(make|pip|ckpt|python|torchrun|srun|sbatch|accelerate|axolotl) |  "
 
 #: What the table of docs/resume.md starts from, by format.
 STARTS = {
@@ -57,38 +84,6 @@ STARTS = {
     "full": "dcp-fsdp2/step-2",
     "megatron": "trl-zero3/outputs/qwen3-sft",
 }
-
-
-@dataclass
-class Command:
-    """A command of a page without its `ckpt`, the code that it ends with, and lines that it prints."""
-
-    text: str
-    heading: str
-    code: int = 0
-    printed: list[str] = field(default_factory=list)
-
-
-def commands(page: str) -> list[Command]:
-    """The `ckpt` commands in blocks of a page; what follows one with a `$` is printed by it."""
-    found: list[Command] = []
-    printing, fence, heading = False, "", ""
-    for line in page.splitlines():
-        if line.startswith("```"):
-            fence, printing = "" if fence else line, False
-        elif not fence and line.startswith("## "):
-            heading = line[3:]
-        elif fence in ("```python", "```yaml") or not (fence or line.startswith("    ")) or not line.strip():
-            printing = False
-        elif match := re.match(r"\s*(\$ )?ckpt (.*)", line):
-            exits = re.search(r"# exit (\d+)$", line)
-            found.append(Command(match[2], heading, int(exits[1]) if exits else 0))
-            printing = match[1] is not None
-        elif line.strip().startswith("$ "):
-            printing = False
-        elif printing and line.strip() != "...":
-            found[-1].printed.append(line.strip())
-    return found
 
 
 def pages() -> list[str]:
@@ -125,7 +120,9 @@ def make_a_hole(file: Path) -> None:
 @pytest.mark.parametrize("name", PLACES)
 def test_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = [
-        command for command in commands((DOCS / f"{name}.md").read_text()) if (name, command.heading) not in ELSEWHERE
+        command
+        for command in commands((DOCS / f"{name}.md").read_text())
+        if command.text.startswith("ckpt ") and (name, command.heading) not in ELSEWHERE
     ]
     assert known
     here = furnished(tmp_path / "here", PLACES[name][""])
@@ -135,7 +132,7 @@ def test_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             shutil.copy(path, here / "Llama-3.1-8B")  # its tokenizer
         for file in (here / "run").glob("*.json"):
             file.unlink() if "token" in file.name else file.rename(here / "Llama-3.1-8B" / file.name)
-    places = ""
+    places, wrong = "", []
     for command in known:
         if command.heading in PLACES[name] and command.heading != places:
             places = command.heading
@@ -143,11 +140,12 @@ def test_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             if "damaged" in places:
                 make_a_hole(here / "step-2/.metadata")
         monkeypatch.chdir(here)
-        words = shlex.split(command.text, comments=True)
-        done: Result = process(*words, cwd=here) if words[0] == "push" else ckpt(*words)
-        assert done.code == command.code, f"ckpt {command.text}\n{done.err}"
-        for line in command.printed:
-            assert line in done.out + done.err, f"ckpt {command.text}\n{done.out}{done.err}"
+        words = shlex.split(command.text, comments=True)[1:]
+        done = process(*words, cwd=here) if words[0] == "push" else ckpt_in_order(*words)
+        assert done.code == command.code, f"{command.text}\n{done.out}{done.err}"
+        if command.printed is not None and (different := differences(command.printed, done.out + done.err)):
+            wrong.append(f"{command.text}\n{different}")
+    assert not wrong, "\n\n".join(wrong)
 
 
 def test_the_table_of_conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +175,25 @@ def test_the_commands_of_every_page_are_run() -> None:
     assert set(PLACES) <= set(pages())
 
 
+def test_every_block_that_shows_what_is_printed_is_compared() -> None:
+    files = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(DOCS / f"{name}.md" for name in pages())]
+    found = set()
+    for path in files:
+        name = path.relative_to(DOCS).with_suffix("").as_posix() if DOCS in path.parents else path.stem
+        for block in blocks(path.read_text()):
+            if name in PLACES and any(line.startswith("$ ") for line in block.lines):
+                shown = [one for one in block.commands() if one.printed and not one.text.startswith("ckpt ")]
+            elif any(line.startswith("$ ") for line in block.lines):
+                shown = [one for one in block.commands() if one.printed]
+            else:
+                shown = [line for line in block.lines if line.strip() and not re.match(PROGRAMS, line)]
+            if shown and name != "api":  # its blocks are mkdocstrings' options
+                found.add((name, block.heading))
+    assert found == COMPARED.keys() | NOT_COMPARED
+    for (name, _), test in COMPARED.items():
+        assert re.search(rf"\b{name}(\.md\b|\")", (REPOSITORY / test).read_text()), f"{test} does not read {name}.md"
+
+
 def test_what_other_commands_name_is_there() -> None:
     """Targets of make, sections and options of the benchmarks, files of tests, extras of the package; none is run."""
     text = "\n".join(path.read_text() for path in DOCS.rglob("*.md"))
@@ -192,7 +209,47 @@ def test_what_other_commands_name_is_there() -> None:
 
 
 def test_every_command_is_found() -> None:
-    page = "text\n\n    $ ckpt a b  # exit 3\n    said\n    ...\n    $ other\n    not\n    ckpt c\n    not\n\n"
-    page += "## Next\n\n```\n$ ckpt d\nx\n```\n```python\nckpt e\n```\n"
-    first, last = Command("a b  # exit 3", "", 3, ["said"]), Command("d", "Next", 0, ["x"])
-    assert commands(page) == [first, Command("c", ""), last]
+    page = "text\n\n    $ ckpt a b  # exit 3\n    said\n\n      more\n    ...\n    $ other\n    ckpt not\n\n"
+    page += "    ckpt c\n    ckpt row       1.00    2.00     9\n\n"
+    page += "## Next\n\n```\n$ ckpt d\n$ ckpt e\n```\n```python\nckpt f\n```\n"
+    assert commands(page) == [
+        Command("ckpt a b  # exit 3", "", 3, ["said", "", "  more", "..."]),
+        Command("other", "", 0, ["ckpt not", "", "ckpt c", "ckpt row       1.00    2.00     9"]),
+        Command("ckpt d", "Next", 0, None),
+        Command("ckpt e", "Next", 0, None),
+    ]
+    assert commands("    ckpt c\n    ckpt row       1.00    2.00     9\n\n") == [Command("ckpt c", "", 0, None)]
+    assert commands("    $ ckpt a\n    $ ckpt b\n    said\n")[0].printed == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        (["a", "b"], "a\nb\n", True),
+        (["a", "b"], "\na\nb\n\n", True),
+        (["a"], "a\nb\n", False),
+        (["b"], "a\nb\n", False),
+        (["a", "c"], "a\nb\nc\n", False),
+        (["a"], "ab\n", False),
+        ([], "a\n", False),
+        ([], "", True),
+        (["...", "b"], "a\nb\n", True),
+        (["a", "...", "d", "..."], "a\nb\nc\nd\n", True),
+        (["a", "...", "d"], "a\nb\n", False),
+        (["loss 5.4..., lr 0.1", "..."], "loss 5.41, lr 0.1\n", True),
+        (["loss 5.4..., lr 0.1"], "loss 5.51, lr 0.1\n", False),
+        (["a.c"], "abc\n", False),
+    ],
+)
+def test_what_is_shown_is_compared_with_what_is_printed(shown: list[str], printed: str, same: bool) -> None:
+    assert (differences(shown, printed) == "") == same
+
+
+def test_a_row_is_compared_with_what_a_test_prints() -> None:
+    page = "    head  step 5  relative\n    a on 2  5.3795 5.3791  7.5e-05  -\n    b  1,024 (3)  -\n"
+    assert not row_differs(page, "a on 2", {"step": "5.3794 5.3792", "relative": "equal"})
+    assert not row_differs(page, "b", {"bytes": "1,024 (3)"})
+    assert row_differs(page, "a on 2", {"step": "5.4794 5.3792", "relative": "7.5e-05"})
+    assert row_differs(page, "a on 2", {"step": "5.3795", "relative": "7.5e-05"})
+    assert row_differs(page, "a on 2", {"step": "5.3795 5.3791", "relative": "-"})
+    assert row_differs(page, "b", {"bytes": "1,025 (3)"}) and row_differs(page, "c", {})

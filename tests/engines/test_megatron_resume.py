@@ -24,12 +24,15 @@ from typing import Any
 import pytest
 
 from tests.support.commands import ckpt
-from tests.support.engines import launch
+from tests.support.engines import REPOSITORY, launch
+from tests.support.pages import row_differs
 from tests.support.resuming import BOUNDS, Row, Run, apart, losses, options, shown, side_by_side, title
 from train import models
 from train.config import Config
 
 pytestmark = pytest.mark.slow
+
+PAGE = (REPOSITORY / "docs" / "resume.md").read_text()
 
 RANKS = 4
 #: The same for every run.  No layout here pads 512 rows of a vocabulary, and of the schedule a third is over after the
@@ -188,8 +191,8 @@ def test_training_goes_on(one: Row, resumed: Path, tables: Any) -> None:
     difference = apart(rest, whole)
     cells = tables[f"Megatron: {title(one.source.dtype)}"][one.name]
     cells |= side_by_side(rest, whole)
-    if one.target in SOURCES and one.target != one.source:
-        cells["apart"] = shown(apart(unbroken(resumed, one.target), whole))
+    has_twin = one.target in SOURCES and one.target != one.source
+    cells["apart"] = shown(apart(unbroken(resumed, one.target), whole)) if has_twin else "-"
     if one.equal:
         assert difference == 0
     assert difference < BOUNDS[one.source.dtype]
@@ -197,6 +200,7 @@ def test_training_goes_on(one: Row, resumed: Path, tables: Any) -> None:
         own = losses(resumed / one.folder / "own")
         cells["without conversion"] = shown(apart(rest, own))
         assert rest == own
+    assert not (different := row_differs(PAGE, one.name, cells)), different
 
 
 @pytest.mark.parametrize("engine", [FSDP2, ZERO3, megatron(tp=4)], ids=lambda run: run.folder)
@@ -244,5 +248,7 @@ def test_forgetting_the_optimizer_shows(resumed: Path, tables: Any) -> None:
     """The bounds would not let a lost state pass."""
     whole, rest = unbroken(resumed, FORGETFUL.source), losses(resumed / FORGETFUL.folder / "goes-on")
     row = f"{FORGETFUL.name}, without the optimizer's states"
-    tables[f"Megatron: {title('fp32')}"][row] |= side_by_side(rest, whole)
+    cells = tables[f"Megatron: {title('fp32')}"][row]
+    cells |= side_by_side(rest, whole)
+    assert not (different := row_differs(PAGE, row, cells)), different
     assert apart(rest, whole) > 5 * max(BOUNDS.values())

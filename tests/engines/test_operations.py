@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from tests.support.commands import ckpt
 from tests.support.engines import REPOSITORY, fork, forked
+from tests.support.pages import blocks, differences
 
 pytestmark = pytest.mark.slow
 
@@ -180,6 +182,14 @@ def test_what_was_reset_in_silence_is_named(results: dict[str, str], plant: str)
     assert others == {PLANTED[plant].partition(" ")[0].partition(".")[0].rstrip(":")}
 
 
+def test_the_page_shows_what_is_said(results: dict[str, str]) -> None:
+    page = (REPOSITORY / "docs" / "operations.md").read_text()
+    (shown,) = (block.lines for block in blocks(page) if block.lines[0].startswith("train: error: "))
+    said = re.sub(r"--resume \S+/step-4", "--resume outputs/step-4", results["attention dropout"])
+    different = differences(shown, f"train: error: {said}\n")
+    assert not different, different
+
+
 def test_the_check_can_warn_or_be_off(results: dict[str, str]) -> None:
     assert results["warned"] == results["off"] == ""
 
@@ -198,7 +208,9 @@ def test_a_spike_keeps_the_last_good_checkpoint_and_its_batches_can_be_left_out(
 ) -> None:
     run = folder / "toy"
     assert results["spike"].startswith("the loss spiked in step 16: ")
-    assert results["spike"].endswith(f"hint: --resume {run}/step-15 --skip-batches 16:16")
+    hint = results["spike"].splitlines()[-1].replace(str(run), "outputs")
+    assert hint == "hint: --resume outputs/step-15 --skip-batches 16:16"
+    assert f"\n    {hint}\n" in (REPOSITORY / "docs" / "operations.md").read_text()
     (spike,) = map(json.loads, (run / "spikes.jsonl").read_text().splitlines())
     assert (spike["step"], spike["batch"], spike["last_good"]) == (16, 16, str(run / "step-15"))
     assert "batches up to 15 are trained already" in results["too late"]

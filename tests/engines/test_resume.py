@@ -34,10 +34,13 @@ import pytest
 from ckpt import api
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Layout
 from tests.support.commands import ckpt
-from tests.support.engines import launch_in_turn
+from tests.support.engines import REPOSITORY, launch_in_turn
+from tests.support.pages import row_differs
 from tests.support.resuming import BOUNDS, Row, Run, apart, format_of, losses, options, shown, side_by_side, title
 
 pytestmark = pytest.mark.slow
+
+PAGE = (REPOSITORY / "docs" / "resume.md").read_text()
 
 
 def row(source: tuple[str, int], target: tuple[str, int], *through: str, **more: Any) -> Row:
@@ -170,6 +173,7 @@ def test_training_goes_on(one: Row, resumed: Path, tables: Any) -> None:
         own = losses(resumed / one.folder / "own")
         cells["without conversion"] = shown(apart(rest, own))
         assert rest == own
+    assert not (different := row_differs(PAGE, one.name, cells)), different
 
 
 @pytest.mark.parametrize("one", TABLE, ids=lambda one: one.folder)
@@ -198,5 +202,8 @@ def test_forgetting_the_optimizer_shows(resumed: Path, tables: Any) -> None:
     """The bounds would not let a lost state pass."""
     whole, rest = unbroken(resumed, FORGETFUL.source), losses(resumed / FORGETFUL.folder / "goes-on")
     difference = apart(rest, whole)
-    tables[title("fp32")][f"{FORGETFUL.name}, without the optimizer's states"] |= side_by_side(rest, whole)
+    name = f"{FORGETFUL.name}, without the optimizer's states"
+    cells = tables[title("fp32")][name]
+    cells |= side_by_side(rest, whole)
+    assert not (different := row_differs(PAGE, name, cells)), different
     assert difference > 5 * max(BOUNDS.values())

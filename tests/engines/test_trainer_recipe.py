@@ -21,6 +21,7 @@ import pytest
 
 from tests.support.commands import process
 from tests.support.engines import REPOSITORY, fork, launch, launch_in_turn
+from tests.support.pages import Command, blocks, commands, differences, row_differs
 
 pytestmark = pytest.mark.slow
 
@@ -28,25 +29,29 @@ RECIPE = (REPOSITORY / "docs" / "hf-trainer-resume.md").read_text()
 TITLE = "HF Trainer resumed on other processes: loss of each step"
 
 
-def run(command: str, folder: Path) -> None:
-    """A command of the document, in `folder`."""
-    words = shlex.split(command)
+def run(command: Command, folder: Path) -> None:
+    """A command of the document, in `folder`; it prints what the document says."""
+    printed = output(shlex.split(command.text), folder)
+    different = differences(command.printed or [], printed)
+    assert not different, f"{command.text}\n{different}"
+
+
+def output(words: list[str], folder: Path) -> str:
     if words[0] == "ckpt":
         done = process(*words[1:], cwd=folder)
         assert done.code == 0, done.err
-        assert "resume_from_checkpoint" in done.err
-        return
+        return done.err + done.out
     assert words[:2] == ["torchrun", "--nproc-per-node"]
     (folder / words[4]).mkdir(exist_ok=True)
     worker, ranks, watched = "tests.support.user_script", int(words[2]), ["0", str(folder), *words[3:]]
     if ranks > 2:  # importing transformers and DeepSpeed in each rank would take longer than all that they do here
-        fork([(ranks, worker, watched)], ["train.trainer"])
-        return
+        return fork([(ranks, worker, watched)], ["train.trainer"])
     start = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     command = [*start, *words[1:3], "-m", worker, *watched]
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def history(step: Path) -> dict[int, dict[str, Any]]:
@@ -68,8 +73,8 @@ def test_deepspeed_goes_on_as_the_document_says(tmp_path: Path, tables: Any) -> 
     script = re.search(r"```python\n(.*?)```", RECIPE, re.DOTALL)
     assert script
     (tmp_path / "finetune.py").write_text(script[1])
-    first, *others = re.findall(r"^    \$ ((?:torchrun|ckpt convert zero3 zero3) .*)$", RECIPE, re.MULTILINE)
-    assert [line.split()[0] for line in others] == ["ckpt", "torchrun"] * 2
+    first, *others = (one for one in commands(RECIPE) if one.heading == "Tried")
+    assert [command.text.split()[0] for command in others] == ["ckpt", "torchrun"] * 2
     run(first, tmp_path)  # to its end, for comparison; what a run leaves that stops after step 4 is the first half
     unbroken, consumed = history(tmp_path / "outputs" / "checkpoint-8"), rows(tmp_path / "outputs")
     shutil.rmtree(tmp_path / "outputs" / "checkpoint-8")
@@ -85,6 +90,20 @@ def test_deepspeed_goes_on_as_the_document_says(tmp_path: Path, tables: Any) -> 
             assert math.isclose(line["grad_norm"], unbroken[step]["grad_norm"], rel_tol=1e-2), step
             tables[TITLE][f"zero3 on {n}, from 4"][str(step)] = f"{line['loss']:.6f}"
     tables[TITLE]["zero3 on 4, unbroken"] = {str(step): f"{line['loss']:.6f}" for step, line in unbroken.items()}
+    for name in ("on 4, unbroken", "on 2, from 4", "on 3, from 4"):
+        cells = {step: cell for step, cell in tables[TITLE][f"zero3 {name}"].items() if int(step) > 4}
+        assert not (different := row_differs(RECIPE, name, cells)), different
+
+
+def test_the_error_at_the_top_is_deepspeeds() -> None:
+    import deepspeed.runtime.engine
+
+    source = Path(deepspeed.runtime.engine.__file__).read_text()
+    raised = source[source.index('ZeRORuntimeException("The checkpoint being loaded') :].partition(")\n")[0]
+    words = "".join(re.findall(r'"([^"]*)"', raised))
+    said = re.sub(r"\{[^}]*loaded[^}]*\}", "4", words)
+    shown = " ".join(next(blocks(RECIPE)).lines)
+    assert shown == f"deepspeed.runtime.zero.utils.ZeRORuntimeException: {re.sub(r'{[^}]*}', '2', said)}"
 
 
 def test_fsdp_goes_on(tmp_path: Path, tables: Any) -> None:

@@ -41,6 +41,7 @@ from converters.names.transformers import installed
 from tests.estimate.models import LLM_JP_13B, PUBLIC
 from tests.support.commands import ckpt, process
 from tests.support.engines import REPOSITORY, launch
+from tests.support.pages import row_differs
 from train.config import ARCHITECTURES
 from train.models import sizes_of
 
@@ -557,7 +558,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
 
 
 def show(tables: Any, name: str, found: Memory, real: dict[str, int]) -> None:
-    """Estimates, with what was measured in brackets where that differs; where the host holds a part, of the sum."""
+    """Estimates, with what was measured in brackets where that differs; where the host holds a part, of the sum.
+
+    docs/estimate.md has the same.
+    """
 
     def cell(predicted: int, measured: int | None) -> str:
         return f"{predicted:,}" + ("" if measured in (None, predicted) else f" ({measured:,})")
@@ -569,6 +573,8 @@ def show(tables: Any, name: str, found: Memory, real: dict[str, int]) -> None:
     if found.host:
         row["host"] = f"{found.host:,}"
         row["sum"] = cell(found.states + found.buffers + found.host, sum(real.values()))
+    different = row_differs((REPOSITORY / "docs" / "estimate.md").read_text(), name, row)
+    assert not different, different
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +27,23 @@ class Result:
 def ckpt(*args: str | Path) -> Result:
     """`ckpt ARGS`, with what it printed.  An exception that is no exit goes through: it would be a traceback."""
     out, err = io.StringIO(), io.StringIO()
-    code = 0
+    code = _run(args, out, err)
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def ckpt_in_order(*args: str | Path) -> Result:
+    """`ckpt ARGS`, with both streams in `out` as a terminal shows them, in the order in which they were printed."""
+    both = io.StringIO()
+    return Result(_run(args, both, both), both.getvalue(), "")
+
+
+def _run(args: Sequence[str | Path], out: io.StringIO, err: io.StringIO) -> int:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             app([str(arg) for arg in args], prog_name="ckpt")
         except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
-    return Result(code, out.getvalue(), err.getvalue())
+            return stop.code if isinstance(stop.code, int) else 1
+    return 0
 
 
 def process(*args: str | Path, script: str | None = None, cwd: Path | None = None) -> Result:

@@ -91,10 +91,11 @@ def forked(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()) -> li
     return [sys.executable, "-m", "tests.support.forked", ",".join(preload), json.dumps(starts)]
 
 
-def fork(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout: float = 1200) -> None:
-    """Run what `forked` says.  AssertionError with the output where a rank fails."""
+def fork(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout: float = 1200) -> str:
+    """Run what `forked` says; returns its standard output.  AssertionError with both streams where a rank fails."""
     command = forked(starts, preload)
     # Compiling megatron-core's small fused functions takes longer than all that they do here.
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return done.stdout

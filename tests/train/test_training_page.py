@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import shlex
+import socket
+import time
 
 import pytest
 
 from tests.support.engines import REPOSITORY
+from tests.support.pages import commands, differences
 from train import config, preflight
 
 PAGE = (REPOSITORY / "docs" / "training.md").read_text()
-COMMANDS = re.findall(r"^    ((?:python|sbatch|srun) .*)$", PAGE, re.MULTILINE)
+COMMANDS = re.findall(r"^    (?:\$ )?((?:python|sbatch|srun) .*)$", PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -33,3 +36,22 @@ def test_a_command_is_understood(line: str) -> None:
 
 def test_there_are_commands() -> None:
     assert len(COMMANDS) == 3
+
+
+def test_what_the_preflight_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a node that is not as the first one, and of one that is not heard of."""
+    (shown,) = (command for command in commands(PAGE) if command.printed)
+    deepspeed, data = {"deepspeed": "0.19.8"}, {"data in /shared/corpus": "51b7d1a80c44"}
+    first = {"same": data | deepspeed, "problems": []}
+    others = {"data in /shared/corpus": "8c1f3c0d6e2a", "deepspeed": "0.18.1"}
+    second = {"same": others, "problems": ["no space in /shared: No space left on device"]}
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+    problems, heard = preflight.gather(["n1", "n3"], port, first, time.monotonic() + 0.1, 40)
+    monkeypatch.setattr(preflight, "look", lambda *_: first)
+    monkeypatch.setattr(preflight, "gather", lambda *_: (problems, heard | {"n2": second}))
+    words = shlex.split(shown.text)
+    asked = words[words.index("train.preflight") + 1 :]
+    assert preflight.main([*asked, "--nodes", "n1,n2,n3", "--number", "0"]) == 1
+    different = differences(shown.printed or [], capsys.readouterr().err.replace(f"port {port}", "port 24017"))
+    assert not different, different

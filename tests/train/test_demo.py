@@ -1,0 +1,54 @@
+"""`make demo`, and what else the README shows of the bundled trainer, prints what the README says."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines import REPOSITORY, forked, launch
+from tests.support.pages import blocks, commands, differences
+
+pytestmark = pytest.mark.slow
+
+README = (REPOSITORY / "README.md").read_text()
+
+
+def printed(command: list[str], folder: Path) -> str:
+    """Both streams in the order in which they were printed."""
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def test_the_demo(tmp_path: Path) -> None:
+    (shown,) = (block.lines for block in blocks(README) if block.lines[0].startswith("== "))
+    different = differences(shown, printed([sys.executable, "-m", "train.demo"], tmp_path))
+    assert not different, different
+
+
+def test_what_is_shown_of_other_runs(tmp_path: Path) -> None:
+    """A run on 2 ranks that goes on on 3, and a LoRA run: the README shows no command that trains them."""
+    job = {"strategy": "zero3", "model": "llama"}
+    (tmp_path / "lora").mkdir()
+    lora = job | {"steps": 3, "lora": 4, "output": str(tmp_path / "lora" / "outputs")}
+    launch([job | {"steps": 2, "output": str(tmp_path / "outputs")}, lora], 2, tmp_path)
+    sections = {"What a conversion looks like": tmp_path, "Merging LoRA": tmp_path / "lora"}
+    known = [
+        one for one in commands(README) if one.heading in sections and one.printed and "demo-outputs" not in one.text
+    ]
+    assert len(known) == 4
+    for command in known:
+        words = shlex.split(command.text)
+        if words[0] == "ckpt":
+            start = [sys.executable, "-m", *words]
+        else:  # on ranks that are forked, and begin sooner
+            assert command.text.startswith("python -m torch.distributed.run --nproc-per-node 3 -m train --")
+            start = forked([(3, "train.__main__", words[7:])], ["train.engines.zero"])
+        different = differences(command.printed or [], printed(start, sections[command.heading]))
+        assert not different, f"{command.text}\n{different}"
