@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ckpt.containers.dcp.shards import DCP_KEY, saved_offsets
 from ckpt.containers.safetensors import Header, Planned, build_header, read_header
 from ckpt.containers.sources import Sources
 from ckpt.errors import CorruptError, NotFoundError, UnsafeError
@@ -22,9 +23,6 @@ from ckpt.move.files import confined
 from ckpt.plan.checkpoint import WEIGHT, Key, Slot, TargetFile
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Extent, Tensor, Whole, whole
-
-#: PyTorch's distributed checkpoint may write its shards as safetensors; each then holds pieces of tensors.
-DCP_KEY = "DCP_SHARDING_INFO"
 
 _T = TypeVar("_T")
 
@@ -105,7 +103,8 @@ def _collect(
     tensors: dict[Key, Tensor], header: Header, path: str, name: str, weight_map: Mapping[str, str] | None
 ) -> None:
     """Add a file's tensors, each of which must be there for the first time and where the index says."""
-    if DCP_KEY in header.metadata:
+    # torch's writer of whole tensors records offsets, too: zeros. Only with an index is each in one file alone.
+    if DCP_KEY in header.metadata and (weight_map is None or any(map(any, saved_offsets(header, path).values()))):
         raise NotFoundError(
             "this file holds pieces of tensors (PyTorch's distributed checkpoint), not a model's weights",
             path=path,

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckpt
 from ckpt.containers.dcp.write import dim0_boxes
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnsafeError, UsageError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
@@ -298,6 +299,27 @@ def test_safetensors_that_torch_writes(tmp_path: Path) -> None:
     writer = HuggingFaceStorageWriter(str(tmp_path / "step"), save_distributed=True)
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
     assert_true(read(tmp_path / "step"), {(fqn, WEIGHT): raw(t) for fqn, t in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("num_files", [None, 1, 2])
+def test_whole_tensors_of_torchs_safetensors_writer_are_a_model_folder(tmp_path: Path, num_files: int | None) -> None:
+    """Its files record where pieces begin, and all of them begin at zero."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    weights = {f"layers.{number}.weight": torch.randn(4, 4) for number in range(3)}
+    places = {fqn: 1 + number % num_files for number, fqn in enumerate(weights)} if num_files else None
+    writer = HuggingFaceStorageWriter(str(tmp_path / "model"), fqn_to_index_mapping=places)
+    dcp.save(weights, storage_writer=writer, no_dist=True)
+    checkpoint = ckpt.open(tmp_path / "model")
+    assert checkpoint.format == "hf" and len(list((tmp_path / "model").glob("*.safetensors"))) == (num_files or 1)
+    assert_true(checkpoint, {(fqn, WEIGHT): raw(tensor) for fqn, tensor in weights.items()})
+    piece = next((tmp_path / "model").glob("*.safetensors"))
+    content = piece.read_bytes()
+    piece.write_bytes(content.replace(b"[0, 0]", b"[4, 0]", 1))
+    with pytest.raises(NotFoundError, match="pieces of tensors"):
+        ckpt.open(tmp_path / "model")
 
 
 def test_the_file_system_writers_safetensors(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from ckpt.move.files import confined
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape
 
-_KEY = "DCP_SHARDING_INFO"
+#: In the metadata of files that hold pieces of tensors, as those of PyTorch's distributed checkpoint.
+DCP_KEY = "DCP_SHARDING_INFO"
 _MAX_JSON = 100_000_000
 
 
@@ -49,15 +50,15 @@ def read_shards(folder: Path, names: tuple[str, ...]) -> list[Sharded]:
 
 def saved_offsets(header: Header, path: str) -> dict[str, Shape]:
     """Where in its tensor each piece of a file begins, by name.  CorruptError where the header does not say so."""
-    text = header.metadata.get(_KEY)
+    text = header.metadata.get(DCP_KEY)
     if text is None:
-        raise CorruptError("the file does not say which parts of tensors it holds", path=path, expected=_KEY)
+        raise CorruptError("the file does not say which parts of tensors it holds", path=path, expected=DCP_KEY)
     try:
         info = json.loads(text) if len(text) <= _MAX_JSON else None
     except (ValueError, RecursionError):
         info = None
     if not isinstance(info, dict):
-        raise CorruptError(f"{_KEY} is no JSON object", path=path)
+        raise CorruptError(f"{DCP_KEY} is no JSON object", path=path)
     return {name: _shape(value, name, path) for name, value in info.items()}
 
 
