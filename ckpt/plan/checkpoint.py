@@ -79,6 +79,8 @@ class TrainingState:
     engine_version: str | None = None
     #: DeepSpeed: the stage, 1 to 3, by which the optimizer was partitioned.  The config may say another one.
     zero_stage: int | None = None
+    #: DeepSpeed: whether frozen parameters were saved, too; None where nothing tells.
+    frozen_saved: bool | None = None
     #: An LR schedule that counts optimizer steps: torch's (`last_epoch`) or DeepSpeed's (`last_batch_iteration`).
     lr_scheduler: Any = None
     #: Megatron's LR and weight decay schedule, which counts sequences (`num_steps`).

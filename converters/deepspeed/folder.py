@@ -263,6 +263,11 @@ def is_of_experts(name: str) -> bool:
     return bool(_EXPERT.fullmatch(name) or _EXPERTS_OPTIMIZER.fullmatch(name))
 
 
+def is_of_one_rank(path: str) -> bool:
+    """Whether a file is a data parallel rank's own model file, as stage 3 has them."""
+    return bool(_MODEL_PER_RANK.fullmatch(os.path.basename(path)))
+
+
 def is_model_file(name: str) -> bool:
     """Whether a file is a tensor parallel rank's model file, of those that all its data parallel ranks share."""
     return bool(MODEL.fullmatch(name))

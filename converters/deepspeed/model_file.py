@@ -103,6 +103,23 @@ def is_dealt(model: RankFile, inner: RankFile) -> bool:
     return bool(isinstance(options, Mapping) and options.get("round_robin_gradients"))
 
 
+#: What is said of a run that was saved by `save_checkpoint(exclude_frozen_parameters=True)`.
+FROZEN_LEFT_OUT = (
+    "the run was saved without its frozen parameters, which are in none of these files (DeepSpeed's "
+    "exclude_frozen_parameters, as HF Trainer has it with PEFT)"
+)
+
+
+def frozen_saved(model: RankFile, stage: int) -> bool | None:
+    """Whether frozen parameters were saved, too: stages 2 and 3 record a dict then, an empty one where none are frozen.
+
+    After deepspeed 0.19.8, runtime/engine.py, `_common_checkpoint_state`; None where nothing tells.
+    """
+    if stage < 2 or "frozen_param_shapes" not in model.content:
+        return None
+    return model.content["frozen_param_shapes"] is not None
+
+
 def frozen(models: Sequence[RankFile], ties: Mapping[str, str]) -> Iterator[Tensor]:
     """Frozen parameters in the model's dtype: whole in a file of all ranks, a slot of each in those of each rank."""
     shapes = shape_dict(models[0].content.get("frozen_param_shapes") or {}, models[0], "frozen_param_shapes")

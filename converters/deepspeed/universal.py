@@ -44,7 +44,7 @@ from ckpt.run_folder.steps import LATEST_UNIVERSAL, recorded_step
 from converters.deepspeed import model as zero_model
 from converters.deepspeed import model_file
 from converters.deepspeed import write as zero_writer
-from converters.deepspeed.folder import experts_unsupported, list_step_folder
+from converters.deepspeed.folder import experts_unsupported, is_of_one_rank, list_step_folder
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model import Model
 from converters.deepspeed.options import UniversalOptions
@@ -151,6 +151,7 @@ def _read(path: Path) -> Checkpoint:
     _add_stage3_steps(reading, state.content, groups)
     _check_complete(reading, groups)
     world_size, version = (model.content.get(key) for key in ("dp_world_size", "ds_version"))
+    saved = model_file.frozen_saved(model, _stage_of(models))
     return Checkpoint(
         path=str(path),
         format="universal",
@@ -166,9 +167,21 @@ def _read(path: Path) -> Checkpoint:
             param_groups=_param_groups(model, state, groups),
             scalars=reading.scalars,
             engine_version=version,
+            frozen_saved=saved,
         ),
         folders=(str(path.parent),),
+        notes=(model_file.FROZEN_LEFT_OUT,) if saved is False else (),
     )
+
+
+def _stage_of(models: Sequence[RankFile]) -> int:
+    """The stage that wrote the model files: 3 has one for each rank, 1 and 2 are told apart by the engine's config."""
+    if is_of_one_rank(models[0].path):
+        return 3
+    config = models[0].content.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    return stage if type(stage) is int else 0
 
 
 def _model_files(reading: _Reading) -> list[RankFile]:

@@ -35,6 +35,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, FlatRange, Shape, Tensor, flat_regions, whole
 from ckpt.run_folder.carried import run_companions
 from ckpt.state import adam
+from ckpt.state.adapter import is_adapter
 from converters.deepspeed import model as zero_model
 from converters.deepspeed.config import is_bf16_optimizer, is_enabled
 from converters.deepspeed.dealt_experts import DealtExperts, dealt_experts
@@ -209,10 +210,9 @@ def _module(model: Model, is_whole: bool) -> StoredDict:
 def _frozen(model: Model, module: StoredDict, part: tuple[int, int] | None) -> tuple[StoredDict | None, ...]:
     """Shapes and elements of the parameters that the optimizer does not own, whole or this rank's slots of them.
 
-    None where there are none to be had: the loader takes None, but not a dict that lacks a frozen parameter (PEFT
-    saves without them).
+    None where the source leaves them out, as PEFT does: the loader takes None, but no dict that lacks one of them.
     """
-    if not model.frozen:
+    if not model.frozen and (model.state.frozen_saved is False or is_adapter(model.weights)):
         return None, None
     shapes, fragments = StoredDict("OrderedDict"), StoredDict("OrderedDict")
     for fqn in model.frozen:

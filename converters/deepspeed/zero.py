@@ -505,7 +505,9 @@ def _checkpoint(reading: _Reading, inners: list[RankFile], stage: int, world_siz
         scalars=reading.others.scalars,
         engine_version=reading.version,
         zero_stage=stage,
+        frozen_saved=model_file.frozen_saved(file, stage),
     )
+    left_out = (model_file.FROZEN_LEFT_OUT,) if state.frozen_saved is False else ()
     return Checkpoint(
         path=str(folder),
         format=f"zero{stage}",
@@ -518,7 +520,7 @@ def _checkpoint(reading: _Reading, inners: list[RankFile], stage: int, world_siz
         own_module_order=reading.own_order,
         state=state,
         folders=(str(folder.parent),),
-        notes=(*_step_note(reading), *reading.sources.notes),
+        notes=(*_step_note(reading), *left_out, *reading.sources.notes),
         computed=reading.others.computed,
         quantized=reading.others.quantized,
         unread=reading.others.unread.sentences,

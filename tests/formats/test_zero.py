@@ -16,6 +16,7 @@ from ckpt.containers.torchfile import read as torchfile
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32
+from tests.support import commands
 from tests.support.building import (
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -607,3 +608,19 @@ def test_a_structure_of_the_future_is_refused_with_its_version(tmp_path: Path) -
     with pytest.raises(CorruptError, match="any known version") as caught:
         api.open(run)
     assert "deepspeed 9.0" in str(caught.value.found)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_left_out"),
+    [("trl-lora-zero3/outputs/qwen3-lora/checkpoint-2", True), ("lora-zero3", False), ("trl-zero2/outputs/llama-sft/checkpoint-2", False)],
+)
+def test_frozen_parameters_that_were_not_saved_are_told_of(
+    fixtures: Path, tmp_path: Path, name: str, is_left_out: bool
+) -> None:
+    """DeepSpeed records it; without a config no name of a missing tensor is known, and the output looked whole."""
+    done = commands.ckpt("convert", "auto", "zero3", fixtures / name, "-o", tmp_path / "out", "--world-size", "1")
+    assert done.code == 0
+    assert ("saved without its frozen parameters" in done.err) == is_left_out
+    again = api.open(tmp_path / "out")
+    assert any("saved without its frozen parameters" in note for note in again.notes) == is_left_out
+    assert again.state.frozen_saved == (not is_left_out)
