@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError, LossError
+from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, ParamGroup
 from ckpt.plan.tensors import Tensor
 from converters.megatron.chunks import Model
@@ -24,6 +25,28 @@ from converters.names.megatron.model.spelling import is_expert, split_layer
 IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 #: What the distributed optimizer has places for.
 ADAM = ("exp_avg", "exp_avg_sq")
+
+
+#: Kinds of optimizers (`--optimizer`) whose states, buffers and number are known.
+KINDS = ("adam", "sgd")
+
+
+def unknown_kind(args: Mapping[str, Any]) -> str | None:
+    """The kind of the run's optimizer, where it is none of `KINDS`: Muon, say, which is several optimizers in one."""
+    kind = args.get("optimizer")
+    return kind if isinstance(kind, str) and kind.lower() not in KINDS else None
+
+
+def check_kind(args: Mapping[str, Any], path: str | Path) -> None:
+    """NotFoundError where the run's optimizer is of a kind whose layout is not known: its files are not damaged."""
+    if (kind := unknown_kind(args)) is not None:
+        raise NotFoundError(
+            f"the states of Megatron's optimizer {kind!r} are not read from this layout",
+            path=path,
+            expected=f"--optimizer {' or '.join(KINDS)}",
+            found=f"--optimizer {kind}",
+            hint="Megatron-LM itself loads it; to read the weights here, save them with --no-save-optim",
+        )
 
 
 def is_decayed(name: str, ndim: int, args: Mapping[str, Any]) -> bool:
@@ -122,12 +145,20 @@ class Group:
 class Optimizer:
     """The source's optimizer as Megatron's: a master and states of every parameter, and Megatron's own param groups.
 
-    LossError where the distributed optimizer has no place for the states.
+    LossError where the distributed optimizer has no place for the states, or an optimizer of this kind is not written.
     """
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self.args = model.args
+        if (kind := unknown_kind(self.args)) is not None:
+            raise LossError(
+                f"Megatron's optimizer {kind!r} is several optimizers in one, and its states are not written",
+                path=model.checkpoint.path,
+                expected=f"--optimizer {' or '.join(KINDS)}",
+                found=f"--optimizer {kind}",
+                hint="formats that hold no optimizer (hf) take the weights",
+            )
         self.distributed = bool(self.args.get("use_distributed_optimizer", True))
         trained = (fqn for fqn, choice in model.chosen.items() if choice.tensor.role != BUFFER)
         tensors = model.checkpoint.tensors

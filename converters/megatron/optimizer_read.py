@@ -26,7 +26,7 @@ from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import MASTER
 from converters.megatron.buffers import bucket_sizes, by_buffer, find_buffer
-from converters.megatron.optimizer import Optimizers, belongs, plain
+from converters.megatron.optimizer import Optimizers, belongs, check_kind, plain
 from converters.megatron.read import DISTRIBUTED, MODEL, Local, RankFile, Reading
 
 #: Under which name the masters stand in distrib_optim.pt; the others there are optimizer states.
@@ -87,6 +87,7 @@ class _RankOptimizers:
                 self._read_plain(by_group, inner, outer)
                 continue
             if states is None:
+                check_kind(self.reading.args, self.file.path)
                 states = self._distributed()
             self._read_distributed(trained, states[number], number)
 
@@ -114,6 +115,7 @@ class _RankOptimizers:
         if apart and len(groups) < len(self.contents):
             groups.append([one for one in everything if one.local.is_expert])
         if len(groups) != len(self.contents):
+            check_kind(self.reading.args, self.file.path)
             raise CorruptError(
                 "the file has another number of optimizers than a model of this kind",
                 path=self.file.path,

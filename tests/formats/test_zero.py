@@ -612,7 +612,11 @@ def test_a_structure_of_the_future_is_refused_with_its_version(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("name", "is_left_out"),
-    [("trl-lora-zero3/outputs/qwen3-lora/checkpoint-2", True), ("lora-zero3", False), ("trl-zero2/outputs/llama-sft/checkpoint-2", False)],
+    [
+        ("trl-lora-zero3/outputs/qwen3-lora/checkpoint-2", True),
+        ("lora-zero3", False),
+        ("trl-zero2/outputs/llama-sft/checkpoint-2", False),
+    ],
 )
 def test_frozen_parameters_that_were_not_saved_are_told_of(
     fixtures: Path, tmp_path: Path, name: str, is_left_out: bool

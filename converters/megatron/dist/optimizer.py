@@ -41,7 +41,7 @@ from converters.megatron.buffers import ALIGNMENT, bucket_sizes, by_buffer, find
 from converters.megatron.chunks import ChunkTensor, Model, describe_model
 from converters.megatron.dist.keys import MASTERS
 from converters.megatron.dist.read import Reading, flat_pieces
-from converters.megatron.optimizer import Optimizers, belongs
+from converters.megatron.optimizer import Optimizers, belongs, check_kind
 from converters.names.megatron.model.axes import Grid, Rank
 from converters.names.megatron.model.spelling import Spelling, is_expert, layer_kinds, split_layer
 
@@ -193,6 +193,7 @@ def _read_buffers(reading: Reading) -> None:
             expected="args in the common state",
             hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
         )
+    check_kind(reading.args, reading.folder)
     Grid.recorded(reading.args, reading.folder)
     model = _model(reading)
     known = _buckets(reading) | dict(_gathered(reading))
