@@ -46,6 +46,8 @@ class Declaration:
     make: Callable[[Path], tuple[Path, Tensors]]
     vital: tuple[str, ...]
     _: KW_ONLY
+    #: Which container the sample is in, where the framework lets its user choose one and this is not the usual one.
+    container: str = ""
     marks: tuple[pytest.MarkDecorator, ...] = ()
     #: Patterns of names of files, large or not, whose head finding reads, where only that tells the format.
     reads_head: tuple[str, ...] = ()
@@ -99,15 +101,19 @@ class Conformance:
 
     Each is converted to every writable format, whose own particulars are those of its declaration.  A target that is
     declared nowhere may refuse a sample with an error of ckpt; the test is then skipped, with the error for a reason.
+    `containers` are samples of declared formats in other containers: they are read, damaged and converted to `hf`.
     """
 
     declarations: ClassVar[Sequence[Declaration]] = ()
+    containers: ClassVar[Sequence[Declaration]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "target" in metafunc.fixturenames:
             metafunc.parametrize("target", [name for name in registry.names() if registry.get(name).writes])
         if "declaration" in metafunc.fixturenames:
-            cases = [pytest.param(one, id=one.format, marks=one.marks) for one in self.declarations]
+            asked = self.declarations if "target" in metafunc.fixturenames else [*self.declarations, *self.containers]
+            names = ["-".join(filter(None, (one.format, one.container))) for one in asked]
+            cases = [pytest.param(one, id=name, marks=one.marks) for one, name in zip(asked, names, strict=True)]
             metafunc.parametrize("declaration", cases)
 
     @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +16,9 @@ from ckpt.testing import Declaration, Refusal, Tensors
 from tests.support import megatron_runs, pipeline_runs
 from tests.support.engines import Truth, raw
 from tests.support.universal import ds_to_universal
+
+if TYPE_CHECKING:
+    import torch
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -160,6 +164,102 @@ def without_an_order(sample: Declaration, checkpoint: Checkpoint) -> Refusal | N
     known = checkpoint.namespace == MEGATRON or sample.is_known_model
     return None if known else ((LossError,), "in which order")
 
+
+# -- other containers --------------------------------------------------------------------------------------------
+
+#: Three tensors of one size, and one of another: what a container places alike is not taken for one tensor.
+ALIKE = ("layers.0.weight", "layers.1.weight", "layers.2.weight", "head.weight")
+
+
+def alike() -> dict[str, torch.Tensor]:
+    import torch
+
+    torch.manual_seed(0)
+    return {fqn: torch.randn(2 if fqn == "head.weight" else 6, 40) for fqn in ALIKE}
+
+
+def saved_by_dcp(make: Callable[[Path], object], *, is_nested: bool = True) -> Callable[[Path], tuple[Path, Tensors]]:
+    """What torch's `dcp.save` writes through the storage writer that `make` returns."""
+
+    def save(folder: Path) -> tuple[Path, Tensors]:
+        import torch.distributed.checkpoint as dcp
+
+        weights = alike()
+        state = {"model": weights} if is_nested else weights
+        dcp.save(state, storage_writer=make(folder / "step-1"), no_dist=True)  # type: ignore[arg-type]
+        return folder / "step-1", {(fqn, WEIGHT): raw(t) for fqn, t in weights.items()}
+
+    return save
+
+
+def in_safetensors(folder: Path) -> object:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+
+    return FileSystemWriter(folder, serialization_format=SerializationFormat.SAFETENSORS)
+
+
+def in_shards(folder: Path) -> object:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    return HuggingFaceStorageWriter(str(folder), save_distributed=True)
+
+
+def in_whole_tensors(folder: Path) -> object:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    places = {fqn: 1 + number % 2 for number, fqn in enumerate(ALIKE)}
+    return HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=places)
+
+
+def saved_by_torch(*, is_zip: bool, is_stream: bool = False) -> Callable[[Path], tuple[Path, Tensors]]:
+    """A state dict in a file of `torch.save`: a zip or the older form, written by name or through a buffer."""
+
+    def save(folder: Path) -> tuple[Path, Tensors]:
+        import io
+
+        import torch
+
+        (folder / "full").mkdir()
+        weights, stream = alike(), io.BytesIO()
+        path = folder / "full" / "pytorch_model.bin"
+        torch.save(weights, stream if is_stream else path, _use_new_zipfile_serialization=is_zip)
+        if is_stream:
+            path.write_bytes(stream.getvalue())
+        return folder / "full", {(fqn, WEIGHT): raw(t) for fqn, t in weights.items()}
+
+    return save
+
+
+CONTAINERS = [
+    Declaration(
+        "dcp",
+        saved_by_dcp(in_safetensors),
+        ("*.distcp", ".metadata"),
+        container="safetensors",
+        reads_head=(".metadata",),
+        is_unchecked_data=True,
+    ),
+    Declaration(
+        "dcp",
+        saved_by_dcp(in_safetensors, is_nested=False),
+        ("*.distcp", ".metadata"),
+        container="safetensors-of-a-model-alone",
+        reads_head=(".metadata",),
+        is_unchecked_data=True,
+    ),
+    Declaration(
+        "dcp", saved_by_dcp(in_shards, is_nested=False), ("shard-*",), container="shards", is_unchecked_data=True
+    ),
+    Declaration(
+        "hf",
+        saved_by_dcp(in_whole_tensors, is_nested=False),
+        ("model-*.safetensors",),
+        container="of-torch",
+        is_unchecked_data=True,
+    ),
+    Declaration("full", saved_by_torch(is_zip=False), ("*.bin",), container="old-file", is_unchecked_data=True),
+    Declaration("full", saved_by_torch(is_zip=True, is_stream=True), ("*.bin",), container="stream"),
+]
 
 #: Samples that take several processes to make.
 SLOW = (pytest.mark.slow,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt import registry
 from ckpt.testing import Conformance
-from tests.formats.declarations import DECLARATIONS
+from tests.formats.declarations import CONTAINERS, DECLARATIONS
 
 
 def test_every_format_is_declared() -> None:
@@ -13,3 +13,4 @@ def test_every_format_is_declared() -> None:
 
 class TestFormats(Conformance):
     declarations = DECLARATIONS
+    containers = CONTAINERS
