@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -97,8 +98,6 @@ def merge_lora(
         # the run's own repository is the adapter's: HF Trainer pushes it there, at the latest at the end
         repo_id = repo_id or recorded_repo([found[0].folder, Path(wanted[0])], "-merged")
         to = hub.Push(repo_id, private, revision, create_pr, commit_message, names == "own")
-        if not dry_run:
-            hub.check_room_for_model(to)
     opened = found
     made_of = [one.path for one in found]
     model = adapters.open_base(found[0], base, accept=accept_base)
@@ -110,6 +109,8 @@ def merge_lora(
         found = [combine(found, parse_weights(weights), model, combination, density, seed)]
     layout = Layout(CASTABLE.get(dtype), parse_size(max_shard_size), names=names)
     conversion = lora.plan(found, model, layout, Resources(workers=workers))
+    if to is not None and not dry_run:
+        hub.check_room(set(conversion.files), to)
     for one in opened if quiet else found:
         say_notes(one.checkpoint.passed_over if quiet else one.notes)
     say_source(model, "merging into ", quiet=quiet)
@@ -158,7 +159,9 @@ def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder
 
 
 def push(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder or URL to push, all of it.", readable=False)],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="The folder or URL to push, but hidden files.", readable=False)
+    ],
     repo_id: opt.RepoOption = None,
     private: opt.PrivateOption = False,
     revision: opt.RevisionOption = None,
@@ -180,18 +183,20 @@ def push(
     to = Push(repo_id or recorded_repo([path]), private, revision, create_pr, commit_message, own_names)
     if not own_names:
         api.prove_names(path)
-    card = None
+    card: Callable[[], str] | None = None
     if path.is_dir() and not (path / CARD).exists():
         checkpoint = api.open(path)
         say_notes(checkpoint.passed_over)
-        facts = {"format": checkpoint.format}
-        digests = api.digests(checkpoint).whole
-        card = model_card(to.repo_id.rpartition("/")[2], facts, digests, ["ckpt", *sys.argv[1:]])
+        title, facts = to.repo_id.rpartition("/")[2], {"format": checkpoint.format}
+
+        def card() -> str:
+            return model_card(title, facts, api.digests(checkpoint).whole, ["ckpt", *sys.argv[1:]])
+
     pushed = _push(path, to, card, quiet)
     print(json.dumps(pushed.to_json(), indent=2) if as_json else printable(pushed.url))
 
 
-def _push(folder: Path, to: Push, card: str | None, quiet: bool) -> Pushed:
+def _push(folder: Path, to: Push, card: Callable[[], str] | None, quiet: bool) -> Pushed:
     from ckpt.hub import push as hub
 
     def say(text: str) -> None:

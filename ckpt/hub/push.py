@@ -1,44 +1,71 @@
 """Pushing a folder to the Hugging Face Hub, and checking what arrived.
 
 The upload is huggingface_hub's own: files that the Hub has already are not sent again, so a push that was interrupted
-goes on when it is run again.  Afterwards the Hub is asked for the checksum of every file (sha256 where it keeps a file
-as a large one, git's blob sha1 otherwise), and these are compared with the local files'.
+goes on when it is run again.  Before it, the folder is held against its own manifest, where it has one.  Afterwards the
+Hub is asked for the checksum of every file (sha256 where it keeps a file as a large one, git's blob sha1 otherwise),
+and these are compared with the local files'.
 
 `HF_ENDPOINT` and `HF_TOKEN` mean what they do for that library.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt import registry
 from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
 from ckpt.hub.card import CARD, is_ours
 from ckpt.move import standins
-from ckpt.move.files import OpenFiles, translate_os_errors
+from ckpt.move.files import OpenFiles, confined, translate_os_errors
 from ckpt.move.source import open_stream, read_into
 from ckpt.move.threads import in_threads
+from ckpt.plan.checkpoint import SourceFile
 from ckpt.state.adapter import CONFIG as ADAPTER_CONFIG
 from ckpt.stores import places
 from ckpt.text import HUB_ID
+from ckpt.verify import manifest
+from ckpt.verify.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-#: Files with a whole model's weights, which transformers finds.
-_MODEL = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)")
+#: The sets of weights that loaders know, each with the names of its files.
+_SETS = {
+    "model.safetensors": r"model\.safetensors",
+    "safetensors shards": r"model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json",
+    "pytorch_model.bin": r"pytorch_model\.bin",
+    "bin shards": r"pytorch_model-\d+-of-\d+\.bin|pytorch_model\.bin\.index\.json",
+    "adapter_model.safetensors": r"adapter_model\.safetensors",
+    "adapter_model.bin": r"adapter_model\.bin",
+}
+#: Which set each loader takes where a folder has several: the one that comes first here.
+_ORDERS = {
+    # modeling_utils.py, `_get_resolved_checkpoint_files`
+    "transformers": ("model.safetensors", "safetensors shards", "pytorch_model.bin", "bin shards"),
+    # utils/save_and_load.py, `load_peft_weights`
+    "PEFT": ("adapter_model.safetensors", "adapter_model.bin"),
+    # utils/modeling.py, `load_checkpoint_in_model`
+    "accelerate": ("pytorch_model.bin", "model.safetensors"),
+    # model_loader/weight_utils.py, `filter_duplicate_safetensors_files`: what an index names, or all files there are
+    "vLLM": ("safetensors shards", "model.safetensors", "bin shards", "pytorch_model.bin"),
+}
+
+#: Hidden files that belong to a checkpoint (DCP's) or to a repository; any other may hold a secret.
+_HIDDEN = {".metadata", ".gitattributes"}
 
 _MAIN = "main"
 _CHUNK = 1 << 20
 _SILENCE = 600.0  # seconds that the Hub may take for an answer
+_MAX_NAMES = 5  # in one message
 _MAX_TITLE = 200  # characters of a pull request's title on the Hub
 
 
@@ -93,17 +120,19 @@ def push(
     folder: Path,
     to: Push,
     *,
-    card: str | None = None,
+    card: Callable[[], str] | None = None,
     say: Callable[[str], None] = lambda _: None,
     progress: bool = False,
 ) -> Pushed:
-    """Upload every file of `folder`, or of the place of a URL, and verify that the Hub holds them bit for bit.
+    """Upload the files of `folder`, or of the place of a URL, and verify that the Hub holds them bit for bit.
 
-    `card` becomes README.md where neither the folder nor the repository has one, and a model card that ckpt did not
-    write stays as it is in the repository; `progress` shows the library's own bars.  Raises StorageError where the Hub
-    cannot be reached or refuses, UsageError where the repository holds other weights that would be loaded in place of
-    these, or a model where this is an adapter and the other way round, and CorruptError where what the Hub holds
-    differs from the folder; the folder is only read, and pushing it again goes on.
+    Hidden files are left out, and named.  What `card` returns becomes README.md where neither the folder nor the
+    repository has one, and a model card that ckpt did not write stays as it is in the repository; `progress` shows the
+    library's own bars.
+    Raises StorageError where the Hub cannot be reached or refuses, UsageError where the repository holds other weights
+    that a loader would take in place of these, or a model where this is an adapter and the other way round, UnsafeError
+    where a symlink leads out of the folder, and CorruptError where the folder differs from its manifest, or the Hub
+    from the folder; the folder is only read, and pushing it again goes on.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
@@ -111,7 +140,10 @@ def push(
     if not progress:
         disable_progress_bars()
     folder = places.local(folder)
-    files = _local_files(folder)
+    files = _local_files(folder, say)
+    sources = [SourceFile.stat(str(path)) for path in files.values()]
+    if MANIFEST in files:
+        _check_manifest(folder, say)
     api = HfApi()
     message = to.message or f"Upload {folder.resolve().name} with ckpt"
     with _translated(to.again(folder), to):
@@ -119,7 +151,8 @@ def push(
         if to.revision not in (None, _MAIN) and not str(to.revision).startswith("refs/"):
             api.create_branch(to.repo_id, branch=to.revision, exist_ok=True)
         remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
-        _check_what_is_there(files, remote, to)
+        for line in _check_what_is_there(files.keys(), remote.keys(), to):
+            say(f"note: {line}")
         kept = _is_others_card(api, files, remote, to)
         pull_request = None
         if to.create_pr:  # first, so that a push which is cut off goes on in the same one
@@ -129,15 +162,16 @@ def push(
         if kept:
             files.pop(CARD)
             say(f"note: the {CARD} in {to.repo_id} stays, ckpt did not write it: the one in {folder} is not pushed")
+        extra: dict[str, bytes] = {}
+        if card is not None and CARD not in files and CARD not in remote:
+            extra[CARD] = card().encode()
         say(f"pushing {len(files)} files to {api.endpoint}/{to.repo_id}")
         commit = _upload(api, folder, files, message, to)
         remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
-        extra: dict[str, bytes] = {}
-        if card is not None and CARD not in files and CARD not in remote:
-            extra[CARD] = card.encode()
+        for name, content in extra.items():
             api.upload_file(
-                path_or_fileobj=extra[CARD],
-                path_in_repo=CARD,
+                path_or_fileobj=content,
+                path_in_repo=name,
                 repo_id=to.repo_id,
                 revision=to.revision,
                 commit_message=f"{message}: model card",
@@ -145,6 +179,8 @@ def push(
             remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
         say("verifying the checksums of what the Hub holds")
         _verify(files, extra, remote, to)
+        for source in sources:
+            source.check_unchanged()
     num_bytes = sum(path.stat().st_size for path in files.values()) + sum(map(len, extra.values()))
     url = pull_request.url if pull_request else commit.commit_url
     return Pushed(to.repo_id, str(url), len(files) + len(extra), num_bytes)
@@ -154,7 +190,7 @@ def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], message: str, t
     """Send `files` of `folder`; what is in a store is read from there as it is sent, and written nowhere."""
     where: dict[str, Any] = {"repo_id": to.repo_id, "commit_message": message, "revision": to.revision}
     if not standins.is_standin(str(folder)):
-        return api.upload_folder(folder_path=folder, ignore_patterns=[] if CARD in files else [CARD], **where)
+        return api.upload_folder(folder_path=folder, allow_patterns=[glob.escape(name) for name in files], **where)
     from huggingface_hub import CommitOperationAdd
 
     with ExitStack() as opened:
@@ -162,8 +198,8 @@ def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], message: str, t
         return api.create_commit(operations=[CommitOperationAdd(*named) for named in streams.items()], **where)
 
 
-def check_room_for_model(to: Push) -> None:
-    """Raise UsageError, before any work is done, where the repository holds an adapter and has no room for a model.
+def check_room(files: Set[str], to: Push) -> None:
+    """Raise UsageError, before any work is done, where the repository has no room for a folder with these files.
 
     Raises StorageError where the Hub cannot be reached or refuses; a repository or branch that is not there is fine.
     """
@@ -177,22 +213,58 @@ def check_room_for_model(to: Push) -> None:
             remote = _remote_files(HfApi(), to.repo_id, _MAIN)  # of which the branch will be made
         except RepositoryNotFoundError:
             return
-        _check_kind({_WEIGHTS}, remote.keys(), to)
+        _check_what_is_there(files, remote.keys(), to)
 
 
-def _check_what_is_there(files: Mapping[str, Path], remote: Mapping[str, _Remote], to: Push) -> None:
-    """UsageError where weights on the Hub go before those of `files`.
+def _check_what_is_there(files: Set[str], remote: Set[str], to: Push) -> list[str]:
+    """Raise UsageError where a loader would take weights that stay on the Hub in place of those among `files`.
 
-    transformers takes `model.safetensors` before it looks for an index (modeling_utils.py,
-    `_get_resolved_checkpoint_files`).
+    Returned is what stays there and is loaded by nobody, or describes other files.
     """
-    _check_kind(files.keys(), remote.keys(), to)
-    if _INDEX in files and _WEIGHTS in remote and _WEIGHTS not in files:
-        raise UsageError(
-            f"the repository holds {_WEIGHTS}, which is loaded in place of the shards that would be pushed",
-            path=to.repo_id,
-            hint=f"push to another branch with --revision, or `hf repos delete-files {to.repo_id} {_WEIGHTS}` first",
-        )
+    _check_kind(files, remote, to)
+    ours, notes = _sets(files), []
+    for (folder, is_adapter, name), stay in _sets(remote - files).items():
+        beside = [one for *of, one in ours if of == [folder, is_adapter]]
+        delete = _delete_command(stay, to)
+        if loader := _who_prefers(name, stay, beside):
+            raise UsageError(
+                f"the repository holds other weights, which {loader} takes in place of those that would be pushed",
+                path=to.repo_id,
+                found=", ".join(stay[:_MAX_NAMES]),
+                hint=f"`{delete}` first, or push to another repository",
+            )
+        if beside:
+            notes.append(f"weights that no loader takes any more stay in {to.repo_id}: `{delete}`")
+    if ours and MANIFEST in remote - files:
+        notes.append(f"a manifest of other files stays in {to.repo_id}: `{_delete_command([MANIFEST], to)}`")
+    return notes
+
+
+def _sets(files: Set[str]) -> dict[tuple[str, bool, str], list[str]]:
+    """Files of weights by folder, whether they are an adapter's, and set."""
+    found: dict[tuple[str, bool, str], list[str]] = {}
+    for file in sorted(files):
+        folder, _, base = file.rpartition("/")
+        for name, pattern in _SETS.items():
+            if re.fullmatch(pattern, base):
+                found.setdefault((folder, name.startswith("adapter"), name), []).append(file)
+    return found
+
+
+def _who_prefers(name: str, stay: list[str], ours: list[str]) -> str | None:
+    """The loader that takes the set `name`, whose files `stay`, in place of each of the sets `ours`; None for none."""
+    if not ours or (name in ours and not any(file.endswith(".json") for file in stay)):
+        return None  # of shards alone an index names those to be taken
+    for loader, order in _ORDERS.items():
+        if next((one for one in order if one == name or one in ours), None) == name:
+            return loader
+    return None
+
+
+def _delete_command(files: Iterable[str], to: Push) -> str:
+    patterns = dict.fromkeys(re.sub(r"-\d+-of-", "-*-of-", file) for file in files)
+    revision = [] if to.revision is None else ["--revision", to.revision]
+    return shlex.join(["hf", "repos", "delete-files", to.repo_id, *patterns, *revision])
 
 
 def _check_kind(files: Set[str], remote: Set[str], to: Push) -> None:
@@ -201,10 +273,10 @@ def _check_kind(files: Set[str], remote: Set[str], to: Push) -> None:
     Where PEFT is installed transformers loads the adapter on its base (transformers/integrations/peft.py,
     `maybe_load_adapters`), and not the model.
     """
-    with_model, with_adapter = any(map(_MODEL.fullmatch, files)), ADAPTER_CONFIG in files
+    with_model, with_adapter = bool(_models(files)), ADAPTER_CONFIG in files
     if with_model and not with_adapter and ADAPTER_CONFIG in remote:
         found, what = ADAPTER_CONFIG, "an adapter, and a model is to be pushed"
-    elif with_adapter and not with_model and (weights := sorted(filter(_MODEL.fullmatch, remote))):
+    elif with_adapter and not with_model and (weights := _models(remote)):
         found, what = weights[0], "a model, and an adapter is to be pushed"
     else:
         return
@@ -214,6 +286,13 @@ def _check_kind(files: Set[str], remote: Set[str], to: Push) -> None:
         found=found,
         hint="give another repository with --repo-id, or another branch with --revision",
     )
+
+
+def _models(files: Set[str]) -> list[str]:
+    """Files with a model's weights that stand in the folder itself."""
+    return [
+        file for (folder, is_adapter, _), of in _sets(files).items() if not folder and not is_adapter for file in of
+    ]
 
 
 def _is_others_card(api: HfApi, files: Mapping[str, Path], remote: Mapping[str, _Remote], to: Push) -> bool:
@@ -227,16 +306,50 @@ def _is_others_card(api: HfApi, files: Mapping[str, Path], remote: Mapping[str, 
     return not is_ours(Path(api.hf_hub_download(to.repo_id, CARD, revision=to.revision)).read_bytes())
 
 
-def _local_files(folder: Path) -> dict[str, Path]:
+def _local_files(folder: Path, say: Callable[[str], None]) -> dict[str, Path]:
+    """The files that are pushed, by name; says which are not.  UnsafeError for a symlink that leads out of `folder`."""
     if not folder.is_dir():
         raise NotFoundError("there is no folder to push", path=folder, hint="give the folder that convert wrote")
-    from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
-
-    names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
-    files = {name: folder / name for name in filter_repo_objects(names, ignore_patterns=DEFAULT_IGNORE_PATTERNS)}
+    files: dict[str, Path] = {}
+    hidden: dict[str, None] = {}
+    others: list[str] = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if (first := _hidden_part(name)) is not None:
+            hidden[first] = None
+        elif confined(folder, name).is_file():
+            files[name] = path
+        elif path.is_symlink() or not path.is_dir():
+            others.append(name)
     if not files:
         raise NotFoundError("the folder is empty", path=folder)
+    if hidden:
+        say(f"note: hidden files are not pushed: {', '.join(hidden)}; `hf upload` takes one by its name")
+    if others:
+        say(f"note: not pushed, as these are no files: {', '.join(others)}")
     return files
+
+
+def _hidden_part(name: str) -> str | None:
+    """`name` up to its first hidden part; None where it has none, or is a file that belongs to a checkpoint."""
+    parts = name.split("/")
+    for number, part in enumerate(parts, 1):
+        if part.startswith(".") and not (part in _HIDDEN and number == len(parts)):
+            return "/".join(parts[:number])
+    return None
+
+
+def _check_manifest(folder: Path, say: Callable[[str], None]) -> None:
+    """CorruptError where files are not those of the folder's own manifest; the card may be written anew."""
+    say(f"reading the files, which {MANIFEST} tells the digests of")
+    checked = manifest.check(folder, registry.all_formats())
+    if problems := [one for one in checked.problems if not one.startswith(f"{CARD}: ")]:
+        raise CorruptError(
+            "the folder is not what its own manifest says",
+            path=folder,
+            found="; ".join(problems[:_MAX_NAMES]),
+            hint=f"`ckpt verify {shlex.quote(str(folder))}` lists all; if the changes are meant, remove {MANIFEST}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

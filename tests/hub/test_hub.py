@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from ckpt.plan.checkpoint import Layout
 from converters.names.hub import asked
 from tests.support.commands import ckpt, process
 from tests.support.engines import REPOSITORY
-from tests.support.hub_server import LARGE, TOKEN, File, HubServer, Repo
+from tests.support.hub_server import LARGE, File, HubServer, Repo
 
 FIXTURES = REPOSITORY / "fixtures"
 REPO = "me/merged"
@@ -37,25 +36,12 @@ both_ways = pytest.mark.parametrize("server", ["xet", "lfs"], indirect=True)
 
 
 @pytest.fixture
-def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    with HubServer() as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
-        if getattr(request, "param", "xet") == "xet":
-            pytest.importorskip("hf_xet")
-            monkeypatch.delenv("HF_HUB_DISABLE_XET", raising=False)
-        else:
-            monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        yield running
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A Hugging Face folder of several files, large ones and small ones."""
     output = tmp_path / "model"
-    api.plan(api.open(FIXTURES / "lora-zero3"), "hf", Layout(max_shard_size=2500, names="own")).run(output)
+    api.plan(api.open(FIXTURES / "lora-zero3"), "hf", Layout(max_shard_size=2500, names="own")).run(
+        output, manifest=False
+    )
     config = json.loads((output / "config.json").read_text())
     # which vouches for no names: these are of a model with adapters
     (output / "config.json").write_text(json.dumps(config | {"model_type": None, "architectures": None}))
@@ -230,16 +216,6 @@ def test_names_that_the_config_does_not_vouch_for(
     pushed = process("push", folder, "--repo-id", REPO, "--names", "own")
     assert pushed.code == 0, pushed.err
     assert {name: server.tree(REPO)[name] for name in contents(folder)} == contents(folder)
-
-
-def test_weights_that_would_be_loaded_instead(server: HubServer, folder: Path) -> None:
-    """transformers takes model.safetensors before it looks for an index."""
-    server.repos[REPO] = Repo(private=False)
-    there = server.repos[REPO].branches["main"]
-    there["model.safetensors"] = File(b"older", True)
-    report = process("push", folder, "--repo-id", REPO)
-    assert report.code == 2 and "loaded in place of the shards" in report.err and "--revision" in report.err
-    assert list(there) == ["model.safetensors"] and not server.uploads
 
 
 def test_no_repository_is_left_with_an_adapter_and_a_model(server: HubServer, folder: Path, tmp_path: Path) -> None:
