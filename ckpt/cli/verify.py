@@ -12,7 +12,7 @@ import typer
 from ckpt import registry
 from ckpt.cli import complete
 from ckpt.cli import options as opt
-from ckpt.cli.text import say_source
+from ckpt.cli.text import say_notes, say_source
 from ckpt.errors import UsageError, printable, shown
 from ckpt.progress import progress
 
@@ -79,7 +79,7 @@ def verify(
     total = sum(tensor.nbytes for tensor in one.tensors.values())
     with progress(total, "compare", quiet=quiet) as meter:
         report = api.verify(one, other, only=only, cast=cast, progress=meter)
-    _conclude(report.to_json, lambda: report.lines(verbose), 0 if report.equal else opt.DIFFERENT, as_json, quiet)
+    _conclude(report.to_json, lambda: report.lines(verbose), report.exit_code, as_json, quiet)
 
 
 def _verify_loads(path: Path, as_json: bool, quiet: bool) -> None:
@@ -150,16 +150,19 @@ def hash_(
     """Print digests of what a checkpoint holds: the same whatever its format, sharding and order of files."""
     from ckpt import api
     from ckpt.plan.dtypes import CASTABLE
+    from ckpt.verify.beside import not_hashed
     from ckpt.verify.digest import ALGORITHM
 
     checkpoint = api.open(path, format, tag=tag, config=config)
     say_source(checkpoint, quiet=quiet)
     with progress(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), "hash", quiet=quiet) as meter:
         found = api.digests(checkpoint, dtype=CASTABLE.get(dtype), workers=workers, progress=meter)
+    left_out = not_hashed(checkpoint)
     if as_json:
         content = {"algorithm": ALGORITHM, "digests": found.whole, "tensors": [t.to_json() for t in found.tensors]}
-        print(json.dumps(content, indent=2))
+        print(shown(json.dumps(content | {"not_hashed": left_out}, indent=2)))
         return
+    say_notes(() if quiet else left_out)
     for kind, digest in found.whole.items():
         print(f"{ALGORITHM}:{digest}  {kind}  ({len(found.of_kind(kind))} tensors)")
     if tensors:

@@ -87,6 +87,15 @@ class Difference:
         return text
 
 
+def number_text(value: int | float) -> str:
+    """A number as text that is the same for the same value (4 and 4.0, any NaN) and tells 0.0 from -0.0."""
+    try:
+        as_float = float(value)
+    except OverflowError:
+        return hex(int(value))
+    return hex(value) if isinstance(value, int) and as_float != value else as_float.hex()
+
+
 def narrower(a: DType, b: DType) -> DType | None:
     """The dtype that the wider of two floating dtypes can be cast to, or None where there is no such pair."""
     if a == b:

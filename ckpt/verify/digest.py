@@ -32,7 +32,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import check_source
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Tensor, overlay
-from ckpt.verify.compare import Reader, blocks, check_replicas, location
+from ckpt.verify.compare import Reader, blocks, check_replicas, location, number_text
 
 ALGORITHM = "xxh3-128"
 #: Kinds of tensors that have a digest together, in the order in which they are shown.
@@ -164,7 +164,7 @@ def _numbers(checkpoint: Checkpoint) -> Iterator[tuple[str, str, bytes]]:
         for fqn, value in values.items():
             value = value.value if isinstance(value, OneElement) else value
             if isinstance(value, int | float) and (fqn in stored or fqn not in checkpoint.ties):
-                yield fqn, role, xxh3_128(float(value).hex().encode()).digest()
+                yield fqn, role, xxh3_128(number_text(value).encode()).digest()
 
 
 def _named(kind: str, fqn: str, role: str, dtype: str, shape: Sequence[int], content: bytes) -> TensorDigest:

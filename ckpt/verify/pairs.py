@@ -22,7 +22,8 @@ from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Tensor
 from ckpt.sizes import show_size
 from ckpt.text import counted, one_line, summary_text
-from ckpt.verify.compare import Difference, Element, Reader, check_replicas, compare, location, narrower
+from ckpt.verify.beside import WHY, tensors_beside
+from ckpt.verify.compare import Difference, Element, Reader, check_replicas, compare, location, narrower, number_text
 
 Only = Literal["all", "weights", "optimizer"]
 #: Called with the bytes of side A that were compared since the last call.
@@ -42,7 +43,8 @@ class Result:
     `kind` says how: `equal`, `values`, `shape`, `dtype`, `scalar`, `missing`, `extra` or `unreadable`.  `fqn` and
     `role` are those of side A where the tensor stands there; `b_fqn` and `b_role` those of side B.  `a` and `b` are the
     shapes, dtypes or scalars that differ; `cast` the dtype in which the two were compared, where it is not their own.
-    `is_scalar` marks an optimizer state that is one number (Adam's step) and no tensor.
+    `is_scalar` marks an optimizer state that is one number (Adam's step) and no tensor.  `exit_code` is that of the
+    `error`, where there is one.
     """
 
     status: str
@@ -57,6 +59,7 @@ class Result:
     b: str | None = None
     cast: str | None = None
     error: str | None = None
+    exit_code: int = 0
     is_scalar: bool = False
 
 
@@ -85,13 +88,18 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        outcome = "equal" if self.equal else "different"
+        outcome = "equal" if self.equal else "unreadable" if self.counts[UNREADABLE] else "different"
         return f"<{shown(self.a.path)} and {shown(self.b.path)}: {outcome}, {self.num_compared} tensors compared>"
 
     @property
     def equal(self) -> bool:
         """Whether everything that was to be compared is the same, and some tensor was compared."""
         return self.num_compared > 0 and all(result.status == EQUAL for result in self.results)
+
+    @property
+    def exit_code(self) -> int:
+        """0: equal, 1: different; where something could not be read, the code of the first error instead."""
+        return next((one.exit_code for one in self.results if one.status == UNREADABLE), 0 if self.equal else 1)
 
     @property
     def num_compared(self) -> int:
@@ -151,16 +159,17 @@ class Report:
             return "different: no tensor was compared"
         kinds = Counter(result.kind for result in self.results)
         words = {
+            "unreadable": "could not be read",
             "values": "differ",
             "shape": "differ in shape",
             "dtype": "differ in dtype",
             "scalar": "differ as scalars",
             "missing": "only in A",
             "extra": "only in B",
-            "unreadable": "could not be read",
             "equal": "equal",
         }
-        return "different: " + ", ".join(f"{kinds[kind]} {word}" for kind, word in words.items() if kinds[kind])
+        found = ", ".join(f"{kinds[kind]} {word}" for kind, word in words.items() if kinds[kind])
+        return f"{'not verified' if counts[UNREADABLE] else 'different'}: {found}"
 
 
 def verify(
@@ -181,6 +190,11 @@ def verify(
         file.check_unchanged()
     notes = [*work.notes, *_notes(a, b, results)]
     not_compared = [NotCompared(side, role, count, why) for (side, role, why), count in work.skipped.items()]
+    for label, side in (("A", a), ("B", b)):
+        if only == "all":
+            not_compared += [NotCompared(label, name, count, WHY) for name, count in tensors_beside(side).items()]
+        if only != "weights":
+            notes += [f"not compared, of {label}: {sentence}" for sentence in side.unread]
     return Report(a, b, tuple(results), tuple(not_compared), num_bytes, tuple(notes))
 
 
@@ -217,6 +231,7 @@ class _Side:
     """What a checkpoint holds: things by fqn and role, and which roles it knows at all."""
 
     label: str
+    format: str
     names: Mapping[str, _Roles]
     roles: frozenset[str]
     trains: bool
@@ -232,17 +247,18 @@ class _Side:
                 names.setdefault(fqn, {}).setdefault(role, _Scalar(fqn, role, number))
         roles = frozenset(role for things in names.values() for role in things)
         optimizes = bool(roles - {WEIGHT, BUFFER}) or bool(checkpoint.state.param_groups)
-        return cls(label, names, roles, optimizes)
+        return cls(label, checkpoint.format, names, roles, optimizes)
 
-    def reason_missing(self, thing: _Thing) -> str | None:
-        """Why this side holds nothing of the kind of `thing`, or None if it does."""
+    def reason_missing(self, thing: _Thing, format: str) -> str | None:
+        """Why this side has no place for what `thing`, of the other side's `format`, is; None if it has one."""
         if thing.role in self.roles:
             return None
         if thing.role == MASTER:
             return f"{self.label} holds no masters"
         if not self.trains:
             return f"{self.label} holds no optimizer states"
-        return f"{self.label} does not record it" if isinstance(thing, _Scalar) else None
+        has_place = thing.role == "step" or format == self.format  # no format of optimizers leaves out the step
+        return None if has_place or isinstance(thing, Tensor) else f"{self.label} does not record it"
 
 
 @dataclass
@@ -261,7 +277,7 @@ class _Work:
 
     def alone(self, side: _Side, other: _Side, thing: _Thing) -> None:
         """Note that the other side has nothing that `thing` could be compared with."""
-        if (why := other.reason_missing(thing)) is not None:
+        if (why := other.reason_missing(thing, side.format)) is not None:
             self.skip(side, thing, why)
         else:
             self.missing(side, thing)
@@ -416,7 +432,7 @@ def _compare_tensors(a: Tensor, b: Tensor, reader: Reader, other_ranks: Reader, 
             return Result(DIFFERENT, "dtype", *names, a=a.dtype.name, b=b.dtype.name)
         difference = compare(a.shape, a.fragments(), b.fragments(), reader, cast=rounds)
     except (CorruptError, NotFoundError, StorageError) as error:
-        return Result(UNREADABLE, "unreadable", *names, error=_error_text(error))
+        return _unreadable(names, error)
     cast_to = common.name if a.dtype != b.dtype else None
     if difference is None:
         return Result(EQUAL, "equal", *names, nbytes=a.nbytes, cast=cast_to)
@@ -432,6 +448,11 @@ def _is_rounded_master(master: Tensor, weight: Tensor) -> bool:
     return master.native == weight.dtype != master.dtype and weight.role == WEIGHT
 
 
+def _unreadable(names: tuple[str, str, str, str], error: CkptError, is_scalar: bool = False) -> Result:
+    text = _error_text(error)
+    return Result(UNREADABLE, "unreadable", *names, error=text, exit_code=error.exit_code, is_scalar=is_scalar)
+
+
 def _error_text(error: CkptError) -> str:
     facts = [f"{name}: {value}" for name, value in error.facts().items() if name != "tensor"]
     return "; ".join([printable(error.what), *facts])
@@ -443,7 +464,7 @@ def _compare_scalars(work: _Work, a: _Thing, b: _Thing) -> Result | None:
     try:
         x, y = _number(a), _number(b)
     except (CorruptError, NotFoundError, StorageError) as error:
-        return Result(UNREADABLE, "unreadable", *names, error=_error_text(error), is_scalar=True)
+        return _unreadable(names, error, is_scalar=True)
     same = same_value(x, y)
     if same is None:
         work.skip(work.a, a, "the values are of kinds that cannot be compared")
@@ -465,7 +486,7 @@ def _number(thing: _Thing) -> Any:
 
 
 def same_value(a: Any, b: Any) -> bool | None:
-    """Whether two plain values are the same; numbers by value, so that 4 is 4.0, and NaN is NaN.
+    """Whether two plain values are the same; numbers by value, so that 4 is 4.0, NaN is NaN, and 0.0 is not -0.0.
 
     None where a value is neither plain nor a list or mapping of plain values, or has too many parts to look at.
     """
@@ -475,7 +496,7 @@ def same_value(a: Any, b: Any) -> bool | None:
             return None if unknown else True
         x, y = left.pop()
         if isinstance(x, int | float) and isinstance(y, int | float):
-            if x != y and not (x != x and y != y):
+            if number_text(x) != number_text(y):
                 return False
         elif isinstance(x, list | tuple) and isinstance(y, list | tuple):
             if len(x) != len(y):

@@ -8,6 +8,7 @@ and nothing is fetched.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import logging
 import os
@@ -151,10 +152,16 @@ def _ids(holder: Any, size: int | None) -> Iterator[str]:
 
 
 def _attempt(problems: list[str], what: str, action: Callable[[], Any]) -> Any:
-    """What `action` returns, or None with its failure among the problems: the library raises errors of any kind."""
+    """What `action` returns, or None with its failure among the problems: the library raises errors of any kind.
+
+    What the system refuses says nothing of the folder, and goes through: an OSError of the library's own has no number.
+    """
     try:
         return action()
     except Exception as error:
+        is_systems = isinstance(error, OSError) and error.errno not in (None, errno.ENOENT)
+        if is_systems or isinstance(error, MemoryError):
+            raise
         text = " ".join(str(error).split()) or type(error).__name__
         problems.append(f"{what}: {text}")
         return None

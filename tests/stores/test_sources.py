@@ -497,3 +497,20 @@ def test_opened_again_it_is_looked_at_again(store: ObjectStore) -> None:
     assert read_file(path / "latest") == b"global_step3"
     assert (path / "another").is_file()
     assert not (path / "global_step2" / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
+
+
+def test_what_a_store_does_not_give_is_no_difference(store: ObjectStore, tmp_path: Path) -> None:
+    """`verify` ends with the error's code: 7 where the store refuses, 4 where another object stands there."""
+    save_file({f"t{n}": np.full(1 << 20, n, np.float32) for n in range(4)}, tmp_path / "model.safetensors")
+    here = ckpt.open(tmp_path)
+    there = ckpt.open(store.upload(tmp_path, "unread"))
+    assert api.verify(there, here).exit_code == 0
+    ranges.forget()
+    store.faults = Faults(status=403, num_status=1000)
+    for one, other in ((there, here), (here, there)):
+        report = api.verify(one, other)
+        assert report.exit_code == StorageError.exit_code and report.counts["!"] > 0, report.outcome
+    store.faults = Faults()
+    ranges.forget()
+    store.put("unread/model.safetensors", (tmp_path / "model.safetensors").read_bytes()[:-1] + b"\1")
+    assert api.verify(there, here).exit_code == CorruptError.exit_code

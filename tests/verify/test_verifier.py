@@ -375,10 +375,18 @@ class TestScalars:
         assert verify(b, a).equal is equal
 
     def test_a_number_that_the_other_format_does_not_record_is_listed(self, tmp_path: Path) -> None:
-        a, b = self.with_step(tmp_path / "a", 4), one_file(tmp_path / "b", self.STATES)
-        report = verify(a, b)
+        a = self.with_step(tmp_path / "a", 4, "weight_sum")
+        report = verify(a, one_file(tmp_path / "b", self.STATES, format="another"))
         assert report.equal
-        assert report.not_compared == (NotCompared("A", "step", 1, "B does not record it"),)
+        assert report.not_compared == (NotCompared("A", "weight_sum", 1, "B does not record it"),)
+        assert not verify(a, one_file(tmp_path / "c", self.STATES)).equal, "one format, which has a place for it"
+
+    def test_a_step_has_a_place_in_every_format(self, tmp_path: Path) -> None:
+        a, b = self.with_step(tmp_path / "a", 4), one_file(tmp_path / "b", self.STATES, format="another")
+        assert statuses(verify(a, b))["x", "step"] == "-"
+        assert statuses(verify(b, a))["x", "step"] == "+"
+        weights = one_file(tmp_path / "c", self.STATES[:1], format="another")
+        assert verify(a, weights).equal, "weights alone have no place for it"
 
     def test_a_value_that_is_no_plain_one_is_listed(self, tmp_path: Path) -> None:
         report = verify(self.with_step(tmp_path / "a", object()), self.with_step(tmp_path / "b", object()))
@@ -476,7 +484,7 @@ class TestUnreadable:
         assert not report.equal
         line = next(report.lines())
         assert line.startswith("! x (weight): the file ends inside a tensor; file: ")
-        assert list(report.lines())[-1] == "different: 2 could not be read"
+        assert list(report.lines())[-1] == "not verified: 2 could not be read"
 
     def test_replicas_that_disagree(self, tmp_path: Path) -> None:
         a = one_file(tmp_path / "a", [*self.SPECS, ("x2", WEIGHT, floats(1, 2, 3, 4))])

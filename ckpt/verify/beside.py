@@ -1,0 +1,48 @@
+"""What a checkpoint holds that `verify` does not compare and `hash` does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.plan.checkpoint import Checkpoint, OneElement
+from ckpt.text import counted, one_line
+
+WHY = "they belong neither to the model nor to the optimizer; `ckpt verify --run` compares them"
+_RANDOM = ("rng", "random")  # in the names of random states
+
+
+def tensors_beside(checkpoint: Checkpoint) -> dict[str, int]:
+    """How many tensors each entry of the training state has (`ema`); random states and single numbers are none."""
+    entries = checkpoint.state.entries()
+    named = {name: value for name, value in entries.items() if not any(word in name.lower() for word in _RANDOM)}
+    found = {}
+    for name in named.keys() - checkpoint.state.per_rank.keys():
+        sizes = [tensor.extent.numel for tensor in _tensors(named[name])]
+        if max(sizes, default=0) > 1:
+            found[name] = len(sizes)
+    return dict(sorted(found.items()))
+
+
+def _tensors(value: Any) -> Iterator[StoredTensor]:
+    """The tensors in `value`.  Each container is looked into once, however often a pickle refers to it."""
+    left, seen = [value], set()
+    while left:
+        one = left.pop()
+        if isinstance(one, StoredTensor):
+            yield one
+        elif isinstance(one, Record | Mapping | list | tuple) and id(one) not in seen:
+            seen.add(id(one))
+            inner = one.attributes if isinstance(one, Record) else one
+            left += inner.values() if isinstance(inner, Mapping) else inner
+
+
+def not_hashed(checkpoint: Checkpoint) -> list[str]:
+    """What no digest covers, a sentence for each."""
+    found = [f"{counted(n, 'tensor')} of {one_line(name)}: {WHY}" for name, n in tensors_beside(checkpoint).items()]
+    for role, values in checkpoint.state.scalars.items():
+        plain = [one.value if isinstance(one, OneElement) else one for one in values.values()]
+        if num_others := sum(one is not None and not isinstance(one, int | float) for one in plain):
+            found.append(f"optimizer state {one_line(role)} of {counted(num_others, 'parameter')}: it is no number")
+    return [f"not in the digests: {sentence}" for sentence in (*found, *map(one_line, checkpoint.unread))]

@@ -1,0 +1,158 @@
+"""What `verify` and `hash` do not look at is said by both, numbers are told apart by both, and errors are no result."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt import api
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.verify import transformers_loads
+from ckpt.verify.compare import number_text
+from tests.support.commands import ckpt
+from tests.support.engines import REPOSITORY
+
+FIXTURES = REPOSITORY / "fixtures"
+WHY = "they belong neither to the model nor to the optimizer; `ckpt verify --run` compares them"
+
+
+def run_states(seed: int) -> dict:
+    """What a script keeps of a run with an average of the weights and a queue (MoCo), after one step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.manual_seed(seed)
+    ema = {name: torch.rand_like(value) for name, value in model.state_dict().items()}
+    beside = {"ema": ema, "queue": torch.rand(4, 2), "queue_ptr": torch.zeros(1), "rng": torch.get_rng_state()}
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **beside}
+
+
+@pytest.mark.parametrize("form", ["full", "dcp"])
+def test_tensors_beside_model_and_optimizer(tmp_path: Path, form: str) -> None:
+    for seed, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        if form == "full":
+            torch.save(run_states(seed), tmp_path / name / "checkpoint.pt")
+        else:
+            dcp.save(run_states(seed), checkpoint_id=tmp_path / name, no_dist=True)
+    report = ckpt("verify", tmp_path / "a", tmp_path / "b")
+    assert report.code == 0, report
+    for side in "AB":
+        assert f"not compared: ema of 2 tensors of {side}: {WHY}" in report.out
+        assert f"not compared: queue of 1 tensors of {side}: {WHY}" in report.out
+    assert "rng of" not in report.out and "queue_ptr" not in report.out
+    listed = json.loads(ckpt("verify", tmp_path / "a", tmp_path / "b", "--json").out)["not_compared"]
+    assert {"side": "B", "role": "ema", "count": 2, "why": WHY} in listed
+    assert "ema" not in ckpt("verify", tmp_path / "a", tmp_path / "b", "--only", "weights").out
+    runs = ckpt("verify", tmp_path / "a", tmp_path / "b", "--run")
+    assert runs.code == 1 and "differs  ema.weight" in runs.out and "differs  queue" in runs.out
+    hashed = [ckpt("hash", tmp_path / name) for name in "ab"]
+    assert hashed[0].out == hashed[1].out
+    assert f"note: not in the digests: 2 tensors of ema: {WHY}" in hashed[0].err
+    left_out = json.loads(ckpt("hash", tmp_path / "a", "--json").out)["not_hashed"]
+    assert [line.split(":")[1].strip() for line in left_out] == ["2 tensors of ema", "1 tensor of queue"]
+
+
+@pytest.mark.parametrize("fixture", ["toy-zero3", "dcp-fsdp2", "verl-fsdp2", "moe-zero3", "trainer-zero2"])
+def test_random_states_and_schedules_are_not_listed(fixture: str) -> None:
+    report = ckpt("verify", FIXTURES / fixture, FIXTURES / fixture)
+    assert report.code == 0 and "not compared" not in report.out, report.out
+    assert "not in the digests" not in ckpt("hash", FIXTURES / fixture).err
+
+
+def test_states_that_no_reader_understands_are_listed(tmp_path: Path) -> None:
+    here = replace(api.open(FIXTURES / "toy-zero3"), unread=("optimizer state q of x: it is a.B",))
+    report = api.verify(here, here)
+    assert report.equal and "not compared, of A: optimizer state q of x: it is a.B" in report.notes
+    assert "unread" not in str(api.verify(here, here, only="weights").notes)
+
+
+NUMBERS = [0, -0.0, 1, 2**53, 2**53 + 1, 2**53 + 2, -(2**53) - 1, 10**400, 0.1, 5e-324, float("inf"), float("nan")]
+
+
+@pytest.mark.parametrize(("a", "b"), list(combinations(NUMBERS, 2)))
+def test_numbers_differ_in_verify_and_in_hash(a: float, b: float) -> None:
+    one, other = with_step(a), with_step(b)
+    assert not api.verify(one, other).equal
+    assert api.digests(one).whole["optimizer"] != api.digests(other).whole["optimizer"]
+
+
+@pytest.mark.parametrize(("a", "b"), [(4, 4.0), (2**60, 2.0**60), (True, 1), (float("nan"), -float("nan")), (0, 0.0)])
+def test_numbers_are_the_same_in_verify_and_in_hash(a: float, b: float) -> None:
+    one, other = with_step(a), with_step(b)
+    assert number_text(a) == number_text(b) and api.verify(one, other).equal
+    assert api.digests(one) == api.digests(other)
+
+
+def with_step(value: float) -> Checkpoint:
+    here = api.open(FIXTURES / "toy-zero3")
+    steps = dict.fromkeys(here.state.scalars["step"], value)
+    return replace(here, state=replace(here.state, scalars={"step": steps}))
+
+
+def without(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    scalars = {role: values for role, values in checkpoint.state.scalars.items() if role != name}
+    return replace(checkpoint, state=replace(checkpoint.state, scalars=scalars))
+
+
+@pytest.mark.parametrize("other", ["zero1", "full", "dcp", "universal"])
+def test_a_step_that_one_side_lacks_is_a_difference(tmp_path: Path, other: str) -> None:
+    here = api.open(FIXTURES / "toy-zero3")
+    api.plan(here, other).run(tmp_path / "out")
+    there = api.open(tmp_path / "out")
+    assert api.verify(here, there).equal
+    for report in (api.verify(without(here, "step"), there), api.verify(here, without(there, "step"))):
+        assert not report.equal and report.exit_code == 1
+        assert {result.role for result in report.results if result.status != "="} == {"step"}
+
+
+def test_a_step_that_a_torch_file_lacks(tmp_path: Path) -> None:
+    for name in "ab":
+        states = run_states(0)
+        if name == "b":
+            for values in states["optimizer"]["state"].values():
+                del values["step"]
+                values["other"] = 1.0
+        (tmp_path / name).mkdir()
+        torch.save(states, tmp_path / name / "checkpoint.pt")
+    report = ckpt("verify", tmp_path / "a", tmp_path / "b")
+    assert report.code == 1, report
+    assert "- weight (step)" in report.out and "+ weight (other)" in report.out  # both are of one format
+
+
+def test_what_cannot_be_read_is_no_difference(tmp_path: Path) -> None:
+    """Replicas that disagree are damage: 4, whatever else differs; and where nothing could be read, too."""
+    shutil.copytree(FIXTURES / "autotp-zero1", tmp_path / "a")
+    here = api.open(tmp_path / "a")
+    tensor = next(one for one in here.tensors.values() if one.replicas and one.numel)
+    fragment = next(iter(tensor.replicas[0].fragments(tensor.shape)))
+    path = Path(fragment.extent.path)
+    content = bytearray(path.read_bytes())
+    content[fragment.extent.offset] ^= 1
+    path.write_bytes(content)
+    report = ckpt("verify", tmp_path / "a", FIXTURES / "autotp-zero1")
+    assert report.code == 4 and f"! {tensor.fqn}" in report.out, report
+    assert "not verified: 1 could not be read" in report.out
+    assert ckpt("verify", tmp_path / "a", FIXTURES / "autotp-zero1", "-q").code == 4
+    found = json.loads(ckpt("verify", tmp_path / "a", FIXTURES / "autotp-zero1", "--json").out)
+    assert not found["equal"] and found["counts"]["!"] == 1
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), MemoryError(), OSError(5, "I/O error")])
+def test_what_the_system_refuses_is_no_problem_of_a_model(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    problems: list[str] = []
+    with pytest.raises(type(error)):
+        transformers_loads._attempt(problems, "weights", fail)
+    assert problems == []
