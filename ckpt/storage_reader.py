@@ -4,7 +4,7 @@
 
 What can be asked for is what `ckpt convert auto dcp` would write, under the names of `get_model_state_dict` and
 `get_optimizer_state_dict`, nested or flattened (torch 2.13, `distributed/checkpoint/state_dict.py`).  Each rank reads
-the bytes of its own shards, and nothing else of the tensors.
+the bytes of its own shards, and of several ranks each a sample of all, which tells whether they opened the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from xxhash import xxh3_128
 
 from ckpt import api
 from ckpt.containers.dcp.write import Sharded
@@ -40,6 +39,7 @@ from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Box, Tensor
 from ckpt.state_keys import StateKeys, state_keys
 from ckpt.verify.compare import Reader, check_replicas
+from ckpt.verify.sample import sample_digest
 
 
 class StorageReader(dcp.StorageReader):  # type: ignore[misc]
@@ -52,7 +52,8 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     counts what was read of tensors since the last load began.
 
     Raises what `ckpt.open` raises.  What is asked for and not there is torch's error for a missing key, and a warning
-    names the checkpoint; what is there and was not asked for is said in a warning of the first rank.
+    names the checkpoint; where no tensor that is asked for is there, that is an error under `allow_partial_load`, too.
+    What is there and was not asked for is said in a warning of the first rank.
     """
 
     def __init__(
@@ -97,21 +98,25 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Find the names under which all that is asked for is there."""
-        self._keys = self._opened().keys_of([item.dest_index.fqn for item in plan.items])
-        return replace(plan, storage_data=_identity(self._opened().checkpoint))
+        opened = self._opened()
+        self._keys = opened.keys_of([item.dest_index.fqn for item in plan.items])
+        found = frozenset(item.type for item in plan.items)
+        return replace(plan, storage_data=_Share(*_identity(opened.checkpoint), found, tuple(opened.missing)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raise StorageError where ranks have opened other checkpoints than the first one."""
-        first, *others = [plan.storage_data for plan in plans]
+        """Raise StorageError where a rank has opened other contents than the first, LossError where none are wanted."""
+        first, *others = shares = [plan.storage_data for plan in plans]
         for rank, other in enumerate(others, 1):
-            if other != first:
+            if (other.name, other.contents) != (first.name, first.contents):
                 raise StorageError(
                     "the ranks have opened different checkpoints",
                     rank=rank,
-                    expected=f"{first[0]}, of rank 0",
-                    found=other[0],
+                    expected=f"{first.name}, of rank 0",
+                    found=other.name if other.name != first.name else f"{other.name}, with other contents",
                     hint="is a run still saving there? give the path of one step, on storage that all ranks see alike",
                 )
+        missing = list(dict.fromkeys(name for share in shares for name in share.missing))
+        self._opened().check_found(frozenset().union(*(share.found for share in shares)), missing)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
@@ -198,9 +203,26 @@ class _Contents:
         for line in lines if self.speaks else ():
             warnings.warn(f"{shown(self.checkpoint.path)} ({self.checkpoint.format}): {line}", stacklevel=3)
 
+    def check_found(self, kinds: frozenset[LoadItemType], missing: list[str]) -> None:
+        """LossError where no tensor that is asked for is there, or nothing; the last part of a name tells a tensor."""
+        endings = {key.rpartition(".")[2] for key, leaf in self.first.leaves.items() if isinstance(leaf, Sharded)}
+        lost = [name for name in missing if name.rpartition(".")[2] in endings] if kinds else missing
+        if not lost or LoadItemType.TENSOR in kinds:
+            return
+        raise LossError(
+            "not one of the tensors that are asked for is in the checkpoint",
+            path=self.checkpoint.path,
+            expected=f"{', '.join(self._names()[:3])}, ...",
+            found=", ".join(lost[:3]),
+            hint="ask by the names that the checkpoint has; of a model that PEFT wraps, before it is wrapped",
+        )
+
+    def _names(self) -> list[str]:
+        return [name for name in self.first.leaves if ".param_groups." not in name]
+
     def say_missing(self, key: str) -> None:
         if not self.missing:  # of all others it is said later, if torch goes on without them
-            names = [name for name in self.first.leaves if ".param_groups." not in name]
+            names = self._names()
             self.say(
                 f"{key!r} is asked for and not there; what is, is called {', '.join(names[:3])}, ... ({len(names)})"
             )
@@ -227,11 +249,21 @@ class _Described(dict[str, Any]):
         return _description(keys.find(key))
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What a rank tells the first one: which checkpoint it opened, the kinds of items found there, the names missed."""
+
+    name: str
+    contents: str
+    found: frozenset[LoadItemType]
+    missing: tuple[str, ...]
+
+
 def _identity(checkpoint: Checkpoint) -> tuple[str, str]:
-    """What is equal where the same was opened, as copies of it on several nodes: in words, and of all its files."""
-    names = f"{Path(checkpoint.path).name} ({checkpoint.format}), step {checkpoint.state.step}"
-    sizes = sorted((Path(file.path).name, file.size) for file in checkpoint.files)
-    return names, xxh3_128(shown(repr(sizes)).encode("utf-8", "surrogatepass")).hexdigest()
+    """What is equal where the same was opened, as copies of it on several nodes: in words, and a digest."""
+    name = f"{Path(checkpoint.path).name} ({checkpoint.format}), step {checkpoint.state.step}"
+    has_others = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return name, sample_digest(checkpoint) if has_others else ""
 
 
 def _description(leaf: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckpt
 from ckpt import api
-from ckpt.errors import LossError, UsageError
+from ckpt.errors import LossError, StorageError, UsageError
 from ckpt.move.files import OpenFiles
 from ckpt.move.lazy import LazyTensor
 from ckpt.move.reading import read_box, read_box_into
@@ -146,6 +148,87 @@ def test_a_name_that_is_not_there() -> None:
     assert raw(partly["model"]["gain"]) == truth_of(DCP).tensors["gain", WEIGHT]
 
 
+@pytest.mark.parametrize("optimizer", [{}, {"optimizer": {"param_groups": [{"params": ["gain"], "lr": 0.0}]}}])
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_model_of_other_names_is_refused(outer: bool, optimizer: dict[str, Any]) -> None:
+    """Not one name of a model that PEFT wraps is there; partly loaded, it would stay as it is."""
+    from peft import LoraConfig, get_peft_model
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5))
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["0"], r=2)).state_dict()
+    state = {"model": wrapped, **optimizer} if outer else dict(wrapped)
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    with pytest.raises(dcp.CheckpointException) as told:
+        dcp.load(state, storage_reader=ckpt.StorageReader(DCP), planner=planner, no_dist=True)
+    (error,) = (failure for failure, _ in told.value.failures.values())
+    assert isinstance(error, LossError) and "not one of the tensors" in error.what
+    assert "base_model.model." in error.found and "PEFT" in error.hint
+
+
+def test_nothing_at_all_is_refused_and_a_value_is_something() -> None:
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    with pytest.raises(dcp.CheckpointException, match="not one of the tensors"):
+        dcp.load({"epoch": 0}, storage_reader=ckpt.StorageReader(DCP), planner=planner, no_dist=True)
+    values = {"epoch": 0, "optimizer": {"param_groups": [{"params": ["gain"], "lr": 0.0}]}}
+    dcp.load(values, storage_reader=ckpt.StorageReader(DCP), planner=planner, no_dist=True)
+    assert values["optimizer"]["param_groups"][0]["lr"] > 0
+    dcp.load({}, storage_reader=ckpt.StorageReader(DCP), planner=planner, no_dist=True)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def agree(*paths: Path) -> None:
+    """What ranks that opened `paths` tell the first one, and what comes of it."""
+    readers = [ckpt.StorageReader(path) for path in paths]
+    readers[0].prepare_global_plan([reader.prepare_local_plan(LoadPlan([])) for reader in readers])
+
+
+@pytest.mark.parametrize("form", ["hf", "dcp", "full"])
+def test_two_runs_of_the_same_shapes_are_told_apart(group: None, form: str, tmp_path: Path) -> None:
+    folders = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        state = {name: torch.rand(1000, 3) for name in ("a.weight", "b.weight", "c.weight")}
+        folder = tmp_path / str(seed) / "run"
+        folder.mkdir(parents=True)
+        if form == "hf":
+            save_file(state, folder / "model.safetensors")
+        elif form == "dcp":
+            dcp.save(state, checkpoint_id=folder, no_dist=True)
+        else:
+            torch.save(state, folder / "model.pt")
+        folders.append(folder)
+    with pytest.raises(StorageError, match="opened different checkpoints") as told:
+        agree(*folders)
+    assert "with other contents" in str(told.value)
+    shutil.copytree(folders[0], tmp_path / "another node" / "run")
+    agree(folders[0], folders[0], tmp_path / "another node" / "run")
+
+
+@pytest.mark.parametrize(
+    "name", ["toy-zero1", "moe-zero3", "dcp-fsdp2", "verl-fsdp2", "megatron-dist-flattened", "quantized-gathered"]
+)
+def test_copies_on_several_disks_are_the_same(group: None, name: str, tmp_path: Path) -> None:
+    agree(FIXTURES / name, shutil.copytree(FIXTURES / name, tmp_path / "another node" / name))
+
+
+def test_one_element_that_differs_in_a_zip_is_told(group: None, tmp_path: Path) -> None:
+    """The checksums of a zip's records stand at its end."""
+    for name, value in (("a", 0), ("b", 1)):
+        (tmp_path / name / "run").mkdir(parents=True)
+        weight = torch.zeros(1 << 20)
+        weight[1 << 19] = value
+        torch.save({"weight": weight}, tmp_path / name / "run" / "model.pt")
+    with pytest.raises(StorageError, match="opened different checkpoints"):
+        agree(tmp_path / "a" / "run", tmp_path / "b" / "run")
+
+
 def test_another_shape_and_another_kind_of_dtype() -> None:
     with pytest.raises(ValueError, match="Size mismatch"):
         load({"gain": torch.zeros(4)}, DCP)
@@ -255,10 +338,13 @@ MEGATRON = FIXTURES / "megatron-dist-flattened"
 @pytest.fixture(scope="module")
 def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What transformers saved."""
+    return save_model(5, tmp_path_factory.mktemp("hf"))
+
+
+def save_model(seed: int, folder: Path) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp("hf")
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MEGATRON)).float().save_pretrained(folder)
     return folder
 
@@ -267,6 +353,7 @@ def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(tmp_path_factory: pytest.TempPathFactory, hub_folder: Path) -> dict[str, tuple[dict[str, Any], Truth]]:
     """What four ranks of FSDP2 hold, by job: one start for all of them."""
     folder = tmp_path_factory.mktemp("loaded")
+    another_run = save_model(6, folder / "another run" / hub_folder.name)
     jobs = {
         "zero3": {"path": ZERO3, "config": ZERO3, "form": "nested"},
         "zero3-bf16": {"path": ZERO3, "config": ZERO3, "form": "bare", "dtype": "bfloat16"},
@@ -276,6 +363,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, hub_folder: Path) -> dict[s
         "hf": {"path": hub_folder, "config": hub_folder, "form": "bare"},
         "missing": {"path": DCP, "form": "nested", "missing": True},
         "other": {"path": DCP, "form": "nested", "other": shutil.copytree(DCP / "step-2", folder / "run" / "step-3")},
+        "contents": {"path": hub_folder, "config": hub_folder, "form": "bare", "other": another_run},
         "copy": {"path": DCP, "form": "nested", "other": shutil.copytree(DCP, folder / "another node's")},
     }
     lines = [
@@ -336,7 +424,8 @@ class TestFourRanks:
 
     def test_one_rank_says_what_is_left(self, loaded: Any) -> None:
         for name, (facts, _) in loaded.items():
-            assert [len(rank["said"]) for rank in facts["ranks"]] == [int(name != "hf"), 0, 0, 0], name
+            is_left = name not in ("hf", "contents")
+            assert [len(rank["said"]) for rank in facts["ranks"]] == [int(is_left), 0, 0, 0], name
 
     def test_ranks_that_opened_another_checkpoint(self, loaded: Any) -> None:
         """As the newest one of a run that is still saving may be; a copy on a node's own disk is none."""
@@ -344,6 +433,11 @@ class TestFourRanks:
             assert "StorageError: the ranks have opened different checkpoints" in rank["told"]
             assert "expected: step-2 (dcp), step 2, of rank 0\n  found: step-3 (dcp)" in rank["told"]
         assert [rank["told"] for rank in loaded["copy"][0]["ranks"]] == [None] * 4
+
+    def test_ranks_that_opened_another_run_of_the_same_shapes(self, loaded: Any) -> None:
+        for rank in loaded["contents"][0]["ranks"]:
+            assert "StorageError: the ranks have opened different checkpoints" in rank["told"]
+            assert "with other contents" in rank["told"]
 
     def test_all_are_told_what_is_missing(self, loaded: Any) -> None:
         for rank in loaded["missing"][0]["ranks"]:

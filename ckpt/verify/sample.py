@@ -1,0 +1,62 @@
+"""A digest of a few bytes of a checkpoint, by which processes tell whether they have opened the same contents.
+
+It covers the sizes and both ends of all files, where headers and zip archives' checksums of their records are, and some
+bytes of some tensors.  Copies on several disks have the same digest.  Two runs, or two steps, have different ones; a
+change of a few bytes in the middle of a file without checksums is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from xxhash import xxh3_128
+
+from ckpt.errors import shown
+from ckpt.move.files import OpenFiles
+from ckpt.move.reading import read_exactly
+from ckpt.move.standins import is_standin
+from ckpt.move.threads import in_threads
+from ckpt.plan.checkpoint import Checkpoint, SourceFile
+
+_END = 16 << 10  # bytes at the beginning and at the end of a file
+_TENSORS, _BYTES = 64, 4 << 10  # how many tensors, and bytes of each
+
+
+def sample_digest(checkpoint: Checkpoint) -> str:
+    """The digest.  Raises CorruptError where a file ends early, NotFoundError where it has gone, StorageError."""
+    found: list[tuple[str, int, str]] = []
+
+    def look(files: Iterator[SourceFile]) -> None:
+        with OpenFiles() as opened:
+            found.extend((Path(file.path).name, file.size, _of_file(file, opened)) for file in files)
+
+    in_threads(look, checkpoint.files)
+    with OpenFiles() as opened:
+        tensors = [_read(opened, [part]) for part in _tensor_ranges(checkpoint)]
+    return xxh3_128(shown(repr((sorted(found), tensors))).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _of_file(file: SourceFile, opened: OpenFiles) -> str:
+    if is_standin(file.path):
+        return str(file.mtime_ns)  # which version of the object it stands for
+    ends = {(0, min(file.size, _END)), (max(0, file.size - _END), min(file.size, _END))}
+    return _read(opened, ((file.path, *end) for end in sorted(ends)))
+
+
+def _tensor_ranges(checkpoint: Checkpoint) -> Iterator[tuple[str, int, int]]:
+    """The first bytes of some tensors, spread evenly over roles and names."""
+    keys = sorted(checkpoint.tensors, key=lambda key: (key[1], key[0]))
+    for key in keys[:: max(1, -(-len(keys) // _TENSORS))]:
+        extent = next((part.extent for part in checkpoint.tensors[key].fragments() if part.extent.numel), None)
+        if extent is not None and extent.path not in checkpoint.computed and not is_standin(extent.path):
+            yield extent.path, extent.offset, min(extent.end - extent.offset, _BYTES)
+
+
+def _read(opened: OpenFiles, ranges: Iterable[tuple[str, int, int]]) -> str:
+    hasher = xxh3_128()
+    for path, offset, size in ranges:
+        buffer = bytearray(size)
+        read_exactly(opened, path, offset, memoryview(buffer))
+        hasher.update(buffer)
+    return hasher.hexdigest()
