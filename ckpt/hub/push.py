@@ -140,7 +140,7 @@ def push(
     if not progress:
         disable_progress_bars()
     folder = places.local(folder)
-    files = _local_files(folder, say)
+    files, hidden = _local_files(folder, say)
     sources = [SourceFile.stat(str(path)) for path in files.values()]
     if MANIFEST in files:
         _check_manifest(folder, say)
@@ -166,7 +166,7 @@ def push(
         if card is not None and CARD not in files and CARD not in remote:
             extra[CARD] = card().encode()
         say(f"pushing {len(files)} files to {api.endpoint}/{to.repo_id}")
-        commit = _upload(api, folder, files, message, to)
+        commit = _upload(api, folder, files, hidden, message, to)
         remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
         for name, content in extra.items():
             api.upload_file(
@@ -186,11 +186,13 @@ def push(
     return Pushed(to.repo_id, str(url), len(files) + len(extra), num_bytes)
 
 
-def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], message: str, to: Push) -> Any:
+def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], hidden: Iterable[str], message: str, to: Push) -> Any:
     """Send `files` of `folder`; what is in a store is read from there as it is sent, and written nowhere."""
     where: dict[str, Any] = {"repo_id": to.repo_id, "commit_message": message, "revision": to.revision}
     if not standins.is_standin(str(folder)):
-        return api.upload_folder(folder_path=folder, allow_patterns=[glob.escape(name) for name in files], **where)
+        left = [glob.escape(name) for name in hidden] + [CARD] * (CARD not in files)
+        left += [f"{name}/*" for name in left]
+        return api.upload_folder(folder_path=folder, ignore_patterns=left, **where)
     from huggingface_hub import CommitOperationAdd
 
     with ExitStack() as opened:
@@ -306,8 +308,11 @@ def _is_others_card(api: HfApi, files: Mapping[str, Path], remote: Mapping[str, 
     return not is_ours(Path(api.hf_hub_download(to.repo_id, CARD, revision=to.revision)).read_bytes())
 
 
-def _local_files(folder: Path, say: Callable[[str], None]) -> dict[str, Path]:
-    """The files that are pushed, by name; says which are not.  UnsafeError for a symlink that leads out of `folder`."""
+def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Path], list[str]]:
+    """The files to push by name, and the hidden files and folders, which stay here.  Says what is not pushed.
+
+    UnsafeError for a symlink that leads out of `folder`.
+    """
     if not folder.is_dir():
         raise NotFoundError("there is no folder to push", path=folder, hint="give the folder that convert wrote")
     files: dict[str, Path] = {}
@@ -327,7 +332,7 @@ def _local_files(folder: Path, say: Callable[[str], None]) -> dict[str, Path]:
         say(f"note: hidden files are not pushed: {', '.join(hidden)}; `hf upload` takes one by its name")
     if others:
         say(f"note: not pushed, as these are no files: {', '.join(others)}")
-    return files
+    return files, list(hidden)
 
 
 def _hidden_part(name: str) -> str | None:
@@ -341,7 +346,7 @@ def _hidden_part(name: str) -> str | None:
 
 def _check_manifest(folder: Path, say: Callable[[str], None]) -> None:
     """CorruptError where files are not those of the folder's own manifest; the card may be written anew."""
-    say(f"reading the files, which {MANIFEST} tells the digests of")
+    say(f"comparing the files with {MANIFEST}")
     checked = manifest.check(folder, registry.all_formats())
     if problems := [one for one in checked.problems if not one.startswith(f"{CARD}: ")]:
         raise CorruptError(

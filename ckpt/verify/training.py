@@ -100,12 +100,17 @@ def compare_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
     found, num_equal = [], 0
     for name in dict.fromkeys((*sides[0], *sides[1])):
         one, other = (side.get(name, _ABSENT) for side in sides)
-        if one == other and type(one) in (type(other), int, float):
+        if one == other and type(one) in (type(other), int, float) and _sign(one) == _sign(other):
             num_equal += 1
         else:
             texts = (None if value is _ABSENT else one_line(str(value)) for value in (one, other))
             found.append(StateDifference(one_line(name), *texts))
     return RunReport(a, b, tuple(found), num_equal)
+
+
+def _sign(value: Any) -> float:
+    """What tells 0.0 from -0.0."""
+    return math.copysign(1, value) if isinstance(value, float) else 1
 
 
 def _recorded(checkpoint: Checkpoint) -> dict[str, Any]:

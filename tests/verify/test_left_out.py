@@ -86,6 +86,11 @@ def test_numbers_differ_in_verify_and_in_hash(a: float, b: float) -> None:
     assert api.digests(one).whole["optimizer"] != api.digests(other).whole["optimizer"]
 
 
+def test_the_sign_of_zero_counts_in_training_states() -> None:
+    assert not api.verify_runs(with_step(0.0), with_step(-0.0)).equal
+    assert api.verify_runs(with_step(0.0), with_step(0)).equal
+
+
 @pytest.mark.parametrize(("a", "b"), [(4, 4.0), (2**60, 2.0**60), (True, 1), (float("nan"), -float("nan")), (0, 0.0)])
 def test_numbers_are_the_same_in_verify_and_in_hash(a: float, b: float) -> None:
     one, other = with_step(a), with_step(b)
