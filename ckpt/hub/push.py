@@ -129,6 +129,7 @@ def push(
     Hidden files are left out, and named.  What `card` returns becomes README.md where neither the folder nor the
     repository has one, and a model card that ckpt did not write stays as it is in the repository; `progress` shows the
     library's own bars.
+
     Raises StorageError where the Hub cannot be reached or refuses, UsageError where the repository holds other weights
     that a loader would take in place of these, or a model where this is an adapter and the other way round, UnsafeError
     where a symlink leads out of the folder, and CorruptError where the folder differs from its manifest, or the Hub
@@ -316,12 +317,12 @@ def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Pa
     if not folder.is_dir():
         raise NotFoundError("there is no folder to push", path=folder, hint="give the folder that convert wrote")
     files: dict[str, Path] = {}
-    hidden: dict[str, None] = {}
+    hidden: list[str] = []
     others: list[str] = []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if (first := _hidden_part(name)) is not None:
-            hidden[first] = None
+    for name in _names_in(folder):
+        path = folder / name
+        if path.name.startswith(".") and (path.name not in _HIDDEN or path.is_dir()):
+            hidden.append(name)
         elif confined(folder, name).is_file():
             files[name] = path
         elif path.is_symlink() or not path.is_dir():
@@ -332,16 +333,21 @@ def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Pa
         say(f"note: hidden files are not pushed: {', '.join(hidden)}; `hf upload` takes one by its name")
     if others:
         say(f"note: not pushed, as these are no files: {', '.join(others)}")
-    return files, list(hidden)
+    return files, hidden
 
 
-def _hidden_part(name: str) -> str | None:
-    """`name` up to its first hidden part; None where it has none, or is a file that belongs to a checkpoint."""
-    parts = name.split("/")
-    for number, part in enumerate(parts, 1):
-        if part.startswith(".") and not (part in _HIDDEN and number == len(parts)):
-            return "/".join(parts[:number])
-    return None
+def _names_in(folder: Path) -> list[str]:
+    """Names of all that is in `folder`, sorted; nothing in a hidden folder.  StorageError where one cannot be read."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = []
+    with translate_os_errors(folder):
+        for parent, folders, names in os.walk(folder, onerror=fail):
+            found += [(Path(parent) / name).relative_to(folder).as_posix() for name in (*folders, *names)]
+            folders[:] = [name for name in folders if not name.startswith(".")]
+    return sorted(found)
 
 
 def _check_manifest(folder: Path, say: Callable[[str], None]) -> None:

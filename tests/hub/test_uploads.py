@@ -11,7 +11,7 @@ import huggingface_hub.constants
 import pytest
 
 from ckpt import api
-from ckpt.errors import CorruptError, UsageError
+from ckpt.errors import CorruptError, StorageError, UsageError
 from ckpt.hub import push as hub
 from ckpt.plan.checkpoint import Layout
 from tests.support.commands import process
@@ -169,6 +169,20 @@ def test_hidden_files_and_what_is_no_file(server: HubServer, folder: Path) -> No
     assert "note: not pushed, as these are no files: again, dangling, pipe" in report.err
     extra = set(server.tree(REPO)) - {file.name for file in folder.iterdir() if file.is_file()}
     assert extra == {"README.md", "sub/[1].txt", "sub/1.txt"} and ".gitattributes" in server.tree(REPO)
+
+
+def test_a_folder_that_cannot_be_read_is_no_empty_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "sub").mkdir()
+    scan = os.scandir
+
+    def deny(path: str) -> object:
+        if os.path.basename(path) == "sub":
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", deny)
+    with pytest.raises(StorageError, match="Permission denied"):
+        hub.push(folder, hub.Push(REPO))
 
 
 def test_the_metadata_of_dcp_is_pushed(server: HubServer, tmp_path: Path) -> None:
