@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt import api
-from ckpt.errors import LossError, NotFoundError, UsageError
+from ckpt.errors import LossError, NotFoundError, UsageError, shown
 from ckpt.move.lazy import LazyTensor
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MODEL_ROLES, TRANSFORMERS, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import DType
@@ -52,6 +53,9 @@ def load_into(
             found=f"not in the model: {_some(extra)}",
             hint="strict=False fills what both have" if len(missing) < len(wanted) else "is it the same model?",
         )
+    if untied := [fqn for fqn, owner in named.ties.items() if fqn in wanted and wanted[fqn] is not wanted.get(owner)]:
+        what = f"{_some(untied)}: tied to {named.ties[untied[0]]} in the checkpoint, and a copy of it in the model"
+        warnings.warn(f"{shown(checkpoint.path)}: {what}", stacklevel=2)
     filled = {fqn: _checked(named, fqn, tensor) for fqn, tensor in wanted.items() if fqn not in missing}
     with torch.no_grad():
         for fqn, stored in filled.items():

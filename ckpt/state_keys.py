@@ -81,6 +81,12 @@ class StateKeys:
     def _owner(self, fqn: str) -> str:
         return self.checkpoint.ties.get(fqn, fqn)
 
+    def aliases_with_states(self, asked: Iterable[str]) -> list[str]:
+        """Tied parameters whose own optimizer states are asked for: the model that asks has not tied them."""
+        keys = set(asked)
+        states = self.groups_at.replace("param_groups.", "state.")
+        return [fqn for fqn in self.checkpoint.ties if any(key.startswith(f"{states}{fqn}.") for key in keys)]
+
     def _untied(self, key: str) -> str:
         """`key`, or where it is of a state of a tied parameter, that of the name under which it is kept."""
         states = self.groups_at.replace("param_groups.", "state.")

@@ -132,6 +132,9 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
                     planner.commit_tensor(item, target)
             self.bytes_read += reading.bytes_read
         self._opened().say(*reading.casts())
+        if untied := self._keys.aliases_with_states(item.dest_index.fqn for item in plan.items):
+            what = "tied in the checkpoint, and not in the model: weight and optimizer states are copies"
+            self._opened().say(f"{', '.join(untied)}: {what}")
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done

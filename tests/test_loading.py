@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,41 @@ def test_a_module_of_ones_own(fixtures: Path) -> None:
             module.register_parameter(leaf, torch.nn.Parameter(torch.zeros_like(tensor)))
     assert ckpt.load_into(model, run) == []
     assert {fqn: raw(tensor) for fqn, tensor in model.state_dict().items()} == {f: raw(t) for f, t in named.items()}
+
+
+def test_an_untied_model_that_is_filled_from_a_tied_checkpoint_says_so(tmp_path: Path) -> None:
+    """Its output layer and the optimizer's states of it are copies, and are trained apart from then on."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"vocab_size": 11, "hidden_size": 6, "intermediate_size": 7, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
+    tied, untied = (
+        Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=is_tied)) for is_tied in (True, False)
+    )
+
+    def trained(model: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.tensor([[1, 2]])).logits.sum().backward()
+        optimizer.step()
+        return optimizer
+
+    weights, states = get_state_dict(tied, trained(tied))
+    tied.save_pretrained(tmp_path / "model")
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "step", no_dist=True)
+    tied.config.save_pretrained(tmp_path / "step")
+    with pytest.warns(UserWarning, match=r"lm_head\.weight: tied to model\.embed_tokens\.weight"):
+        ckpt.load_into(untied, tmp_path / "model")
+    assert torch.equal(untied.lm_head.weight, tied.model.embed_tokens.weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ckpt.load_into(Qwen2ForCausalLM(tied.config), tmp_path / "model")
+
+    wanted, asked = get_state_dict(untied, trained(untied))
+    with pytest.warns(UserWarning, match=r"lm_head\.weight: tied in the checkpoint, and not in the model"):
+        reader = ckpt.StorageReader(tmp_path / "step")
+        dcp.load({"model": wanted, "optimizer": asked}, storage_reader=reader, no_dist=True)
+    given = asked["state"]
+    assert torch.equal(given["lm_head.weight"]["exp_avg"], given["model.embed_tokens.weight"]["exp_avg"])
