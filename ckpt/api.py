@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt import registry
 from ckpt.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError, UsageError, shown
 from ckpt.move import standins
-from ckpt.move.files import check_destination, is_filled, lies_in, translate_os_errors
+from ckpt.move.files import check_destination, confined, is_filled, lies_in, translate_os_errors
 from ckpt.move.lazy import OpenCheckpoint
 from ckpt.plan.checkpoint import (
     BUFFER,
@@ -35,7 +36,15 @@ from ckpt.run_folder import from_hub
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.precision import with_computing_dtype
 from ckpt.run_folder.runs import run_below
-from ckpt.run_folder.steps import RECORDS, check_ended, enclosing_folders, step_folders, trainer_steps
+from ckpt.run_folder.steps import (
+    RECORDS,
+    check_ended,
+    enclosing_folders,
+    names_step,
+    step_folders,
+    step_number,
+    trainer_steps,
+)
 from ckpt.sizes import show_size
 from ckpt.stores import places
 from ckpt.text import HUB_ID, counted, did_you_mean, scheme_of
@@ -52,6 +61,9 @@ if TYPE_CHECKING:
     from ckpt.verify.transformers_loads import Loading
 
 AUTO = "auto"
+_LATER = "later than what is taken"
+#: Formats that are known by their optimizer's files, also where nothing tells whose the states in these are.
+_WITH_OPTIMIZER = ("zero0", "zero1", "zero2", "zero3", "trainer")
 #: What a folder holds is asked what it is, as far as this, where the folder itself is nothing.
 _MAX_ENTRIES = 200
 _MAX_NEIGHBOURS = 2000  # names that a mistyped one is compared with
@@ -72,26 +84,42 @@ def open(
     Hub id; `replica` is the rank whose copy of replicated tensors is taken.  How the checkpoint was found is in its
     `notes`.  Raises the errors of `ckpt.errors`.
     """
+    formats = registry.all_formats() if format == AUTO else [registry.get(format)]
+    for one in formats:
+        if not one.reads:
+            raise UsageError(f"the format {one.name!r} cannot be read", hint="see `ckpt formats`")
     path = places.local(path)
+    checkpoint = _opened(path, formats, tag, config)
+    if checkpoint is None or (format != AUTO and checkpoint.format != formats[0].name):
+        with translate_os_errors(path):
+            raise _nothing_found(path, format, tag, [checkpoint.format] if checkpoint else [])
+    if replica is not None:
+        from ckpt.plan.planner import choose_replica
+
+        checkpoint = choose_replica(checkpoint, replica)
+    return OpenCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(Checkpoint)})
+
+
+def open_training(path: Path, *, tag: str | None = None, config: str | None = None) -> Checkpoint | None:
+    """The newest complete checkpoint with an optimizer at `path`, of itself, its steps and a run in it; None without.
+
+    A final model beside them is passed over, whatever its age.  Raises what `open` does.
+    """
+    formats = [one for one in registry.all_formats() if one.reads and one.carries_optimizer]
+    return _opened(path, formats, tag, config, training=True)
+
+
+def _opened(
+    path: Path, formats: list[Format], tag: str | None, config: str | None, training: bool = False
+) -> Checkpoint | None:
     if tag == "":
         raise UsageError("the tag is empty", expected="the name of a folder")
     with translate_os_errors(path):
         if not path.exists():
             raise NotFoundError("no such file or folder", path=path, hint=_neighbour(path))
-        formats = registry.all_formats() if format == AUTO else [registry.get(format)]
-        for one in formats:
-            if not one.reads:
-                raise UsageError(f"the format {one.name!r} cannot be read", hint="see `ckpt formats`")
         request = ReadRequest(tag, None if config is None else find_config(config))
-        checkpoint = _open_first(path, formats, request)
-        if checkpoint is None or (format != AUTO and checkpoint.format != formats[0].name):
-            raise _nothing_found(path, format, tag, [checkpoint.format] if checkpoint else [])
-        checkpoint = replace(_with_config(checkpoint, request), origins=(str(path),))
-        if replica is not None:
-            from ckpt.plan.planner import choose_replica
-
-            checkpoint = choose_replica(checkpoint, replica)
-        return OpenCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(Checkpoint)})
+        checkpoint = _open_first(path, formats, request, training)
+        return checkpoint and replace(_with_config(checkpoint, request), origins=(str(path),))
 
 
 def _neighbour(path: Path) -> str | None:
@@ -103,37 +131,36 @@ def _neighbour(path: Path) -> str | None:
     return did_you_mean(path.name, beside)
 
 
-def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Checkpoint | None:
+def _open_first(path: Path, formats: list[Format], request: ReadRequest, training: bool = False) -> Checkpoint | None:
     """The checkpoint that `path` is or records; otherwise, in a run folder, the newest complete `checkpoint-N`.
 
     A newer one that was not written to its end is passed over, which is said; one that is damaged is an error.  A tag
-    names a step in `path`, a `checkpoint-N`, or a step inside one.
+    names a step in `path`, a `checkpoint-N`, or a step inside one: what the run would open if it had no other step.
+
+    With `training` it is the newest complete one with an optimizer, of the folder itself and all of its steps.
     """
     failure: CkptError | None = None
     found = None
+    if request.tag is not None and path.is_dir() and (named := confined(path, request.tag)).is_dir():
+        found = _open_here(named, path, formats, request, None, training)
     try:
-        found = _open_here(path, path, formats, request)
+        found = found or _open_here(path, path, formats, request, request.tag, training)
     except NotFoundError as error:
         if request.tag is None:
             raise
         failure = error  # the tag may be that of a `checkpoint-N`, or of a step in one
-    if found is not None:
-        checkpoint, taken = found
-        step = checkpoint.state.step
-        has_told = request.tag is not None or checkpoint.passed_over
-        says_which = step is not None or not taken
-        later = [folder.name for folder in trainer_steps(path, after=step or -1)] if says_which and not has_told else []
-        what = "later than what is taken" if step else "what is taken is the model of the folder itself; beside it"
-        told = [f"{what}: {', '.join(later[:8])} (--tag takes it)"] if later else []
-        return replace(checkpoint, notes=(*taken, *checkpoint.notes, *told))
-    skipped: list[str] = []
     steps = trainer_steps(path)
+    if training and request.tag is None:
+        steps = _newer_of_all(path, found[0] if found else None, formats)
+    if found is not None and not (training and steps):
+        return _with_later_named(path, *found) if request.tag is None else _with_notes(found, [])
+    skipped: list[str] = []
     for folder, older in zip_longest(steps, steps[1:]):
         inner = None if folder.name == request.tag else request.tag
         try:
             if request.tag is None:
                 check_ended(folder)
-            found = _open_here(folder, path, formats, replace(request, tag=inner))
+            inside = _open_here(folder, path, formats, request, inner, training)
         except IncompleteError as error:
             failure = failure if isinstance(failure, CorruptError) else error
             skipped.append(f"{folder.name} is skipped, it is not complete: {error.what}")
@@ -147,18 +174,67 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest) -> Chec
             if inner is None:
                 raise
             continue
-        if found is not None:
-            checkpoint, taken = found
-            passed_over = (*skipped, *checkpoint.passed_over)
-            return replace(checkpoint, notes=(*taken, *skipped, *checkpoint.notes), passed_over=passed_over)
+        if inside is not None:
+            return _with_notes(inside, skipped)
         if request.tag is None:
-            skipped.append(f"{folder.name} is skipped, it holds no checkpoint of the format wanted")
+            what = "checkpoint with an optimizer" if training else "checkpoint of the format wanted"
+            skipped.append(f"{folder.name} is skipped, it holds no {what}")
+    if found is not None:
+        return _with_notes(found, skipped)
     if failure is not None:
         raise failure
-    if not skipped and (run := run_below(path, partial(is_run, formats=formats, tag=request.tag))) is not None:
-        inside = _open_first(run, formats, request)
-        return inside and replace(inside, notes=(f"taking the run {run.relative_to(path)}", *inside.notes))
+    if (training or not skipped) and (run := run_below(path, partial(is_run, formats=formats, tag=request.tag))):
+        below = _open_first(run, formats, request, training)
+        return below and replace(below, notes=(f"taking the run {run.relative_to(path)}", *below.notes))
     return None
+
+
+def _with_notes(found: tuple[Checkpoint, list[str]], skipped: list[str]) -> Checkpoint:
+    checkpoint, taken = found
+    passed_over = (*skipped, *checkpoint.passed_over)
+    return replace(checkpoint, notes=(*taken, *skipped, *checkpoint.notes), passed_over=passed_over)
+
+
+def _with_later_named(path: Path, checkpoint: Checkpoint, taken: list[str]) -> Checkpoint:
+    """`checkpoint`, which `path` is or records, with notes on what was taken and on each later `checkpoint-N`."""
+    step = checkpoint.state.step
+    later = _untold(trainer_steps(path, after=step or -1), checkpoint) if step is not None or not taken else []
+    what = _LATER if step else "what is taken is the model of the folder itself; beside it"
+    told = [f"{what}: {', '.join(later[:8])} (--tag takes it)"] if later else []
+    passed_over = (*checkpoint.passed_over, *(told if step else ()))
+    return replace(checkpoint, notes=(*taken, *checkpoint.notes, *told), passed_over=passed_over)
+
+
+def _untold(steps: list[Path], checkpoint: Checkpoint) -> list[str]:
+    """The names of `steps` that no note of `checkpoint` has yet."""
+    told = set(re.findall(r"[\w-]+", " ".join(checkpoint.notes)))
+    return [step.name for step in steps if step.name not in told]
+
+
+def _newer_of_all(path: Path, checkpoint: Checkpoint | None, formats: list[Format]) -> list[Path]:
+    """The steps in `path` that are newer than `checkpoint`, which `path` is or records, by their numbers.
+
+    Without those that a framework's own record passes over, and none where it is not known which step `checkpoint` is.
+    """
+    steps = step_folders(path)
+    if checkpoint is not None:
+        place = Path(checkpoint.path)
+        holder = next((step for step in steps if place.is_relative_to(step)), None)
+        number = checkpoint.state.step if holder is None else step_number(holder)
+        steps = [step for step in steps if number is not None and step_number(step) > number]
+    return [step for step in steps if not any(_is_ruled_out(one, path, step) for one in formats)]
+
+
+def _is_ruled_out(one: Format, path: Path, step: Path) -> bool:
+    """Whether `step` is of the format `one`, of which a record in `path` names another step."""
+    if not _has_record(path) or _has_record(step) or not _finds(one, step, None):
+        return False
+    recorded = one.find(path, None)
+    return recorded is not None and names_step(path, recorded) and not recorded.is_relative_to(step)
+
+
+def _has_record(path: Path) -> bool:
+    return any((path / name).is_file() for name in RECORDS)
 
 
 def is_run(folder: Path, formats: list[Format] | None = None, tag: str | None = None) -> bool:
@@ -180,34 +256,58 @@ def _finds(one: Format, folder: Path, tag: str | None) -> bool:
 
 
 def _open_here(
-    path: Path, asked: Path, formats: list[Format], request: ReadRequest
+    path: Path, asked: Path, formats: list[Format], request: ReadRequest, tag: str | None, training: bool
 ) -> tuple[Checkpoint, list[str]] | None:
-    """The checkpoint that `path` is or records, and a note on what was taken where that is not what was `asked`."""
+    """The checkpoint that `path` is or records, and a note on what was taken where that is not what was `asked`.
+
+    What lies in a `checkpoint-N` of `path` may be a model beside the training checkpoint: each step is asked by itself,
+    for all formats in turn.
+    """
     for one in formats:
-        found = one.find(path, request.tag)
-        if found is not None:
-            taken = found.relative_to(asked) if found.is_relative_to(asked) else found
-            passed = [] if request.tag is not None else _later_steps(found, path)
-            checkpoint = one.read(found, request)
-            if passed:
-                line = f"skipped, no {one.name} checkpoint was found in what is newer: {', '.join(passed[:8])}"
-                checkpoint = replace(checkpoint, notes=(*checkpoint.notes, line), passed_over=(line,))
-            return checkpoint, [] if found == asked else [f"taking {taken}"]
+        found = one.find(path, tag)
+        if found is None or (tag is None and _is_for_the_step(found, path)):
+            continue
+        checkpoint = one.read(found, request)
+        if training and not has_optimizer(checkpoint):
+            continue
+        if request.tag is None:
+            checkpoint = _with_newer_named(checkpoint, found, path, one, formats)
+        taken = found.relative_to(asked) if found.is_relative_to(asked) else found
+        return checkpoint, [] if found == asked else [f"taking {taken}"]
     return None
 
 
-def _later_steps(found: Path, path: Path) -> list[str]:
-    """Names of the step folders beside the one in which `found` lies below `path`, newer than it, newest first.
+def _is_for_the_step(found: Path, path: Path) -> bool:
+    is_inside = found != path and any(found.is_relative_to(step) for step in trainer_steps(path))
+    return is_inside and not names_step(path, found)
 
-    None of them where the framework itself records which step is meant.
-    """
-    for folder in (found, *found.parents):
-        if folder == path or not folder.is_relative_to(path):
-            return []
-        beside = step_folders(folder.parent)
-        if folder in beside and not any((folder.parent / name).is_file() for name in RECORDS):
-            return [other.name for other in beside[: beside.index(folder)]]
-    return []
+
+def has_optimizer(checkpoint: Checkpoint) -> bool:
+    """Whether a run can go on from it with its optimizer."""
+    known = checkpoint.optimizer_states or checkpoint.state.param_groups or checkpoint.unread
+    return bool(known) or checkpoint.format in _WITH_OPTIMIZER
+
+
+def _with_newer_named(
+    checkpoint: Checkpoint, found: Path, path: Path, one: Format, formats: list[Format]
+) -> Checkpoint:
+    """`checkpoint` with notes on the newer step folders beside the one in which `found` lies below `path`."""
+    inside = [folder for folder in (found, *found.parents) if folder != path and folder.is_relative_to(path)]
+    holder = next((folder for folder in inside if folder in step_folders(folder.parent)), None)
+    if holder is None:
+        return checkpoint
+    run, newer = holder.parent, [s for s in step_folders(holder.parent) if step_number(s) > step_number(holder)]
+    recorded = [step for step in newer if _is_ruled_out(one, run, step)]
+    later = [step for step in newer if step not in recorded and any(_finds(each, step, None) for each in formats)]
+    others = [step.name for step in newer if step not in (*recorded, *later)]
+    notes, passed = list(checkpoint.notes), []
+    if names := _untold(recorded, checkpoint):
+        notes.append(f"{holder.name} is what the run records; there is also {', '.join(names[:8])} (--tag takes it)")
+    if later:
+        passed.append(f"{_LATER}: {', '.join(step.name for step in later[:8])} (--tag takes it)")
+    if others:
+        passed.append(f"skipped, no {one.name} checkpoint was found in what is newer: {', '.join(others[:8])}")
+    return replace(checkpoint, notes=(*notes, *passed), passed_over=(*checkpoint.passed_over, *passed))
 
 
 def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) -> NotFoundError:

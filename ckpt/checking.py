@@ -23,6 +23,7 @@ from ckpt.run_folder.steps import (
     LATEST_UNIVERSAL,
     TRACKER,
     TRAINER_STATE,
+    TRAINER_STEP,
     one_with_state,
     recorded_step,
     step_folders,
@@ -194,16 +195,19 @@ def expected_bytes(path: str | Path, tag: str | None = None) -> int:
     """Bytes of all files that `check` looks at."""
     path = local(path)
     with translate_os_errors(path):
-        return sum(file.stat().st_size for file in files_below(path / tag if tag is not None else path))
+        return sum(file.stat().st_size for file in files_below(path if tag is None else _tagged(path, tag, api.AUTO)))
 
 
 def checkpoints_of(path: Path) -> list[Path]:
     """The checkpoints in a run folder, the newest first; `path` itself where it is one, or holds none.
 
-    Steps are known by their names and not opened.  Raises SeveralRunsError for the folder of several runs.
+    Steps are known by their names and not opened; a `checkpoint-N` is one, whatever is in it.  Raises SeveralRunsError
+    for the folder of several runs.
     """
     recorded = [path / name for name in _recorded(path).values() if (path / name).is_dir()]
     inside = list(dict.fromkeys([*step_folders(path), *recorded]))
+    if TRAINER_STEP.fullmatch(path.absolute().name):
+        return [path]
     if _is_checkpoint(path):
         return [path, *inside]
     run = None if inside else run_below(path, api.is_run)
@@ -222,9 +226,9 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _tagged(path: Path, tag: str, format: str) -> Path:
-    if not (path / tag).is_dir():
-        api.open(path, format, tag=tag)  # raises what says which there are
-    return confined(path, tag)
+    """The folder that `tag` names in `path`; or what it names in a step or a run there, as for every command."""
+    folder = confined(path, tag) if path.is_dir() and tag else path
+    return folder if folder != path and folder.is_dir() else Path(api.open(path, format, tag=tag).path)
 
 
 def _recorded(path: Path) -> dict[str, str]:
@@ -275,6 +279,7 @@ def _check_one(
     try:
         checkpoint = api.open(place, format)
         problems += _damaged_tensors(checkpoint)
+        problems += _of_two_saves(checkpoint)
     except CkptError as error:
         problems.append(problem_of(error, place))
     sound = {file.path for file in checkpoint.files} if checkpoint is not None else set()
@@ -313,6 +318,19 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem(DAMAGED, f"{one.fqn} ({one.role})", "; ".join(one.faults[:4]))
     if len(damaged) > _MAX_SHOWN:
         yield Problem(DAMAGED, f"{len(damaged) - _MAX_SHOWN} further tensors", "their parts do not make them up")
+
+
+def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """That ZeRO's model and optimizer count different steps: a save was cut off in a folder that is used again.
+
+    It is no proof of damage, as the optimizer begins anew where weights alone were loaded.  Stage 0 counts otherwise.
+    """
+    state = checkpoint.state
+    taken = max(state.scalars.get("step", {}).values(), default=None)
+    skipped = state.skipped_steps if type(state.skipped_steps) is int else 0
+    if state.zero_stage is not None and state.step is not None and taken not in (None, state.step - skipped):
+        what = f"the model is of step {state.step}, and the optimizer has taken {taken:g}: are all files of one save?"
+        yield Problem(UNKNOWN, Path(checkpoint.path).name, what, CorruptError.exit_code)
 
 
 def _lacking_beside(place: Path) -> Iterator[Problem]:

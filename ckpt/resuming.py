@@ -16,9 +16,18 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from ckpt import api, registry
 from ckpt.caller import caller
-from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, StorageError, UsageError, printable
+from ckpt.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    LossError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+    printable,
+)
 from ckpt.move.files import Staging, is_filled, staging_folder, translate_os_errors
-from ckpt.move.group import Alone, the_callers
+from ckpt.move.group import Alone, check_alike, the_callers
 from ckpt.plan.checkpoint import AXES, Checkpoint, Layout, SourceFile
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.progress import progress
@@ -32,6 +41,9 @@ T = TypeVar("T")
 
 #: In each converted folder, what it was made of.
 RECORD = "ckpt-resume.json"
+
+#: Bytes of a conversion that are all read again before it is used again; of a larger one, all but the tensors.
+_AFFORDABLE = 4_000_000_000
 
 #: Formats whose files fit as many ranks as wrote them.
 _OF_RANKS = ("zero1", "zero2", "zero3", "fsdp-ranks", "megatron-deepspeed")
@@ -55,6 +67,7 @@ def resume(
     tag: str | None = ...,
     config: str | None = ...,
     dtype: str | None = ...,
+    model_only: bool = ...,
     missing_ok: Literal[False] = ...,
     say: Callable[[str], None] = ...,
     **options: Any,
@@ -69,18 +82,24 @@ def resume(
     tag: str | None = None,
     config: str | None = None,
     dtype: str | None = None,
+    model_only: bool = False,
     missing_ok: bool = False,
     say: Callable[[str], None] = say_on_stderr,
     **options: Any,
 ) -> str | None:
     """The folder to resume from: of the run folder or checkpoint `path`, on the engine and ranks that there are now.
 
-    That is the newest complete checkpoint of `path` itself if it fits.  Otherwise it is converted, into a hidden folder
-    beside `path` (`.NAME.ckpt-resume`), where the next call finds it again, or goes on where it was killed; conversions
-    whose source has gone or changed are removed there.  `format` and `world_size` are found out: the process group of
-    torch.distributed, the environment of torchrun, deepspeed, srun, mpirun and accelerate, HF Trainer's DeepSpeed
-    config; failing that they are the source's.  `dtype` is that of weights (`bf16`), failing that the DeepSpeed
-    config's; `options` are those of the format, as `tp` and `pp` of Megatron's.
+    That is the newest complete checkpoint with an optimizer, of `path` itself and of its steps, if it fits.  Otherwise
+    it is converted, into a hidden folder beside `path` (`.NAME.ckpt-resume`), where the next call finds it again, or
+    goes on where it was killed; conversions whose source has gone or changed are removed there, and those of an older
+    step than the one that is taken.  A conversion that is found again is compared with its manifest: every bit of up to
+    4 GB, of a larger one the sizes and all but the tensors' bytes.  A model without an optimizer is taken where there
+    is nothing else, and only with `model_only`.
+
+    `format` and `world_size` are found out: the process group of torch.distributed, the environment of torchrun,
+    deepspeed, srun, mpirun and accelerate, HF Trainer's DeepSpeed config; failing that they are the source's.  `dtype`
+    is that of weights (`bf16`), failing that the DeepSpeed config's; `options` are those of the format, as `tp` and
+    `pp` of Megatron's.
 
     Called by every process of an initialized torch.distributed, each converts its share, and all return the same path
     or raise the same error.  `say` is given what was done, a line each, in the first process.
@@ -88,8 +107,9 @@ def resume(
     With `missing_ok` it is None where `path` does not exist or holds no file of tensors: the run begins.  A checkpoint
     that is not complete, or of no known format, is an error all the same.
 
-    Raises what `ckpt.open` and `ckpt.plan` do, StorageError where processes do not see the same files, and UsageError
-    where several processes were started and torch.distributed is not initialized.
+    Raises what `ckpt.open` and `ckpt.plan` do, LossError where there is only a model without an optimizer, StorageError
+    where processes do not see the same files, and UsageError where they ask for different things, or where several were
+    started and torch.distributed is not initialized.
     """
     if scheme_of(path) is not None:
         hint = "ckpt.open, ckpt.StorageReader and `ckpt convert` read from a store"
@@ -101,7 +121,12 @@ def resume(
         raise UsageError("no such dtype of weights", expected=f"one of {', '.join(CASTABLE)}", found=repr(dtype))
     if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
         raise UsageError("this is no number of ranks", expected="an int of at least 1", found=f"{world_size=}")
+    layout = Layout(CASTABLE[dtype] if dtype else None, world_size=world_size or now.world_size, **options)
+    format = format or now.format
+    asked = {"path": path, "tag": tag, "config": config, "format": format, "dtype": dtype, **options}
+    asked |= {"world_size": layout.world_size, "model_only": model_only, "missing_ok": missing_ok}
     with the_callers() as group:
+        check_alike({name: str(value) for name, value in asked.items()}, group)
         if missing_ok and not any(group.gather(_holds_tensors(path))):
             if group.rank == 0:
                 say(f"{path} holds no checkpoint: the run begins")
@@ -113,16 +138,21 @@ def resume(
                 hint="call ckpt.resume behind init_process_group (deepspeed.initialize, TrainingArguments), "
                 "or give the path that `ckpt resume` prints",
             )
-        layout = Layout(CASTABLE[dtype] if dtype else None, world_size=world_size or now.world_size, **options)
-        opened = partial(api.open, path, tag=tag, config=config)
-        way = partial(_way, path, opened, format or now.format, layout, say) if group.rank == 0 else None
+        is_first = group.rank == 0
+        source = _in_all(partial(_source, path, tag, config, model_only) if is_first else None, path, group)
+        way = partial(_way, path, source, format, layout, say) if source is not None else None
         found: _Way = group.gather(_in_all(way, path, group))[0]  # type: ignore[assignment]
         if found.layout is not None:
-            _convert(found, lambda: api.plan(opened(), found.format, found.layout), path, say, group)
+
+            def planned() -> api.Conversion:
+                checkpoint = source or api.open(*found.source, config=config)  # the very one, whatever is newer by now
+                return api.plan(checkpoint, found.format, found.layout)
+
+            _convert(found, planned, path, say, group)
             group.gather(None)  # the first process has moved it to its place
-        if group.rank == 0:
+        if source is not None:
+            _clear(path, found, None if tag or ANY_STEP.fullmatch(path.name) else source.state.step, say)
             say(f"resuming from {found.place}, {found.why}")
-            _remove_orphans(_kept_folder(path), say)
         _check_seen_by_all(found, group)
         return found.place
 
@@ -203,7 +233,7 @@ def _check_seen_by_all(found: _Way, group: Alone) -> None:
 class _Way(NamedTuple):
     """The folder to resume from, and why that; to be converted to `format` by `layout` first, unless that is None.
 
-    `files` are those that are loaded, where that is known.
+    `files` are those that are loaded, where that is known; `source` is the path and the format of what is converted.
     """
 
     place: str
@@ -211,22 +241,40 @@ class _Way(NamedTuple):
     files: Sequence[str] = ()
     format: str = ""
     layout: Layout | None = None
+    source: tuple[str, str] = ("", "")
 
 
-def _way(
-    path: Path, opened: Callable[[], Checkpoint], format: str | None, layout: Layout, say: Callable[[str], None]
-) -> _Way:
-    checkpoint = opened()
+def _source(path: Path, tag: str | None, config: str | None, model_only: bool) -> Checkpoint:
+    """What to go on from.  LossError where that is a model without an optimizer, and nobody said that it may be."""
+    checkpoint = api.open_training(path, tag=tag, config=config)
+    if checkpoint is not None:
+        return checkpoint
+    checkpoint = api.open(path, tag=tag, config=config)
+    if not model_only:
+        raise LossError(
+            "there is no checkpoint with an optimizer here: its states would begin anew",
+            path=path,
+            expected="the checkpoint of a step, as checkpoint-N",
+            found=f"a model alone, of the format {checkpoint.format}",
+            hint="--model-only (in Python, model_only=True) goes on from the model, with a new optimizer",
+        )
+    return checkpoint
+
+
+def _way(path: Path, checkpoint: Checkpoint, format: str | None, layout: Layout, say: Callable[[str], None]) -> _Way:
     for note in (*checkpoint.passed_over, *(note for note in checkpoint.notes if note not in checkpoint.passed_over)):
         say(f"note: {note}")
+    if api.has_optimizer(checkpoint) and (beside := _models_in(path)):
+        say(f"note: the model in {path} itself ({', '.join(beside)}) holds no optimizer, and is passed over")
     wanted = registry.get(format or checkpoint.format).name
     registry.check_options(wanted, layout.options)
+    if not (api.has_optimizer(checkpoint) and registry.get(wanted).carries_optimizer):
+        what = wanted if api.has_optimizer(checkpoint) else checkpoint.path
+        say(f"note: {what} holds no optimizer: its states begin anew")
     as_it_is = _folder_to_load(path, checkpoint)
     misfit = _misfit(checkpoint, wanted, layout)
     if as_it_is is not None and misfit is None:
         _check_whole(checkpoint)
-        if not registry.get(wanted).carries_optimizer:
-            say(f"note: {wanted} holds no optimizer: its states begin anew")
         return _Way(str(as_it_is), "as it is", [file.path for file in checkpoint.files])
     say(f"{checkpoint.path} does not fit: {misfit or f'{LATEST} or a tracker names another step'}")
     size = layout.world_size if wanted in (*_OF_RANKS, "megatron", "megatron-dist") else None
@@ -234,12 +282,34 @@ def _way(
     destination = _kept_folder(path) / _name(checkpoint, wanted, layout)
     if destination.is_dir():
         try:
+            _check_kept(destination, checkpoint)
             _check_whole(api.open(destination, wanted))
         except CkptError as error:
             error.hint = f"it was converted before, and damaged since; remove {destination}"
             raise
         return _Way(str(destination), "which was converted before")
-    return _Way(str(destination), f"converted from {checkpoint.path}", (), wanted, layout)
+    source = (checkpoint.path, checkpoint.format)
+    return _Way(str(destination), f"converted from {checkpoint.path}", (), wanted, layout, source)
+
+
+def _models_in(path: Path) -> list[str]:
+    """The formats of models without an optimizer that lie in the folder of a run."""
+    bare = [one for one in registry.all_formats() if one.reads and not one.carries_optimizer]
+    return [one.name for one in bare if one.find(path, None) == path]
+
+
+def _check_kept(destination: Path, checkpoint: Checkpoint) -> None:
+    """Raise CorruptError where a conversion is not one of `checkpoint`, or not as its manifest says."""
+    from ckpt.verify import manifest
+
+    record = read_json(destination / RECORD)
+    if not isinstance(record, dict) or record.get("source") != _sources(checkpoint):
+        raise CorruptError("it was not made of the checkpoint that its name says", path=destination / RECORD)
+    is_small = manifest.expected_bytes(destination) <= _AFFORDABLE
+    checked = manifest.check(destination, registry.all_formats(), elements=is_small)
+    if checked.problems:
+        what = "the conversion is not as its manifest says"
+        raise CorruptError(what, path=destination, found="; ".join(checked.problems[:4]))
 
 
 def _convert(
@@ -250,7 +320,7 @@ def _convert(
     destination, plan = Path(way.place), conversion.plan
     if group.rank == 0:
         _settle_left_over(conversion, destination, say)
-    record = json.dumps({"source": _sources(plan.checkpoint)}).encode()
+    record = json.dumps({"source": _sources(plan.checkpoint), "step": plan.checkpoint.state.step}).encode()
     is_quiet = group.rank > 0 or say is not say_on_stderr
     with _hinting_at_what_to_do(way, path), progress(plan.moved_bytes, "check", quiet=is_quiet) as meter:
         num_done = conversion.run(
@@ -364,21 +434,36 @@ def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
     return f"{step}-{wanted}{ranks}-{xxh3_64(facts.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
-def _sources(checkpoint: Checkpoint) -> list[tuple[Any, ...]]:
+def _sources(checkpoint: Checkpoint) -> list[list[Any]]:
     """The facts of all files that a conversion takes training state from, the same wherever it is asked for."""
     files = (*checkpoint.files, *(SourceFile.stat(str(path)) for path in run_files(checkpoint)))
-    return [astuple(replace(file, path=os.path.abspath(file.path))) for file in files]
+    return [list(astuple(replace(file, path=os.path.abspath(file.path)))) for file in files]
 
 
-def _remove_orphans(kept: Path, say: Callable[[str], None]) -> None:
-    """Remove conversions, and what is left of killed ones, of which a file of the source has gone or changed."""
+def _clear(path: Path, used: _Way, newest: int | None, say: Callable[[str], None]) -> None:
+    """Remove conversions of a source that has gone or changed, or that is older than step `newest`.
+
+    What killed ones left of such a source, too.  How large the one is that is `used` now is said, and when it goes.
+    """
     from ckpt.move.journal import sources_of
 
+    kept = _kept_folder(path)
     for record in sorted(kept.glob(f"*/{RECORD}")):
         with contextlib.suppress(CkptError, KeyError, TypeError), translate_os_errors(record):
-            if not all(_is_as_it_was(SourceFile(*facts)) for facts in read_json(record)["source"]):
-                shutil.rmtree(record.parent)
-                say(f"removed {record.parent}, whose source has gone or changed")
+            content, place = read_json(record), record.parent
+            step = content.get("step") if isinstance(content, dict) else None
+            if str(place) == used.place:
+                size = show_size(sum(file.stat().st_size for file in place.rglob("*") if file.is_file()))
+                goes = (
+                    "the next resume that takes a newer step removes it, or one that finds its source gone or changed"
+                )
+                say(f"{place} takes {size}: {goes}")
+            elif not all(_is_as_it_was(SourceFile(*facts)) for facts in content["source"]):
+                shutil.rmtree(place)
+                say(f"removed {place}, whose source has gone or changed")
+            elif newest is not None and type(step) is int and step < newest:
+                shutil.rmtree(place)
+                say(f"removed {place}: it is of step {step}, and step {newest} is there")
     for left_over in sorted(kept.glob(staging_folder(kept / "*").name)):
         with contextlib.suppress(CkptError), translate_os_errors(left_over):
             if not all(map(_is_as_it_was, sources_of(left_over))):

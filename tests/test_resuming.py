@@ -16,7 +16,7 @@ import pytest
 import ckpt
 from ckpt import api
 from ckpt.caller import Caller, caller
-from ckpt.errors import CkptError, CorruptError, NotFoundError, SeveralRunsError, StorageError, UsageError
+from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, SeveralRunsError, StorageError, UsageError
 from ckpt.move.journal import JOURNAL
 from ckpt.plan.checkpoint import Layout
 from ckpt.resuming import RECORD
@@ -170,8 +170,13 @@ class TestOneProcess:
     def test_weights_alone_are_said_to_be(self, run: Path, tmp_path: Path) -> None:
         said: list[str] = []
         ckpt.plan(ckpt.open(FIXTURES / "trainer-zero2"), "hf").run(tmp_path / "hf")
-        assert ckpt.resume(tmp_path / "hf", say=said.append) == str(tmp_path / "hf")
-        assert "note: hf holds no optimizer: its states begin anew" in said
+        with pytest.raises(LossError, match="no checkpoint with an optimizer") as refused:
+            ckpt.resume(tmp_path / "hf")
+        assert "--model-only" in str(refused.value.hint)
+        assert ckpt.resume(tmp_path / "hf", model_only=True, say=said.append) == str(tmp_path / "hf")
+        assert f"note: {tmp_path / 'hf'} holds no optimizer: its states begin anew" in said
+        assert run_ckpt("resume", tmp_path / "hf").code == 6
+        assert run_ckpt("resume", tmp_path / "hf", "--model-only").out == f"{tmp_path / 'hf'}\n"
 
     def test_what_is_not_whole_is_not_handed_on(self, run: Path, tmp_path: Path) -> None:
         """Rows that no chunk has stay what they were in memory when torch loads it; nor is a cut conversion's file."""
@@ -203,8 +208,8 @@ class TestOneProcess:
         written = tmp_path / "megatron"
         ckpt.plan(ckpt.open(FIXTURES / "trainer-zero2"), "hf").run(tmp_path / "hf")
         ckpt.plan(ckpt.open(tmp_path / "hf"), "megatron").run(written)
-        assert ckpt.resume(written, pp=1) == str(written)
-        found = Path(ckpt.resume(written, pp=2))
+        assert ckpt.resume(written, pp=1, model_only=True) == str(written)
+        found = Path(ckpt.resume(written, pp=2, model_only=True))
         assert found != written and (found / "latest_checkpointed_iteration.txt").is_file()
         assert ckpt.open(found).state.args["pipeline_model_parallel_size"] == 2  # type: ignore[index]
 
@@ -253,6 +258,207 @@ class TestOneProcess:
         monkeypatch.setenv("RANK", "1")
         with pytest.raises(UsageError, match="cannot agree"):
             ckpt.resume(run)
+
+
+FINISHED = {
+    "axolotl-fsdp2/outputs/gpt-oss-out": "dcp",
+    "trl-zero2/outputs/llama-sft": "zero2",
+    "trl-zero3/outputs/qwen3-sft": "zero3",
+    "trl-fsdp2/outputs/llama-sft": "dcp",
+    "trl-lora-zero3/outputs/qwen3-lora": "zero3",
+    "trainer-zero2": "zero2",
+    "trainer-plain": "trainer",
+    "local-orig": "dcp",
+}
+
+
+class TestAFinishedRun:
+    """The model that was saved at the end lies in the run's folder, beside the checkpoints of its steps."""
+
+    @pytest.fixture(params=FINISHED)
+    def finished(self, request: pytest.FixtureRequest, run: Path, tmp_path: Path) -> tuple[Path, str]:
+        """With the newest step's model, or adapter, as the final one."""
+        folder = Path(shutil.copytree(FIXTURES / request.param, tmp_path / "all" / "finished"))
+        bare = "peft" if "lora" in request.param else "hf"
+        if not any(folder.glob("*.safetensors")):
+            ckpt.plan(ckpt.open(folder), bare).run(tmp_path / "model")
+            for file in (tmp_path / "model").iterdir():
+                if file.suffix in (".safetensors", ".json") and file.name != "ckpt-manifest.json":
+                    shutil.copy(file, folder)
+        assert ckpt.open(folder).format == bare, "what `ckpt convert` takes"
+        return folder, FINISHED[request.param]
+
+    def test_its_newest_step_is_gone_on_from(self, finished: tuple[Path, str]) -> None:
+        folder, format = finished
+        for path in (folder, folder.parent):
+            said: list[str] = []
+            found = Path(ckpt.resume(path, world_size=3, say=said.append))
+            checkpoint = ckpt.open(found)
+            assert checkpoint.format == format and {"exp_avg", "exp_avg_sq"} <= set(checkpoint.optimizer_states)
+            assert checkpoint.world_size == 3 or format not in ("zero2", "zero3")
+            assert not any("begin anew" in line for line in said)
+            assert path != folder or any("itself" in line and "is passed over" in line for line in said)
+            assert ckpt.verify(ckpt.open(folder, tag=self.newest(folder)), checkpoint).equal
+
+    def test_a_newer_step_is_taken_though_the_model_was_saved_before(self, finished: tuple[Path, str]) -> None:
+        folder, _ = finished
+        newer = folder / "checkpoint-30"
+        shutil.copytree(folder / self.newest(folder), newer)
+        said: list[str] = []
+        ckpt.resume(folder, say=said.append)
+        assert any(line.startswith("note: taking checkpoint-30") for line in said)
+
+    def test_a_model_alone_is_refused_and_taken_where_that_is_asked_for(self, finished: tuple[Path, str]) -> None:
+        folder, format = finished
+        newest = folder / self.newest(folder)
+        if format in ("zero2", "zero3"):
+            shutil.rmtree(next(newest.glob("global_step*")))
+            (newest / "latest").unlink()
+        elif format == "trainer":
+            (newest / "optimizer.pt").unlink()
+        else:
+            shutil.rmtree(newest)
+        for older in folder.glob("checkpoint-1"):
+            shutil.rmtree(older)
+        for path in (folder, newest) if any(newest.glob("*.safetensors")) else (folder,):
+            with pytest.raises(LossError, match="no checkpoint with an optimizer"):
+                ckpt.resume(path, world_size=3)
+            said: list[str] = []
+            assert ckpt.resume(path, world_size=3, model_only=True, say=said.append) == str(path)
+            assert any("begin anew" in line for line in said)
+
+    def test_an_incomplete_step_is_no_reason_to_begin_anew(self, finished: tuple[Path, str]) -> None:
+        folder, format = finished
+        for step in folder.glob("checkpoint-*"):
+            for file in step.rglob("optimizer.pt" if format == "trainer" else "*optim_states.pt"):
+                os.truncate(file, 0)
+            for file in step.rglob(".metadata"):
+                file.unlink()
+        with pytest.raises(CkptError):
+            ckpt.resume(folder, model_only=format != "dcp")
+
+    @staticmethod
+    def newest(folder: Path) -> str:
+        return max(step.name for step in folder.glob("checkpoint-*"))
+
+
+class TestStepsOfSeveralEngines:
+    """A chain of runs in one folder: DeepSpeed's `latest` is of its own steps alone."""
+
+    @pytest.fixture
+    def mixed(self, run: Path) -> Path:
+        shutil.copytree(FIXTURES / "dcp-fsdp2/step-2", run / "step-8")
+        return run
+
+    def test_the_highest_is_gone_on_from(self, mixed: Path) -> None:
+        said: list[str] = []
+        assert ckpt.resume(mixed, format="dcp", world_size=2, say=said.append) == str(mixed / "step-8")
+        assert "note: taking step-8" in said
+        found = ckpt.resume(mixed, format="zero3", world_size=2, say=said.append)
+        assert ckpt.verify(ckpt.open(mixed, tag="step-8"), ckpt.open(found)).equal
+
+    def test_what_others_take_names_it(self, mixed: Path) -> None:
+        told = "later than what is taken: step-8 (--tag takes it)"
+        opened = ckpt.open(mixed)
+        assert opened.format == "zero3" and told in opened.notes and told in opened.passed_over
+        result = run_ckpt("convert", "auto", "full", mixed, "-o", mixed.with_name("full"), "-q")
+        assert (result.code, result.err) == (0, f"note: {told}\n")
+        assert "step-8" in run_ckpt("convert", "zero3", "full", mixed, "--dry-run", "-o", mixed.with_name("f")).err
+
+    def test_latest_is_a_rollback_among_deepspeeds_own(self, mixed: Path) -> None:
+        shutil.rmtree(mixed / "step-8")
+        shutil.copytree(mixed / "global_step2", mixed / "global_step4")
+        said: list[str] = []
+        assert ckpt.resume(mixed, say=said.append) == str(mixed)
+        assert "note: global_step2 is what `latest` records; there is also global_step4 (--tag takes it)" in said
+        assert ckpt.open(mixed).path.endswith("global_step2")
+
+    def test_an_older_one_is_not_taken(self, mixed: Path) -> None:
+        (mixed / "step-8").rename(mixed / "step-1")
+        assert ckpt.resume(mixed) == str(mixed)
+
+    def test_a_newer_model_alone_is_passed_over_and_named(self, mixed: Path) -> None:
+        ckpt.plan(ckpt.open(mixed), "hf").run(mixed.with_name("model"))
+        mixed.with_name("model").rename(mixed / "step-9")
+        said: list[str] = []
+        assert ckpt.resume(mixed, say=said.append) == str(mixed / "step-8")
+        assert "note: step-9 is skipped, it holds no checkpoint with an optimizer" in said
+
+
+class TestAKeptConversion:
+    def test_a_save_that_ends_in_between_is_not_kept_under_the_older_steps_name(self, run: Path) -> None:
+        def save(line: str) -> None:
+            """Step 4 is put in its place once step 2 has been found not to fit."""
+            said.append(line)
+            if "does not fit" in line and not (run / "global_step4").exists():
+                shutil.copytree(run / "global_step2", run / "global_step4")
+                flip_an_element(run / "global_step4")
+                (run / "latest").write_text("global_step4")
+
+        said: list[str] = []
+        found = ckpt.resume(run, world_size=2, say=save)
+        (run / "latest").write_text("global_step2")
+        assert ckpt.verify(ckpt.open(run), ckpt.open(found)).equal and f"converted from {run}/global_step2" in said[-1]
+        assert ckpt.resume(run, world_size=2) == found, "a rollback finds its own"
+
+    def test_one_that_is_not_of_the_checkpoint_is_refused(self, run: Path) -> None:
+        found = Path(ckpt.resume(run, world_size=2))
+        record = json.loads((found / RECORD).read_text())
+        record["source"][0][0] += "x"
+        (found / RECORD).write_text(json.dumps(record))
+        with pytest.raises(CorruptError, match="not made of the checkpoint that its name says"):
+            ckpt.resume(run, world_size=2)
+
+    @pytest.mark.parametrize("whole", [True, False])
+    def test_a_flipped_bit_of_it_is_found(self, run: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+        """Of a large one in all but the tensors' elements."""
+        from ckpt import resuming
+
+        found = Path(ckpt.resume(run, world_size=2))
+        monkeypatch.setattr(resuming, "_AFFORDABLE", 10**9 if whole else 0)
+        if whole:
+            flip_an_element(found)
+        else:
+            flip(next(found.rglob("*rank_1*optim_states.pt")), -30)
+        with pytest.raises(CorruptError) as damaged:
+            ckpt.resume(run, world_size=2)
+        assert f"remove {found}" in str(damaged.value.hint)
+
+    def test_its_size_is_said_and_it_goes_when_a_newer_step_is_taken(self, run: Path) -> None:
+        said: list[str] = []
+        found = Path(ckpt.resume(run, world_size=2, say=said.append))
+        assert any(line.startswith(f"{found} takes ") and "kB: " in line for line in said)
+        again: list[str] = []
+        assert ckpt.resume(run, world_size=2, say=again.append) == str(found)
+        assert any(line.startswith(f"{found} takes ") for line in again)
+        ckpt.resume(run, world_size=4)
+        assert len(list(found.parent.iterdir())) == 2, "the same step, for another number of ranks"
+
+    def test_it_goes_when_a_newer_step_is_taken(self, run: Path, tmp_path: Path) -> None:
+        outputs, said = Path(shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "trainer")), list[str]()
+        (outputs / "checkpoint-2").rename(tmp_path / "later")
+        first = Path(ckpt.resume(outputs, world_size=3))
+        (tmp_path / "later").rename(outputs / "checkpoint-2")
+        for path, tag in ((outputs, "checkpoint-2"), (outputs / "checkpoint-2", None)):
+            newer = Path(ckpt.resume(path, tag=tag, world_size=3, say=said.append))
+            assert first.is_dir(), "who names a step removes nothing"
+        assert ckpt.resume(outputs, tag="checkpoint-1", world_size=3) == str(first) and newer.is_dir()
+        assert ckpt.resume(outputs, world_size=3, say=said.append) == str(newer)
+        assert f"removed {first}: it is of step 1, and step 2 is there" in said
+        assert sorted(newer.parent.iterdir()) == [newer]
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def flip_an_element(folder: Path) -> None:
+    """Change one bit of an exp_avg."""
+    tensor = next(ckpt.open(folder).with_role("exp_avg"))
+    extent = next(tensor.source.fragments(tensor.shape)).extent
+    flip(Path(extent.path), extent.offset + 1)
 
 
 DEEPSPEED: dict[str, dict[str, Any]] = {
@@ -347,6 +553,43 @@ def test_every_process_does_its_share_and_returns_the_same_or_raises_the_same(ru
     for name, words in lacks.items():
         kind, text = first[name]
         assert kind == "StorageError" and "optim_states.pt" in text and all(word in text for word in words), text
+
+
+ASKED = """
+import json, sys, torch.distributed as dist, ckpt
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+found = {}
+for name, given in json.loads(sys.argv[3]).items():
+    path, options = f"{folder}/outputs", dict(world_size=3)
+    path = given if rank and name == "path" else path
+    options |= {name: given} if rank and name not in ("path", "nothing") else {}
+    try:
+        found[name] = ckpt.resume(path, say=lambda _: None, **options)
+    except ckpt.errors.CkptError as error:
+        found[name] = [type(error).__name__, error.what, error.expected, error.found]
+print(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+def test_processes_that_ask_for_different_things_are_told(run: Path) -> None:
+    """Nothing has to be converted here, so that the first one's answer would do for all."""
+    other = str(Path(shutil.copytree(run, run.with_name("other"))))
+    given = {"path": other, "format": "zero2", "dtype": "bf16", "world_size": 2, "tag": "global_step2"}
+    given |= {"config": other, "model_only": True, "missing_ok": True, "nothing": None}
+    words = [sys.executable, "-c", ASKED]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    started = [
+        subprocess.Popen([*words, str(rank), str(run.parent), json.dumps(given)], env=env, stdout=-1, text=True)
+        for rank in range(2)
+    ]
+    first, second = (json.loads(one.communicate(timeout=240)[0]) for one in started)
+    assert first == second and first.pop("nothing") == str(run)
+    assert first.keys() == given.keys() - {"nothing"}
+    for name, (kind, what, expected, found) in first.items():
+        assert kind == "UsageError" and f"different options: {name} (in rank 1" in what, (name, what)
+        assert found == str(given[name]) and expected.endswith(", as rank 0")
 
 
 def test_errors_go_from_process_to_process() -> None:

@@ -27,7 +27,7 @@ DIFFERENT = 1
 
 #: The sections of the help texts, and the options in them, by name; of any other the section is Options.
 _SECTIONS = {
-    "What is read": "format tag config replica from_a from_b tag_a tag_b base accept_base",
+    "What is read": "format tag config replica from_a from_b tag_a tag_b base accept_base model_only",
     "What is written": "output dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
     "How it is done": "max_memory workers check resume dry_run foreground cast loads every_byte weights combination "
     "density seed",

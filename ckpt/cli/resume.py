@@ -31,6 +31,10 @@ def resume(
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
     dtype: Annotated[opt.DType, typer.Option(help="Precision of weights, where it is converted.")] = "keep",
+    model_only: Annotated[
+        bool,
+        typer.Option("--model-only", help="Go on from a model without an optimizer, where there is nothing else."),
+    ] = False,
     missing_ok: Annotated[
         bool, typer.Option("--missing-ok", help="Print nothing where there is no checkpoint yet: the run begins.")
     ] = False,
@@ -53,6 +57,7 @@ def resume(
             tag=tag,
             config=config,
             dtype=None if dtype == "keep" else dtype,
+            model_only=model_only,
             missing_ok=missing_ok,
             say=(lambda _: None) if quiet else say_on_stderr,
             **options,

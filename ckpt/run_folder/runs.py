@@ -8,6 +8,9 @@ from pathlib import Path
 from ckpt.errors import CkptError, SeveralRunsError
 from ckpt.run_folder.steps import RECORDS, step_folders
 
+#: What `ckpt` writes into each folder that it makes.
+MANIFEST = "ckpt-manifest.json"
+
 _LEVELS = 2
 _MAX_FOLDERS = 2000  # looked into on each level
 
@@ -15,21 +18,28 @@ _MAX_FOLDERS = 2000  # looked into on each level
 def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
     """The one run folder below `path` that `holds` what is looked for; None where there is none.
 
-    It is on the first level that has any, of two.  What has steps, or a record of them, is a run itself: nothing inside
-    is taken in its place.  Raises SeveralRunsError, the newest first, where there are several.
+    It is on the first two levels.  What has steps, or a record of them, is a run itself: nothing inside is taken in its
+    place.  A model that `ckpt` made of one is not counted beside it.  Raises SeveralRunsError, the newest first, where
+    there are several.
     """
     if not path.is_dir() or step_folders(path) or any((path / name).is_file() for name in RECORDS):
         return None
+    runs: list[Path] = []
     level = [path]
     for _ in range(_LEVELS):
-        level = [inner for folder in level for inner in _folders(folder)][:_MAX_FOLDERS]
-        runs = [folder for folder in level if _holds(folder, holds)]
-        if len(runs) > 1:
-            newest_first = sorted(runs, key=_time, reverse=True)
-            raise SeveralRunsError(path, newest_first)
-        if runs:
-            return runs[0]
-    return None
+        inside = [inner for folder in level for inner in _folders(folder)][:_MAX_FOLDERS]
+        level = [folder for folder in inside if not _holds(folder, holds)]
+        runs += [folder for folder in inside if folder not in level]
+    runs = [run for run in runs if not _is_made_by_ckpt(run)] or runs
+    if len(runs) > 1:
+        newest_first = sorted(runs, key=_time, reverse=True)
+        raise SeveralRunsError(path, newest_first)
+    return runs[0] if runs else None
+
+
+def _is_made_by_ckpt(folder: Path) -> bool:
+    """Whether it is a model that was converted; of a folder of steps a run may have gone on."""
+    return (folder / MANIFEST).is_file() and not step_folders(folder)
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -51,9 +51,26 @@ def step_folders(path: Path, named: re.Pattern[str] = ANY_STEP) -> list[Path]:
     return [folder for _, folder in sorted(steps, reverse=True) if folder.is_dir()]
 
 
+def step_number(step: Path) -> int:
+    """The number in the name of a step folder."""
+    return int(re.findall(r"\d+", step.name)[-1])
+
+
+def names_step(run: Path, place: Path) -> bool:
+    """Whether a record in `run` names the step folder that `place` is or lies in."""
+    said = [recorded_step(run / name) for name in RECORDS]
+    step = place.relative_to(run).parts[:1]
+    return any(step == (one,) or (one.isdecimal() and step and _is_number(step[0], int(one))) for one in said if one)
+
+
+def _is_number(name: str, number: int) -> bool:
+    match = ANY_STEP.fullmatch(name)
+    return match is not None and int(match[1]) == number
+
+
 def trainer_steps(path: Path, *, after: int = -1) -> list[Path]:
     """The `checkpoint-N` folders in a run folder whose N is greater than `after`, newest first."""
-    return [folder for folder in step_folders(path, TRAINER_STEP) if int(folder.name.partition("-")[2]) > after]
+    return [folder for folder in step_folders(path, TRAINER_STEP) if step_number(folder) > after]
 
 
 def one_with_state(step: Path) -> Path | None:

@@ -27,10 +27,9 @@ from ckpt.move.workers import FileDigests
 from ckpt.plan.checkpoint import Checkpoint, Format, ReadRequest
 from ckpt.plan.tensors import Tensor
 from ckpt.run_folder.companions import read_json
+from ckpt.run_folder.runs import MANIFEST as MANIFEST
 from ckpt.text import counted
 from ckpt.verify.digest import ALGORITHM, Progress, digests
-
-MANIFEST = "ckpt-manifest.json"
 
 _VERSION = 2
 _MAX_NAMES = 5  # of tensors in one message
@@ -126,11 +125,13 @@ def expected_bytes(folder: Path) -> int:
     return sum(entry["bytes"] for entry in _load(folder)["files"].values())
 
 
-def check(folder: Path, formats: Iterable[Format], progress: Progress | None = None) -> Checked:
+def check(
+    folder: Path, formats: Iterable[Format], progress: Progress | None = None, *, elements: bool = True
+) -> Checked:
     """Hash every file that the manifest in `folder` names, and find which tensors are in those that changed.
 
-    `formats` are those that may have written it.  Raises NotFoundError where there is no manifest and CorruptError
-    where it is damaged itself.
+    Without `elements` the bytes of tensors are not read, only all others.  `formats` are those that may have written
+    it.  Raises NotFoundError where there is no manifest and CorruptError where it is damaged itself.
     """
     content = _load(folder)
     expected: dict[str, Any] = content["files"]
@@ -149,7 +150,7 @@ def check(folder: Path, formats: Iterable[Format], progress: Progress | None = N
             present[name] = FileDigest(entry["bytes"], pieces, entry["rest"])
     changes = [
         _Change(name, piece)
-        for name, now in sorted(_hash_files(folder, present, progress).items())
+        for name, now in sorted(_hash_files(folder, present, progress, elements).items())
         for piece in _changed_pieces(present[name], now)
     ]
     if changes:
@@ -162,7 +163,7 @@ def check(folder: Path, formats: Iterable[Format], progress: Progress | None = N
 
 
 def _changed_pieces(before: FileDigest, now: FileDigest) -> Iterator[Piece | None]:
-    yield from (piece for piece, digest in before.pieces.items() if now.pieces[piece] != digest)
+    yield from (piece for piece, digest in now.pieces.items() if before.pieces[piece] != digest)
     if now.rest != before.rest:
         yield None
 
@@ -272,11 +273,13 @@ def _read(folder: Path, name: str, formats: Iterable[Format]) -> Checkpoint:
     return format.read(found, ReadRequest())
 
 
-def _hash_files(folder: Path, files: dict[str, FileDigest], progress: Progress | None) -> dict[str, FileDigest]:
-    """The digests of the pieces that `files` have, as they are now."""
+def _hash_files(
+    folder: Path, files: dict[str, FileDigest], progress: Progress | None, elements: bool
+) -> dict[str, FileDigest]:
+    """The digests of the pieces that `files` have, as they are now; of the rest alone without `elements`."""
     found: dict[str, dict[Piece, str]] = {name: {} for name in files}
     rests: dict[str, str] = {}
-    todo = [(name, job) for name, file in files.items() for job in jobs(file.pieces)]
+    todo = [(name, job) for name, file in files.items() for job in jobs(file.pieces) if elements or job is None]
     lock = threading.Lock()
 
     def advance(count: int) -> None:

@@ -371,3 +371,19 @@ def test_inspecting_a_run_whose_newest_is_damaged_lists_the_others(
     assert "damaged: global_step2/mp_rank_00_model_states.pt: " in newest
     found = json.loads(run_ckpt("inspect", "run", "--json").out)
     assert [one["state"] for one in found["checkpoints"]] == ["damaged", "whole"]
+
+
+def test_files_of_two_saves_are_not_whole(fixtures: Path, tmp_path: Path) -> None:
+    """The model's file is of step 1 and the optimizer's are of step 2, as `inspect` says."""
+    run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
+    for file in (run / "checkpoint-2/global_step2").glob("*optim_states.pt"):
+        shutil.copy(file, run / "checkpoint-1/global_step1")
+    for path, tag in (
+        (run, ("--tag", "checkpoint-1")),
+        (run / "checkpoint-1", ()),
+        (run / "checkpoint-1/global_step1", ()),
+    ):
+        assert "are all files of one save?" in run_ckpt("inspect", path, *tag).out
+        result = run_ckpt("check", path, *tag)
+        assert result.code == 4 and "unknown (zero2, step 1" in result.out
+        assert "the model is of step 1, and the optimizer has taken 2: are all files of one save?" in result.out

@@ -71,8 +71,43 @@ def test_runs_of_other_formats_are_not_in_the_way(fixtures: Path, tmp_path: Path
     ckpt.plan(ckpt.open(outputs / "run"), "peft").run(outputs / "exported")
     assert ckpt.open(outputs, "zero3").path.endswith("checkpoint-2/global_step2")
     assert ckpt.open(outputs, "peft").path.endswith("exported")
+    assert ckpt.open(outputs).format == "zero3", "what ckpt made of a run is not one beside it"
+    (outputs / "exported" / "ckpt-manifest.json").unlink()
     with pytest.raises(SeveralRunsError):
         ckpt.open(outputs)
+
+
+def test_runs_at_two_depths_are_several(fixtures: Path, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    make_run(fixtures, outputs / "project", "run", 2, 2 * 10**9)
+    shutil.copytree(
+        fixtures / "axolotl-fsdp2/outputs/gpt-oss-out", outputs / "final", ignore=lambda *_: {"checkpoint-2"}
+    )
+    with pytest.raises(SeveralRunsError) as error:
+        ckpt.open(outputs)
+    assert {os.path.relpath(run, outputs) for run in error.value.runs} == {"final", "project/run"}
+    said: list[str] = []
+    ckpt.resume(outputs, world_size=3, say=said.append)
+    assert "note: taking the run project/run" in said, "a model alone is no run to go on from"
+
+
+def test_what_ckpt_made_is_taken_where_there_is_nothing_else(fixtures: Path, tmp_path: Path) -> None:
+    outputs = Path(shutil.copytree(fixtures / "trl-lora-zero3/outputs", tmp_path / "outputs"))
+    run = outputs / "qwen3-lora"
+    for format in ("peft", "dcp"):
+        ckpt.plan(ckpt.open(run), format).run(outputs / f"qwen3-lora-{format}")
+    assert ckpt.open(outputs).path == str(run / "checkpoint-2/global_step2")
+    base = fixtures / "trl-lora-zero3/Qwen/Qwen3-30B-A3B"
+    report = process("merge-lora", outputs, "--base", base, "-o", tmp_path / "merged")
+    assert report.code == 0 and "taking the run qwen3-lora\n" in report.err, report.err
+    ckpt.plan(ckpt.open(run), "zero3").run(outputs / "again")  # a run may have gone on in what has steps
+    with pytest.raises(SeveralRunsError):
+        ckpt.open(outputs)
+    shutil.rmtree(outputs / "again")
+    shutil.rmtree(run)
+    with pytest.raises(SeveralRunsError):
+        ckpt.open(outputs)
+    assert ckpt.open(outputs, "peft").path == str(outputs / "qwen3-lora-peft")
 
 
 def test_nothing_inside_a_run_is_taken_in_its_place(fixtures: Path, tmp_path: Path) -> None:
