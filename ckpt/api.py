@@ -283,9 +283,17 @@ def _is_for_the_step(found: Path, path: Path) -> bool:
 
 
 def has_optimizer(checkpoint: Checkpoint) -> bool:
-    """Whether a run can go on from it with its optimizer."""
-    known = checkpoint.optimizer_states or checkpoint.state.param_groups or checkpoint.unread
-    return bool(known) or checkpoint.format in _WITH_OPTIMIZER
+    """Whether there is an optimizer, also one of which nothing tells whose its states are.
+
+    Its engine takes these by number: it can be gone on with as it is, and not be converted (`knows_optimizer`).
+    """
+    is_beside = any(Path(file.path).name.startswith("optim") for file in checkpoint.files)
+    return knows_optimizer(checkpoint) or checkpoint.format in _WITH_OPTIMIZER or is_beside
+
+
+def knows_optimizer(checkpoint: Checkpoint) -> bool:
+    """Whether states or hyperparameters of an optimizer are read, or what is not read of them is known."""
+    return bool(checkpoint.optimizer_states or checkpoint.state.param_groups or checkpoint.unread)
 
 
 def _with_newer_named(

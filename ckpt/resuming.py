@@ -42,6 +42,7 @@ T = TypeVar("T")
 #: In each converted folder, what it was made of.
 RECORD = "ckpt-resume.json"
 
+_MODEL_ONLY = "--model-only (in Python, model_only=True) goes on from the model, with a new optimizer"
 #: Bytes of a conversion that are all read again before it is used again; of a larger one, all but the tensors.
 _AFFORDABLE = 4_000_000_000
 
@@ -140,7 +141,7 @@ def resume(
             )
         is_first = group.rank == 0
         source = _in_all(partial(_source, path, tag, config, model_only) if is_first else None, path, group)
-        way = partial(_way, path, source, format, layout, say) if source is not None else None
+        way = partial(_way, path, source, format, layout, model_only, say) if source is not None else None
         found: _Way = group.gather(_in_all(way, path, group))[0]  # type: ignore[assignment]
         if found.layout is not None:
 
@@ -256,12 +257,19 @@ def _source(path: Path, tag: str | None, config: str | None, model_only: bool) -
             path=path,
             expected="the checkpoint of a step, as checkpoint-N",
             found=f"a model alone, of the format {checkpoint.format}",
-            hint="--model-only (in Python, model_only=True) goes on from the model, with a new optimizer",
+            hint=_MODEL_ONLY,
         )
     return checkpoint
 
 
-def _way(path: Path, checkpoint: Checkpoint, format: str | None, layout: Layout, say: Callable[[str], None]) -> _Way:
+def _way(
+    path: Path,
+    checkpoint: Checkpoint,
+    format: str | None,
+    layout: Layout,
+    model_only: bool,
+    say: Callable[[str], None],
+) -> _Way:
     for note in (*checkpoint.passed_over, *(note for note in checkpoint.notes if note not in checkpoint.passed_over)):
         say(f"note: {note}")
     if api.has_optimizer(checkpoint) and (beside := _models_in(path)):
@@ -277,6 +285,13 @@ def _way(path: Path, checkpoint: Checkpoint, format: str | None, layout: Layout,
         _check_whole(checkpoint)
         return _Way(str(as_it_is), "as it is", [file.path for file in checkpoint.files])
     say(f"{checkpoint.path} does not fit: {misfit or f'{LATEST} or a tracker names another step'}")
+    if not (model_only or api.knows_optimizer(checkpoint)):
+        raise LossError(
+            "the states of the optimizer would be left out: nothing tells which parameters they are of",
+            path=checkpoint.path,
+            found="; ".join(checkpoint.notes),
+            hint=f"it goes on as it is, under the engine and on the ranks that wrote it; or {_MODEL_ONLY}",
+        )
     size = layout.world_size if wanted in (*_OF_RANKS, "megatron", "megatron-dist") else None
     layout = Layout(layout.dtype, layout.max_shard_size, size, layout.options)
     destination = _kept_folder(path) / _name(checkpoint, wanted, layout)

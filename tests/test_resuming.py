@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import ckpt
 from ckpt import api
@@ -340,6 +342,24 @@ class TestAFinishedRun:
     @staticmethod
     def newest(folder: Path) -> str:
         return max(step.name for step in folder.glob("checkpoint-*"))
+
+
+def test_an_optimizer_that_only_its_engine_knows_is_gone_on_with_as_it_is(run: Path, tmp_path: Path) -> None:
+    """HF Trainer's, of numbered states, where nothing tells the order of the parameters."""
+    outputs = Path(shutil.copytree(FIXTURES / "trainer-plain", tmp_path / "run"))
+    for way in ("safetensors", "bin"):
+        step = outputs / "checkpoint-2"
+        (step / "config.json").unlink(missing_ok=True)
+        if way == "bin":
+            weights = load_file(step / "model.safetensors")
+            torch.save(dict(sorted(weights.items())), step / "pytorch_model.bin")
+            (step / "model.safetensors").unlink()
+        assert any("are left out" in note for note in ckpt.open(outputs).notes)
+        assert not ckpt.open(outputs).optimizer_states
+        assert ckpt.resume(outputs, world_size=2) == str(step)
+        with pytest.raises(LossError, match="would be left out"):
+            ckpt.resume(outputs, format="dcp")
+        assert ckpt.open(ckpt.resume(outputs, format="dcp", model_only=True)).format == "dcp"
 
 
 class TestStepsOfSeveralEngines:

@@ -127,8 +127,10 @@ def test_an_adapter_taken_out_and_merged(name: str, tmp_path: Path, monkeypatch:
 def test_axolotls_lora_under_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate 1.13 left rank 0's parts of the adapter in pytorch_model_fsdp.bin: refused, with what works."""
     truth = placed("axolotl-lora-fsdp2", tmp_path, monkeypatch)
-    refused = ckpt("inspect", "outputs")
+    assert "format      peft" in ckpt("inspect", "outputs").out, "the final adapter, as of any finished run"
+    refused = ckpt("inspect", "outputs", "--tag", "checkpoint-2")
     assert refused.code == 3 and "one rank's parts" in refused.err and "ckpt merge-lora outputs" in refused.err
+    assert ckpt("resume", "outputs", "--world-size", "3").code == 3, "the adapter alone would lose the optimizer"
     for folder in ("outputs/gpt-oss-lora", "outputs/gpt-oss-lora/checkpoint-2"):
         saved = stored(Path(folder))
         assert saved == {
