@@ -227,10 +227,15 @@ def _newer_of_all(path: Path, checkpoint: Checkpoint | None, formats: list[Forma
 
 def _is_ruled_out(one: Format, path: Path, step: Path) -> bool:
     """Whether `step` is of the format `one`, of which a record in `path` names another step."""
-    if not _has_record(path) or _has_record(step) or not _finds(one, step, None):
+    if not _has_record(path) or _has_record(step):
         return False
     recorded = one.find(path, None)
-    return recorded is not None and names_step(path, recorded) and not recorded.is_relative_to(step)
+    if recorded is None or not names_step(path, recorded) or recorded.is_relative_to(step):
+        return False
+    try:
+        return _finds(one, step, None)
+    except CorruptError:  # whoever opens it says so
+        return False
 
 
 def _has_record(path: Path) -> bool:
@@ -306,7 +311,7 @@ def _with_newer_named(
         return checkpoint
     run, newer = holder.parent, [s for s in step_folders(holder.parent) if step_number(s) > step_number(holder)]
     recorded = [step for step in newer if _is_ruled_out(one, run, step)]
-    later = [step for step in newer if step not in recorded and any(_finds(each, step, None) for each in formats)]
+    later = [step for step in newer if step not in recorded and _holds_any(step, formats)]
     others = [step.name for step in newer if step not in (*recorded, *later)]
     notes, passed = list(checkpoint.notes), []
     if names := _untold(recorded, checkpoint):
@@ -316,6 +321,13 @@ def _with_newer_named(
     if others:
         passed.append(f"skipped, no {one.name} checkpoint was found in what is newer: {', '.join(others[:8])}")
     return replace(checkpoint, notes=(*notes, *passed), passed_over=(*checkpoint.passed_over, *passed))
+
+
+def _holds_any(step: Path, formats: list[Format]) -> bool:
+    try:
+        return any(_finds(one, step, None) for one in formats)
+    except CkptError:  # a damaged one is one
+        return True
 
 
 def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) -> NotFoundError:

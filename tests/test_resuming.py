@@ -393,6 +393,16 @@ class TestStepsOfSeveralEngines:
         assert "note: global_step2 is what `latest` records; there is also global_step4 (--tag takes it)" in said
         assert ckpt.open(mixed).path.endswith("global_step2")
 
+    @pytest.mark.parametrize("lost", ["latest", "trainer_state.json", "*rank_1*optim_states.pt"])
+    def test_a_torn_one_is_passed_over_and_named(self, mixed: Path, lost: str) -> None:
+        for step in (1, 2):
+            shutil.copytree(FIXTURES / f"trainer-zero2/checkpoint-{step}", mixed / f"checkpoint-{step + 10}")
+        next((mixed / "checkpoint-12").rglob(lost)).unlink()
+        said: list[str] = []
+        assert ckpt.resume(mixed, say=said.append) == str(mixed / "checkpoint-11")
+        assert any(line.startswith("note: checkpoint-12 is skipped, it is not complete: ") for line in said)
+        assert any("step-8" in note and "checkpoint-12" in note for note in ckpt.open(mixed).passed_over)
+
     def test_an_older_one_is_not_taken(self, mixed: Path) -> None:
         (mixed / "step-8").rename(mixed / "step-1")
         assert ckpt.resume(mixed) == str(mixed)
