@@ -40,8 +40,7 @@ def main() -> int:
             if options.jobs and launch.is_first():
                 print(f"job {number} of {len(jobs)}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     except config.UserError as error:
-        if launch.is_first():
-            print(f"train: error: {error}", file=sys.stderr)
+        launch.tell(error)
         return 2
     finally:
         launch.stop()

@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +37,20 @@ OPTIMIZER_FORMATS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model
 KEYS = ("nested", "flat", "ids", "torchtitan")
 PRECISIONS = ("mixed", "pure")
 
+#: Steps in which --scheduler deepspeed reaches the peak.
+WARMUP = 3
+#: The models whose matrices --strategy tp-fsdp splits.
+_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+_OF_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+#: The model of a strategy that splits matrices, where --model is not given; elsewhere it is llama.
+_MODELS = {"tp-fsdp": "llama_even", "megatron": "llama_wide", "megatron-deepspeed": "llama_wide"}
+#: The least that a number may be, where that is not 0; for --length, a token and one to predict.
+_LEAST = {"length": 2} | dict.fromkeys(
+    ("batch", "accumulate", "tp", "pp", "vpp", "ep", "schedule_steps", "vocab_multiple"), 1
+)
+#: The largest seed that numpy takes, and the largest scale that fp16 training starts from.
+_MOST = {"seed": 2**32 - 1, "initial_scale_power": 127}
+
 
 class UserError(Exception):
     """A mistake of the user's: shown as one line without a traceback, exit code 2."""
@@ -57,12 +73,19 @@ class Config:
     """One training run. Every field is the command line option of the same name."""
 
     strategy: str = _option("zero1", "who shards what", choices=STRATEGIES)
-    model: str = _option("llama", "a tiny random model of this architecture", choices=MODELS)
+    model: str = _option(
+        "", "a tiny random model of an architecture (llama; tp-fsdp: llama_even; megatron*: llama_wide)", choices=MODELS
+    )
     dtype: str = _option("bf16", "the model's dtype", choices=DTYPES)
     precision: str = _option(
         "mixed", "not zero: fp32 parameters with compute in --dtype, or all in --dtype", choices=PRECISIONS
     )
-    tp: int = _option(2, "tp-fsdp, megatron, megatron-deepspeed: ranks that share each matrix", metavar="N")
+    tp: int = _option(
+        0,
+        "tp-fsdp, megatron, megatron-deepspeed: ranks that share each matrix (0: 2, or 1 where ranks or model "
+        "do not divide)",
+        metavar="N",
+    )
     pp: int = _option(1, "megatron, megatron-deepspeed: pipeline stages", metavar="N")
     vpp: int = _option(1, "megatron: model chunks of each pipeline stage", metavar="N")
     ep: int = _option(1, "megatron: ranks that share the experts of a layer", metavar="N")
@@ -105,7 +128,6 @@ class Config:
     )
     track: str = _option("none", "send metrics to a tracker too, besides metrics.jsonl", choices=TRACKERS)
     beat: float = _option(5.0, "seconds between two heartbeats of a rank, for train.watch", metavar="S")
-    reshard: bool = _option(False, "let DCP itself redistribute what another number of ranks saved")
 
     batch: int = _option(24, "sequences per optimizer step, over all ranks")
     accumulate: int = _option(1, "micro batches per optimizer step")
@@ -140,10 +162,10 @@ class Config:
     bucket_size: int = _option(0, "megatron: parameters of a gradient bucket (0: all in one)", metavar="N")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "model", self.model or _MODELS.get(self.strategy, "llama"))
+        object.__setattr__(self, "tp", self.tp or self._default_tp())
         for field in dataclasses.fields(self):
-            choices = field.metadata.get("choices")
-            if choices and getattr(self, field.name) not in choices:
-                raise UserError(f"--{field.name}: {getattr(self, field.name)!r} is none of {', '.join(choices)}")
+            _check_value(field, getattr(self, field.name))
         if self.strategy == "megatron":
             self._check_megatron_options()
         elif self.strategy == "megatron-deepspeed":
@@ -159,18 +181,26 @@ class Config:
             self._check_torch_options()
         if self.through == "trainer" and self.skip_batches:
             raise UserError("--skip-batches leaves batches out in our own loop, and Trainer takes them as they come")
-        if not 0 <= self.dropout < 1 or self.keep < 0 or self.beat <= 0:
-            raise UserError("--dropout is at least 0 and below 1, --keep not negative, --beat more than 0")
+        if self.dropout >= 1 or self.beat == 0:
+            raise UserError("--dropout is below 1, --beat more than 0")
         if self.dropout and (self.model == "toy" or self.strategy == "megatron-deepspeed"):
             raise UserError("--dropout: neither --model toy nor the layers of --strategy megatron-deepspeed have any")
         if (self.lora or self.vocab) and self.model == "toy":
             raise UserError("--lora and --vocab need a transformer, not --model toy")
-        if min(self.steps + 1, self.batch, self.accumulate, self.length) < 1:
-            raise UserError("--batch, --accumulate and --length are at least 1, --steps is not negative")
         if self.fused and (self.optimizer != "adamw" or self.strategy.startswith("megatron")):
             raise UserError("--fused is for --optimizer adamw, and not for megatron and megatron-deepspeed")
         if self.memory and (self.strategy == "megatron-deepspeed" or self.through == "trainer" or self.steps < 2):
             raise UserError("--memory looks at the second step or a later one, in our own loop and in no pipeline")
+        if self.precision == "pure" and self.through == "trainer" and self.strategy in ZERO:
+            raise UserError("--precision pure is not for zero1, zero2 and zero3: DeepSpeed keeps masters in fp32")
+        read_ds_config(self.ds_config)
+
+    def _default_tp(self) -> int:
+        """2 where a strategy splits matrices, and the model and the ranks divide by it; else 1."""
+        architecture, _, sizes = self.model.rpartition("_")
+        experts = self.strategy == "megatron" and architecture in _OF_EXPERTS and not self.sequence_parallel
+        divides = int(os.environ.get("WORLD_SIZE", "1")) % (2 * max(self.pp, 1)) == 0
+        return 2 if self.strategy in _MODELS and sizes in ("even", "wide") and not experts and divides else 1
 
     @property
     def saving(self) -> str:
@@ -195,8 +225,8 @@ class Config:
             )
         if self.model == "toy" or self.lora or self.freeze:
             raise UserError("--strategy megatron builds its own model: without --model toy, --lora and --freeze")
-        if min(self.tp, self.pp, self.vpp, self.ep, self.etp + 1, self.vocab_multiple) < 1:
-            raise UserError("--tp, --pp, --vpp, --ep and --vocab-multiple are at least 1")
+        if self.scheduler == "deepspeed" and self.schedule_steps <= WARMUP:
+            raise UserError(f"--schedule-steps {self.schedule_steps}: Megatron's schedule warms up for {WARMUP} steps")
         if self.vpp > 1 and (self.pp < 2 or self.accumulate % self.pp):
             raise UserError("--vpp needs at least two stages, and --accumulate a multiple of --pp")
 
@@ -216,18 +246,30 @@ class Config:
                 "--strategy megatron-deepspeed builds its own model: "
                 "without --model toy, --lora, --freeze and --vocab, and with adamw"
             )
-        if min(self.tp, self.pp, self.vocab_multiple) < 1:
-            raise UserError("--tp, --pp and --vocab-multiple are at least 1")
 
     def _check_torch_options(self) -> None:
         if self.dtype == "fp16":
             raise UserError("--dtype fp16 needs a loss scaler, which only zero1, zero2 and zero3 bring")
+        if self.strategy == "tp-fsdp" and (
+            self.lora or self.model.removesuffix("_wide").removesuffix("_even") not in _TENSOR_PARALLEL
+        ):
+            raise UserError(f"--strategy tp-fsdp splits {', '.join(_TENSOR_PARALLEL)} (_even, _wide), without --lora")
         if self.layout == "trainer":
             raise UserError(f"--layout trainer is for zero1, zero2 and zero3; --through trainer runs {self.strategy}")
         if self.keys == "ids" and self.strategy == "fsdp1" and self.saving != "ranks":
             raise UserError("--keys ids: fsdp1's own state dict holds one rank's slices, so only --save ranks has it")
         if self.keys != "nested" and self.saving == "ranks":
             raise UserError("--save ranks always writes --keys ids, so leave --keys out")
+
+
+def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
+    option, choices = f"--{field.name.replace('_', '-')}", field.metadata.get("choices")
+    if choices and value not in choices:
+        raise UserError(f"{option}: {value!r} is none of {', '.join(choices)}")
+    if isinstance(value, int | float):
+        least, most = _LEAST.get(field.name, 0), _MOST.get(field.name, math.inf)
+        if not (least <= value <= most and math.isfinite(value)):
+            raise UserError(f"{option} {value}: at least {least}" + (f" and at most {most}" if most < math.inf else ""))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -238,7 +280,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             options["action"] = "store_true"
         else:
             options["type"] = str if field.default is None else type(field.default)
-            options["help"] += "" if field.default is None else " (%(default)s)"
+            options["help"] += "" if field.default in (None, "") else " (%(default)s)"
         names = [f"--{field.name.replace('_', '-')}", f"--{field.name}"]
         parser.add_argument(*dict.fromkeys(names), **options)
 

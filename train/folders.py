@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train import data, randomness
+from train import data, launch, randomness
 from train.config import ZERO, Config, UserError, read_ds_config
 
 
@@ -61,13 +61,26 @@ def load_random_states(config: Config, folder: Path, tag: str) -> None:
         print(f"note: {folder} has no random states of its ranks for {tag}; they start anew", file=sys.stderr)
 
 
+def left_by_a_run(output: Path) -> list[str]:
+    """Names of what a run has left in a folder, and another one would overwrite or add to: the files, and two steps."""
+    names = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
+    steps = [name for name in names if re.fullmatch(r"(checkpoint-|step-|global_step|iter_)\d+", name)]
+    files = ("latest", "latest_universal", "latest_checkpointed_iteration.txt", "metrics.jsonl")
+    return steps[-2:] + [name for name in names if name in files]
+
+
 def find_checkpoint(config: Config) -> tuple[Path, str]:
     """The folder and the tag that --resume means, after a check that this run's engine can load what lies there.
 
     --resume is a run folder (its newest checkpoint is meant), a Trainer checkpoint or the folder of one tag.
     """
     assert config.resume is not None
-    folder = Path(config.resume)
+    hint = "\nhint: `ckpt check` finds damage"
+    with launch.as_user_error(f"--resume {config.resume}: it cannot be read", hint):
+        return _find_checkpoint(config, Path(config.resume))
+
+
+def _find_checkpoint(config: Config, folder: Path) -> tuple[Path, str]:
     if not folder.is_dir():
         raise UserError(f"--resume {folder}: no such folder")
     tracker = folder / "latest_checkpointed_iteration.txt"  # Megatron-DeepSpeed leaves one beside `latest`
@@ -93,7 +106,10 @@ def _loads_universal(config: Config) -> bool:
 
 
 def _require_fit(config: Config, folder: Path) -> None:
-    """UserError with the conversion that helps if this run's engine or number of ranks cannot take a checkpoint."""
+    """UserError with the conversion that helps where an engine would fail on a checkpoint with words of its own.
+
+    What the engine takes, it is given: DCP and Megatron's torch_dist load on any number of ranks.
+    """
     if config.strategy == "megatron":
         _require_megatron(config, folder)
         return
@@ -112,7 +128,7 @@ def _require_fit(config: Config, folder: Path) -> None:
         problem = f"a {format} checkpoint, which --strategy {config.strategy} does not read"
     elif trainer and not zero and format != to:
         problem = f"a {format} checkpoint, which Trainer does not read under --save {config.saving}"
-    elif written_by not in (None, dist.get_world_size()) and not (format == "dcp" and config.reshard):
+    elif written_by not in (None, dist.get_world_size()):
         problem = f"a {format} checkpoint of {written_by} ranks, and this run has {dist.get_world_size()}"
     elif trainer and not any((path / "trainer_state.json").is_file() for path in (folder, folder.parent)):
         raise UserError(f"--resume {config.resume}: Trainer has not been here, so resume it without --through trainer")
@@ -225,9 +241,8 @@ def _identify(folder: Path) -> tuple[str, int | None]:
         return "megatron-dist", None
     if any(folder.glob("mp_rank_*/model_optim_rng.pt")):
         return "megatron", None
-    for dcp in (folder, folder / "pytorch_model_fsdp_0"):
-        if (dcp / ".metadata").is_file():
-            return "dcp", len({match[1] for file in dcp.iterdir() if (match := re.match(r"__(\d+)_", file.name))})
+    if any((dcp / ".metadata").is_file() for dcp in (folder, folder / "pytorch_model_fsdp_0")):
+        return "dcp", None
     if any((folder / name).is_file() for name in ("model.pt", "pytorch_model_fsdp.bin", "optimizer.pt")):
         return "full", None
     if (folder / "zero").is_dir():

@@ -4,13 +4,24 @@ Processes on a GPU each, with NCCL, where there are enough of them; else on the 
 DS_ACCELERATOR, by which DeepSpeed chooses too, and a process on the CPU sees no GPU at all, whichever library looks.
 """
 
+import contextlib
 import os
+import sys
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from train.config import UserError
+
+#: Seconds that a rank waits for what the others say of an error.
+_PATIENCE = 3.0
+#: How much of a framework's own words an error shows.
+_LONGEST = 500
 
 
 def start(device: str = "auto") -> None:
@@ -62,6 +73,58 @@ def on_gpu() -> bool:
 def device() -> torch.device:
     """Where this process computes."""
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def as_user_error(said: str, hint: str = "") -> Iterator[None]:
+    """Turns what a framework raises into an error of one line, and a hint."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, CheckpointException) as error:  # the latter is none of the former
+        cause: Any = error
+        if isinstance(error, CheckpointException):  # with the errors of all ranks
+            rank, (cause, _) = next(iter(error.failures.items()))
+            said += f": rank {rank}"
+        words = " ".join(str(cause).split())[:_LONGEST]
+        raise UserError(f"{said}: {type(cause).__name__}: {words}{hint}") from error
+
+
+def tell(error: Exception) -> None:
+    """Prints a mistake of the user's once: in the process that met it first, and with its rank unless all met it.
+
+    The others may have met nothing but the loss of that one. They wait until it has been printed.
+    """
+    if not dist.is_initialized():
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # every node may have its own
+            _print_error(str(error))
+        return
+    rank, ranks, text = dist.get_rank(), dist.get_world_size(), str(error)
+    with contextlib.suppress(RuntimeError):  # the store has gone with the rank that had it
+        store = dist.PrefixStore("train/errors", dist.distributed_c10d._get_default_store())
+        store.set(str(rank), text)
+        if store.add("count", 1) > 1:
+            _wait(lambda: store.check(["told"]))
+            return
+        everyone = [str(other) for other in range(ranks)]
+        all_met_it = _wait(lambda: store.check(everyone)) and set(store.multi_get(everyone)) == {text.encode()}
+        _print_error(text if all_met_it else f"rank {rank}: {text}")
+        store.set("told", "")
+        return
+    _print_error(f"rank {rank}: {text}")
+
+
+def _wait(condition: Callable[[], bool]) -> bool:
+    """Whether a condition came to be within _PATIENCE."""
+    end = time.monotonic() + _PATIENCE
+    while not (holds := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return holds
+
+
+def _print_error(text: str) -> None:
+    print(f"train: error: {text}", file=sys.stderr, flush=True)
 
 
 def is_first() -> bool:

@@ -77,15 +77,22 @@ def run(config: Config) -> list[Path]:
         return paths
     resumed = folders.find_checkpoint(config) if config.resume else None
     with Operations(config) as operations:
-        model = models.build_model(config)
-        engine: Engine = importlib.import_module(ENGINES[config.strategy]).open_engine(model, config)
+        module = importlib.import_module(ENGINES[config.strategy])
+        with launch.as_user_error(f"--strategy {config.strategy} does not take these options"):
+            model = models.build_model(config)
+            engine: Engine = module.open_engine(model, config)
         try:
             if resumed:
                 operations.enter("loading")
-                engine.load(*resumed)
-                folders.load_random_states(config, *resumed)
+                hint = "\nhint: `ckpt check` finds damage; --model, --dtype and --optimizer must be those of the run"
+                with launch.as_user_error(f"--resume {Path(*resumed)}: it cannot be loaded into this run", hint):
+                    engine.load(*resumed)
+                    folders.load_random_states(config, *resumed)
             operations.started(engine, resumed)
             return _train(engine, model, config, operations)
+        except UserError as error:
+            launch.tell(error)  # before the engine closes what other ranks wait for: they would name that as the cause
+            raise
         finally:
             operations.ended()
             engine.close()
@@ -102,7 +109,7 @@ def _train(engine: Engine, model: nn.Module, config: Config, operations: Operati
     if config.steps == 0 and config.truth:
         _write_truth(engine, config, f"step-{engine.step}")
     watch = None
-    steps = config.until - engine.step if config.until else config.steps
+    steps = operations.steps_to_take(engine.step)
     for number in tqdm(range(1, steps + 1), desc=str(output), disable=None if rank == 0 else True):
         mine = operations.next_batch().chunk(num_shards)[shard].to(launch.device())
         if config.memory and number == steps:

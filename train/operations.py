@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train import data, launch, records, resume_check, tracking
+from train import data, folders, launch, records, resume_check, tracking
 from train.config import Config, UserError
 from train.heartbeat import Heart
 from train.spikes import SpikeWatch
@@ -28,12 +28,23 @@ from train.spikes import SpikeWatch
 def resolve(config: Config) -> Config:
     """The configuration with --resume auto replaced by the newest complete checkpoint, or by None where there is none.
 
-    The first rank looks and tells the others, so that all go on from the same one.
+    The first rank looks and tells the others, so that all go on from the same one. UserError where there is to be a new
+    run in the folder of another one.
     """
     tracking.require(config.track)
+    found: list[Any] = [None]
+    if config.resume is None:
+        if dist.get_rank() == 0:
+            found = [folders.left_by_a_run(Path(config.output))]
+        dist.broadcast_object_list(found)
+        if names := found[0]:
+            goes_on = "auto" if names == ["metrics.jsonl"] else config.output
+            raise UserError(
+                f"--output {config.output}: a run has left {', '.join(names)} there\n"
+                f"hint: --resume {goes_on} goes on with it; for a new run give another --output"
+            )
     if config.resume != "auto":
         return config
-    found: list[Any] = [None]
     if dist.get_rank() == 0:
         record, passed_over = records.newest_complete(Path(config.output))
         for problem in passed_over:
@@ -50,10 +61,12 @@ class Operations:
     def __init__(self, config: Config) -> None:
         self.config, self.output = config, Path(config.output)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.output.mkdir(parents=True, exist_ok=True)
         started: list[Any] = [time.time()]
         dist.broadcast_object_list(started)
-        self.heart = Heart(self.output, self.rank, self.world_size, config.beat, started[0])
+        try:
+            self.heart = Heart(self.output, self.rank, self.world_size, config.beat, started[0])
+        except OSError as error:
+            raise UserError(f"--output {self.output}: {error.filename}: {error.strerror}") from None
         self.record: records.Record | None = None
         self.recorded: dict[int, dict[str, Any]] = {}
         self.to_check = 0
@@ -71,6 +84,13 @@ class Operations:
         if self.tracker:
             self.tracker.close()
         self.heart.__exit__(*reason)
+
+    def steps_to_take(self, done: int) -> int:
+        """How many steps are left of a run that is at step `done`; it is said where --until asks for none."""
+        config = self.config
+        if config.until and config.until <= done:
+            self._say(f"note: --until {config.until}: the run is at step {done} already, and trains and saves nothing")
+        return max(config.until - done, 0) if config.until else config.steps
 
     def ended(self) -> None:
         """The engine is about to be closed."""

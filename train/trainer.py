@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from train import data, folders, launch, models, stopping, truth
 from train.config import ZERO, Config, UserError
-from train.engines.native import gather
+from train.engines.native import gather, silence_unused_parameters
 from train.operations import Operations
 
 _SCHEDULERS = {"deepspeed": "linear", "torch": "cosine", "none": "constant"}
@@ -44,8 +44,11 @@ def run(config: Config) -> list[Path]:
     if resumed:  # of DeepSpeed's, the tag lies inside Trainer's folder
         folder = resumed[0] if (resumed[0] / "trainer_state.json").is_file() else resumed[0] / resumed[1]
     first = json.loads((folder / "trainer_state.json").read_text())["global_step"] if folder else 0
+    if config.strategy == "ddp":  # of which Trainer asks the same
+        silence_unused_parameters()
     with Operations(config) as operations:
-        return _run(config, resumed, folder, config.until or first + config.steps, operations)
+        steps = operations.steps_to_take(first)
+        return _run(config, resumed, folder, first + steps, operations) if steps else []
 
 
 def _run(

@@ -6,7 +6,7 @@ number of ranks, that it came from; where another run says more, against that as
 
 Bit for bit equal is what can be so:
   - engine and number of ranks are what they were, whatever formats the checkpoint went through in between;
-  - what the target's own framework redistributes: DCP by itself (`--reshard`), DeepSpeed by `load_universal`, torch
+  - what the target's own framework redistributes: DCP by itself, DeepSpeed by `load_universal`, torch
     from a full state dict.  There the resumed run after our conversion equals the one without it.
 
 Elsewhere the state is as equal, since that is what other tests compare; what differs is the arithmetic that comes
@@ -53,7 +53,6 @@ REFUSED = [
     row(("zero3", 2), ("zero3", 3)),
     row(("zero2", 2), ("zero3", 2)),
     row(("zero3", 2), ("fsdp2", 2)),
-    row(("fsdp2", 4), ("fsdp2", 2), own={"reshard": True}),
     row(("fsdp2", 4), ("zero1", 2)),
     row(("ddp", 2), ("zero3", 3)),
     row(("zero3", 2), ("ddp", 2)),
@@ -71,6 +70,7 @@ BY_HAND = [
     row(("zero1", 3), ("zero1", 2), "universal", load=UNIVERSAL),
     row(("ddp", 2), ("fsdp2", 3), "dcp", own={}),
 ]
+RESHARDED = row(("fsdp2", 4), ("fsdp2", 2), "dcp", own={})
 TORCH = (("scheduler", "torch"),)
 OTHERS = [
     Row(Run("zero3", 2, options=TORCH), Run("fsdp2", 3, options=TORCH)),
@@ -83,7 +83,7 @@ def in_fp32(one: Row) -> Row:
     return replace(one, source=replace(one.source, dtype="fp32"), target=replace(one.target, dtype="fp32"))
 
 
-TABLE = [*REFUSED, *BY_HAND, *OTHERS, *map(in_fp32, REFUSED)]
+TABLE = [*REFUSED, *BY_HAND, RESHARDED, *OTHERS, *map(in_fp32, [*REFUSED, RESHARDED])]
 
 
 @pytest.fixture(scope="session")

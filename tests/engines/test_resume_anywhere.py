@@ -29,7 +29,7 @@ GRID = {"tp": 2, "pp": 2, "transformer_impl": "local"}
 CHAIN: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("zero3", 4, {}, {}),
     ("zero2", 3, {"format": "zero2"}, {}),
-    ("fsdp2", 2, {"format": "dcp"}, {"reshard": True}),
+    ("fsdp2", 2, {"format": "dcp"}, {}),
     ("zero3", 4, {"format": "zero3", "dtype": "fp32"}, {}),
     ("megatron", 4, {"format": "megatron"} | GRID, {"tp": 2, "pp": 2, "save": "torch", "vocab_multiple": 128}),
     ("zero1", 2, {"format": "zero1"}, {}),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +88,66 @@ def test_random_states_of_cpu_and_gpu_go_on(tmp_path: Path, monkeypatch: pytest.
     assert saved.keys() == {"python", "numpy", "cpu", "cuda"}  # HF Trainer's
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     assert not randomness.load(tmp_path / "states"), "another rank's states are not taken"
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Ends ranks, a thread each, one after the other with an error or None; returns what all of them printed."""
+    own = threading.local()
+    monkeypatch.setattr(launch, "_PATIENCE", 0.5)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: own.rank)
+
+    def end(errors: dict[int, str], ranks: int) -> str:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: clients[own.rank])
+        clients = {rank: dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False) for rank in range(ranks)}
+
+        def leave(rank: int, text: str) -> None:
+            own.rank = rank
+            launch.tell(UserError(text))
+            launch.tell(UserError(text))  # as it comes by again, further out
+
+        threads = [threading.Thread(target=leave, args=entry) for entry in errors.items()]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.1)
+        for thread in threads:
+            thread.join()
+        return capfd.readouterr().err
+
+    return end
+
+
+def test_an_error_of_all_ranks_is_shown_once(ended: Any) -> None:
+    assert ended({1: "no", 0: "no", 2: "no"}, 3) == "train: error: no\n"
+
+
+def test_an_error_of_another_rank_is_shown_with_its_rank_and_not_what_came_of_it(ended: Any) -> None:
+    """Rank 0 alone spoke, and said that its connection was closed."""
+    assert ended({1: "no such file", 0: "connection closed"}, 2) == "train: error: rank 1: no such file\n"
+    assert ended({1: "no such file"}, 3) == "train: error: rank 1: no such file\n"
+
+
+def test_an_error_is_shown_where_the_store_has_gone_with_rank_0(
+    monkeypatch: pytest.MonkeyPatch, ended: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False)
+    del store
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
+    launch.tell(UserError("no"))
+    assert "train: error: rank 1: no\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("local_rank", "shown"), [("0", "train: error: no\n"), ("1", "")])
+def test_before_the_ranks_have_met_each_node_shows_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], local_rank: str, shown: str
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    launch.tell(UserError("no"))
+    assert capsys.readouterr().err == shown

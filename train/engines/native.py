@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -34,6 +34,8 @@ from train.optimizers import WarmupDecay, build_optimizer, build_scheduler, para
 # FSDP1 says in every rank and at every state dict that FSDP2 and DCP have come since.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 warnings.filterwarnings("ignore", message=".*_get_pg_default_device|Multiple backends are|Please use DTensor")
+# And that on one rank it shards nothing.
+warnings.filterwarnings("ignore", message="FSDP is switching to use|When using ``NO_SHARD``")
 # And DTensor, that gathering over two mesh axes at once would be faster.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
@@ -130,13 +132,7 @@ class NativeEngine:
 
     def load(self, folder: Path, tag: str) -> None:
         """Continues from a checkpoint of any strategy of this module's."""
-        try:
-            native_files.load(self, folder / tag)
-        except (CheckpointException, KeyError, OSError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"--resume {folder / tag}: torch cannot load it into this run. Was it written with the same "
-                f"--model, --optimizer and --scheduler? {type(error).__name__}: {error}"
-            ) from error
+        native_files.load(self, folder / tag)
 
     def held(self) -> dict[str, list[Any]]:
         """What this rank holds, by kind. DDP's buckets are not to be seen from Python."""
@@ -217,14 +213,14 @@ def build_mesh(config: Config) -> DeviceMesh | None:
     world_size = dist.get_world_size()
     grids = {
         "fsdp2": ((world_size,), ("shard",)),
-        "hsdp": ((2, world_size // 2), ("replicate", "shard")),
+        "hsdp": ((2, world_size // 2) if world_size % 2 == 0 else (1, world_size), ("replicate", "shard")),
         "tp-fsdp": ((world_size // config.tp, config.tp), ("shard", "tp")),
     }
     if config.strategy not in grids:
         return None
     sizes, names = grids[config.strategy]
     if torch.Size(sizes).numel() != world_size:
-        raise UserError(f"--strategy {config.strategy}: {world_size} ranks do not make a grid of {sizes[0]} x N")
+        raise UserError(f"--tp {config.tp}: {world_size} ranks do not divide by it")
     return init_device_mesh(launch.device().type, sizes, mesh_dim_names=names)
 
 
@@ -235,6 +231,7 @@ def shard(model: nn.Module, config: Config, mesh: DeviceMesh | None, whole: set[
     if config.strategy == "ddp":
         # The flag keeps DDP from moving gradients to other buckets after the first step of a run, which would change
         # the order of additions, and so the last bits, of a step after --resume.
+        silence_unused_parameters()
         return DistributedDataParallel(model, find_unused_parameters=True)
     if config.strategy == "fsdp1":
         return FullyShardedDataParallel(
@@ -256,6 +253,19 @@ def shard(model: nn.Module, config: Config, mesh: DeviceMesh | None, whole: set[
     return model
 
 
+def silence_unused_parameters() -> None:
+    """Has torch say now, to nobody, that find_unused_parameters is slow: it says so once in each process, on fd 2."""
+    model = nn.Linear(1, 1).to(launch.device())
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        DistributedDataParallel(model, find_unused_parameters=True)(torch.ones(1, 1, device=launch.device()))
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
 def tensor_parallel_plan(model: nn.Module, config: Config) -> dict[str, Any]:
     """Every projection that divides by heads or columns, by name; the rest of the model stays whole."""
     plan = {
@@ -264,11 +274,7 @@ def tensor_parallel_plan(model: nn.Module, config: Config) -> dict[str, Any]:
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TENSOR_PARALLEL
     }
     sizes = getattr(model, "config", None)
-    if (
-        not plan
-        or config.lora
-        or any(getattr(sizes, name) % config.tp for name in ("num_key_value_heads", "intermediate_size"))
-    ):
+    if any(getattr(sizes, name) % config.tp for name in ("num_key_value_heads", "intermediate_size")):
         raise UserError(
             f"--strategy tp-fsdp: --model {config.model} does not split {config.tp} ways, llama_even by 2 does"
         )

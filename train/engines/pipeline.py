@@ -162,13 +162,7 @@ class PipelineRun:
 
     def load(self, folder: Path, tag: str) -> None:
         """Continues from a checkpoint of this layout."""
-        try:
-            self.engine.load_checkpoint(str(folder), tag=tag)
-        except (AssertionError, KeyError, OSError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"--resume {folder / tag}: DeepSpeed cannot load it into this run. Was it written with the same "
-                f"--tp, --pp, --model, --dtype and number of ranks? {type(error).__name__}: {error}"
-            ) from error
+        self.engine.load_checkpoint(str(folder), tag=tag)
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Every tensor in full on rank 0, made of what all ranks hold; replicas must agree."""

@@ -62,6 +62,8 @@ def sizes(config: Config, model: Any, rank: int, group: Any) -> Sizes:
             raise UserError(f"--tp {config.tp}: --model {config.model} has {size} {name}; try {architecture}_wide")
     if hub.intermediate_size % config.tp:
         raise UserError(f"--tp {config.tp} does not divide the {hub.intermediate_size} rows of the MLP")
+    if hub.num_hidden_layers < config.pp:
+        raise UserError(f"--pp {config.pp}: {hub.num_hidden_layers} layers leave a stage without any")
     multiple = config.vocab_multiple * config.tp
     return Sizes(
         hidden=hub.hidden_size,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from train import launch, memory, models, truth
-from train.config import Config, UserError, read_ds_config
+from train.config import Config, read_ds_config
 from train.optimizers import build_optimizer, build_scheduler, param_groups
 
 # Both are read while deepspeed is imported. LOCAL_SIZE spares its search for NUMA nodes.
@@ -191,13 +191,7 @@ class ZeroEngine:
 
     def load(self, folder: Path, tag: str) -> None:
         """Continues from a checkpoint written at this world size, or from a universal one if so configured."""
-        try:
-            self.engine.load_checkpoint(str(folder), tag=tag)
-        except (AssertionError, KeyError, OSError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"--resume {folder / tag}: DeepSpeed cannot load it into this run. Was it written with the same "
-                f"--strategy, --model, --dtype and --optimizer? {type(error).__name__}: {error}"
-            ) from error
+        self.engine.load_checkpoint(str(folder), tag=tag)
 
     def held(self) -> dict[str, list[Any]]:
         """What this rank holds, by kind; whole copies of ZeRO-3's parameters while they are in use count as nothing."""

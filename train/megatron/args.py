@@ -313,6 +313,7 @@ def _require_division(config: Config, values: dict[str, Any]) -> None:
     world_size, experts = dist.get_world_size(), values["num_experts"]
     if world_size % (config.tp * config.pp):
         raise UserError(f"--tp {config.tp} --pp {config.pp}: {world_size} ranks do not divide by their product")
+    _require_stages(config, values["num_layers"])
     if config.ep > 1 and not experts:
         raise UserError(f"--ep {config.ep}: --model {config.model} has no experts")
     if experts and (experts % config.ep or world_size % (config.pp * config.ep * (config.etp or config.tp))):
@@ -330,3 +331,16 @@ def _require_division(config: Config, values: dict[str, Any]) -> None:
         raise UserError("--tp with experts: megatron-core trains that only with --sequence-parallel")
     if config.sequence_parallel and config.length % config.tp:
         raise UserError(f"--sequence-parallel: --length {config.length} does not divide by --tp {config.tp}")
+
+
+def _require_stages(config: Config, layers: int) -> None:
+    """The layers must divide among the stages, and those of a stage among its chunks."""
+    given = [number for number in (config.first_stage_layers, config.last_stage_layers) if number]
+    rest, stages = layers + config.count_embedding + config.count_loss - sum(given), config.pp - len(given)
+    fits = rest >= stages > 0 and rest % (stages * config.vpp) == 0 if stages else rest == 0
+    if not fits or any(number % config.vpp for number in given):
+        beside = f", {' and '.join(map(str, given))} of them in the first or last stage," if given else ""
+        raise UserError(
+            f"--pp {config.pp} --vpp {config.vpp}: {layers} layers{beside} do not divide into "
+            f"{config.pp * config.vpp} chunks"
+        )

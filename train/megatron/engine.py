@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from train import launch, memory, truth
-from train.config import Config, UserError
+from train.config import WARMUP, Config
 from train.megatron import args as megatron_args
 from train.megatron import files as megatron_files
 from train.megatron import truth as megatron_truth
@@ -23,8 +23,6 @@ warnings.filterwarnings("ignore", module="megatron")
 # Its calls have newer names in torch.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 logging.getLogger("megatron").setLevel(logging.ERROR)
-
-_WARMUP = 3
 
 
 class MegatronEngine:
@@ -158,13 +156,7 @@ class MegatronEngine:
     def load(self, folder: Path, tag: str) -> None:
         """Continues from a checkpoint of this strategy, or takes over the weights of one that holds nothing else."""
         with on_this_machine():
-            try:
-                megatron_files.load(self, folder / tag)
-            except (AssertionError, KeyError, OSError, RuntimeError, ValueError) as error:
-                raise UserError(
-                    f"--resume {folder / tag}: megatron-core cannot load it into this run. Was it written with the "
-                    f"same --model, --dtype and --optimizer? {type(error).__name__}: {error}"
-                ) from error
+            megatron_files.load(self, folder / tag)
 
     def held(self) -> dict[str, list[Any]]:
         """What this rank holds, by kind."""
@@ -358,7 +350,7 @@ def build_scheduler(optimizer: Any, config: Config) -> Any:
         init_lr=config.lr / 10 if warms_up else 0.0,
         max_lr=config.lr,
         min_lr=0.0 if config.scheduler == "torch" else config.lr / 10,
-        lr_warmup_steps=_WARMUP * config.batch if warms_up else 0,
+        lr_warmup_steps=WARMUP * config.batch if warms_up else 0,
         lr_decay_steps=config.schedule_steps * config.batch,
         lr_decay_style={"deepspeed": "linear", "torch": "cosine", "none": "constant"}[config.scheduler],
         start_wd=config.weight_decay,

@@ -1,0 +1,138 @@
+"""What the batch script does when fewer nodes come back, for every strategy: `ckpt resume`, and the trainer behind it.
+
+And what the trainer says where a rank cannot load its part.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import ckpt
+from tests.support.engines import REPOSITORY, fork, forked
+from tests.support.resuming import losses
+from train.config import STRATEGIES
+
+pytestmark = pytest.mark.slow
+
+TITLE = "fewer nodes, the defaults of every strategy: loss of the steps on fewer ranks, and of the unbroken run"
+#: Ranks before and after, and RESUME, the script's options of `ckpt resume`; more cases than the strategies.
+CASES = {
+    **{strategy: (strategy, 2, 1, "") for strategy in STRATEGIES},
+    "hsdp on 4": ("hsdp", 4, 2, ""),
+    "tp-fsdp on 4": ("tp-fsdp", 4, 2, ""),
+    "megatron-deepspeed": ("megatron-deepspeed", 2, 1, "--tp 1"),
+    "fsdp2, more nodes": ("fsdp2", 1, 2, ""),
+}
+SCRIPT = (REPOSITORY / "train" / "slurm" / "multinode.sbatch").read_text()
+PRELOAD = ["train.engines.zero", "train.engines.native", "tests.support.megatron_imports"]
+
+
+def train(strategy: str, output: Path, *words: str) -> list[str]:
+    # Megatron's softmax goes over the padding of the vocabulary, too, so there is to be as much of it at any --tp.
+    return ["--output", str(output), *words, "--strategy", strategy, "--dtype", "fp32", "--vocab-multiple", "130"]
+
+
+def start(ranks: int, words: list[str]) -> tuple[Any, ...]:
+    return ranks, "train.__main__", words
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps for each case, and one that saved after two of them and goes on."""
+    folder = tmp_path_factory.mktemp("fewer")
+    starts = []
+    for name, (strategy, ranks, _, _) in CASES.items():
+        starts += [start(ranks, train(strategy, folder / "unbroken" / name, "--steps", "4"))]
+        starts += [start(ranks, train(strategy, folder / name, "--steps", "2"))]
+    fork(starts, PRELOAD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def resumed(stopped: Path) -> Path:
+    starts = []
+    for name, (strategy, _, ranks, options) in CASES.items():
+        run = stopped / name
+        found = ckpt("resume", run, "--missing-ok", "--world-size", str(ranks), *options.split())
+        assert found.code == 0, found.err
+        assert ("as it is" in found.err) == (not re.search("zero|deepspeed", strategy)), found.err
+        starts.append(start(ranks, train(strategy, run, "--resume", found.out.strip(), "--until", "4")))
+    fork(starts, PRELOAD)
+    return stopped
+
+
+def test_these_are_the_commands_of_the_script() -> None:
+    assert 'ckpt resume "$RUN" --missing-ok --world-size "$RANKS" ${RESUME:-})' in SCRIPT
+    assert 'exec python -m train "$@"\n\' "$LOGS" --output "$RUN" "${FROM[@]}" "$@"' in SCRIPT
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_goes_on_with_fewer_nodes(name: str, resumed: Path, tables: Any) -> None:
+    """The trainer refused a DCP checkpoint of other ranks, which `ckpt resume` had handed to it."""
+    found, unbroken = losses(resumed / name), losses(resumed / "unbroken" / name)
+    assert sorted(found) == [1, 2, 3, 4]
+    for step, loss in found.items():
+        tables[TITLE][name][f"step {step}"] = f"{loss:.6f} {unbroken[step]:.6f}"
+        assert loss == pytest.approx(unbroken[step], rel=2e-6), step
+
+
+def started(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """A start of two ranks that has ended."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+    command = forked([start(2, words)], ["train.engines.zero", "train.engines.native"])
+    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+def failed(words: list[str]) -> str:
+    """The errors and hints of a start whose ranks ended with code 2."""
+    done = started(words)
+    assert "exit code 2" in done.stderr, done.stderr[-3000:]
+    return "\n".join(re.findall("^(?:train: error|hint): .*$", done.stderr, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "file"),
+    [
+        ("zero3", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("zero3", "rng_state_1.pth"),
+        ("fsdp2", "__1_0.distcp"),
+    ],
+)
+def test_the_error_of_another_rank_is_shown_once(strategy: str, file: str, stopped: Path, tmp_path: Path) -> None:
+    """Rank 0 said that its connection was closed, and nobody that rank 1 could not read its shard."""
+    run = shutil.copytree(stopped / "unbroken" / strategy, tmp_path / "run")
+    (cut,) = (path for path in run.rglob("*") if path.name.endswith(file))
+    os.truncate(cut, 8000)
+    said = failed(train(strategy, run, "--resume", str(run), "--steps", "1"))
+    assert said.count("train: error: ") == 1 and "onnection" not in said
+    assert re.search(r"--resume \S+: it cannot be loaded into this run: (rank \d: )?\w+: ", said)
+    assert "hint: `ckpt check` finds damage" in said
+    assert said.startswith("train: error: rank 1: ") == (strategy == "zero3")  # DCP tells all ranks
+
+
+def test_a_checkpoint_that_no_rank_can_read_is_one_line(stopped: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(stopped / "unbroken" / "zero2", tmp_path / "run")
+    for file in run.rglob("*optim_states.pt"):
+        os.truncate(file, 8000)
+    said = failed(train("zero2", run, "--resume", str(run), "--steps", "1"))
+    assert said.startswith(f"train: error: --resume {run}: it cannot be read: ") and said.count("train: error: ") == 1
+
+
+def test_ddp_warns_of_nothing(tmp_path: Path) -> None:
+    """Every rank printed torch's advice on find_unused_parameters."""
+    done = started(train("ddp", tmp_path / "run", "--steps", "1"))
+    assert done.returncode == 0 and re.sub("step 1: loss [0-9.]+\n", "", done.stderr) == ""
+
+
+def test_a_pipeline_that_cannot_be_cut_is_one_line(tmp_path: Path) -> None:
+    """megatron-core's AssertionError came through, with 113 lines."""
+    words = ["--pp", "2", "--vpp", "2", "--accumulate", "2", "--layers", "2"]
+    said = failed(train("megatron", tmp_path / "run", *words))
+    assert said == "train: error: --pp 2 --vpp 2: 2 layers do not divide into 4 chunks"
