@@ -335,10 +335,11 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
     wanted = "checkpoint of a known format" if format == AUTO else f"{format} checkpoint"
     if tag is not None:
         wanted += f" with the tag {tag!r}"
+    run = path if others else _run_here(path)
     for one in registry.all_formats() if not others else ():
         if one.name != format and one.reads:
             try:
-                found = any(one.find(folder, tag) is not None for folder in [path, *trainer_steps(path)])
+                found = any(one.find(folder, tag) is not None for folder in [run, *trainer_steps(run)])
             except CkptError:
                 continue
             others += [one.name] if found else []
@@ -350,6 +351,14 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
     if tag is not None and not others and (steps := trainer_steps(path)):
         hint = "there is " + ", ".join(folder.name for folder in steps[:8])
     return NotFoundError(f"no {wanted} here", path=path, hint=hint)
+
+
+def _run_here(path: Path) -> Path:
+    """The run folder that is meant by `path`, the only one in it or itself."""
+    try:
+        return path if is_run(path) else run_below(path, is_run) or path
+    except CkptError:
+        return path
 
 
 def _is_part(path: Path) -> bool:
@@ -412,7 +421,10 @@ def _with_config(checkpoint: Checkpoint, request: ReadRequest) -> Checkpoint:
     namespace = checkpoint.namespace
     if namespace == OWN and config and config.get("model_type"):
         namespace = TRANSFORMERS
-    found = replace(checkpoint, folders=tuple(map(str, distinct)), config=config, namespace=namespace)
+    given = None if request.config is None else str(request.config)
+    found = replace(
+        checkpoint, folders=tuple(map(str, distinct)), config_folder=given, config=config, namespace=namespace
+    )
     if namespace == TRANSFORMERS and (own := registry.service("namespace_of")(found)):
         found = replace(found, namespace=own)
     return with_computing_dtype(found)

@@ -231,6 +231,8 @@ def open_base(adapter: Adapter, where: str | None, *, accept: bool = False) -> C
                     f"it is a quantized copy: give the full-precision {_QUANTIZED.sub('', given)}, or what that was "
                     f"made from, with --base; or fetch it, hf download {given}, and add --dequantize"
                 )
+            else:
+                error.hint = f"{error.hint}; or give the folder of a copy with --base"
             raise
     note = None if accept else _check_identity(adapter.config, path, given)
     base = api.open(path)

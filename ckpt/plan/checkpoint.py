@@ -202,7 +202,8 @@ class Checkpoint:
     `dtensor` is one part of a tensor as torch has pickled it in files of ranks, a Record: each version does it its way.
     `flat_parameters` are the fqns of each flat parameter that FSDP1's optimizer has, in its order.
     `ties` maps an alias to the fqn that owns the tensor, as the checkpoint records it.
-    `folders` are the places in which the run's other files (config, tokenizer) may stand, nearest first.
+    `folders` are the places in which the run's other files (config, tokenizer) may stand, nearest first;
+    `config_folder` is the one that was given for the model's config.
     `origins` are the places that the user named, a run folder or adapters to be merged among them: nothing is written
     into any of them, nor over one.
     `passed_over` says which newer checkpoints of the run are not the one that was taken, and why: the user is told even
@@ -234,6 +235,7 @@ class Checkpoint:
     state: TrainingState = field(default_factory=TrainingState)
     config: Mapping[str, Any] | None = None
     folders: tuple[str, ...] = ()
+    config_folder: str | None = None
     origins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
@@ -247,6 +249,15 @@ class Checkpoint:
 
     def with_role(self, *roles: str) -> Iterator[Tensor]:
         return (tensor for (_, role), tensor in self.tensors.items() if role in roles)
+
+    @property
+    def run_folders(self) -> tuple[str, ...]:
+        """The `folders` with the run's own files: without the one given for the config, where that is another run's."""
+        given = Path(self.config_folder) if self.config_folder is not None else None
+        if given is None:
+            return self.folders
+        path = Path(self.path)
+        return tuple(one for one in self.folders if not given.is_relative_to(one) or path.is_relative_to(one))
 
     @property
     def shapes(self) -> dict[str, Shape]:

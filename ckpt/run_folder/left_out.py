@@ -26,5 +26,5 @@ def training_left_out(checkpoint: Checkpoint) -> list[str]:
 def run_files_left_out(checkpoint: Checkpoint) -> list[str]:
     """A line with the files of the run beside `checkpoint`, but for those that its optimizer was read from."""
     read = {file.path for file in checkpoint.files} if checkpoint.optimizer_states else set()
-    names = run_files(checkpoint.folders, read)
+    names = run_files(checkpoint.run_folders, read)
     return [f"files of the run {', '.join(names)}"] if names else []

@@ -57,7 +57,7 @@ def _keeps_float32(checkpoint: Checkpoint) -> bool:
 
 def _recorded_dtype(checkpoint: Checkpoint) -> tuple[DType, str]:
     """What a run computes in, and what records it; float32 and nothing where there is no record."""
-    known = [arguments for folder in checkpoint.folders if (arguments := _read(Path(folder) / TRAINING_ARGS))]
+    known = [arguments for folder in checkpoint.run_folders if (arguments := _read(Path(folder) / TRAINING_ARGS))]
     for arguments in known:
         for name, dtype in (("bf16", BFLOAT16), ("fp16", FLOAT16)):
             if arguments.get(name) is True:

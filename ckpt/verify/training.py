@@ -122,7 +122,7 @@ def _recorded(checkpoint: Checkpoint) -> dict[str, Any]:
         "scalars": {name: _united(values) for name, values in state.scalars.items()},
         **state.entries(),
     }
-    folders = [Path(folder) for folder in checkpoint.folders]
+    folders = [Path(folder) for folder in checkpoint.run_folders]
     folders += [folder / "random_states" / Path(checkpoint.path).name for folder in folders]
     for name in run_files(map(str, folders)):
         if any(fnmatch.fnmatch(name, pattern) for pattern in _BESIDE):

@@ -115,3 +115,17 @@ def test_what_is_recorded_nowhere_is_said(model: LlamaForCausalLM, tmp_path: Pat
     told = check(run, tmp_path / "out", model, FLOAT32, [])
     assert ("nothing here records whether it computes in 16 bits, which --dtype bf16" in " ".join(told.split())) == said
     assert "nothing here records" not in check(run, tmp_path / "bf16", model, BFLOAT16, ["--dtype", "bf16"])
+
+
+def test_training_arguments_beside_a_given_config_are_another_runs(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    run = run_of(model, tmp_path / "run", "dcp", "float32")
+    for name in ("config.json", "training_args.bin"):
+        (run / "checkpoint-1" / name).unlink()
+    other = run_of(model, tmp_path / "other", "dcp", "float32", bf16=True) / "checkpoint-1"
+    shutil.copy(other / "training_args.bin", other.parent)
+    said = check(run, tmp_path / "out", model, FLOAT32, ["--config", str(other)])
+    assert "training_args.bin" not in said
+    shutil.copy(other / "training_args.bin", run)  # the run's own folder may be given, too
+    shutil.copy(other / "config.json", run)
+    own = check(run / "checkpoint-1", tmp_path / "again", model, BFLOAT16, ["--config", str(run)])
+    assert "bf16 in training_args.bin" in own and "files of the run training_args.bin" in own
