@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckpt import api, registry
-from ckpt.errors import CkptError, CorruptError, NotFoundError, printable
+from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, printable
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.runs import run_below
@@ -61,8 +62,8 @@ _DEEPSPEED_STEP = re.compile(r"global_step\d+")
 class Checked:
     """One checkpoint of a run: `path` relative to what was asked about, and what is wrong with it.
 
-    `format` is None where it cannot be read.  Files that were not looked into stand last in `problems`; with
-    these alone it is whole.
+    `format` is None where it cannot be read; `usable` is what still can be read where files are missing.  Files that
+    were not looked into stand last in `problems`; with these alone it is whole.
     """
 
     path: str
@@ -71,6 +72,7 @@ class Checked:
     num_files: int
     num_bytes: int
     problems: tuple[Problem, ...]
+    usable: str | None = None
 
     @property
     def exit_code(self) -> int:
@@ -94,6 +96,7 @@ class Checked:
         return {
             "path": printable(self.path),
             "format": self.format,
+            "usable": self.usable,
             "step": self.step,
             "files": self.num_files,
             "bytes": self.num_bytes,
@@ -125,7 +128,8 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         for one in self.checkpoints:
-            facts = [one.format or "not readable", *([] if one.step is None else [f"step {one.step}"])]
+            usable = f"usable as {one.usable}" if one.usable else "not readable"
+            facts = [one.format or usable, *([] if one.step is None else [f"step {one.step}"])]
             yield printable(
                 f"{one.path}: {one.state} ({', '.join(facts)}, {show_size(one.num_bytes)} in "
                 f"{counted(one.num_files, 'file')})"
@@ -273,15 +277,19 @@ def _check_one(
     count: Bytes | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Checked:
-    files = files_below(place, [other for other in every if other != place])
+    others = [other for other in every if other != place]
+    files = files_below(place, others)
     problems: list[Problem] = []
-    checkpoint = None
+    checkpoint = usable = None
+    own = _own_formats(place, format, others)
     try:
-        checkpoint = api.open(place, format)
+        checkpoint = api.open(place, next(own, format))
         problems += _damaged_tensors(checkpoint)
         problems += _of_two_saves(checkpoint)
     except CkptError as error:
         problems.append(problem_of(error, place))
+        if isinstance(error, IncompleteError):
+            usable = next(_read_alone(place, own), None)
     sound = {file.path for file in checkpoint.files} if checkpoint is not None else set()
     problems += problems_of(place, files, sound)
     problems += _lacking_beside(place)
@@ -299,7 +307,32 @@ def _check_one(
         len(files),
         sum(file.stat().st_size for file in files),
         tuple(problems),
+        usable,
     )
+
+
+def _own_formats(place: Path, format: str, others: list[Path]) -> Iterator[str]:
+    """Formats to open `place` by so that none of the `others` is opened, which may lie below it."""
+    below = [other for other in others if other.is_relative_to(place)]
+    is_first = True
+    for one in registry.all_formats():
+        if one.reads and format in (api.AUTO, one.name):
+            try:
+                found = one.find(place, None)
+            except CkptError:  # of this format, and damaged: that is said as it is opened
+                found = place
+            if found is not None:
+                if not any(found.is_relative_to(other) for other in below):
+                    yield format if is_first else one.name
+                is_first = False
+
+
+def _read_alone(place: Path, formats: Iterator[str]) -> Iterator[str]:
+    """The formats that can be read in a folder of which something else is missing, and what they do not hold."""
+    for name in formats:
+        with suppress(CkptError):
+            api.open(place, name)
+            yield name if registry.get(name).carries_optimizer else f"{name}, without an optimizer"
 
 
 def _differing_from_manifest(place: Path) -> list[Problem]:

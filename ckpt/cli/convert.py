@@ -14,6 +14,7 @@ import typer
 from ckpt import registry
 from ckpt.cli import complete
 from ckpt.cli import options as opt
+from ckpt.cli.axolotl import run_and_config
 from ckpt.cli.text import carry_out, say_source
 from ckpt.errors import UsageError, printable, shown
 from ckpt.progress import progress
@@ -41,7 +42,10 @@ def convert(
         str | None, typer.Argument(metavar="TO", help="The format to write.", autocompletion=complete.targets)
     ] = None,
     path: Annotated[
-        Path | None, typer.Argument(metavar="PATH", help="A checkpoint, or the run folder it lies in.", readable=False)
+        Path | None,
+        typer.Argument(
+            metavar="PATH", help="A checkpoint, the run folder it lies in, or Axolotl's YAML.", readable=False
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The folder to write. [default: PATH-TO, beside PATH]")
@@ -90,7 +94,7 @@ def convert(
         print(f"converting with {start}", file=sys.stderr)
     with joined(start) as group, translate_os_errors():
         check_alike({"version": __version__, **given}, group)
-        source, target, path = _meant(source, target, path, tag, config)
+        source, target, path, config = _meant(source, target, path, tag, config, quiet)
         destination = output or default_output(path, target)
         check_destination(destination, path)  # before the source is read, which may take long
         layout = Layout(CASTABLE.get(dtype), parse_size(max_shard_size), world_size, options)
@@ -123,14 +127,14 @@ def convert(
 
 
 def _meant(
-    source: str | None, target: str | None, path: Path | None, tag: str | None, config: str | None
-) -> tuple[str, str, Path]:
-    """FROM, TO and PATH.  With one word it is PATH: FROM is found out, and TO asked for on a terminal.
+    source: str | None, target: str | None, path: Path | None, tag: str | None, config: str | None, quiet: bool
+) -> tuple[str, str, Path, str | None]:
+    """FROM, TO, PATH and the config.  With one word it is PATH: FROM is found out, and TO asked for on a terminal.
 
     Raises UsageError where there is nobody to be asked, which lists the formats, and with two words.
     """
     if source is not None and target is not None and path is not None:
-        return source, target, path
+        return source, target, *run_and_config(path, config, quiet=quiet)
     usage = "FROM, TO and PATH, or PATH alone"
     if source is None:
         raise UsageError("there is nothing to convert", expected=usage, hint="see `ckpt convert --help`")
@@ -141,7 +145,7 @@ def _meant(
         raise UsageError("a format or PATH is missing", expected=usage, found=f"{source} {target}", hint=line)
     from ckpt import api
 
-    path = Path(source)
+    path, config = run_and_config(Path(source), config, quiet=quiet)
     found = api.open(path, tag=tag, config=config)
     written = [one for one in registry.all_formats() if one.writes]
     print(printable(f"{found.path} is {found.format}, which becomes any of:"), file=sys.stderr)
@@ -150,7 +154,7 @@ def _meant(
     if not is_interactive():
         line = f"ckpt convert {found.format} hf {shlex.quote(str(path))}"
         raise UsageError("to which format?", path=path, expected="FROM, TO and PATH", hint=f"for example {line}")
-    return found.format, registry.get(typer.prompt("to which format?", err=True)).name, path
+    return found.format, registry.get(typer.prompt("to which format?", err=True)).name, path, config
 
 
 def is_interactive() -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt.cli import options as opt
+from ckpt.cli.axolotl import run_of
 from ckpt.cli.convert import beside_another, default_output
 from ckpt.cli.text import carry_out, say_notes, say_source
 from ckpt.errors import UsageError, printable, shown
@@ -28,8 +29,8 @@ def merge_lora(
         list[str] | None,
         typer.Argument(
             metavar="ADAPTER",
-            help="A PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache. "
-            "[default: this folder]",
+            help="A PEFT folder, a run folder (its newest adapter), Axolotl's YAML, a sharded checkpoint, or a Hub id "
+            "in the cache. [default: this folder]",
         ),
     ] = None,
     base: Annotated[
@@ -83,7 +84,8 @@ def merge_lora(
     from ckpt.plan.checkpoint import Layout
     from ckpt.plan.dtypes import CASTABLE
 
-    wanted = sources or ["."]
+    given = [run_of(where, quiet=quiet) for where in sources or ["."]]
+    wanted, base = [where for where, _ in given], base or given[0][1]
     destination = output or default_output(Path(wanted[0]), "merged")
     found = [adapters.open_adapter(where, config=config, tag=tag) for where in wanted]
     if output is None and not overwrite:

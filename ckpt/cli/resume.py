@@ -10,6 +10,7 @@ import typer
 
 from ckpt.cli import complete
 from ckpt.cli import options as opt
+from ckpt.cli.axolotl import run_and_config
 from ckpt.errors import printable
 from ckpt.plan.options import MAX_SIZE
 
@@ -49,6 +50,7 @@ def resume(
     start = launch()
     if start is not None and not start.rank and not quiet:
         print(f"resuming with {start}", file=sys.stderr)
+    path, config = run_and_config(path, config, quiet=quiet or (start is not None and bool(start.rank)))
     with joined(start):
         found = find(
             path,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -21,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt import api, registry
-from ckpt.errors import CorruptError, LossError, UsageError
+from ckpt.errors import CkptError, CorruptError, LossError, UsageError
 from ckpt.lora.combine import loaded, require_peft
-from ckpt.lora.find import Adapter, Factor
+from ckpt.lora.find import Adapter, Factor, open_adapter
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import DType
@@ -32,6 +33,7 @@ from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.run_folder.companions import CONFIG, PATTERNS, TEMPLATES, companions, dump_config, parse_json
 from ckpt.run_folder.left_out import training_left_out
+from ckpt.run_folder.steps import trainer_steps
 from ckpt.state import adapter as names
 from ckpt.state.adapter import AdapterConfig, AdapterName, parse_name
 from ckpt.text import counted
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 #: The config's entry that says whether the output layer is the embedding.
 _TIE = "tie_word_embeddings"
+#: Checkpoints of a run that are tried where the adapter in the run folder does not fit.
+_MAX_STEPS = 8
 #: How the parts of a quantized weight go on behind the layer's name: GPTQ, AWQ, MXFP4.
 _PACKED = re.compile(r"\.(qweight|\w+_blocks)$")
 #: A layer of a single expert.
@@ -85,6 +89,26 @@ def plan(
     if find_spec("torch") is None:
         raise UsageError("merging takes torch, which does the arithmetic", hint="pip install torch")
     layout = layout or Layout()
+    try:
+        return _plan(adapters, base, layout, resources or Resources(), notes)
+    except LossError as error:
+        if (step := _step_that_fits(adapters, base, layout)) is not None:
+            error.hint = f"the adapter of {step.name} in this run fits: ckpt merge-lora {step}"
+        raise
+
+
+def _step_that_fits(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout) -> Path | None:
+    """The newest checkpoint whose adapter can be merged, in the run folder that the one adapter was saved in."""
+    for step in trainer_steps(adapters[0].folder)[:_MAX_STEPS] if len(adapters) == 1 else ():
+        with suppress(CkptError):
+            _plan([open_adapter(str(step))], base, layout, Resources(), ())
+            return step
+    return None
+
+
+def _plan(
+    adapters: Sequence[Adapter], base: Checkpoint, layout: Layout, resources: Resources, notes: Sequence[str]
+) -> api.Conversion:
     merge = _Merge(api.to_namespace(base, TRANSFORMERS), layout)
     given, adapters = adapters, [_stacked(one, merge) for one in adapters]
     for one, before in zip(adapters, given, strict=True):
@@ -100,7 +124,7 @@ def plan(
     left_out = dict.fromkeys(line for one in given for line in training_left_out(one.checkpoint))
     target = replace(target, notes=notes, dropped=(*left_out, *target.dropped))
     merged = _with_sources(merged, [c for one in given for c in (one.checkpoint, *one.others)])
-    return api.Conversion(make_plan(merged, target, carries_optimizer=False), resources or Resources(), "hf")
+    return api.Conversion(make_plan(merged, target, carries_optimizer=False), resources, "hf")
 
 
 def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpoint:

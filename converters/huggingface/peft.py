@@ -38,10 +38,16 @@ from ckpt.run_folder.companions import CONFIG, companions, read_object
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.sizes import show_size
 from ckpt.state import adapter
+from ckpt.state.wrapped import clean_names
 
 SAFETENSORS = "adapter_model.safetensors"
 TORCH = "adapter_model.bin"
 METADATA = {"format": "pt"}
+#: Axolotl 0.19 writes such names under FSDP2 with `activation_checkpointing`.
+_WRAPPED = (
+    "{}: {} names hold those of wrappers, as {}; they are read without. PEFT loads no such name, and takes the adapter "
+    "for untrained: `ckpt convert peft peft` writes it anew"
+)
 
 
 class Peft(Format):
@@ -66,7 +72,10 @@ class Peft(Format):
         file = confined(folder, name)
         sources = Sources()
         sources.add(file)
-        extents = _safetensors(file) if name == SAFETENSORS else _torch(file)
+        stored = _safetensors(file) if name == SAFETENSORS else _torch(file)
+        names = clean_names(stored, str(file))
+        wrapped = [fqn for fqn in stored if names[fqn] != fqn]
+        extents = {names[fqn]: extent for fqn, extent in stored.items()}
         _check_pairs(extents, file)
         return Checkpoint(
             path=str(path),
@@ -77,6 +86,7 @@ class Peft(Format):
             is_adapter=True,
             namespace=OWN,
             folders=tuple(str(p) for p in (request.config, folder) if p is not None),
+            notes=(_WRAPPED.format(name, len(wrapped), wrapped[0]),) if wrapped else (),
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:

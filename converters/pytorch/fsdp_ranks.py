@@ -37,9 +37,10 @@ from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.steps import TRACKER, names_in, recorded_step, step_folders
+from ckpt.state.wrapped import clean_names
 from converters.pytorch.flat_parameters import Units, in_turn, read_flat, same_numbers
 from converters.pytorch.optimizer_states import OptimizerStates
-from converters.pytorch.state_dicts import Reading, clean_names, read_optimizer, tie_as_declared
+from converters.pytorch.state_dicts import Reading, read_optimizer, tie_as_declared
 from converters.quantized.states import Quantized, check_place, torchao
 
 #: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks.

@@ -37,7 +37,7 @@ from typing import Any
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
 from ckpt.containers.weights import MAX_INDEX, index_file, missing_file, parse_index, shards
-from ckpt.errors import CorruptError, LossError, NotFoundError
+from ckpt.errors import CorruptError, IncompleteError, LossError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import (
@@ -58,11 +58,11 @@ from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.companions import RUN_PATTERNS, read_config, read_json
 from ckpt.run_folder.steps import enclosing_folders, step_folders, trainer_step
 from ckpt.state.plain import is_plain
+from ckpt.state.wrapped import clean_names
 from converters.pytorch.optimizer_file import optimizer_file
 from converters.pytorch.state_dicts import (
     UNPROVED,
     Reading,
-    clean_names,
     read_optimizer,
     read_proved,
     step_of,
@@ -313,9 +313,12 @@ def _add_model(reading: _Reading, state: Mapping[str, Any], path: str) -> None:
         if is_part(value):
             # Accelerate 1.13 (fsdp_utils.py, _get_model_state_dict) saves rank 0's parts of an adapter under FSDP2
             # with FULL_STATE_DICT, and Trainer the whole adapter beside them.
-            beside = f"adapter_model.safetensors is whole: `ckpt merge-lora {reading.folder}`"
+            beside = (
+                f"adapter_model.safetensors is whole: `ckpt merge-lora {reading.folder}` merges it, and training goes "
+                f"on from it on any number of GPUs, without its optimizer: `ckpt resume {reading.folder} --model-only`"
+            )
             is_whole = (reading.folder / "adapter_model.safetensors").is_file()
-            raise NotFoundError(
+            raise IncompleteError(
                 "this file holds one rank's parts of the tensors, not the tensors",
                 path=path,
                 fqn=fqn,

@@ -25,7 +25,8 @@ from typing import Any
 
 from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import ParamGroup
-from converters.pytorch.state_dicts import names_of, stripper, take_apart
+from ckpt.state.wrapped import stripper
+from converters.pytorch.state_dicts import names_of, take_apart
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")

@@ -26,8 +26,8 @@ from ckpt.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import WEIGHT
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Shape, Tensor, whole
+from ckpt.state.wrapped import clean_names
 from converters.pytorch.flat_parameters import in_turn
-from converters.pytorch.state_dicts import clean_names
 
 _FLAT_PARAM = "_flat_param"
 Shapes = Mapping[str, Shape]

@@ -1,4 +1,4 @@
-"""What state dicts of torch hold, whoever wrote them: names in wrappers, and three spellings of an optimizer's state.
+"""What state dicts of torch hold, whoever wrote them: an optimizer's state has three spellings.
 
     nested    {"state": {fqn: {...}}, "param_groups": [{..., "params": [fqn]}]}      get_optimizer_state_dict, FSDP
     flat      {"state.<fqn>.exp_avg": ..., "param_groups.<fqn>.lr": ...}             flatten_optimizer_state_dict=True
@@ -10,8 +10,7 @@ distributed/checkpoint/state_dict.py (`_unflatten_optim_state_dict`).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -23,6 +22,7 @@ from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, TrainingState
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.state.numbered import names_by_shapes
+from ckpt.state.wrapped import clean_names
 from converters.names.transformers.ties import declared_ties
 from converters.pytorch.optimizer_states import OptimizerStates
 from converters.quantized.states import Quantized, understood
@@ -32,10 +32,6 @@ UNPROVED = (
     "{}: the optimizer's states are left out: they are numbered, and the order of the model's parameters and their "
     "shapes do not prove which has which number"
 )
-#: Names that wrappers put into the middle of a name: torch.compile, FSDP1, activation checkpointing.
-_INNER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-#: DistributedDataParallel and DataParallel put it before every name.
-_OUTER = "module."
 
 
 @dataclass
@@ -69,27 +65,6 @@ class Reading:
         """The training state that has been read, after `step` steps."""
         known = {"step": step, "param_groups": self.groups, "scalars": self.scalars, "per_rank": self.per_rank}
         return TrainingState.of_entries("torch", self.items, **known)
-
-
-def stripper(names: Iterable[str]) -> Callable[[str], str]:
-    """A function that removes from an fqn what wrappers add: DDP's prefix only where all of `names` begin with it."""
-    inner = [_INNER.sub("", name) for name in names]
-    outer = _OUTER if inner and all(name.startswith(_OUTER) for name in inner) else ""
-    return lambda name: _INNER.sub("", name).removeprefix(outer)
-
-
-def clean_names(names: Collection[str], path: str) -> dict[str, str]:
-    """Each name without the wrappers of DDP, FSDP1, torch.compile and activation checkpointing."""
-    strip = stripper(names)
-    inner = {name: strip(name) for name in names}
-    seen: dict[str, str] = {}
-    for name, clean in inner.items():
-        other = seen.setdefault(clean, name)
-        if other != name:
-            raise CorruptError(
-                "two tensors have the same name without their wrappers", path=path, fqn=clean, found=f"{other}, {name}"
-            )
-    return inner
 
 
 def tie_as_declared(

@@ -34,7 +34,14 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     },
     "how-it-works": {"": RUN},
     "index": {"": RUN},
-    "journeys/axolotl-gpt-oss": {"": {"axolotl-fsdp2": ".", "axolotl-lora-fsdp2": "."}},
+    "journeys/axolotl-gpt-oss": {
+        "": {
+            "axolotl-fsdp2": ".",
+            "axolotl-lora-fsdp2": ".",
+            "axolotl-lora-fsdp2-ac": ".",
+            "../examples/axolotl": ".",
+        }
+    },
     "journeys/hf-trainer-fsdp": {"": {"trl-fsdp2": "."}},
     "journeys/lora-merge-push": {"": {"trl-lora-zero3": "."}},
     "journeys/megatron-to-hf": {"": {"megatron-dist-flattened": "run"}},

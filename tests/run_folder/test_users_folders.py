@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ckpt as toolkit
@@ -128,9 +129,18 @@ def test_axolotls_lora_under_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Accelerate 1.13 left rank 0's parts of the adapter in pytorch_model_fsdp.bin: refused, with what works."""
     truth = placed("axolotl-lora-fsdp2", tmp_path, monkeypatch)
     assert "format      peft" in ckpt("inspect", "outputs").out, "the final adapter, as of any finished run"
-    refused = ckpt("inspect", "outputs", "--tag", "checkpoint-2")
-    assert refused.code == 3 and "one rank's parts" in refused.err and "ckpt merge-lora outputs" in refused.err
-    assert ckpt("resume", "outputs", "--world-size", "3").code == 3, "the adapter alone would lose the optimizer"
+    for words in (["inspect"], ["convert", "full", "full"], ["hash"]):
+        refused = ckpt(*words, "outputs", "--tag", "checkpoint-2")
+        assert refused.code == 4 and "one rank's parts" in refused.err and "ckpt merge-lora outputs" in refused.err
+        assert "--model-only" in refused.err
+    resumed = ckpt("resume", "outputs", "--world-size", "3")
+    assert resumed.code == 4 and "one rank's parts" in resumed.err, "the adapter alone would lose the optimizer"
+    elsewhere = ckpt("convert", "fsdp", "hf", "outputs")
+    assert elsewhere.code == 3 and "hint: what is here looks like full or peft" in elsewhere.err
+    checked = ckpt("check", "outputs")
+    assert checked.code == 4 and "unknown" not in checked.out
+    assert "gpt-oss-lora: whole (peft, " in checked.out
+    assert "checkpoint-2: incomplete (usable as peft, without an optimizer, step 2, " in checked.out
     for folder in ("outputs/gpt-oss-lora", "outputs/gpt-oss-lora/checkpoint-2"):
         saved = stored(Path(folder))
         assert saved == {
@@ -141,3 +151,119 @@ def test_axolotls_lora_under_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     report = ckpt("merge-lora", "outputs", "-o", "merged")
     assert report.code == 0, report.err
     assert_is_pefts_merge("outputs/gpt-oss-lora", "merged")
+
+
+def test_the_final_model_is_checked_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed("axolotl-lora-fsdp2", tmp_path, monkeypatch)
+    Path("outputs/gpt-oss-lora/adapter_model.safetensors").write_bytes(b"")
+    checked = ckpt("check", "outputs")
+    assert "gpt-oss-lora: incomplete (not readable" in checked.out, checked.out
+
+
+WRAPPER = "._checkpoint_wrapped_module"
+
+
+def test_axolotls_adapter_of_wrapped_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under activation checkpointing the final adapter has the wrappers' names, of which PEFT loads none."""
+    truth = placed("axolotl-lora-fsdp2-ac", tmp_path, monkeypatch)
+    final, step = Path("outputs/gpt-oss-lora-ac"), Path("outputs/gpt-oss-lora-ac/checkpoint-2")
+    trained = {
+        fqn.replace(".default", ""): value
+        for (fqn, role), value in truth.tensors.items()
+        if role == WEIGHT and "lora_" in fqn
+    }
+    assert stored(step) == trained and all(WRAPPER in fqn for fqn in stored(final))
+    for folder in (final, step):
+        report = ckpt("merge-lora", str(folder), "-o", f"merged-{folder.name}")
+        assert report.code == 0, report.err
+        assert (f"16 names hold those of wrappers, as base_model.model.model.layers.0{WRAPPER}" in report.err) == (
+            folder == final
+        )
+        assert_is_pefts_merge(str(step), f"merged-{folder.name}")
+    assert stored(Path("merged-gpt-oss-lora-ac")) == stored(Path("merged-checkpoint-2"))
+    same = ckpt("verify", str(final), str(step), "--from-a", "peft", "--from-b", "peft")
+    assert same.code == 0 and "equal: 16 tensors" in same.out
+    assert ckpt("hash", str(final), "--format", "peft").out == ckpt("hash", str(step), "--format", "peft").out
+    assert ckpt("convert", "peft", "peft", str(final), "-o", "anew").code == 0
+    assert stored(Path("anew")) == trained
+
+
+@pytest.mark.parametrize("wrapper", ["module.{}", "_orig_mod.{}", "module._orig_mod.{}", "{}"])
+def test_wrappers_of_an_adapter_are_no_part_of_its_names(
+    wrapper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed("axolotl-lora-fsdp2-ac", tmp_path, monkeypatch)
+    file = Path("outputs/gpt-oss-lora-ac/adapter_model.safetensors")
+    tensors = {wrapper.format(n.replace(WRAPPER, "._fsdp_wrapped_module")): t for n, t in load_file(file).items()}
+    save_file(tensors, file)
+    assert ckpt("merge-lora", "outputs", "-o", "merged").code == 0
+    assert_is_pefts_merge("outputs/gpt-oss-lora-ac/checkpoint-2", "merged")
+    (name, *_) = tensors
+    save_file({**tensors, name.replace("._fsdp_wrapped_module", ""): 2 * tensors[name]}, file)
+    refused = ckpt("merge-lora", "outputs", "-o", "again")
+    assert refused.code == 4 and "two tensors have the same name without their wrappers" in refused.err
+
+
+def test_where_the_final_adapter_does_not_fit_a_step_that_does_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed("axolotl-lora-fsdp2-ac", tmp_path, monkeypatch)
+    file = Path("outputs/gpt-oss-lora-ac/adapter_model.safetensors")
+    save_file({name.replace(WRAPPER, "._wrapped_by_another"): t for name, t in load_file(file).items()}, file)
+    refused = ckpt("merge-lora", "outputs")
+    assert refused.code == 6 and "the adapter does not fit this base" in refused.err
+    assert (
+        "hint: the adapter of checkpoint-2 in this run fits: ckpt merge-lora outputs/gpt-oss-lora-ac/checkpoint-2"
+        in (refused.err)
+    )
+    assert ckpt("merge-lora", "outputs/gpt-oss-lora-ac/checkpoint-2").code == 0
+
+
+YAML = REPOSITORY / "examples/axolotl"
+
+
+def test_axolotls_yaml_stands_for_the_run_folder_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed("axolotl-lora-fsdp2-ac", tmp_path, monkeypatch)
+    shutil.copytree(FIXTURES / "axolotl-fsdp2/outputs", "outputs", dirs_exist_ok=True)
+    lora, full = YAML / "gpt-oss-20b-lora-fsdp2-ac.yaml", YAML / "gpt-oss-20b-fft-fsdp2.yaml"
+    for words, by_hand in (
+        (["merge-lora", str(lora)], ["merge-lora", "outputs/gpt-oss-lora-ac", "-o", "by-hand"]),
+        (["convert", "fsdp", "hf", str(full)], ["convert", "fsdp", "hf", "outputs/gpt-oss-out", "-o", "by-hand-2"]),
+    ):
+        report = ckpt(*words)
+        assert report.code == 0 and f"note: the run folder that {words[-1]} names is ./outputs/" in report.err
+        assert ckpt(*by_hand).code == 0
+        assert stored(Path(report.out.strip())) == stored(Path(by_hand[-1]))
+    assert (
+        ckpt("resume", str(full), "--world-size", "2", "-q").out
+        == ckpt("resume", "outputs/gpt-oss-out", "--world-size", "2", "-q").out
+    )
+
+
+def test_the_base_of_axolotls_yaml_has_the_config_that_a_stopped_run_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed("axolotl-fsdp2", tmp_path, monkeypatch)
+    run = Path("outputs/gpt-oss-out")
+    for name in ("config.json", "model.safetensors"):
+        (run / name).unlink()
+    words = ["convert", "fsdp", "hf", str(YAML / "gpt-oss-20b-fft-fsdp2.yaml")]
+    assert ckpt(*words, "-o", "without").code == 0 and not Path("without/config.json").exists()
+    shutil.copytree(FIXTURES / "axolotl-lora-fsdp2/openai", "openai")
+    assert ckpt(*words, "-o", "with").code == 0
+    assert json.loads(Path("with/config.json").read_text())["model_type"] == "gpt_oss"
+
+
+@pytest.mark.parametrize("command", [["merge-lora"], ["convert", "fsdp", "hf"], ["resume"]])
+def test_a_yaml_without_a_run_folder(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text, code, what in (
+        ("base_model: a/b", 2, "this YAML names no run folder"),
+        ("base_model: a/b\noutput_dir: [x]", 2, "this YAML names no run folder"),
+        ("base_model: a/b\noutput_dir: gone", 3, "gone"),
+        ("- 1", 4, "this is no config of a run"),
+        ("a: {", 4, "this is neither YAML nor JSON"),
+    ):
+        Path("run.yaml").write_text(text)
+        refused = ckpt(*command, "run.yaml")
+        assert (refused.code, refused.out) == (code, "") and what in refused.err, refused.err

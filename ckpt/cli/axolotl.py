@@ -1,0 +1,45 @@
+"""Axolotl's YAML in place of the run folder that it names, as Axolotl's own commands take it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ckpt.errors import UsageError, printable
+from ckpt.run_folder.companions import CONFIG
+
+SUFFIXES = (".yaml", ".yml")
+
+
+def run_of(where: str, *, quiet: bool) -> tuple[str, str | None]:
+    """The run folder that the YAML at `where` names, and its base model where that is a folder here.
+
+    Anything else stays as it is.  Both are looked for where the command runs, as Axolotl does.  Raises UsageError for
+    a YAML without `output_dir`.
+    """
+    path = Path(where)
+    if path.suffix not in SUFFIXES or not path.is_file():
+        return where, None
+    from ckpt.estimate.run_config import load
+
+    content = load(path)
+    run, base = content.get("output_dir"), content.get("base_model")
+    if not isinstance(run, str) or not run:
+        raise UsageError(
+            "this YAML names no run folder",
+            path=path,
+            expected="output_dir, as Axolotl's has it",
+            hint="give the run folder itself",
+        )
+    if not quiet:
+        print(printable(f"note: the run folder that {path} names is {run}"), file=sys.stderr)
+    return run, base if isinstance(base, str) and Path(base).is_dir() else None
+
+
+def run_and_config(path: Path, config: str | None, *, quiet: bool) -> tuple[Path, str | None]:
+    """The run folder that a YAML names, with the folder of its base's config where the run has none of its own."""
+    where, base = run_of(str(path), quiet=quiet)
+    run = path if where == str(path) else Path(where)
+    if base is None or (run / CONFIG).is_file() or any(run.glob(f"*/{CONFIG}")):
+        return run, config
+    return run, config or base
