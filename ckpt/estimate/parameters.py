@@ -82,6 +82,26 @@ class Model:
     vocabulary: int
 
 
+def flops_per_token(model: Model, length: int, *, frozen: bool = False) -> int | None:
+    """Floating-point operations of the forward and the backward pass for each token; None where layers are not known.
+
+    6 N + 12 s q, as of PaLM (Chowdhery et al. 2022, appendix B): N are the parameters that a token is multiplied with,
+    the embedding's only where it is the output layer too, and of the experts those that it is sent to; s is the
+    `length` of a sequence, q the width of all layers' queries together.  Of a `frozen` model, trained by an adapter,
+    no gradients of parameters are made: 4 N.
+    """
+    if not model.blocks:
+        return None
+    used = model.hidden * model.vocabulary
+    for parameter in model.parameters:
+        if parameter.kind == EXPERT:
+            block = model.blocks[parameter.layer or 0]
+            used += parameter.numel * block.top // block.num_experts
+        elif parameter.kind in (LINEAR, ROUTER):
+            used += parameter.numel
+    return (4 if frozen else 6) * used + 12 * length * sum(block.queries for block in model.blocks)
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """What one tensor-parallel rank of a pipeline stage of megatron-core's holds, and of which layers."""

@@ -263,7 +263,10 @@ def fits(row: Row, gpu_memory: int, *, checkpointing: bool) -> bool:
 
 
 def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Row]) -> Iterator[str]:
-    """The largest data parallelism that fits, then tensor, then pipeline parallelism; more GPUs where nothing does."""
+    """The largest data parallelism that fits, then tensor, then pipeline parallelism; more GPUs where nothing does.
+
+    Activation checkpointing comes before tensor parallelism.
+    """
     mine = [row for row in rows if bool(row.options.get("lora")) == bool(setup.lora_rank)]
     data_parallel = _first([row for s in _PREFERRED for row in mine if row.strategy == s], gpu_memory)
     model_parallel = _first([row for row in mine if row.strategy == MEGATRON], gpu_memory)
@@ -277,16 +280,36 @@ def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Row]
     if not (data_parallel or model_parallel):
         more = _more_gpus(subject, setup, gpu_memory, [row.strategy for row in mine])
         nothing = "nothing else" if offloaded else "nothing"
-        helps = "a shorter --seq-len or a smaller --batch-size helps"
-        yield more or f"{nothing} fits on up to {_MAX_GPUS} such GPUs: {helps}"
+        yield more or f"{nothing} fits on up to {_MAX_GPUS} such GPUs: {_help(subject, setup, gpu_memory, mine)}"
+
+
+def _help(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Row]) -> str:
+    """What helps where nothing of `rows` fits on any number of GPUs: fewer tokens, if all else would fit."""
+    many = replace(setup, gpus=multiple(_MAX_GPUS, setup.context_parallel))
+    tried = {row.strategy for row in rows}
+    most_sharded = [_row(subject, strategy, many) for strategy in tried - {MEGATRON}]
+    most_sharded += _megatron_rows(subject, many) if MEGATRON in tried else ()
+    memories = [replace(row.memory, activations=None) for row in (*rows, *most_sharded)]
+    without = min(memory.total(checkpointing=True) for memory in memories)
+    if without <= USABLE * gpu_memory:
+        return "a shorter --seq-len or a smaller --batch-size helps"
+    alone = f"without any activations it is {show_size(without)} of {show_size(gpu_memory)} on each GPU"
+    if not setup.offload_params and not tried.issuperset(_PREFERRED):
+        every = [_row(subject, strategy, setup) for strategy in _PREFERRED]
+        if other := _first(every, gpu_memory) or _more_gpus(subject, setup, gpu_memory, _PREFERRED):
+            return f"{alone}; what shards these states does, {other}"
+    return f"{alone}; LoRA (--lora-r), --optimizer adamw_8bit or larger GPUs take less of it"
 
 
 def _first(rows: Sequence[Row], gpu_memory: int) -> str | None:
-    """The first row that fits, without activation checkpointing if any does so."""
+    """The first row that fits, without activation checkpointing if any does so.
+
+    Of Megatron the first that fits with checkpointing: that costs less than to cut the model once more.
+    """
     for checkpointing in (False, True):
         for row in rows:
-            if fits(row, gpu_memory, checkpointing=checkpointing):
-                return _words(row, gpu_memory, checkpointing)
+            if fits(row, gpu_memory, checkpointing=checkpointing or row.strategy == MEGATRON):
+                return _words(row, gpu_memory, not fits(row, gpu_memory, checkpointing=False))
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from ckpt.estimate.parameters import LINEAR, num_elements
+from ckpt.estimate.parameters import LINEAR, flops_per_token, num_elements
 from ckpt.estimate.table import USABLE, Row, Sizing, fits
 from ckpt.sizes import show_size
 
@@ -32,6 +32,11 @@ def lines(sizing: Sizing) -> Iterator[str]:
     yield ""
     yield from _wrap("* with activation checkpointing. A total is the peak, in the backward pass or in the step.")
     yield from _wrap(f"fits: at most {USABLE:.0%} of the GPU's memory. host: CPU memory of each GPU's process.")
+    if flops := _flops(sizing):
+        yield from _wrap(
+            f"FLOPs: {_scaled(flops)} for each token ({4 if setup.lora_rank else 6} N + 12 s q), "
+            f"{_scaled(flops * setup.tokens)} for a micro batch; 2 N + 4 s q more with activation checkpointing."
+        )
     yield ""
     notes = list(_notes(sizing))
     for note in notes:
@@ -40,6 +45,17 @@ def lines(sizing: Sizing) -> Iterator[str]:
         yield ""
     for suggestion in sizing.suggestions:
         yield from _wrap(f"suggestion: {suggestion}")
+
+
+def _flops(sizing: Sizing) -> int | None:
+    setup = sizing.setup
+    return flops_per_token(sizing.subject.model, setup.length, frozen=bool(setup.lora_rank))
+
+
+def _scaled(count: int) -> str:
+    """`48.7 G`, in units of a thousand."""
+    power = min((len(str(count)) - 1) // 3, 5)
+    return f"{count / 1000**power:.3g} {' kMGTP'[power].strip()}"
 
 
 def _wrap(text: str) -> list[str]:
@@ -147,6 +163,7 @@ def to_json(sizing: Sizing) -> dict[str, Any]:
         "optimizer": setup.optimizer,
         "batch_size": setup.batch,
         "seq_len": setup.length,
+        "flops_per_token": _flops(sizing),
         "rows": [_row_json(row, sizing.gpu_memory) for row in sizing.rows],
         "suggestions": list(sizing.suggestions),
         "notes": list(sizing.subject.notes),

@@ -15,17 +15,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckpt.errors import UsageError
 from ckpt.estimate import activations
 from ckpt.estimate import table as sizing
 from ckpt.estimate.memory import Memory, estimate, megatron
-from ckpt.estimate.parameters import Model, num_elements
+from ckpt.estimate.parameters import Model, flops_per_token, num_elements
 from ckpt.estimate.setup import (
     DDP,
     FSDP1,
     FSDP2,
     FSDP2_OFFLOAD,
+    MEGATRON,
     STRATEGIES,
     ZERO1,
     ZERO2,
@@ -369,6 +372,49 @@ def test_suggestions_go_from_data_to_tensor_to_pipeline_parallelism() -> None:
     (sharded, over) = suggestions(large, Setup(32), 80 * GB)
     assert sharded.startswith("fsdp2 with activation checkpointing, data parallel 32:")
     assert over.startswith("with Megatron: megatron tp 8 pp 2, data parallel 2:")
+
+
+def test_checkpointing_and_larger_data_parallelism_come_before_tensor_parallelism() -> None:
+    """On 90 GB tensor parallelism of 2 fits without checkpointing, and the whole model with it."""
+    rows = sizing.size(sizing.Subject("8B", in_memory(LLAMA), LLAMA), Setup(4), 90 * GB, [MEGATRON])
+    assert rows.suggestions == (
+        "with Megatron: megatron tp 1 pp 1 with activation checkpointing, data parallel 4: "
+        "78.7 GB of 90.0 GB on each GPU",
+    )
+
+
+def test_fewer_tokens_are_suggested_only_where_all_else_would_fit() -> None:
+    """16, 16 and 32 GB of states on one GPU of 40 GB: no length helps, and to shard them does."""
+    (ddp,) = sizing.size(
+        sizing.Subject("8B", in_memory(LLAMA), LLAMA), Setup(1, mixed=False, length=1), 40 * GB, [DDP]
+    ).suggestions
+    assert "nothing fits on up to 4096 such GPUs: without any activations it is 64.2 GB of 40.0 GB" in ddp
+    assert "what shards these states does, on 3 GPUs: fsdp2, data parallel 3: " in ddp and "--seq-len" not in ddp
+    (other,) = suggestions(LLAMA, Setup(1, offload_optimizer="cpu", offload_params="cpu"), GB // 2)
+    assert "--seq-len" not in other and "LoRA (--lora-r), --optimizer adamw_8bit or larger GPUs" in other
+    for named in ([MEGATRON], [ZERO3, FSDP2]):
+        subject = sizing.Subject("8B", in_memory(LLAMA), LLAMA)
+        (longer,) = sizing.size(subject, Setup(8, length=1 << 24, mixed=False), 80 * GB, named).suggestions
+        assert longer.endswith("a shorter --seq-len or a smaller --batch-size helps"), longer
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt2"])
+def test_flops_are_those_that_torch_counts(model_type: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if model_type == "qwen3_moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    if model_type == "gpt2":
+        sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model(model_type, **sizes)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config, **eager)
+    tokens = torch.randint(0, 64, (2, 16))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    described = in_memory(config.to_dict())
+    assert flops_per_token(described, 16) == counter.get_total_flops() / tokens.numel()
+    assert flops_per_token(replace(described, blocks=()), 16) is None
 
 
 def test_where_nothing_fits_offload_and_more_gpus_are_suggested() -> None:
