@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import shlex
@@ -10,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import models
 
 import ckpt as api
+from tests.estimate.models import PUBLIC
 from tests.support.commands import ckpt, ckpt_in_order, process
 from tests.support.engines import REPOSITORY
 from tests.support.hub_server import TOKEN, HubServer
@@ -48,6 +51,7 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "journeys/trl-qwen3-moe": {"": {"trl-zero3": "."}},
     "journeys/verify-in-ci": {"": RUN},
     "operations": {"": {"trainer-zero2": "outputs"}},
+    "out-of-memory": {"": RUN},
     "performance": {"": RUN},
     "picture": {"": {"toy-zero3": "outputs"}, "Checkpoints that are damaged": {"dcp-fsdp2/step-2": "step-2"}},
     "resume": {"": {"megatron-dist-flattened": "run", "moe-zero3": "outputs"}},
@@ -139,6 +143,9 @@ def test_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             shutil.copy(path, here / "Llama-3.1-8B")  # its tokenizer
         for file in (here / "run").glob("*.json"):
             file.unlink() if "token" in file.name else file.rename(here / "Llama-3.1-8B" / file.name)
+    if name == "out-of-memory":
+        (here / "Llama-3-8B").mkdir()
+        (here / "Llama-3-8B/config.json").write_text(json.dumps(PUBLIC["Llama-3-8B"][1]))
     places, wrong = "", []
     for command in known:
         if command.heading in PLACES[name] and command.heading != places:
@@ -216,6 +223,7 @@ def test_what_other_commands_name_is_there() -> None:
 
 
 def test_every_command_is_found() -> None:
+<<<<<<< HEAD
     page = "text\n\n    $ ckpt a b  # exit 3\n    said\n\n      more\n    ...\n    $ other\n    ckpt not\n\n"
     page += "    ckpt c\n    ckpt row       1.00    2.00     9\n\n"
     page += "## Next\n\n```\n$ ckpt d\n$ ckpt e\n```\n```python\nckpt f\n```\n"
@@ -260,3 +268,18 @@ def test_a_row_is_compared_with_what_a_test_prints() -> None:
     assert row_differs(page, "a on 2", {"step": "5.3795", "relative": "7.5e-05"})
     assert row_differs(page, "a on 2", {"step": "5.3795 5.3791", "relative": "-"})
     assert row_differs(page, "b", {"bytes": "1,025 (3)"}) and row_differs(page, "c", {})
+=======
+    page = "text\n\n    $ ckpt a b  # exit 3\n    said\n    ...\n    $ other\n    not\n    ckpt c\n    not\n\n"
+    page += "## Next\n\n```\n$ ckpt d\nx\n```\n```python\nckpt e\n```\n"
+    first, last = Command("a b  # exit 3", "", 3, ["said"]), Command("d", "Next", 0, ["x"])
+    assert commands(page) == [first, Command("c", ""), last]
+
+
+def test_leaf_modules_are_layers_of_transformers() -> None:
+    page = (DOCS / "out-of-memory.md").read_text()
+    names = re.findall(r"^ +\| .+ \| `(\w+)` \|$", page, re.MULTILINE)
+    sources = [path.read_text() for path in Path(models.__file__).parent.glob("*/modeling_*.py")]
+    assert len(names) == 6
+    for name in names:
+        assert any(f"class {name}(" in source for source in sources), name
+>>>>>>> b022563 (TRL under Slurm: a batch script with accelerate launch, tried on two nodes; a page from out of memory to a strategy)

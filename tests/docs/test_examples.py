@@ -85,3 +85,11 @@ def test_merge_lora(here: Path) -> None:
     assert all(same(merged[name], expected[name]) for name in expected)
     changed = {name for name in merged if not same(merged[name], before[name])}
     assert changed == {line.strip() for line in lines[1:]} and lines[0].startswith(f"{len(changed)} tensors of ")
+
+
+def test_the_batch_script_of_trl_says_how_it_is_used() -> None:
+    """What it does is in tests/train/test_slurm.py, on a real cluster."""
+    script = REPOSITORY / "examples/trl/sft.sbatch"
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    done = subprocess.run(["bash", script, "run"], capture_output=True, text=True)
+    assert done.returncode == 2 and "RUN_FOLDER ACCELERATE_CONFIG [options of sft.py]" in done.stderr
