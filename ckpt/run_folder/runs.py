@@ -8,9 +8,9 @@ from pathlib import Path
 from ckpt.errors import CkptError, SeveralRunsError
 from ckpt.run_folder.steps import RECORDS, step_folders
 
-#: What `ckpt` writes into each folder that it makes.
+#: The digests of what a conversion wrote, which it writes last.
 MANIFEST = "ckpt-manifest.json"
-
+_LAST = 10  # seconds that a conversion may take to end behind it
 _LEVELS = 2
 _MAX_FOLDERS = 2000  # looked into on each level
 
@@ -19,7 +19,7 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
     """The one run folder below `path` that `holds` what is looked for; None where there is none.
 
     It is on the first two levels.  What has steps, or a record of them, is a run itself: nothing inside is taken in its
-    place.  A model that `ckpt` made of one is not counted beside it.  Raises SeveralRunsError, the newest first, where
+    place.  What a conversion made is taken only where nothing else is there.  Raises SeveralRunsError, the newest first, where
     there are several.
     """
     if not path.is_dir() or step_folders(path) or any((path / name).is_file() for name in RECORDS):
@@ -30,16 +30,11 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
         inside = [inner for folder in level for inner in _folders(folder)][:_MAX_FOLDERS]
         level = [folder for folder in inside if not _holds(folder, holds)]
         runs += [folder for folder in inside if folder not in level]
-    runs = [run for run in runs if not _is_made_by_ckpt(run)] or runs
+    runs = [run for run in runs if not _is_converted(run)] or runs
     if len(runs) > 1:
         newest_first = sorted(runs, key=_time, reverse=True)
         raise SeveralRunsError(path, newest_first)
     return runs[0] if runs else None
-
-
-def _is_made_by_ckpt(folder: Path) -> bool:
-    """Whether it is a model that was converted; of a folder of steps a run may have gone on."""
-    return (folder / MANIFEST).is_file() and not step_folders(folder)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -58,6 +53,15 @@ def _holds(folder: Path, holds: Callable[[Path], bool]) -> bool:
         return holds(folder)
     except CkptError:  # a damaged one is one
         return True
+
+
+def _is_converted(folder: Path) -> bool:
+    """Whether a folder is as a conversion left it: no run has saved anything there since."""
+    try:
+        written = (folder / MANIFEST).stat().st_mtime
+        return all(entry.stat().st_mtime <= written + _LAST for entry in folder.iterdir())
+    except OSError:
+        return False
 
 
 def _time(run: Path) -> int:

@@ -223,7 +223,6 @@ def test_what_other_commands_name_is_there() -> None:
 
 
 def test_every_command_is_found() -> None:
-<<<<<<< HEAD
     page = "text\n\n    $ ckpt a b  # exit 3\n    said\n\n      more\n    ...\n    $ other\n    ckpt not\n\n"
     page += "    ckpt c\n    ckpt row       1.00    2.00     9\n\n"
     page += "## Next\n\n```\n$ ckpt d\n$ ckpt e\n```\n```python\nckpt f\n```\n"
@@ -268,11 +267,6 @@ def test_a_row_is_compared_with_what_a_test_prints() -> None:
     assert row_differs(page, "a on 2", {"step": "5.3795", "relative": "7.5e-05"})
     assert row_differs(page, "a on 2", {"step": "5.3795 5.3791", "relative": "-"})
     assert row_differs(page, "b", {"bytes": "1,025 (3)"}) and row_differs(page, "c", {})
-=======
-    page = "text\n\n    $ ckpt a b  # exit 3\n    said\n    ...\n    $ other\n    not\n    ckpt c\n    not\n\n"
-    page += "## Next\n\n```\n$ ckpt d\nx\n```\n```python\nckpt e\n```\n"
-    first, last = Command("a b  # exit 3", "", 3, ["said"]), Command("d", "Next", 0, ["x"])
-    assert commands(page) == [first, Command("c", ""), last]
 
 
 def test_leaf_modules_are_layers_of_transformers() -> None:
@@ -282,4 +276,3 @@ def test_leaf_modules_are_layers_of_transformers() -> None:
     assert len(names) == 6
     for name in names:
         assert any(f"class {name}(" in source for source in sources), name
->>>>>>> b022563 (TRL under Slurm: a batch script with accelerate launch, tried on two nodes; a page from out of memory to a strategy)

@@ -11,6 +11,7 @@ import pytest
 
 import ckpt
 from ckpt.errors import CorruptError, NotFoundError, SeveralRunsError
+from ckpt.run_folder.runs import MANIFEST
 from tests.support.commands import process
 
 
@@ -71,8 +72,8 @@ def test_runs_of_other_formats_are_not_in_the_way(fixtures: Path, tmp_path: Path
     ckpt.plan(ckpt.open(outputs / "run"), "peft").run(outputs / "exported")
     assert ckpt.open(outputs, "zero3").path.endswith("checkpoint-2/global_step2")
     assert ckpt.open(outputs, "peft").path.endswith("exported")
-    assert ckpt.open(outputs).format == "zero3", "what ckpt made of a run is not one beside it"
-    (outputs / "exported" / "ckpt-manifest.json").unlink()
+    assert "run/checkpoint-2" in ckpt.open(outputs).path, "the other one was made of it"
+    (outputs / "exported" / MANIFEST).unlink()
     with pytest.raises(SeveralRunsError):
         ckpt.open(outputs)
 
@@ -100,10 +101,6 @@ def test_what_ckpt_made_is_taken_where_there_is_nothing_else(fixtures: Path, tmp
     base = fixtures / "trl-lora-zero3/Qwen/Qwen3-30B-A3B"
     report = process("merge-lora", outputs, "--base", base, "-o", tmp_path / "merged")
     assert report.code == 0 and "taking the run qwen3-lora\n" in report.err, report.err
-    ckpt.plan(ckpt.open(run), "zero3").run(outputs / "again")  # a run may have gone on in what has steps
-    with pytest.raises(SeveralRunsError):
-        ckpt.open(outputs)
-    shutil.rmtree(outputs / "again")
     shutil.rmtree(run)
     with pytest.raises(SeveralRunsError):
         ckpt.open(outputs)
@@ -129,3 +126,23 @@ def test_nothing_is_still_nothing(tmp_path: Path) -> None:
     (tmp_path / "a" / "model.txt").write_text("x")
     with pytest.raises(NotFoundError, match="no checkpoint of a known format here"):
         ckpt.open(tmp_path)
+
+
+def test_what_ckpt_made_of_a_run_is_no_run(fixtures: Path, tmp_path: Path) -> None:
+    """Unless a run has gone on in it."""
+    outputs = tmp_path / "outputs"
+    shutil.copytree(fixtures / "trl-lora-zero3/Qwen", tmp_path / "Qwen")
+    shutil.copytree(fixtures / "trl-lora-zero3/outputs/qwen3-lora", outputs / "sft")
+    for target in ("peft", "zero3"):
+        assert process("convert", "zero3", target, "outputs/sft", cwd=tmp_path).code == 0
+    for words in (["merge-lora", "outputs"], ["inspect", "outputs"], ["check", "outputs"]):
+        report = process(*words, cwd=tmp_path)
+        assert report.code == 0 and "sft-" not in report.out + report.err, report.err
+    shutil.rmtree(outputs / "sft")
+    asked = process("inspect", "outputs", cwd=tmp_path)
+    assert asked.code == 2 and "sft-peft" in asked.err and "sft-zero3" in asked.err
+    make_run(fixtures, outputs, "other", 2, 10**9)
+    now = (outputs / "sft-zero3" / MANIFEST).stat().st_mtime_ns
+    make_run(fixtures, outputs, "sft-zero3", 4, now + 10**12)
+    asked = process("inspect", "outputs", cwd=tmp_path)
+    assert asked.code == 2 and "sft-zero3" in asked.err and "other" in asked.err and "sft-peft" not in asked.err
