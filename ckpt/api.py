@@ -752,10 +752,13 @@ def verify_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
 def prove_names(path: Path) -> None:
     """Prove that a model folder holds what the architecture that its config names would save, names and shapes.
 
-    Any other folder passes, and a config that names no architecture.  Raises LossError where it holds anything else,
-    UsageError where nothing here knows the architecture.
+    Of an adapter's, that its names are ones that PEFT loads.  Any other folder passes, and a config that names no
+    architecture.  Raises LossError where it holds anything else, UsageError where nothing here knows the architecture.
     """
-    if not path.is_dir() or registry.get("hf").find(path, None) is None:
+    if not path.is_dir():
+        return
+    registry.service("prove_adapter_names")(path)
+    if registry.get("hf").find(path, None) is None:
         return
     checkpoint = open(path, "hf")
     config = checkpoint.config or {}

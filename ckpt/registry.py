@@ -70,6 +70,8 @@ SERVICES = {
     "name_differences": "converters.names.hub.proof:differences",
     # proves that they do not, or raises
     "prove_names": "converters.names.hub.proof:prove",
+    # proves that an adapter's are ones that PEFT loads, or raises
+    "prove_adapter_names": "converters.huggingface.peft:prove_names",
     # what a model's modules are
     "build_model": "converters.names.transformers.relation:build_model",
     "describe_modules": "converters.names.transformers.modules:describe",

@@ -18,7 +18,7 @@ from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import StoredTensor, is_state_dict
 from ckpt.containers.weights import weight_files
-from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.move.files import confined
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import (
@@ -64,7 +64,7 @@ class Peft(Format):
         return folder if folder.is_dir() and _weights(folder) is not None else None
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe an adapter's tensors, under the names that they have in the file."""
+        """Describe an adapter's tensors, under the names that they have in the file without those of wrappers."""
         folder = path.parent if path.is_file() else path
         name = path.name if path.is_file() else _weights(folder)
         if name is None:
@@ -114,6 +114,18 @@ class Peft(Format):
 
 
 PEFT = Peft()
+
+
+def prove_names(folder: Path) -> None:
+    """Prove that names in an adapter's folder hold none of wrappers, as PEFT loads no such name; others pass."""
+    checkpoint = PEFT.read(folder, ReadRequest()) if PEFT.find(folder, None) else None
+    if checkpoint is not None and checkpoint.notes:
+        raise LossError(
+            "PEFT would load nothing of this adapter",
+            path=folder,
+            found=checkpoint.notes[0].partition(";")[0],
+            hint=f"`ckpt convert peft peft {folder}` writes one that it loads; --names own takes this as it is",
+        )
 
 
 def _weights(folder: Path) -> str | None:

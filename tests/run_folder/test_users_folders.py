@@ -184,7 +184,10 @@ def test_axolotls_adapter_of_wrapped_layers(tmp_path: Path, monkeypatch: pytest.
     same = ckpt("verify", str(final), str(step), "--from-a", "peft", "--from-b", "peft")
     assert same.code == 0 and "equal: 16 tensors" in same.out
     assert ckpt("hash", str(final), "--format", "peft").out == ckpt("hash", str(step), "--format", "peft").out
+    pushed = ckpt("push", str(final), "--repo-id", "me/adapter")
+    assert pushed.code == 6 and "PEFT would load nothing of this adapter" in pushed.err, pushed.err
     assert ckpt("convert", "peft", "peft", str(final), "-o", "anew").code == 0
+    toolkit.api.prove_names(Path("anew"))
     assert stored(Path("anew")) == trained
 
 
