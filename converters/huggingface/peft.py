@@ -72,10 +72,7 @@ class Peft(Format):
         file = confined(folder, name)
         sources = Sources()
         sources.add(file)
-        stored = _safetensors(file) if name == SAFETENSORS else _torch(file)
-        names = clean_names(stored, str(file))
-        wrapped = [fqn for fqn in stored if names[fqn] != fqn]
-        extents = {names[fqn]: extent for fqn, extent in stored.items()}
+        extents, wrapped = _stored(file)
         _check_pairs(extents, file)
         return Checkpoint(
             path=str(path),
@@ -118,12 +115,14 @@ PEFT = Peft()
 
 def prove_names(folder: Path) -> None:
     """Prove that names in an adapter's folder hold none of wrappers, as PEFT loads no such name; others pass."""
-    checkpoint = PEFT.read(folder, ReadRequest()) if PEFT.find(folder, None) else None
-    if checkpoint is not None and checkpoint.notes:
+    name = _weights(folder) if PEFT.find(folder, None) else None
+    _, wrapped = _stored(confined(folder, name)) if name else ({}, [])
+    if wrapped:
         raise LossError(
             "PEFT would load nothing of this adapter",
             path=folder,
-            found=checkpoint.notes[0].partition(";")[0],
+            fqn=wrapped[0],
+            found=f"{len(wrapped)} names that hold those of wrappers",
             hint=f"`ckpt convert peft peft {folder}` writes one that it loads; --names own takes this as it is",
         )
 
@@ -133,6 +132,13 @@ def _weights(folder: Path) -> str | None:
     if not (folder / adapter.CONFIG).is_file():
         return None
     return next((name for name in (SAFETENSORS, TORCH) if (folder / name).is_file()), None)
+
+
+def _stored(file: Path) -> tuple[dict[str, Extent], list[str]]:
+    """The tensors of a file by their names without those of wrappers, and the names that hold some."""
+    stored = _safetensors(file) if file.name == SAFETENSORS else _torch(file)
+    names = clean_names(stored, str(file))
+    return {names[fqn]: extent for fqn, extent in stored.items()}, [fqn for fqn in stored if names[fqn] != fqn]
 
 
 def _safetensors(path: Path) -> dict[str, Extent]:
