@@ -327,10 +327,9 @@ def _more_gpus(subject: Subject, setup: Setup, gpu_memory: int, strategies: Sequ
 
     def fitting(gpus: int) -> str | None:
         more = replace(setup, gpus=gpus)
-        rows = [_row(subject, strategy, more) for strategy in searched]
-        if MEGATRON in strategies:
-            rows += _megatron_rows(subject, more)
-        return _first(rows, gpu_memory)
+        model_parallel = list(_megatron_rows(subject, more)) if MEGATRON in strategies else []
+        data_parallel = [_row(subject, strategy, more) for strategy in searched]
+        return _first(data_parallel, gpu_memory) or _first(model_parallel, gpu_memory)
 
     unit = lcm(setup.context_parallel, _NODE if setup.gpus >= _NODE else 1)
     least, most = setup.gpus, multiple(setup.gpus + 1, unit)

@@ -381,6 +381,8 @@ def test_checkpointing_and_larger_data_parallelism_come_before_tensor_parallelis
         "with Megatron: megatron tp 1 pp 1 with activation checkpointing, data parallel 4: "
         "78.7 GB of 90.0 GB on each GPU",
     )
+    (_, more) = suggestions(LLAMA, Setup(2), 40 * GB)  # on 6 GPUs Megatron fits without checkpointing
+    assert more.startswith("on 6 GPUs: fsdp2 with activation checkpointing, data parallel 6: ")
 
 
 def test_fewer_tokens_are_suggested_only_where_all_else_would_fit() -> None:

@@ -238,60 +238,57 @@ def test_a_conversion_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_p
 
 
 def test_trl_goes_on_with_the_nodes_that_are_there(cluster: Cluster, tmp_path: Path) -> None:
-    """`accelerate launch` of a MoE under ZeRO-3 on two nodes, stopped ahead of the limit, and then on one node."""
+    """`accelerate launch` of a MoE under ZeRO-3: stopped ahead of the limit, then preempted, and on with one node."""
     users.build(tmp_path)
     examples, run, logs = REPOSITORY / "examples/trl", tmp_path / "outputs", tmp_path / "log"
 
-    def train(nodes: str, steps: int) -> str:
-        """The number of a job that trains on so many nodes until this step."""
-        asked = [f"--chdir={tmp_path}", "--gpus-per-node=0", f"--nodes={nodes}", f"--output={logs}"]
-        words = ["--config", examples / "qwen3-30b-a3b.yaml", "--save_total_limit", "3", "--max_steps", str(steps)]
-        return cluster.submit(
-            *(*asked, examples / "sft.sbatch", run, examples / "zero3.yaml", *words),
-            RANKS_PER_NODE="1",
-            PREFLIGHT="--timeout 120",
-            SCRIPT=f"{REPOSITORY}/fixtures/users.py {examples}/sft.py",
-            LAUNCH="--deepspeed_moe_layer_cls_names Qwen3MoeSparseMoeBlock",
-            OMP_NUM_THREADS="1",
-            WITHOUT_TRUTH="1",
-        )
+    asked = [f"--chdir={tmp_path}", "--gpus-per-node=0", f"--output={logs}"]
+    words = ["--config", examples / "qwen3-30b-a3b.yaml", "--save_total_limit", "3", "--max_steps", "100000"]
+    number = cluster.submit(
+        *(*asked, examples / "sft.sbatch", run, examples / "zero3.yaml", *words),
+        RANKS_PER_NODE="1",
+        PREFLIGHT="--timeout 120",
+        SCRIPT=f"{REPOSITORY}/fixtures/users.py {examples}/sft.py",
+        LAUNCH="--deepspeed_moe_layer_cls_names Qwen3MoeSparseMoeBlock",
+        OMP_NUM_THREADS="1",
+        WITHOUT_TRUTH="1",
+    )
 
     def newest() -> int:
         return max((int(p.parent.name.rpartition("-")[2]) for p in run.glob("*-*/trainer_state.json")), default=0)
 
-    def said(number: str) -> str:
+    def said() -> str:
         files = [logs, *sorted((tmp_path / f"trl-sft-{number}").glob("*.log"))]
         return "\n".join(file.read_text() for file in files if file.is_file())
 
-    def go_on(number: str, step: int) -> None:
+    def go_on(step: int) -> None:
         over = ("FAILED", "COMPLETED", "CANCELLED", "NODE_FAIL")
         cluster.wait(lambda: newest() >= step or cluster.job(number)["JobState"] in over, f"step {step}", 240)
-        assert newest() >= step, said(number)
+        assert newest() >= step, said()
 
     try:
-        first = train("2", 100000)
-        go_on(first, 2)
-        cluster.ask("scancel", "--batch", "--signal=USR1", first)  # as Slurm does ahead of the limit, to the script
-        cluster.wait(lambda: cluster.job(first).get("Restarts") == "1", "requeued")
-        go_on(first, newest() + 4)
-        cluster.ask("scancel", first)
-        cluster.wait_for_state(first, "CANCELLED")
-        reached = newest()
-        second = train("1", reached + 2)
-        cluster.wait_for_state(second, "COMPLETED", "FAILED", timeout=240)
-        assert newest() == reached + 2, said(second)
+        go_on(2)
+        cluster.ask("scancel", "--batch", "--signal=USR1", number)  # as Slurm does ahead of the limit, to the script
+        cluster.wait(lambda: cluster.job(number).get("Restarts") == "1", "requeued")
+        go_on(newest() + 4)
+        cluster.submit("--partition=urgent", "--nodes=1", "--output=/dev/null", "--wrap", "sleep 1000")
+        cluster.wait(lambda: cluster.job(number).get("Restarts") == "2", "requeued")
+        go_on(newest() + 4)
+        cluster.ask("scancel", number)
+        cluster.wait_for_state(number, "CANCELLED")
     finally:
         cluster.run("scancel", "--user=root")
-    log = said(first) + said(second)
-    assert re.findall(r"\d\d start (.+)", logs.read_text()) == [
+    starts, ends = (re.findall(rf"\d\d {word} (.+)", logs.read_text()) for word in ("start", "ended with"))
+    assert [re.sub(r"on n\d:", "on one:", start) for start in starts] == [
         "0 on n[1-2]: 2 ranks",
         "1 on n[1-2]: 2 ranks",
-        "0 on n1: 1 ranks",
-    ], log
-    assert re.findall(r"\d\d ended with (.+)", logs.read_text()) == ["75: time limit", "143", "0"], log
-    assert "ZeRO-3 for 1 ranks, from 2" in log
-    state = json.loads((run / f"checkpoint-{reached + 2}/trainer_state.json").read_text())
-    assert [row["step"] for row in state["log_history"] if "loss" in row] == list(range(1, reached + 3))
-    found = [toolkit.open(run / f"checkpoint-{step}", "zero3") for step in (reached, reached + 2)]
-    assert [(one.world_size, one.state.step) for one in found] == [(2, reached), (1, reached + 2)]
-    assert all(set(map(int, one.state.scalars["step"].values())) == {one.state.step} for one in found)
+        "2 on one: 1 ranks",
+    ], said()
+    assert [re.sub(r"^\d+: pre", "pre", end) for end in ends] == ["75: time limit", "preempted", "143"], said()
+    assert "ZeRO-3 for 1 ranks, from 2" in said()
+    last = newest()
+    state = json.loads((run / f"checkpoint-{last}/trainer_state.json").read_text())
+    assert [row["step"] for row in state["log_history"] if "loss" in row] == list(range(1, last + 1))
+    found = toolkit.open(run / f"checkpoint-{last}", "zero3")
+    assert (found.world_size, found.state.step) == (1, last)
+    assert set(map(int, found.state.scalars["step"].values())) == {last}, "the optimizer went on, too"
