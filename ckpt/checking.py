@@ -1,7 +1,8 @@
 """Whether checkpoints are whole: `ckpt check`, and the list of a run's checkpoints.
 
-A checkpoint is whole where its format's reader describes it, the parts of every tensor make it up exactly once, and no
-file beside it is missing, empty or cut off (`ckpt.verify.files`).
+A checkpoint is whole where its format's reader describes it, the parts of every tensor make it up exactly once, no
+file beside it is missing, empty or cut off (`ckpt.verify.files`), and none that looks like training state was left
+unread (`ckpt.run_folder.not_read`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ckpt import api, registry
 from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, printable
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import Checkpoint
+from ckpt.run_folder.not_read import STATE, not_read
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import (
     LATEST,
@@ -37,6 +39,7 @@ from ckpt.verify.files import (
     DAMAGED,
     INCOMPLETE,
     LEFT,
+    NOT_READ,
     UNKNOWN,
     Bytes,
     Problem,
@@ -44,6 +47,7 @@ from ckpt.verify.files import (
     problem_of,
     problems_of,
     read_all,
+    relative,
 )
 
 WHOLE = "whole"
@@ -83,7 +87,7 @@ class Checked:
     def state(self) -> str:
         """`whole`, or the worst of the problems' kinds."""
         kinds = {problem.kind for problem in self.problems}
-        return next((kind for kind in (DAMAGED, INCOMPLETE, UNKNOWN) if kind in kinds), WHOLE)
+        return next((kind for kind in (DAMAGED, INCOMPLETE, UNKNOWN, NOT_READ) if kind in kinds), WHOLE)
 
     def row(self) -> tuple[str, ...]:
         """The cells under `HEADS`."""
@@ -122,7 +126,7 @@ class Report:
     def exit_code(self) -> int:
         """0 where all is whole, 4 where something is not; otherwise that of what cannot be told."""
         problems = [*self.problems, *(problem for one in self.checkpoints for problem in one.problems)]
-        if any(problem.kind in (INCOMPLETE, DAMAGED) for problem in problems):
+        if any(problem.kind in (INCOMPLETE, DAMAGED, NOT_READ) for problem in problems):
             return CorruptError.exit_code
         return next((one.exit_code for one in self.checkpoints if one.exit_code), 0)
 
@@ -296,17 +300,19 @@ def _check_one(
     if count is not None:
         problems += read_all(place, files, count, progress or (lambda _: None))
         problems += _differing_from_manifest(place)
+    if checkpoint is not None:
+        problems += _not_read(checkpoint, place)
     told: dict[str, Problem] = {}
-    for problem in problems:  # what the reader says of a file, and not what is said of it again
+    # what the reader says of a file, and not what is said of it again
+    for problem in sorted(problems, key=lambda problem: problem.kind == LEFT):
         told.setdefault(problem.where, problem)
-    problems = sorted(told.values(), key=lambda problem: problem.kind == LEFT)
     return Checked(
         str(place.relative_to(root)) if place != root else str(root),
         checkpoint.format if checkpoint is not None else None,
         checkpoint.state.step if checkpoint is not None else trainer_step(place) if place.is_dir() else None,
         len(files),
         sum(file.stat().st_size for file in files),
-        tuple(problems),
+        tuple(told.values()),
         usable,
     )
 
@@ -333,6 +339,13 @@ def _read_alone(place: Path, formats: Iterator[str]) -> Iterator[str]:
         with suppress(CkptError):
             api.open(place, name)
             yield name if registry.get(name).carries_optimizer else f"{name}, without an optimizer"
+
+
+def _not_read(checkpoint: Checkpoint, place: Path) -> Iterator[Problem]:
+    """Files in the checkpoint's folder that no reader opened."""
+    for one in not_read(checkpoint):
+        where = relative(Path(checkpoint.path) / one.name, place)
+        yield Problem(NOT_READ if one.kind == STATE else LEFT, where, f"not read: {one.why}")
 
 
 def _differing_from_manifest(place: Path) -> list[Problem]:

@@ -31,6 +31,7 @@ from ckpt.move.group import Alone, check_alike, the_callers
 from ckpt.plan.checkpoint import AXES, Checkpoint, Layout, SourceFile
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.progress import progress
+from ckpt.run_folder import not_read
 from ckpt.run_folder.carried import run_files
 from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.steps import ANY_STEP, LATEST, TRACKER, TRAINER_STATE, recorded_step
@@ -351,6 +352,8 @@ def _convert(
             say(f"{show_size(num_done)} were there already, and are as they were written")
         for line in (*plan.target.notes, *plan.target.not_written):
             say(f"note: {line}" if line in plan.target.notes else f"not in the target: {line}")
+        for line in not_read.lines([one.to_json() for one in not_read.not_read(plan.checkpoint)]):
+            say(line)
 
 
 @contextlib.contextmanager

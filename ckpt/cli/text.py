@@ -85,6 +85,8 @@ def carry_out(
 
 def plan_report(conversion: Conversion, destination: Path) -> dict[str, Any]:
     """What a conversion writes, moves, casts and leaves out, for printing and for JSON."""
+    from ckpt.run_folder.not_read import not_read
+
     plan = conversion.plan
     return {
         "source": plan.checkpoint.path,
@@ -102,6 +104,7 @@ def plan_report(conversion: Conversion, destination: Path) -> dict[str, Any]:
         ],
         "notes": list(plan.target.notes),
         "left_out": list(plan.target.not_written),
+        "not_read": [one.to_json() for one in not_read(plan.checkpoint)],
     }
 
 
@@ -128,9 +131,12 @@ def plan_lines(report: dict[str, Any], verbose: bool) -> list[str]:
 
 
 def lost_lines(report: dict[str, Any]) -> list[str]:
-    """What a plan's report has to say about precision, and about what is not in the target."""
+    """What a plan's report has to say about precision, about what is not in the target, and what was not read."""
+    from ckpt.run_folder import not_read
+
     notes = [f"note: {printable(note)}" for note in report["notes"]]
-    return notes + [f"not in the target: {printable(one)}" for one in report["left_out"]]
+    notes += [f"not in the target: {printable(one)}" for one in report["left_out"]]
+    return notes + not_read.lines(report["not_read"])
 
 
 def _outcome(report: dict[str, Any], destination: Path, manifest: bool) -> list[str]:

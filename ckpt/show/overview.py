@@ -16,6 +16,7 @@ from typing import Any
 from ckpt.plan.checkpoint import AXES, BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor
+from ckpt.run_folder.not_read import not_read
 from ckpt.sizes import show_size
 from ckpt.text import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, counted, json_text, one_line, summarise
 
@@ -47,6 +48,7 @@ def describe(checkpoint: Checkpoint, tensors: bool = False, everything: bool = F
         "ties": [{"alias": one_line(alias), "owner": one_line(owner)} for alias, owner in checkpoint.ties.items()],
         "training": _training(checkpoint, bounds),
         "notes": [one_line(note) for note in (*checkpoint.notes, *_quantized(checkpoint), *checkpoint.unread)],
+        "not_read": [one.to_json() for one in not_read(checkpoint)],
     }
     if tensors:
         found["tensors"] = [_tensor(tensor) for tensor in checkpoint.tensors.values()]
@@ -280,6 +282,7 @@ def _facts(facts: dict[str, Any], mesh_words: str, everything: bool) -> Iterator
         "also stored", (f"{name}: {json_text(value, limit)}" for name, value in training["items"].items())
     )
     yield from _named("notes", facts["notes"])
+    yield from _named("not read", (f"{one['name']}: {one['why']}" for one in facts["not_read"]))
 
 
 def _parameters_text(counts: Mapping[str, Any]) -> str:

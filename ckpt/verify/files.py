@@ -27,6 +27,8 @@ from ckpt.run_folder.companions import MAX_JSON, parse_json, read_json
 
 #: A file is missing, empty or cut off; it contradicts itself; it cannot be looked into, so that nothing is known.
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
+#: What no reader opened looks like a part of the training state.
+NOT_READ = "not all read"
 #: What no reader needed is none of torch's files, or holds objects that only a program could make: nothing is wrong.
 LEFT = "not looked into"
 

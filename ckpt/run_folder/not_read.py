@@ -1,0 +1,184 @@
+"""Files in a checkpoint's folder that no reader opened: what they look like, by their names and first bytes.
+
+The checkpoint's own folder is looked at, and its subfolders of which files were read; never what stands beside it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ckpt.errors import CkptError, printable
+from ckpt.move.files import translate_os_errors
+from ckpt.move.source import read_file
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.run_folder.companions import PATTERNS, SHARED_RUN_PATTERNS
+from ckpt.run_folder.steps import ANY_STEP, RECORDS
+
+#: Kinds of files of which it is known that they hold no tensors: texts, tokenizers, pictures.
+_NO_TENSORS = (
+    *("*.txt", "*.md", "*.rst", "*.json", "*.jsonl", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.csv", "*.tsv"),
+    *("*.xml", "*.html", "*.log", "*.out", "*.err", "*.py", "*.sh", "*.jinja", "*.lock", "*.sha256", "*.parquet"),
+    *("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.model", "*.tiktoken", "*.spm"),
+    *("LICENSE*", "NOTICE*", "README*", "Makefile", "Dockerfile"),
+)
+#: Files that frameworks leave in a checkpoint, of which `convert` takes care or which are of no use elsewhere.
+_BY_PRODUCTS = (
+    *PATTERNS,
+    *SHARED_RUN_PATTERNS,  # HF Trainer, Accelerate, TRL and Axolotl
+    *RECORDS,
+    "rng_state*.pth",  # transformers/trainer.py, `_save_rng_state`
+    "random_states_*.pkl",  # accelerate/checkpointing.py, `save_accelerator_state`
+    "train_dataloader_dprank*.pt",  # megatron/training/checkpointing.py, `maybe_save_dataloader_state`
+    "events.out.tfevents.*",  # torch/utils/tensorboard
+)
+#: The optimizer's file of HF Trainer and Accelerate, which formats of weights alone have no place for.
+_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
+#: Whole models as transformers, PEFT, Accelerate and Mistral name them; shards have numbers.
+_WEIGHTS = re.compile(
+    r"(?P<stem>(?:model|pytorch_model(?:_fsdp)?|adapter_model|consolidated)(?:\.[A-Za-z][\w]*|\.\d\d)?)"
+    r"(?:-\d{5}-of-(?P<count>\d{5}))?(?P<suffix>\.safetensors|\.bin|\.pth)"
+)
+#: Names of parts of a training run's state: an optimizer's, a rank's, a shard's, a layer's.
+_STATE = re.compile(
+    r"optim(?!um|iz(?:ed|ation))|(?:^|[^a-z])rank[_-]?\d|shard|\d-of-\d|model_states|pytorch_model_fsdp|^layer_\d"
+    r"|^offloaded_tensors$|exp_avg"
+)
+_OF_TENSORS = (".safetensors", ".distcp")
+#: A zip's first record, and torch's number of its older files (torch/serialization.py, `MAGIC_NUMBER`).
+_ZIP, _LEGACY = b"PK\x03\x04", bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+_HEAD = 512
+_MAX_SHOWN = 20
+
+STATE, OTHER = "state", "other"
+
+
+@dataclass(frozen=True, slots=True)
+class NotRead:
+    """A file, or a folder (`name` ends in `/`), that was not read; `kind` is STATE where it looks like training state.
+
+    `name` is relative to the checkpoint's folder.
+    """
+
+    name: str
+    kind: str
+    why: str
+
+    def to_json(self) -> dict[str, str]:
+        return {"name": printable(self.name), "kind": self.kind, "why": self.why}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a listing says of a name: `size` is None for a folder."""
+
+    name: str
+    size: int | None
+
+
+def not_read(checkpoint: Checkpoint) -> tuple[NotRead, ...]:
+    """What in the folder of `checkpoint` no reader opened and is not known as harmless, by name."""
+    root = Path(checkpoint.path)
+    if not root.is_dir():
+        return ()
+    within = "" if str(root) == "." else f"{root}/"
+    opened = {file.path.removeprefix(within) for file in checkpoint.files if file.path.startswith(within)}
+    folders = sorted({name.partition("/")[0] for name in opened if "/" in name})
+    listing = [entry for folder in ("", *folders) for entry in _listed(root, folder)]
+    return tuple(judged(listing, opened, lambda name: _head(root / name)))
+
+
+def judged(listing: Iterable[Entry], opened: AbstractSet[str], head: Callable[[str], bytes]) -> Iterator[NotRead]:
+    """As `not_read`, of a listing and the names that were opened; `head` gives a file's first bytes."""
+    used = {place for name in opened for place in _around(name)}
+    models = {found.group("stem", "suffix", "count") for name in opened if (found := _WEIGHTS.fullmatch(_base(name)))}
+    weights_alone = bool(models) and not opened & {*_OPTIMIZER}
+    for entry in listing:
+        name, base = entry.name, _base(entry.name)
+        if name in opened or base.startswith("."):
+            continue
+        if entry.size is None:
+            if name not in used and (folder := _folder(name)) is not None:
+                yield folder
+        elif not _is_harmless(base) and (entry.size or not base.endswith(".distcp")):  # of a rank that had no items
+            if weights_alone and name in _OPTIMIZER:
+                yield NotRead(name, OTHER, "the run's optimizer, beside weights alone")
+            else:
+                yield _other_weights(name, models) or NotRead(name, *_kind(base, partial(head, name)))
+
+
+def lines(found: Sequence[Mapping[str, str]]) -> list[str]:
+    """What a conversion tells the user of what was not read, as JSON has it; a long list is cut."""
+    told = [f"not read: {one['name']}: {one['why']}" for one in found[:_MAX_SHOWN]]
+    return [*told, *([f"not read: {len(found) - _MAX_SHOWN} more"] if len(found) > _MAX_SHOWN else [])]
+
+
+def _around(name: str) -> Iterator[str]:
+    """The folders that a file is in, below the checkpoint's own."""
+    while name := name.rpartition("/")[0]:
+        yield name
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _is_harmless(base: str) -> bool:
+    return any(fnmatch.fnmatchcase(base, pattern) for pattern in (*_NO_TENSORS, *_BY_PRODUCTS))
+
+
+def _folder(name: str) -> NotRead | None:
+    """A folder without a file that was read: another step, or pictures, say, are no part of the checkpoint."""
+    base = _base(name)
+    if _STATE.search(base.lower()) and not ANY_STEP.fullmatch(base):
+        return NotRead(f"{name}/", STATE, "a folder that is named like training state")
+    return NotRead(f"{name}/", OTHER, "a folder among those that were read") if "/" in name else None
+
+
+def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> NotRead | None:
+    """A model beside the one that was read, or a shard of another save of it: one more shard of that one is neither."""
+    found = _WEIGHTS.fullmatch(_base(name))
+    if found is None or (own := found.group("stem", "suffix", "count")) in models:
+        return None
+    same_name = any(own[:2] == other[:2] for other in models)
+    if same_name and own[2] is None:  # which loaders take before shards
+        return None
+    why = "a shard of another save" if same_name else "weights beside those that were read"
+    return NotRead(name, OTHER, why)
+
+
+def _kind(base: str, head: Callable[[], bytes]) -> tuple[str, str]:
+    if _STATE.search(base.lower()):
+        return STATE, "it is named like training state"
+    if base.endswith(_OF_TENSORS):
+        return STATE, "it holds tensors"
+    start = head()
+    if start.startswith(_LEGACY) or (start.startswith(_ZIP) and b"data.pkl" in start):
+        return STATE, "a file of torch's"
+    return OTHER, "no reader knows it"
+
+
+def _listed(root: Path, folder: str) -> Iterator[Entry]:
+    place = root / folder
+    with translate_os_errors(place), os.scandir(place) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        name = f"{folder}/{entry.name}" if folder else entry.name
+        try:
+            yield Entry(name, None if entry.is_dir() else entry.stat().st_size)
+        except OSError:  # a link to nothing, or a file that has just gone
+            yield Entry(name, 0)
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of a file; none of one that cannot be read, which is named all the same."""
+    try:
+        return read_file(path, _HEAD)
+    except CkptError:
+        return b""

@@ -1,0 +1,172 @@
+"""Files in a checkpoint's folder that no reader opened are named by inspect, check and convert."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.run_folder.not_read import Entry, judged, not_read
+from ckpt.testing import Declaration
+from tests.formats.declarations import DECLARATIONS
+from tests.support.commands import ckpt as run_ckpt
+
+TENSORS = {"w": torch.ones(3)}
+
+
+def saved(name: str, **options: bool) -> Callable[[Path], object]:
+    return lambda folder: torch.save(TENSORS, folder / name, **options)
+
+
+def written(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+#: Strays by their names: how each is made, and what it is taken for (None: harmless).
+STRAYS: dict[str, tuple[Callable[[Path], object], str | None]] = {
+    "layer_wise_optimizer_0.pt": (saved("layer_wise_optimizer_0.pt"), "state"),  # megatron-core's, of Muon
+    "shard_9.npy": (written("shard_9.npy", b"\x93NUMPY"), "state"),
+    "__9_0.distcp": (written("__9_0.distcp", b"elements"), "state"),
+    "ema.safetensors": (written("ema.safetensors", (2).to_bytes(8, "little") + b"{}"), "state"),
+    "extra.bin": (saved("extra.bin"), "state"),
+    "older.bin": (saved("older.bin", _use_new_zipfile_serialization=False), "state"),
+    "blob.dat": (written("blob.dat", b"what is it"), "other"),
+    "notes.txt": (written("notes.txt", b"a text"), None),
+    ".hidden.pt": (saved(".hidden.pt"), None),
+}
+
+
+@pytest.mark.parametrize("declaration", [pytest.param(d, id=d.format, marks=d.marks) for d in DECLARATIONS])
+def test_a_stray_file_in_every_format(declaration: Declaration, tmp_path: Path) -> None:
+    """Each kind in the folder, and in a subfolder of which files were read."""
+    (tmp_path / "sample").mkdir()
+    path, _ = declaration.make(tmp_path / "sample")
+    checkpoint = ckpt.open(path, declaration.format)
+    named = ("--format", declaration.format)
+    planned = ("convert", declaration.format, "dcp", path, "--world-size", "2", "-o", tmp_path / "out", "--dry-run")
+    assert not not_read(checkpoint)
+    assert run_ckpt("check", path, *named).code == 0
+    folder = Path(checkpoint.path)
+    inner = [Path(file.path).parent for file in checkpoint.files if Path(file.path).parent.parent == folder]
+    for place in (folder, *inner[:1]):
+        for name, (make, kind) in STRAYS.items():
+            make(place)
+            stray = str((place / name).relative_to(folder))
+            texts = [run_ckpt("inspect", path, *named), run_ckpt(*planned), run_ckpt("check", path, *named)]
+            jsons = [json.loads(run_ckpt(*one, "--json").out) for one in (("inspect", path, *named), planned)]
+            checked = json.loads(run_ckpt("check", path, *named, "--json").out)
+            (place / name).unlink()
+            assert [one.code for one in texts] == [0, 0, 4 if kind == "state" else 0], texts
+            for result in texts:
+                assert ("not read" in result.out and stray in result.out) == bool(kind), result.out
+            for found in jsons:
+                assert [(one["name"], one["kind"]) for one in found["not_read"]] == ([(stray, kind)] if kind else [])
+            (one,) = checked["checkpoints"]
+            wheres = [problem["where"] for problem in one["problems"]]
+            if any(where.endswith(".metadata") for where in wheres):  # without it `.distcp` files are no whole set
+                wheres = wheres[1:] if name == "__9_0.distcp" and one["state"] == "incomplete" else []
+            else:
+                assert one["state"] == ("not all read" if kind == "state" else "whole")
+            assert wheres == ([stray] if kind else [])
+
+
+def test_convert_and_resume_write_and_say_so(fixtures: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / "run"))
+    torch.save(TENSORS, run / "global_step2" / "layer_wise_optimizer_0.pt")
+    done = run_ckpt("convert", "auto", "hf", run, "--names", "own")
+    line = "not read: layer_wise_optimizer_0.pt: it is named like training state"
+    assert done.code == 0 and line in done.err.splitlines()
+    said: list[str] = []
+    ckpt.resume(run, format="zero2", world_size=5, say=said.append)
+    assert line in said
+
+
+def test_the_list_of_a_run_says_which_step_is_not_all_read(fixtures: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
+    torch.save(TENSORS, run / "checkpoint-1" / "global_step1" / "optimizer_rank_9.pt")
+    table = run_ckpt("inspect", run).out
+    assert "not all read: global_step1/optimizer_rank_9.pt: not read: it is named like training state" in table
+    assert run_ckpt("check", run).code == 4
+
+
+def test_what_stands_beside_a_checkpoint_is_no_part_of_it(fixtures: Path, tmp_path: Path) -> None:
+    """A model beside DeepSpeed's folder, and neighbours of a checkpoint of one file."""
+    run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run")) / "checkpoint-2"
+    torch.save(TENSORS, run / "extra.bin")
+    assert not not_read(ckpt.open(run))
+    one = tmp_path / "model.pt"
+    torch.save(TENSORS, one)
+    torch.save(TENSORS, tmp_path / "optimizer_0.pt")
+    assert not not_read(ckpt.open(one))
+
+
+def test_no_fixture_has_a_file_that_is_not_read(fixtures: Path) -> None:
+    places = [fixtures / "toy-zero1", fixtures / "dcp-fsdp2", fixtures / "local-flat", fixtures / "trl-fsdp2/outputs"]
+    places += [fixtures / name for name in ("trainer-plain", "verl-fsdp2", "megatron-fsdp", "neox-zero1")]
+    assert [not_read(ckpt.open(place)) for place in places] == [()] * len(places)
+
+
+def names(opened: set[str], *entries: str, empty: bool = False) -> list[tuple[str, str]]:
+    listing = [Entry(e.rstrip("/"), None if e.endswith("/") else 0 if empty else 1) for e in entries]
+    return [(one.name, one.kind) for one in judged(listing, opened, lambda name: b"")]
+
+
+def test_models_beside_the_one_that_was_read() -> None:
+    shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    other = "pytorch_model.bin", "model.fp16.safetensors", "consolidated.safetensors", "adapter_model.safetensors"
+    assert names(shards, *other) == [(name, "other") for name in other]
+    assert names(shards, "model-00003-of-00009.safetensors") == [("model-00003-of-00009.safetensors", "other")]
+    assert names(shards, "model-00003-of-00002.safetensors", "model.safetensors") == [
+        ("model-00003-of-00002.safetensors", "state"),
+        ("model.safetensors", "state"),
+    ]
+    assert names({"__0_0.distcp", ".metadata"}, "model.safetensors") == [("model.safetensors", "other")]
+
+
+def test_an_optimizer_beside_weights_alone_is_the_runs() -> None:
+    assert names({"adapter_model.safetensors"}, "optimizer.pt", "scheduler.pt") == [("optimizer.pt", "other")]
+    assert names({"__0_0.distcp"}, "optimizer.bin") == [("optimizer.bin", "state")]
+
+
+def test_folders_of_which_nothing_was_read() -> None:
+    """Other steps, pictures and logs are no part of it; a second optimizer's is."""
+    opened = {"pytorch_model_fsdp_0/__0_0.distcp", "zero/a/fp32.pt"}
+    assert not names(opened, "runs/", "checkpoint-3/", "zero/", "zero/a/", "pytorch_model_fsdp_0/", ".git/")
+    assert names(opened, "optimizer_1/", "zero/b/") == [("optimizer_1/", "state"), ("zero/b/", "other")]
+
+
+def test_a_rank_without_items_leaves_an_empty_file() -> None:
+    """torch.distributed.checkpoint opens one for each rank."""
+    assert not names({"__0_0.distcp"}, "__1_0.distcp", empty=True)
+
+
+def test_what_cannot_be_looked_into_is_named_and_nothing_waits(fixtures: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "run"))
+    os.mkfifo(run / "pipe.pt")
+    (run / "gone.pt").symlink_to("nowhere")
+    (run / "zero.pt").symlink_to("/dev/zero")
+    found = not_read(ckpt.open(run))
+    assert [(one.name, one.kind) for one in found] == [(f"{name}.pt", "other") for name in ("gone", "pipe", "zero")]
+
+
+def test_a_long_list_is_cut(fixtures: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "run"))
+    for number in range(25):
+        (run / f"optimizer_{number:02}.pt").write_bytes(b"x")
+    done = run_ckpt("convert", "auto", "full", run)
+    assert done.err.count("not read: ") == 21 and "not read: 5 more" in done.err
+    assert "... and 5 more" in run_ckpt("inspect", run).out
+
+
+def test_only_what_looks_like_state_is_opened() -> None:
+    opened: list[str] = []
+    checked = judged([Entry(n, 1) for n in ("optimizer.x", "a.txt", "b.safetensors", "c.q")], set(), opened.append)
+    with pytest.raises(AttributeError):
+        list(checked)
+    assert opened == ["c.q"]
