@@ -98,13 +98,11 @@ def architectures() -> str:
 
     from converters.names.hub.composites import COMPOSITES
     from converters.names.hub.families import FAMILIES
-    from converters.names.hub.learned import model_types, table
     from converters.names.megatron import architectures as megatron
 
     placed = {module.name for module in iter_modules(megatron.__path__)}
     classes: dict[str, str] = {name: family.stem + family.causal for name, family in FAMILIES.items()}
     classes |= {name: composite.cls for name, composite in COMPOSITES.items()}
-    classes |= {name: (table(name) or {})["cls"] for name in model_types()}
     rows = [
         f"| `{name}` | `{classes[name]}` | {'yes' if name in placed else ''} |" for name in sorted({*classes, *placed})
     ]

@@ -16,7 +16,6 @@ import ckpt
 from ckpt import errors
 from converters.names.hub.composites import COMPOSITES
 from converters.names.hub.families import FAMILIES
-from converters.names.hub.learned import model_types
 from tests.support.engines import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -95,7 +94,7 @@ def test_the_table_of_architectures_is_the_code(site: Path) -> None:
     rows = re.findall(
         r"<td><code>(\w+)</code></td>\s*<td><code>(\w+)</code></td>\s*<td>(\w*)</td>", html(site, "architectures.md")
     )
-    assert {name for name, _, _ in rows} == {*FAMILIES, *COMPOSITES, *model_types()}
+    assert {name for name, _, _ in rows} == {*FAMILIES, *COMPOSITES}
     folder = REPOSITORY / "converters/names/megatron/architectures"
     assert {name for name, _, placed in rows if placed} == {p.stem for p in folder.glob("*.py")} - {"__init__"}
     assert ("llama", "LlamaForCausalLM", "yes") in rows and ("gpt2", "GPT2LMHeadModel", "yes") in rows

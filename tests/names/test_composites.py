@@ -57,6 +57,53 @@ def test_gemma3(tmp_path: Path, head: bool, change: dict[str, Any]) -> None:
     assert found is not None and dict(found.required) == shapes(files)
 
 
+#: Sizes of Qwen's towers: no two are the same, so that none is taken for another.
+QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": 6, "temporal_patch_size": 4, "spatial_merge_size": 3}
+QWEN_TOWER |= {"in_channels": 5}
+QWEN_TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {**QWEN_TOWER, "embed_dim": 20, "hidden_size": 24, "mlp_ratio": 3},
+    "qwen2_5_vl": {**QWEN_TOWER, "hidden_size": 20, "intermediate_size": 26, "out_hidden_size": 24},
+    "qwen3_vl": {
+        **QWEN_TOWER,
+        "hidden_size": 20,
+        "intermediate_size": 26,
+        "out_hidden_size": 24,
+        "num_position_embeddings": 49,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", QWEN_TOWERS)
+@pytest.mark.parametrize("change", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}])
+def test_qwen(tmp_path: Path, model_type: str, change: dict[str, Any]) -> None:
+    """The output layer is tied by the whole model's config, biases are the text model's."""
+    bias = {"attention_bias": change["attention_bias"]} if "attention_bias" in change else {}
+    inner = {"text_config": {**TEXT, **bias}, "vision_config": QWEN_TOWERS[model_type]}
+    tied = {name: value for name, value in change.items() if name not in bias}
+    config, files = saved_model(tmp_path, model_type, **inner, **tied)
+    found = composites.saved(config)
+    assert found is not None and dict(found.required) == shapes(files)
+    assert len(found.optional) == config["tie_word_embeddings"]
+
+
+def test_a_config_with_another_part_or_a_size_that_is_none_has_no_answer() -> None:
+    text = {**TEXT, "model_type": "qwen3_vl_text"}
+    vision = {**QWEN_TOWERS["qwen3_vl"], "model_type": "qwen3_vl_vision"}
+    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision}
+    assert composites.saved(config) is not None
+    for part, entries, change in (
+        ("vision_config", vision, {"model_type": "clip_vision_model"}),
+        ("vision_config", vision, {"deepstack_visual_indexes": 3}),
+        ("vision_config", vision, {"depth": 1 << 30}),
+        ("text_config", text, {"hidden_size": 0}),
+        ("text_config", text, {"hidden_size": "32"}),
+        ("text_config", text, {"num_hidden_layers": 1 << 30}),
+        ("text_config", text, {"num_key_value_heads": None}),
+    ):
+        assert composites.saved({**config, part: {**entries, **change}}) is None, change
+
+
 def test_what_a_config_does_not_say_has_no_answer() -> None:
     """The classes have sizes of their own then, which only transformers knows."""
     vision = {"model_type": "siglip_vision_model", **TOWER}

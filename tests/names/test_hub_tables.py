@@ -21,9 +21,10 @@ transformers = pytest.importorskip("transformers", minversion="5")
 
 #: No two sizes are the same, so that none is taken for another.  Applied as far as a config class has the attribute.
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head"), 4),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    "num_layers": 24,  # GPT-Neo's list of kinds of layers has as many
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 5),
     "num_key_value_heads": 2,
     "head_dim": 10,
@@ -63,11 +64,15 @@ CHANGES: dict[str, Any] = {
     "interleave_moe_layer_step": 2,
     "moe_layer_interval": 2,
     "full_attention_interval": 2,
+    "time_step_rank": 3,
+    "expand": 3,
+    "block_size": 16,
+    "max_position_embeddings": 73,
 }
 #: Entries that the class has turned round, one by one.
 FLAGS = (
     *("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qkv_bias", "lm_head_bias"),
-    *("tie_word_embeddings", "use_qk_norm", "qk_layernorm", "use_parallel_residual"),
+    *("tie_word_embeddings", "use_qk_norm", "qk_layernorm", "use_parallel_residual", "multi_query", "use_conv_bias"),
 )
 #: Classes read it from the config whether or not they declare it, but for these.
 NO_HEAD_DIM = ("phi", "gpt2")
@@ -186,3 +191,11 @@ def test_a_model_of_36945_tensors_takes_no_time() -> None:
 def test_a_config_without_a_size() -> None:
     with pytest.raises(CorruptError, match="does not state a size"):
         families.saved({"model_type": "llama"})
+
+
+@pytest.mark.parametrize("model_type", ["minimax", "qwen3_next"])
+@pytest.mark.parametrize("types", [["linear_attention"], "linear_attention"])
+def test_a_list_of_layers_that_is_too_short_is_an_error_that_names_it(model_type: str, types: Any) -> None:
+    config = {**base_of(model_type), "model_type": model_type, "layer_types": types}
+    with pytest.raises(CorruptError, match="does not list every layer"):
+        families.saved(config)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckpt.errors import CorruptError
 from converters.names.hub.rows import DENSE, SPARSE, Family, Saved
 from converters.names.megatron.sizes import Config
 from converters.names.transformers.installed import architectures
@@ -142,11 +143,19 @@ def _by_step(config: Config, layer: int) -> Collection[str]:
     return (DENSE if dense else SPARSE,)
 
 
-def _with_linear(config: Config, layer: int) -> Collection[str]:
+def _linear_by_type(config: Config, layer: int, by_rule: bool) -> Collection[str]:
+    """Whether a layer has linear attention: as `layer_types` lists it, or by the rule of a class without that list."""
     types = config.get("layer_types")
+    if not types:
+        return ("linear",) if by_rule else ()
+    if not isinstance(types, list) or len(types) <= layer:
+        raise CorruptError("the config does not list every layer", expected=f"layer_types[{layer}]", found=types)
+    return ("linear",) if types[layer] == "linear_attention" else ()
+
+
+def _with_linear(config: Config, layer: int) -> Collection[str]:
     interval = config.size("full_attention_interval", default=4)
-    linear = types[layer] == "linear_attention" if types else (layer + 1) % interval
-    return (*_by_step(config, layer), *(("linear",) if linear else ()))
+    return (*_by_step(config, layer), *_linear_by_type(config, layer, (layer + 1) % interval != 0))
 
 
 def _ernie(config: Config, layer: int) -> Collection[str]:
@@ -165,6 +174,15 @@ def _llama4(config: Config, layer: int) -> Collection[str]:
     return (SPARSE if layer in chosen else DENSE,)
 
 
+def _mamba(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of Mamba's mixer."""
+    hidden, state = dims["h"], config.size("state_size")
+    rank = config.get("time_step_rank")
+    rank = -(-hidden // 16) if rank == "auto" else config.size("time_step_rank")
+    inner = config.size("intermediate_size", default=int(config.number("expand") * hidden))
+    return {"f": inner, "n": state, "c": config.size("conv_kernel"), "r": rank, "x": rank + 2 * state}
+
+
 # -- families --------------------------------------------------------------------------------------------------
 
 _ATTENTION = QKVO + BIASES + OUT_BIAS
@@ -181,6 +199,21 @@ _DEEPSEEK = Family(
     experts=("n_routed_experts",),
     kinds=_behind_dense,
     prediction=PREDICTION,
+)
+_GPTJ = Family(
+    "GPTJ",
+    """
+    ln_1.[weight|bias] h
+    attn.[q|k|v|out]_proj.weight h h
+    mlp.fc_in.weight f h
+    mlp.fc_in.bias f
+    mlp.fc_out.weight h f
+    mlp.fc_out.bias h
+    """,
+    top="wte.weight v h \n ln_f.[weight|bias] h",
+    base="transformer",
+    layers="h",
+    output="lm_head.weight v h \n lm_head.bias v",
 )
 _GLM = Family("Glm", QKVO + BIASES + FUSED_MLP + NORMS, defaults={"head_dim": 128, "attention_bias": True})
 
@@ -282,6 +315,162 @@ FAMILIES: dict[str, Family] = {
         dims=lambda config, dims: {"p": config.size("n_positions", "n_ctx")},
         ignored=(r"(.*\.)?h\.\d+\.attn\.(bias|masked_bias)",),
         unknown=("add_cross_attention",),
+    ),
+    "gpt_bigcode": Family(
+        "GPTBigCode",
+        GPT + "attn.c_attn.weight c h \n attn.c_attn.bias c \n mlp.c_fc.weight f h \n mlp.c_proj.weight h f",
+        top="wte.weight v h \n wpe.weight p h \n ln_f.[weight|bias] h",
+        base="transformer",
+        layers="h",
+        defaults={"multi_query": True, **TIED},
+        dims=lambda config, dims: {
+            "p": config.size("n_positions", "max_position_embeddings", default=1024),
+            "c": dims["h"] + 2 * (dims["h"] // dims["heads"] if config.flag("multi_query") else dims["h"]),
+        },
+        unknown=("add_cross_attention",),
+    ),
+    "gpt_neo": Family(
+        "GPTNeo",
+        """
+        ln_[1|2].[weight|bias] h
+        attn.attention.[q|k|v|out]_proj.weight h h
+        attn.attention.out_proj.bias h
+        mlp.c_fc.weight f h
+        mlp.c_fc.bias f
+        mlp.c_proj.weight h f
+        mlp.c_proj.bias h
+        """,
+        top="wte.weight v h \n wpe.weight p h \n ln_f.[weight|bias] h",
+        base="transformer",
+        layers="h",
+        defaults=TIED,
+        spelled={"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"},
+        dims=lambda config, dims: {"p": config.size("max_position_embeddings", default=2048)},
+    ),
+    "gptj": _GPTJ,
+    "codegen": replace(
+        _GPTJ,
+        stem="CodeGen",
+        layer=_GPTJ.layer.replace("[q|k|v|out]_proj.weight h h", "qkv_proj.weight 3h h \n attn.out_proj.weight h h"),
+    ),
+    "bloom": Family(
+        "Bloom",
+        """
+        [input|post_attention]_layernorm.[weight|bias] h
+        self_attention.query_key_value.weight 3h h
+        self_attention.query_key_value.bias 3h
+        self_attention.dense.weight h h
+        self_attention.dense.bias h
+        mlp.dense_h_to_4h.weight 4h h
+        mlp.dense_h_to_4h.bias 4h
+        mlp.dense_4h_to_h.weight h 4h
+        mlp.dense_4h_to_h.bias h
+        """,
+        top="word_embeddings.weight v h \n word_embeddings_layernorm.[weight|bias] h \n ln_f.[weight|bias] h",
+        base="transformer",
+        layers="h",
+        defaults=TIED,
+        spelled={"n_embed": "hidden_size"},
+    ),
+    "mpt": Family(
+        "Mpt",
+        """
+        norm_[1|2].weight h
+        attn.Wqkv.weight 3h h
+        attn.out_proj.weight h h
+        ffn.up_proj.weight 4h h
+        ffn.down_proj.weight h 4h
+        """,
+        top="wte.weight v h \n norm_f.weight h",
+        base="transformer",
+        layers="blocks",
+        defaults=TIED,
+        spelled={"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"},
+    ),
+    "biogpt": Family(
+        "BioGpt",
+        """
+        self_attn.[q|k|v|out]_proj.weight h h
+        self_attn.[q|k|v|out]_proj.bias h
+        [self_attn|final]_layer_norm.[weight|bias] h
+        fc1.weight f h
+        fc1.bias f
+        fc2.weight h f
+        fc2.bias h
+        """,
+        top="embed_tokens.weight v h \n embed_positions.weight p h \n layer_norm.[weight|bias] h",
+        base="biogpt",
+        output="output_projection.weight v h",
+        defaults=TIED,
+        dims=lambda config, dims: {"p": config.size("max_position_embeddings", default=1024) + 2},
+    ),
+    "persimmon": Family(
+        "Persimmon",
+        """
+        self_attn.query_key_value.weight 3h h
+        self_attn.query_key_value.bias 3h
+        self_attn.dense.weight h h
+        self_attn.dense.bias h
+        self_attn.[q|k]_layernorm.[weight|bias] hd ? qk_layernorm
+        mlp.dense_h_to_4h.weight f h
+        mlp.dense_h_to_4h.bias f
+        mlp.dense_4h_to_h.weight h f
+        mlp.dense_4h_to_h.bias h
+        [input|post_attention]_layernorm.[weight|bias] h
+        """,
+        top=EMBEDDED + "final_layernorm.[weight|bias] h",
+        defaults={"qk_layernorm": True, "intermediate_size": 16384},
+        # Whatever the config says of `head_dim`.
+        dims=lambda config, dims: {"hd": dims["h"] // dims["heads"]},
+    ),
+    "mamba": Family(
+        "Mamba",
+        """
+        norm.weight h
+        mixer.A_log f n
+        mixer.[D|dt_proj.bias] f
+        mixer.conv1d.weight f 1 c
+        mixer.conv1d.bias f ? use_conv_bias
+        mixer.in_proj.weight 2f h
+        mixer.in_proj.bias 2f ? use_bias
+        mixer.x_proj.weight x f
+        mixer.dt_proj.weight f r
+        mixer.out_proj.weight h f
+        mixer.out_proj.bias h ? use_bias
+        """,
+        top="embeddings.weight v h \n norm_f.weight h",
+        base="backbone",
+        defaults={
+            "num_attention_heads": 1,  # it has none
+            "state_size": 16,
+            "conv_kernel": 4,
+            "expand": 2,
+            "time_step_rank": "auto",
+            "use_conv_bias": True,
+            **TIED,
+        },
+        dims=_mamba,
+    ),
+    "minimax": Family(
+        "MiniMax",
+        """
+        self_attn.q_proj.weight a h ? !linear
+        self_attn.[k|v]_proj.weight k h ? !linear
+        self_attn.o_proj.weight h a ? !linear
+        self_attn.slope_rate heads 1 1 ? linear
+        self_attn.[query|key]_decay heads b 1 ? linear
+        self_attn.diagonal_decay 1 heads b b ? linear
+        self_attn.norm.weight a ? linear
+        self_attn.qkv_proj.weight 3a h ? linear
+        self_attn.out_proj.weight h a ? linear
+        self_attn.output_gate.weight a h ? linear
+        """
+        + BLOCK_EXPERTS
+        + NORMS,
+        defaults={"intermediate_size": 14336, "num_key_value_heads": 8},
+        dims=lambda config, dims: {"b": config.size("block_size", default=256)},
+        experts=("num_local_experts", "num_experts"),
+        kinds=lambda config, layer: _linear_by_type(config, layer, layer % 2 == 1),
     ),
     "gpt_neox": Family(
         "GPTNeoX",

@@ -1,7 +1,7 @@
 """The proof that what is about to be written is what `save_pretrained` of the config's architecture would write.
 
-Names and shapes are compared, of all tensors.  The tables of `families` and `composites` answer first, then those of
-`learned`; where they have no answer, or another one, the installed transformers is asked.
+Names and shapes of all tensors are compared.  The tables of `families` and `composites` answer first; where they have
+no answer, or another one, the installed transformers is asked.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
     the architecture.
     """
     known: Saved | None = None
-    for ask in chain(_tables(), [asked.saved]):
+    for ask in chain(_TABLES, [asked.saved]):
         try:
             saved = ask(config)
         except CkptError:
@@ -90,13 +90,8 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
     )
 
 
-def _tables() -> Iterator[Callable[[Mapping[str, Any]], Saved | None]]:
-    """What knows models without transformers, in the order in which it is asked."""
-    yield families.saved
-    yield composites.saved
-    from converters.names.hub import learned  # only here: most models are answered before it is imported
-
-    yield learned.saved
+#: What knows models without transformers, in the order in which it is asked.
+_TABLES: Sequence[Callable[[Mapping[str, Any]], Saved | None]] = (families.saved, composites.saved)
 
 
 def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
@@ -105,7 +100,7 @@ def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
     transformers is not asked, which takes seconds to import.
     """
     found: list[str] = []
-    for ask in _tables() if config and not any(name.startswith(_PEFT) for name in shapes) else ():
+    for ask in _TABLES if config and not any(name.startswith(_PEFT) for name in shapes) else ():
         try:
             saved = ask(config or {})
         except CkptError:

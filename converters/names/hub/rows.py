@@ -80,8 +80,9 @@ class Family:
     """One `model_type`: `stem` begins the names of its classes (`LlamaForCausalLM`), `base` those of its tensors.
 
     `layer` are the rows of each layer, `top` all others but those of heads.  `defaults` are what the class takes where
-    the config is silent.  `kinds` says what a layer is, `dims` adds sizes to those of attention.  The table has no
-    answer for a config in which one of `unknown` is true.
+    the config is silent.  `spelled` maps the config's own words to the common ones (`{"d_model": "hidden_size"}`).
+    `kinds` says what a layer is, `dims` adds sizes to those of attention.  The table has no answer for a config in
+    which one of `unknown` is true.
     """
 
     stem: str
@@ -92,6 +93,7 @@ class Family:
     causal: str = "ForCausalLM"
     output: str = "lm_head.weight v h"
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    spelled: Mapping[str, str] = field(default_factory=dict)
     kinds: Kinds = lambda config, layer: (DENSE,)
     dims: Dims = lambda config, dims: {}
     experts: tuple[str, ...] = ()
@@ -106,7 +108,9 @@ class Family:
 
         Raises CorruptError where the config lacks a size, or has one that is none.
         """
-        read = Config({**self.defaults, **{name: value for name, value in config.items() if value is not None}})
+        stated = {name: value for name, value in config.items() if value is not None}
+        common = {name: stated[own] for own, name in self.spelled.items() if own in stated}
+        read = Config({**self.defaults, **stated, **common})
         heads = {
             self.causal: self.output,
             "ForSequenceClassification": "score.weight labels h",
