@@ -567,11 +567,13 @@ class Conversion:
         check: bool = False,
         describe: Callable[[Path], Mapping[str, bytes]] = lambda _: {},
         group: Alone | None = None,
+        clearing: Callable[[Path, int], None] = lambda *_: None,
     ) -> int:
         """Write it to `destination`, which must not overlap the source; see `ckpt.move.run.execute`.
 
         `resume` goes on where a run that was killed stopped, and keeps what is done if it fails; returned is how many
-        bytes were there already.  `check` first compares masters with the weights stored beside them
+        bytes were there already; without it `clearing` is called with the path and the bytes of what such a run left,
+        before that is removed.  `check` first compares masters with the weights stored beside them
         (`ckpt.verify.compare.check_masters`); `manifest` adds `ckpt-manifest.json`, the digests of what was written;
         `describe` makes further files of the filled folder: their content by name.  Where all processes of a `group`
         call it, each writes its share.
@@ -600,7 +602,7 @@ class Conversion:
         if overwrite and (group is None or group.rank == 0):
             _check_replaceable(place)
         try:
-            what |= {"phase": phase, "group": group, "resources": self.resources}
+            what |= {"phase": phase, "group": group, "resources": self.resources, "clearing": clearing}
             return execute(self.plan, place, overwrite=overwrite, resume=resume, **what)
         except (CorruptError, NotFoundError):
             for file in self.plan.checkpoint.files:

@@ -40,6 +40,13 @@ class Meter:
         if self._bar is not None:
             self._bar.set_description(name)
 
+    def say(self, line: str) -> None:
+        """Print a line on stderr, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr)
+
     def close(self) -> None:
         self._end.set()
         if self._bar is not None:

@@ -494,5 +494,5 @@ def _clear(path: Path, used: _Way, newest: int | None, say: Callable[[str], None
 def _is_as_it_was(file: SourceFile) -> bool:
     try:
         return SourceFile.stat(file.path) == file
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last where no file can have the name
         return False

@@ -56,25 +56,33 @@ def carry_out(
     quiet: bool,
     verbose: bool,
     manifest: bool,
-    resume: bool = False,
+    resume: bool | None = None,
     **options: Any,
 ) -> dict[str, Any] | None:
     """Run a conversion and say on stderr what was written; its report for stdout.
 
-    A dry run prints the plan instead, and has no report.  `options` are further ones of `Conversion.run`.
+    A dry run prints the plan instead, and has no report.  `resume` is None of a command without `--resume`; `options`
+    are further ones of `Conversion.run`.
     """
-    from ckpt.move.files import is_filled, staging_folder
+    from ckpt.move.journal import JOURNAL
 
     conversion.check_destination(destination)
     report = plan_report(conversion, destination)
     if dry_run:
         print(shown(json.dumps(report, indent=2)) if as_json else "\n".join(plan_lines(report, verbose)))
         return None
-    if not resume and not quiet and is_filled(staging_folder(destination)):
-        say_notes([f"{staging_folder(destination)}, which a run left that was killed, is not used"])
     with progress(conversion.plan.moved_bytes, "check", quiet=quiet) as meter:
+
+        def clearing(folder: Path, size: int) -> None:
+            has_journal = resume is not None and (folder / JOURNAL).is_file()
+            could = "; --resume would have gone on with it" if has_journal else ""
+            left = f"{printable(str(folder))} ({show_size(size)})"
+            meter.say(f"note: {left}, left by a run that was killed, is removed{could}")
+
         options |= {"progress": meter, "phase": meter.phase}
-        num_done = conversion.run(destination, manifest=manifest, resume=resume, **options)
+        if not quiet:
+            options["clearing"] = clearing
+        num_done = conversion.run(destination, manifest=manifest, resume=bool(resume), **options)
     if not quiet:
         if resume:
             print(f"{show_size(num_done)} were there already, and are as they were written", file=sys.stderr)

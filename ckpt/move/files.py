@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from io import FileIO
 from itertools import accumulate, islice
 from pathlib import Path
@@ -141,10 +141,18 @@ class Staging:
 
     Without `commit` the folder is removed on leaving, or kept where `resume`; the destination stays as it was.  A
     folder that a killed process left behind is cleared, or kept where `resume`; one that a living process is writing is
-    refused.
+    refused.  `clearing` is called with the path of what is cleared, and its bytes.
     """
 
-    def __init__(self, destination: Path, *, overwrite: bool, total_bytes: int, resume: bool = False) -> None:
+    def __init__(
+        self,
+        destination: Path,
+        *,
+        overwrite: bool,
+        total_bytes: int,
+        resume: bool = False,
+        clearing: Callable[[Path, int], None] = lambda *_: None,
+    ) -> None:
         self.destination = Path(os.path.abspath(destination))
         if not self.destination.name:
             raise UsageError("the root folder cannot be replaced", path=destination, hint="give a folder in it")
@@ -153,6 +161,7 @@ class Staging:
         self._old = self.destination.with_name(f".{self.destination.name}.ckpt-old")
         self._overwrite = overwrite
         self._total_bytes = total_bytes
+        self._clearing = clearing
         self._is_shared = False
         self._lock = -1
 
@@ -164,7 +173,8 @@ class Staging:
             try:
                 self._settle_interrupted_swap()
                 self._check_destination_free()
-                if not self._resume:
+                if not self._resume and is_filled(self.path):
+                    self._clearing(self.path, self._bytes_there())
                     _clear(self.path)  # before the space is measured: what a killed run left is part of it
                 self._check_space()
             except BaseException:
@@ -256,8 +266,7 @@ class Staging:
 
     def _check_space(self) -> None:
         info = os.statvfs(self.destination.parent)
-        left_over = sum(path.stat().st_blocks * 512 for path in self.path.rglob("*"))
-        free = info.f_bavail * info.f_frsize + left_over
+        free = info.f_bavail * info.f_frsize + self._bytes_there()
         if free < self._total_bytes:
             raise StorageError(
                 "not enough space for the output",
@@ -266,6 +275,10 @@ class Staging:
                 found=f"{free} bytes free",
                 hint="free some space, or choose another place with -o",
             )
+
+    def _bytes_there(self) -> int:
+        """Bytes of the disk that the staging folder's files take."""
+        return sum(path.lstat().st_blocks * 512 for path in self.path.rglob("*"))
 
     def _acquire(self) -> int:
         """Create or take over the staging folder and lock it; the descriptor holds the lock."""

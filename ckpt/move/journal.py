@@ -6,7 +6,6 @@ every piece again and compares its digest, so that it does not matter what a cra
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
@@ -23,12 +22,15 @@ from ckpt.move import standins
 from ckpt.move.filehash import CHUNK, Hasher, Piece
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.parts import Pieces
+from ckpt.move.source import open_stream
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import Key, SourceFile
 from ckpt.plan.planner import Plan
 from ckpt.version import __version__
 
 JOURNAL = ".ckpt-journal"
+_LARGEST = 1 << 30  # bytes of a journal
+_STARTS_OVER = "without --resume it starts over"
 
 #: The digests of pieces, by the name of their target file.
 Digests = dict[str, dict[Piece, str]]
@@ -109,14 +111,15 @@ def _open_there(path: str, flags: int) -> int:
 def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
     """What the journals in `folder` say of the conversion whose header is `expected`; empty where there are none.
 
-    Raises CorruptError where a file of the source is not as it was, UsageError where it was another conversion.
+    Raises CorruptError where a file of the source is not as it was, or a journal is none that was written here,
+    UsageError where it was another conversion.
     """
     found: Digests = {}
     for path in sorted(folder.glob(f"{JOURNAL}*")):
         is_same = False  # without its header, which may be lost, nothing tells of which conversion it is
         for line in _lines(path):
             if isinstance(line, dict):
-                _check_same(line, expected, folder)
+                _check_same(line, expected, path)
                 is_same = True
             elif is_same and isinstance(line, list) and [type(value) for value in line] == [str, int, int, str]:
                 name, offset, length, digest = line
@@ -125,37 +128,62 @@ def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
 
 
 def sources_of(folder: Path) -> list[SourceFile]:
-    """The files that the conversion in `folder` was begun with; none where no journal says."""
+    """The files that the conversion in `folder` was begun with; none where no journal says.  Raises CorruptError."""
     for path in sorted(folder.glob(f"{JOURNAL}*")):
         for line in _lines(path):
-            with contextlib.suppress(KeyError, TypeError):
-                return [SourceFile(*facts) for facts in line["sources"]]
+            if isinstance(line, dict) and "sources" in line:
+                return _sources(line, path)
     return []
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    with translate_os_errors(path), open(path, "rb") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:  # cut off, or an empty one
-                continue
+    """The JSON values in a journal, a line each, but for what was cut off.  CorruptError for what is no journal."""
+    try:
+        with translate_os_errors(path):
+            if path.is_symlink():
+                raise CorruptError("this is no regular file", path=path, found="a link")
+            with open_stream(path) as file:
+                if os.fstat(file.fileno()).st_size > _LARGEST:
+                    raise CorruptError("the journal is too large", path=path, expected=f"at most {_LARGEST} bytes")
+                for line in file:
+                    try:
+                        yield json.loads(line)
+                    except ValueError:  # cut off, or an empty one
+                        continue
+                    except RecursionError:
+                        raise CorruptError("the journal is nested too deeply", path=path) from None
+    except CorruptError as error:
+        error.hint = error.hint or _STARTS_OVER
+        raise
 
 
-def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], folder: Path) -> None:
+def _sources(begun: Mapping[str, Any], path: Path) -> list[SourceFile]:
+    """The files that a header names."""
+    sources = begun.get("sources", [])
+    kinds = [str, int, int, int, int]
+    if not isinstance(sources, list) or not all(
+        isinstance(facts, list) and [type(fact) for fact in facts] == kinds for facts in sources
+    ):
+        raise CorruptError("the journal's list of sources is damaged", path=path, hint=_STARTS_OVER)
+    return [SourceFile(*facts) for facts in sources]
+
+
+def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -> None:
     if begun == expected:
         return
-    hint = "without --resume it starts over"
-    if begun.get("version") != expected["version"]:
-        what, found = "what was begun there is of another version of ckpt", begun.get("version", "an older one")
-        raise UsageError(what, path=folder, expected=expected["version"], found=found, hint=hint)
-    known = {path: facts for path, *facts in begun.get("sources", ())}
-    for path, *facts in expected["sources"]:
-        if path in known and known[path] != facts:
+    version = begun.get("version")
+    if version != expected["version"]:
+        what = "what was begun there is of another version of ckpt"
+        found = version if isinstance(version, str) else "an older one"
+        raise UsageError(what, path=path.parent, expected=expected["version"], found=found, hint=_STARTS_OVER)
+    known = {file.path: file for file in _sources(begun, path)}
+    for now in _sources(expected, path):
+        then = known.get(now.path, now)
+        if then != now:
             what = "the source has changed since the conversion that is to go on"
-            then, now = (SourceFile(path, *facts).facts() for facts in (known[path], facts))
-            raise CorruptError(what, path=path, expected=then, found=now, hint=hint)
-    raise UsageError("what was begun there is another conversion, or of another source", path=folder, hint=hint)
+            raise CorruptError(what, path=now.path, expected=then.facts(), found=now.facts(), hint=_STARTS_OVER)
+    what = "what was begun there is another conversion, or of another source"
+    raise UsageError(what, path=path.parent, hint=_STARTS_OVER)
 
 
 def still_there(folder: Path, claimed: Digests, pieces: Pieces, memory: int) -> Digests:

@@ -41,6 +41,7 @@ def execute(
     check: Callable[[], None] = lambda: None,
     describe: Callable[[Path, FileDigests], Mapping[str, bytes]] = lambda *_: {},
     group: Alone | None = None,
+    clearing: Callable[[Path, int], None] = lambda *_: None,
 ) -> int:
     """Write the plan's files and move them to `destination` when all of them are complete and durable.
 
@@ -48,7 +49,8 @@ def execute(
     what begins.  `check` is called before the first byte is written, when the destination has been found good, and may
     raise.  `describe` is given the folder when it is filled, while it is still being synced, and where `hashing` the
     digests of all files in it; it returns the content of more files.  `resume` goes on where a run that was `hashing`
-    was killed, and leaves what was written where it fails itself.  Returns how many bytes were there already.
+    was killed, and leaves what was written where it fails itself; without it `clearing` is called with the path and the
+    bytes of what such a run left, before that is removed.  Returns how many bytes were there already.
 
     All processes of `group` call it with the same plan and write a share of its bytes each; the first one of them makes
     and moves the folder, and calls all that is to be called.
@@ -63,7 +65,8 @@ def execute(
     is_first = group.rank == 0
     for source in plan.checkpoint.files:  # which links may have led out of the checkpoint's own folder
         check_destination(destination, Path(source.path))
-    whole = Staging(destination, overwrite=overwrite, total_bytes=plan.total_bytes, resume=resume) if is_first else None
+    how: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "clearing": clearing}
+    whole = Staging(destination, total_bytes=plan.total_bytes, **how) if is_first else None
     with whole or contextlib.nullcontext(SharedStaging(destination)) as staging:
         work, done, journal = _prepare(plan, staging, resources, group, hashing=hashing, resume=resume)
         if is_first:

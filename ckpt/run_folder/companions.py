@@ -60,6 +60,7 @@ TEMPLATES = "additional_chat_templates"
 
 MAX_JSON = 256 << 20
 MAX_JSON_ITEMS = 5_000_000
+MAX_JSON_DEPTH = 100
 _MAX_FILE = 1 << 30
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _RELATIVE_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.([\w.]+)[ \t]+import|import[ \t]+\.([\w.]+))", re.MULTILINE)
@@ -90,7 +91,7 @@ def parse_json(content: bytes, path: Path, *, unique: bool = False, max_bytes: i
         return found
 
     try:
-        return json.loads(content.decode("utf-8"), object_pairs_hook=members)
+        found = json.loads(content.decode("utf-8"), object_pairs_hook=members)
     except (ValueError, RecursionError) as error:
         ends = isinstance(error, json.JSONDecodeError) and (
             error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
@@ -98,6 +99,18 @@ def parse_json(content: bytes, path: Path, *, unique: bool = False, max_bytes: i
         if ends:
             raise IncompleteError("the JSON file ends too early", path=path, found=str(error)) from None
         raise CorruptError("the file is not JSON", path=path, found=str(error)) from None
+    if content.count(b"[") + content.count(b"{") > MAX_JSON_DEPTH and _is_deep(found):
+        raise CorruptError("the JSON file is nested too deeply", path=path, expected=f"at most {MAX_JSON_DEPTH} levels")
+    return found
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether lists and objects are nested in more than `MAX_JSON_DEPTH` levels: what walks them may recurse."""
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        nested = [one for one in level if isinstance(one, dict | list)]
+        level = [inner for one in nested for inner in (one.values() if isinstance(one, dict) else one)]
+    return any(isinstance(one, dict | list) for one in level)
 
 
 def read_config(folders: Iterable[Path]) -> dict[str, Any] | None:

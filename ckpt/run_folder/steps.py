@@ -36,10 +36,13 @@ def names_in(folder: Path) -> list[str]:
 
 
 def recorded_step(path: Path) -> str | None:
-    """What the file `latest` or a tracker says, "" included; None where there is no such file."""
+    """What the file `latest` or a tracker says, "" included; None where there is no such file.
+
+    Raises UnsafeError for a link out of its folder.
+    """
     if path.is_dir() or not path.exists():
         return None
-    return read_file(path, _MAX_RECORDED).decode("utf-8", "replace").strip()
+    return read_file(confined(path.parent, path.name), _MAX_RECORDED).decode("utf-8", "replace").strip()
 
 
 def step_folders(path: Path, named: re.Pattern[str] = ANY_STEP) -> list[Path]:

@@ -22,6 +22,7 @@ from ckpt.containers.safetensors import read_header
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.weights import MAX_INDEX, parse_index
 from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, StorageError, UnsafeError, printable
+from ckpt.move.files import confined
 from ckpt.move.source import Seekable, open_stream, read_file
 from ckpt.run_folder.companions import MAX_JSON, parse_json, read_json
 
@@ -34,8 +35,8 @@ LEFT = "not looked into"
 
 #: What errors say of files that are not all there.
 _WORDS = ("missing", "truncated", "shorter", "too short", "ends within", "ends before", "zeros", "not complete")
-#: And of zip archives that contradict themselves.
-_CONTRADICTS = "no data was read"
+#: And of zip archives that contradict themselves, and of links out of the folder.
+_NEVER_LEFT = ("no data was read", "symlink")
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _SHARD = re.compile(r"(?P<stem>(?!shard-).+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.safetensors|\.bin)")
 #: What HF Trainer saves of each rank (transformers/trainer.py, `_save_rng_state`).
@@ -88,7 +89,7 @@ def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -
         by_folder.setdefault(path.parent, set()).add(path.name)
         if str(path) not in sound:
             try:
-                _check_file(path)
+                _check_file(path, root)
             except CkptError as error:
                 yield _left(error, root, path) or problem_of(error, root, path)
     for folder, names in by_folder.items() if root.is_dir() else ():  # one file is no set
@@ -108,7 +109,7 @@ def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Proble
 def _left(error: CkptError, root: Path, path: Path) -> Problem | None:
     """That a file was not looked into: it is another kind of pickle, or one of objects in a sound zip archive."""
     is_pickle = isinstance(error, NotFoundError | UnsafeError) and path.suffix in _TORCH
-    if not is_pickle or _CONTRADICTS in error.what:
+    if not is_pickle or any(words in error.what for words in _NEVER_LEFT):
         return None
     return Problem(LEFT, relative(path, root), f"{LEFT}: {error.what}")
 
@@ -125,11 +126,13 @@ def relative(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else path.name
 
 
-def _check_file(path: Path) -> None:
+def _check_file(path: Path, root: Path) -> None:
     """Raise CorruptError where a file is not whole, as far as its kind is told by its name and its first bytes.
 
-    Raises NotFoundError or UnsafeError for a pickle that is not looked into.
+    Raises NotFoundError or UnsafeError for a pickle that is not looked into, UnsafeError for a link out of `root`.
     """
+    if path != root and path.suffix in (".safetensors", ".json", *_TORCH):
+        confined(root, str(path.relative_to(root)))
     if path.suffix == ".safetensors":
         read_header(path)
     elif path.suffix == ".json":

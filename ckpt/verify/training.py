@@ -20,10 +20,11 @@ from xxhash import xxh3_64
 from ckpt.containers.torchfile.read import read
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import Array, Record, StoredTensor
+from ckpt.move.files import confined
 from ckpt.plan.checkpoint import Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor, Whole
-from ckpt.run_folder.companions import read_json, run_files
+from ckpt.run_folder.companions import read_object, run_files
 from ckpt.state.positions import sequences_seen
 from ckpt.text import counted, one_line
 from ckpt.verify.compare import Reader
@@ -126,11 +127,11 @@ def _recorded(checkpoint: Checkpoint) -> dict[str, Any]:
     folders += [folder / "random_states" / Path(checkpoint.path).name for folder in folders]
     for name in run_files(map(str, folders)):
         if any(fnmatch.fnmatch(name, pattern) for pattern in _BESIDE):
-            found[name] = read(next(folder / name for folder in folders if (folder / name).is_file())).root
+            found[name] = read(confined(next(one for one in folders if (one / name).is_file()), name)).root
     for folder in folders:
-        record = folder / "records" / f"step-{state.step}.json"
-        if record.is_file():
-            content = read_json(record)
+        record = f"records/step-{state.step}.json"
+        if (folder / record).is_file():
+            content = read_object(confined(folder, record), "the record of a run")
             found["record"] = {name: value for name, value in content.items() if name not in _PLACES}
             break
     return {name: value for name, value in found.items() if value is not None and value != {} and value != []}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import ckpt
 from ckpt import api, registry
 from ckpt.cli import app
 from ckpt.errors import CkptError, UsageError
+from ckpt.move.files import Staging
 from ckpt.plan.checkpoint import Layout
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.sizes import show_size
@@ -261,8 +263,22 @@ def test_what_a_killed_conversion_left_is_named_or_gone_on_with(run: Path) -> No
     (staging / "model.safetensors").write_bytes(written.read_bytes())
     (staging / ".ckpt-journal").write_bytes(journal)
     anew = run_ckpt(*source, "-o", "third")
-    assert anew.code == 0 and ".third.ckpt-staging, which a run left that was killed, is not used" in anew.err
+    left = r"note: \S+\.third\.ckpt-staging \(\d+\.\d+ kB\), left by a run that was killed, is removed"
+    assert anew.code == 0 and re.search(left + "; --resume would have gone on with it\n", anew.err)
     assert snapshot_of_files("third") == snapshot_of_files("outputs-hf")
+    staging = Path(".fourth.ckpt-staging")
+    staging.mkdir()
+    (staging / "model.safetensors").write_bytes(written.read_bytes())  # and no journal, without which nothing goes on
+    assert re.search(left.replace("third", "fourth") + "\n", run_ckpt(*source, "-o", "fourth").err)
+
+
+def test_a_conversion_that_another_process_is_writing_is_not_called_killed(run: Path) -> None:
+    with Staging(Path("outputs-hf"), overwrite=False, total_bytes=1) as staging:
+        staging.create("model.safetensors", 100).close()
+        refused = run_ckpt("convert", "zero3", "hf", run)
+        assert (staging.path / "model.safetensors").stat().st_size == 100
+    assert refused.code == 7 and "another process is writing this destination" in refused.err
+    assert "killed" not in refused.err and "note: " + str(staging.path) not in refused.err
 
 
 def fail_at_the_end(run: Path, out: Path) -> None:

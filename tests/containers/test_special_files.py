@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.errors import CorruptError
+from ckpt.run_folder.companions import MAX_JSON_DEPTH, read_json
 from tests.support.commands import Result, ckpt
 
 
@@ -156,6 +158,56 @@ def test_a_link_out_of_the_folder_is_refused_and_one_within_it_followed(
         result = ckpt("inspect", run)
         assert result.code == code, result.err
     assert "a symlink leads out of the checkpoint's folder" in result.err
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "command"),
+    [
+        ("toy-zero2", "latest", "inspect"),
+        ("toy-zero2", "latest", "check"),
+        ("verl-fsdp1", "latest_checkpointed_iteration.txt", "inspect"),
+        ("trainer-plain", "checkpoint-2/trainer_state.json", "inspect"),
+        ("trainer-plain", "checkpoint-2/generation_config.json", "check"),
+        ("trainer-plain", "checkpoint-2/rng_state.pth", "check"),
+        ("trainer-plain", "checkpoint-2/rng_state.pth", "verify --run"),
+    ],
+)
+def test_a_small_file_that_is_a_link_out_of_the_folder(
+    fixtures: Path, tmp_path: Path, name: str, file: str, command: str
+) -> None:
+    """Records of steps, and what stands beside tensors: it is refused wherever it is read."""
+    run = Path(shutil.copytree(fixtures / name, tmp_path / "run"))
+    (run / file).rename(tmp_path / "elsewhere")
+    (run / file).symlink_to(tmp_path / "elsewhere")
+    result = ckpt(*command.split(), run, *([fixtures / name] if "verify" in command else []))
+    assert result.code == 5, result
+    assert "a symlink leads out of the checkpoint's folder" in result.out + result.err
+
+
+@pytest.mark.parametrize("depth", [101, 480, 900, 200_000])
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [("config.json", (4, 4, 4)), ("trainer_state.json", (4, 4, 4)), ("generation_config.json", (0, 4, 0))],
+)
+def test_json_that_is_nested_too_deeply(
+    fixtures: Path, tmp_path: Path, name: str, codes: tuple[int, ...], depth: int
+) -> None:
+    """What walks it could recurse too deeply: it is refused as it is read.  What is carried as it is, is not read."""
+    run = Path(shutil.copytree(fixtures / "trainer-plain", tmp_path / "run"))
+    content = json.loads((run / "checkpoint-2" / name).read_text())
+    deep = '{"a":' * depth + "1" + "}" * depth
+    (run / "checkpoint-2" / name).write_text(json.dumps(content)[:-1] + f', "deep": {deep}' + "}")
+    commands = (("inspect", run), ("check", run), ("convert", "auto", "hf", run, "-o", tmp_path / "out"))
+    assert tuple(ckpt(*command).code for command in commands) == codes
+
+
+def test_json_that_is_nested_as_deep_as_may_be(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH)
+    read_json(path)
+    path.write_text("[" * (MAX_JSON_DEPTH + 1) + "]" * (MAX_JSON_DEPTH + 1))
+    with pytest.raises(CorruptError, match="nested too deeply"):
+        read_json(path)
 
 
 def test_a_path_that_may_not_be_read(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

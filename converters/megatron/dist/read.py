@@ -5,7 +5,6 @@ Format facts: see `converters.megatron.dist.format`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
@@ -18,10 +17,10 @@ from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move.files import confined
-from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Key
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
+from ckpt.run_folder.companions import read_json
 from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key
 from converters.megatron.entries import is_empty, plain_args
@@ -239,10 +238,7 @@ def _check_backends(folder: Path) -> None:
     path = folder / BACKENDS
     if not path.is_file():
         return
-    try:
-        said = json.loads(read_file(path, 1 << 16))
-    except ValueError:
-        said = None
+    said = read_json(confined(folder, BACKENDS), max_bytes=1 << 16)
     if not isinstance(said, dict) or not isinstance(said.get("sharded_backend"), str):
         raise CorruptError("this is no description of a checkpoint's backends", path=path, expected="sharded_backend")
     if said["sharded_backend"] != "torch_dist" or said.get("sharded_backend_version", 1) != 1:
