@@ -19,8 +19,8 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
     """The one run folder below `path` that `holds` what is looked for; None where there is none.
 
     It is on the first two levels.  What has steps, or a record of them, is a run itself: nothing inside is taken in its
-    place.  What a conversion made is taken only where nothing else is there.  Raises SeveralRunsError, the newest first,
-    where there are several.
+    place.  What a conversion made is taken only where nothing else is there.  Raises SeveralRunsError where there are
+    several, the newest first.
     """
     if not path.is_dir() or step_folders(path) or any((path / name).is_file() for name in RECORDS):
         return None
