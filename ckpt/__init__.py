@@ -7,7 +7,7 @@
     ckpt.check("outputs").whole                           # nothing missing, cut off or damaged
     ckpt.resume("outputs")                                # the folder to go on from, on the ranks that there are now
     ckpt.StorageReader("outputs")                         # for torch's dcp.load, from any format into FSDP2
-    except ckpt.CkptError as error: ...                   # the base of all errors of `ckpt.errors`
+    except ckpt.CkptError as error: ...                   # the base of all errors of `ckpt.base.errors`
 
 Importing this package imports neither torch nor any framework.
 """
@@ -17,15 +17,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ckpt.version import __version__
+from ckpt.base.version import __version__
 
 if TYPE_CHECKING:
     from ckpt.api import open, plan, verify
-    from ckpt.checking import check
-    from ckpt.errors import CkptError
-    from ckpt.loading import load_into
-    from ckpt.resuming import resume
-    from ckpt.storage_reader import StorageReader
+    from ckpt.base.errors import CkptError
+    from ckpt.check.checking import check
+    from ckpt.resume.resuming import resume
+    from ckpt.views.loading import load_into
+    from ckpt.views.storage_reader import StorageReader
 else:
     # Packages of these names, which are loaded here so that no later import binds them, and left to the functions.
     from ckpt import plan, verify
@@ -33,13 +33,13 @@ else:
     del plan, verify
 
 _FROM = {
-    "CkptError": "ckpt.errors",
-    "StorageReader": "ckpt.storage_reader",
-    "check": "ckpt.checking",
-    "load_into": "ckpt.loading",
+    "CkptError": "ckpt.base.errors",
+    "StorageReader": "ckpt.views.storage_reader",
+    "check": "ckpt.check.checking",
+    "load_into": "ckpt.views.loading",
     "open": "ckpt.api",
     "plan": "ckpt.api",
-    "resume": "ckpt.resuming",
+    "resume": "ckpt.resume.resuming",
     "verify": "ckpt.api",
 }
 __all__ = ["CkptError", "StorageReader", "__version__", "check", "load_into", "open", "plan", "resume", "verify"]

@@ -8,9 +8,9 @@ import sys
 import traceback
 from types import FrameType
 
-from ckpt import streams
+from ckpt.base import streams
 
-#: Exit codes beside those of `ckpt.errors`.
+#: Exit codes beside those of `ckpt.base.errors`.
 STORAGE, INTERNAL = 7, 70
 
 
@@ -50,7 +50,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def _say(error: Exception) -> int:
     """Print what ended the command, in a few lines, and return the exit code."""
-    from ckpt.errors import printable
+    from ckpt.base.errors import printable
 
     if isinstance(error, MemoryError):
         what, hint, code = "there is not enough memory", "a smaller --max-memory, or fewer --workers", STORAGE

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt import registry
-from ckpt.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError, UsageError, shown
-from ckpt.move import standins
+from ckpt.base.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError, UsageError, shown
+from ckpt.base.sizes import show_size
+from ckpt.base.text import HUB_ID, counted, did_you_mean, scheme_of
 from ckpt.move.files import check_destination, confined, is_filled, lies_in, translate_os_errors
-from ckpt.move.lazy import OpenCheckpoint
 from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,
@@ -45,20 +45,19 @@ from ckpt.run_folder.steps import (
     step_number,
     trainer_steps,
 )
-from ckpt.sizes import show_size
-from ckpt.stores import places
-from ckpt.text import HUB_ID, counted, did_you_mean, scheme_of
+from ckpt.stores import places, standins
+from ckpt.views.lazy import OpenCheckpoint
 
 if TYPE_CHECKING:
-    from ckpt.move.group import Alone
-    from ckpt.move.views import Views
     from ckpt.move.workers import FileDigests, Progress, Resources
     from ckpt.plan.planner import Plan
+    from ckpt.processes.group import Alone
     from ckpt.show.rows import Only, Picture
     from ckpt.verify.digest import Digests
     from ckpt.verify.pairs import Report
     from ckpt.verify.training import RunReport
     from ckpt.verify.transformers_loads import Loading
+    from ckpt.views.files import Views
 
 AUTO = "auto"
 _LATER = "later than what is taken"
@@ -82,7 +81,7 @@ def open(
     `path` may be a URL (`s3://bucket/run`, `hf://org/name`), of which only the bytes that are needed are fetched.
     `format` is a name from the registry or `auto`; `tag` names a step folder; `config` is a folder, a config.json or a
     Hub id; `replica` is the rank whose copy of replicated tensors is taken.  How the checkpoint was found is in its
-    `notes`.  Raises the errors of `ckpt.errors`.
+    `notes`.  Raises the errors of `ckpt.base.errors`.
     """
     formats = registry.all_formats() if format == AUTO else [registry.get(format)]
     for one in formats:
@@ -542,7 +541,7 @@ class Conversion:
     @cached_property
     def views(self) -> Views:
         """The target's files to be read without being written, by offset and by several threads at a time."""
-        from ckpt.move.views import Views
+        from ckpt.views.files import Views
 
         return Views(self.plan, self.resources.max_memory)
 

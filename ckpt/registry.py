@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
-from ckpt.entries import entries, load
-from ckpt.errors import UsageError
+from ckpt.base.entries import entries, load
+from ckpt.base.errors import UsageError
+from ckpt.base.text import did_you_mean
 from ckpt.plan.checkpoint import Format
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.options import options_of
-from ckpt.text import did_you_mean
 
 #: In the order in which a folder is asked what it is: what holds most comes first.
 FORMATS = {

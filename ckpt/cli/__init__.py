@@ -26,7 +26,7 @@ from ckpt.cli.mount import mount
 from ckpt.cli.options import Command, Commands, guarded, with_options
 from ckpt.cli.resume import resume
 from ckpt.cli.verify import check, hash_, verify
-from ckpt.launch import silence_all_but_one
+from ckpt.processes.launch import silence_all_but_one
 
 app = typer.Typer(
     name="ckpt",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ckpt.errors import UsageError, printable
+from ckpt.base.errors import UsageError, printable
 from ckpt.run_folder.companions import CONFIG
 
 SUFFIXES = (".yaml", ".yml")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import CkptError
+from ckpt.base.errors import CkptError
 
 _MAX_OFFERED = 500
 

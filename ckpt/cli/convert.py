@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt import registry
+from ckpt.base.errors import UsageError, printable, shown
+from ckpt.base.progress import progress
+from ckpt.base.sizes import parse_size
+from ckpt.base.version import __version__
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_and_config
 from ckpt.cli.text import carry_out, say_source
-from ckpt.errors import UsageError, printable, shown
-from ckpt.progress import progress
-from ckpt.sizes import parse_size
-from ckpt.version import __version__
 
 if TYPE_CHECKING:
     from ckpt.plan.checkpoint import Checkpoint
@@ -82,12 +82,12 @@ def convert(
     """Convert a checkpoint from one format to another."""
     given = {name: shown(str(value)) for name, value in locals().items() if name not in _OF_EACH}
     from ckpt import api
-    from ckpt.launch import joined, launch
     from ckpt.move.files import check_destination, translate_os_errors
-    from ckpt.move.group import check_alike
     from ckpt.move.workers import Resources
     from ckpt.plan.checkpoint import Layout
     from ckpt.plan.dtypes import CASTABLE
+    from ckpt.processes.group import check_alike
+    from ckpt.processes.launch import joined, launch
 
     start = launch()
     if start is not None and not quiet:
@@ -164,7 +164,7 @@ def is_interactive() -> bool:
 
 def default_output(path: Path, target: str) -> Path:
     """`./outputs` becomes `./outputs-hf`, beside it, and what is at a URL comes here.  UsageError without a name."""
-    from ckpt.move import standins
+    from ckpt.stores import standins
 
     if standins.url_of(path) is not None:
         return Path(f"{path.name.partition('@')[0]}-{target}")

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ckpt import registry
+from ckpt.base.errors import CorruptError, UnsafeError, UsageError, printable, shown
+from ckpt.base.sizes import parse_size
+from ckpt.base.text import did_you_mean
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import print_table, say_notes, terminal_width
-from ckpt.errors import CorruptError, UnsafeError, UsageError, printable, shown
-from ckpt.sizes import parse_size
-from ckpt.text import did_you_mean
 
 if TYPE_CHECKING:
-    from ckpt.checking import Checked
+    from ckpt.check.checking import Checked
     from ckpt.plan.checkpoint import Checkpoint
     from ckpt.plan.tensors import Tensor
 
@@ -105,7 +105,7 @@ def _matching(checkpoint: Checkpoint, patterns: list[str]) -> list[Tensor]:
 
 def _run(path: Path, tag: str | None, everything: bool) -> list[Checked]:
     """All checkpoints of a run folder, where that holds several."""
-    from ckpt import checking
+    from ckpt.check import checking
 
     every = checking.checkpoints_of(path) if tag is None and path.is_dir() else []
     return checking.survey(path, every, None if everything else _MAX_STEPS) if len(every) > 1 else []
@@ -114,7 +114,7 @@ def _run(path: Path, tag: str | None, everything: bool) -> list[Checked]:
 def _print_run(run: list[Checked], others: dict[str, Any] | None = None) -> None:
     """A run's checkpoints as a table; as JSON, if any, behind what `others` says."""
     if others is None:
-        from ckpt.checking import HEADS
+        from ckpt.check.checking import HEADS
 
         print_table(HEADS, [one.row() for one in run], right=("step", "size"))
     else:

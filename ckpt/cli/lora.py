@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckpt.base.errors import UsageError, printable, shown
+from ckpt.base.sizes import parse_size, show_size
+from ckpt.base.text import counted
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_of
 from ckpt.cli.convert import beside_another, default_output
 from ckpt.cli.text import carry_out, say_notes, say_source
-from ckpt.errors import UsageError, printable, shown
-from ckpt.sizes import parse_size, show_size
-from ckpt.text import counted
 
 if TYPE_CHECKING:
     from ckpt.hub.push import Push, Pushed

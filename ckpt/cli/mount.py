@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt.base.errors import UsageError, printable
+from ckpt.base.sizes import parse_size
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import lost_lines, plan_report, say_source
-from ckpt.errors import UsageError, printable
-from ckpt.sizes import parse_size
 
 if TYPE_CHECKING:
     from ckpt.plan.checkpoint import Checkpoint
@@ -47,11 +47,11 @@ def mount(
     `fusermount3 -u VIEW` ends it.
     """
     from ckpt import api
-    from ckpt.mount import check_free, library
-    from ckpt.mount import mount as mount_conversion
-    from ckpt.move import standins
     from ckpt.plan.checkpoint import Layout
     from ckpt.plan.dtypes import CASTABLE
+    from ckpt.stores import standins
+    from ckpt.views.mount import check_free, library
+    from ckpt.views.mount import mount as mount_conversion
 
     library()  # before anything is said
     if standins.is_standin(str(path)) and not foreground:

@@ -15,13 +15,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ckpt import registry
+from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
+from ckpt.base.streams import say_ended
+from ckpt.base.text import scheme_of
 from ckpt.cli import complete
 from ckpt.cli.examples import EXAMPLES
 from ckpt.cli.text import coloured
-from ckpt.errors import CkptError, SeveralRunsError, UsageError, shown
 from ckpt.plan.options import MAX_SIZE, Option, options_of
-from ckpt.streams import say_ended
-from ckpt.text import scheme_of
 
 DIFFERENT = 1
 
@@ -135,7 +135,7 @@ def _with_urls(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if not is_taken:
             said = f"`ckpt {command.strip('_').replace('_', '-')}` takes no URL here"
             raise UsageError(said, found=url, hint="give a local path, or copy it there first")
-        from ckpt.move import standins
+        from ckpt.stores import standins
 
         return type(value)(standins.place(url))
 

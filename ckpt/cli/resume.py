@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpt.base.errors import printable
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_and_config
-from ckpt.errors import printable
 from ckpt.plan.options import MAX_SIZE
 
 
@@ -43,9 +43,9 @@ def resume(
     options: Mapping[str, Any],
 ) -> None:
     """Print the folder to resume from: the newest complete checkpoint, converted only if it does not fit."""
-    from ckpt.launch import joined, launch
-    from ckpt.resuming import resume as find
-    from ckpt.resuming import say_on_stderr
+    from ckpt.processes.launch import joined, launch
+    from ckpt.resume.resuming import resume as find
+    from ckpt.resume.resuming import say_on_stderr
 
     start = launch()
     if start is not None and not start.rank and not quiet:

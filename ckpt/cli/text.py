@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ckpt.errors import printable, shown
-from ckpt.progress import progress
-from ckpt.sizes import show_size
-from ckpt.text import aligned, counted
+from ckpt.base.errors import printable, shown
+from ckpt.base.progress import progress
+from ckpt.base.sizes import show_size
+from ckpt.base.text import aligned, counted
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from ckpt import registry
+from ckpt.base.errors import UsageError, printable, shown
+from ckpt.base.progress import progress
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import say_notes, say_source
-from ckpt.errors import UsageError, printable, shown
-from ckpt.progress import progress
 
 
 def verify(
@@ -49,7 +49,7 @@ def verify(
 ) -> None:
     """Compare two checkpoints bit by bit, or a folder with its manifest. Exit code 0: equal, 1: different."""
     from ckpt import api
-    from ckpt.move.standins import is_standin
+    from ckpt.stores.standins import is_standin
 
     if run and (b is None or loads or cast or only != "all"):
         raise UsageError("--run takes two runs or checkpoints, and neither --only, --cast nor --loads")
@@ -122,7 +122,7 @@ def check(
     quiet: opt.QuietOption = False,
 ) -> None:
     """Say whether a checkpoint is whole, or each of a run's. Exit code 0: whole, 4: damaged or incomplete."""
-    from ckpt import checking
+    from ckpt.check import checking
 
     total = checking.expected_bytes(path, tag) if every_byte else 0
     with progress(total, "check", quiet=quiet or not every_byte) as meter:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ckpt.errors import CorruptError, LossError, StorageError
+from ckpt.base.errors import CorruptError, LossError, StorageError
 from ckpt.move.source import opened, read_up_to
 from ckpt.plan.dtypes import BY_TAG, DType
 from ckpt.plan.tensors import Shape

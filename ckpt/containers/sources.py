@@ -15,10 +15,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, IncompleteError
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.alike import Pickles
 from ckpt.containers.torchfile.read import TorchFile
-from ckpt.errors import CorruptError, IncompleteError
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import opened, read_at
 from ckpt.plan.checkpoint import SourceFile

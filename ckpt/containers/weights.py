@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ckpt.base.errors import CorruptError, NotFoundError, UnsafeError
 from ckpt.containers.dcp.shards import DCP_KEY, saved_offsets
 from ckpt.containers.safetensors import Header, Planned, build_header, read_header
 from ckpt.containers.sources import Sources
-from ckpt.errors import CorruptError, NotFoundError, UnsafeError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import WEIGHT, Key, Slot, TargetFile
 from ckpt.plan.precision import Choice

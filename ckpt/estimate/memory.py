@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, lcm, prod
 
-from ckpt.errors import UsageError
+from ckpt.base.errors import UsageError
 from ckpt.estimate import activations
 from ckpt.estimate.activations import Activations
 from ckpt.estimate.parameters import EXPERT, LINEAR, Block, Model, Parameter, Stage, num_elements

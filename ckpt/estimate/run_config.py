@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import CorruptError, NotFoundError, UsageError
+from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.estimate.setup import CPU, DDP, FSDP1, FSDP2, MEGATRON, NVME, OPTIMIZER_STATES, Zero
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import read_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from ckpt.errors import UsageError
+from ckpt.base.errors import UsageError
 
 #: In the order of a table: what shards more comes later.
 STRATEGIES = (

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt import api, registry
-from ckpt.errors import NotFoundError, UsageError
+from ckpt.base.errors import NotFoundError, UsageError
+from ckpt.base.sizes import show_size
+from ckpt.base.text import HUB_ID
 from ckpt.estimate.memory import Memory, estimate, megatron, multiple
 from ckpt.estimate.parameters import EMBEDDING, LINEAR, OTHER, Model, Parameter, Stage, num_elements
 from ckpt.estimate.setup import (
@@ -34,9 +36,7 @@ from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.run_folder import from_hub
 from ckpt.run_folder.companions import CONFIG, read_config, read_object
-from ckpt.sizes import show_size
 from ckpt.state.adapter import BASE, is_adapter, parse_name
-from ckpt.text import HUB_ID
 
 #: The part of a GPU's memory that an estimate may fill: the CUDA context, NCCL and fragments want the rest.
 USABLE = 0.9

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from ckpt.base.sizes import show_size
 from ckpt.estimate.parameters import LINEAR, flops_per_token, num_elements
 from ckpt.estimate.table import USABLE, Row, Sizing, fits
-from ckpt.sizes import show_size
 
 _WIDTH = 80
 _HEADS = ("param", "grads", "optim", "extra", "acts", "total", "acts*", "total*", "host", "nvme")

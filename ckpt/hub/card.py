@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ckpt.errors import printable
-from ckpt.text import HUB_ID
+from ckpt.base.errors import printable
+from ckpt.base.text import HUB_ID
 from ckpt.verify.digest import ALGORITHM
 
 CARD = "README.md"

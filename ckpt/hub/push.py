@@ -22,16 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt import registry
-from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
+from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
+from ckpt.base.text import HUB_ID
 from ckpt.hub.card import CARD, is_ours
-from ckpt.move import standins
 from ckpt.move.files import OpenFiles, confined, translate_os_errors
 from ckpt.move.source import open_stream, read_into
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.state.adapter import CONFIG as ADAPTER_CONFIG
-from ckpt.stores import places
-from ckpt.text import HUB_ID
+from ckpt.stores import places, standins
 from ckpt.verify import manifest
 from ckpt.verify.manifest import MANIFEST
 

@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpt.errors import UsageError
+from ckpt.base.errors import UsageError
+from ckpt.base.text import HUB_ID
 from ckpt.hub.card import CARD
 from ckpt.move.source import read_file
 from ckpt.run_folder.precision import TRAINING_ARGS, read_training_args
 from ckpt.run_folder.steps import enclosing_folders, trainer_steps
-from ckpt.text import HUB_ID
 
 _MAX_CARD = 4 << 20
 #: `hub_model_id` in the config that Axolotl puts into the model card (axolotl, train.py).

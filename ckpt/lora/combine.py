@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt import api, registry
-from ckpt.errors import LossError, UsageError
+from ckpt.base.errors import LossError, UsageError
 from ckpt.lora.find import Adapter, Factor
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
 from ckpt.plan.precision import choices

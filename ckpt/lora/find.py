@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt import api, registry
-from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
-from ckpt.move import standins
+from ckpt.base.errors import CkptError, CorruptError, NotFoundError, UsageError
+from ckpt.base.text import HUB_ID
 from ckpt.move.files import translate_os_errors
-from ckpt.move.lazy import LazyTensor
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Shape, Tensor
@@ -20,8 +19,9 @@ from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import trainer_steps
 from ckpt.state import adapter as names
 from ckpt.state.adapter import AdapterConfig, parse_name
+from ckpt.stores import standins
 from ckpt.stores.places import local
-from ckpt.text import HUB_ID
+from ckpt.views.lazy import LazyTensor
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import CorruptError, UsageError
+from ckpt.base.errors import CorruptError, UsageError
 from ckpt.state.adapter import OF_PEFT, AdapterConfig
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt import api, registry
-from ckpt.errors import CkptError, CorruptError, LossError, UsageError
+from ckpt.base.errors import CkptError, CorruptError, LossError, UsageError
+from ckpt.base.text import counted
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.find import Adapter, Factor, open_adapter
 from ckpt.move.workers import Resources
@@ -36,7 +37,6 @@ from ckpt.run_folder.left_out import training_left_out
 from ckpt.run_folder.steps import trainer_steps
 from ckpt.state import adapter as names
 from ckpt.state.adapter import AdapterConfig, AdapterName, parse_name
-from ckpt.text import counted
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.errors import CorruptError, NotFoundError
-from ckpt.move import standins
+from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.reading import in_shape, read_bits, strided
@@ -28,6 +27,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import Copy
 from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import Extent, Shape, is_contiguous
+from ckpt.stores import standins
 
 Turn = contextlib.AbstractContextManager[object]  # a lock
 

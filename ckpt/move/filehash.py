@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_128
 
-from ckpt.errors import CorruptError
+from ckpt.base.errors import CorruptError
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import GAP, read_into
 from ckpt.plan.checkpoint import TargetFile

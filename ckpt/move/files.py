@@ -19,7 +19,7 @@ from io import FileIO
 from itertools import accumulate, islice
 from pathlib import Path
 
-from ckpt.errors import CorruptError, NotFoundError, StorageError, UnsafeError, UsageError
+from ckpt.base.errors import CorruptError, NotFoundError, StorageError, UnsafeError, UsageError
 from ckpt.move.source import NO_NAME, open_file
 
 _RENAME_EXCHANGE = 2  # linux/fs.h

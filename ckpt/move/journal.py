@@ -17,16 +17,16 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from ckpt.errors import CorruptError, UsageError, shown
-from ckpt.move import standins
+from ckpt.base.errors import CorruptError, UsageError, shown
+from ckpt.base.version import __version__
 from ckpt.move.filehash import CHUNK, Hasher, Piece
 from ckpt.move.files import OpenFiles, translate_os_errors
-from ckpt.move.parts import Pieces
 from ckpt.move.source import open_stream
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import Key, SourceFile
 from ckpt.plan.planner import Plan
-from ckpt.version import __version__
+from ckpt.processes.parts import Pieces
+from ckpt.stores import standins
 
 JOURNAL = ".ckpt-journal"
 _LARGEST = 1 << 30  # bytes of a journal

@@ -10,9 +10,9 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-from ckpt.errors import CorruptError, NotFoundError, StorageError
-from ckpt.move import standins
+from ckpt.base.errors import CorruptError, NotFoundError, StorageError
 from ckpt.plan.tensors import ZEROS
+from ckpt.stores import standins
 
 #: Bytes that are read over in the time that one more read takes, for which its thread waits for the others, too.
 GAP = 32 << 10

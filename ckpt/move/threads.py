@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-from ckpt.move import standins
+from ckpt.stores import standins
 
 _Job = TypeVar("_Job")
 

@@ -14,14 +14,15 @@ from io import FileIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.errors import UsageError
-from ckpt.move import blocks, standins
+from ckpt.base.errors import UsageError
+from ckpt.move import blocks
 from ckpt.move.blocks import Batch, ComputedBatch
 from ckpt.move.filehash import CHUNK, FileDigest, Hasher, Piece
 from ckpt.move.files import OpenFiles, sync, translate_os_errors
-from ckpt.move.parts import Part
 from ckpt.move.threads import Jobs, num_cores
 from ckpt.plan.planner import Copy, Plan
+from ckpt.processes.parts import Part
+from ckpt.stores import standins
 
 Progress = Callable[[int], None]
 FileDigests = Mapping[str, FileDigest]  # by the file's name

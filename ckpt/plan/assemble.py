@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from ckpt.errors import CorruptError
+from ckpt.base.errors import CorruptError
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Fragment, Pieces, Shape, Tensor
 

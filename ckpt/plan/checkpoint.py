@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
-from ckpt.errors import CorruptError, UsageError
+from ckpt.base.errors import CorruptError, UsageError
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
-from ckpt.errors import CorruptError, LossError
+from ckpt.base.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Slot, Target, TargetFile
 from ckpt.plan.dtypes import CASTABLE, FLOAT64, DType
 from ckpt.plan.spans import Rows, Spans

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ckpt.errors import CorruptError, LossError
+from ckpt.base.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import MODEL_ROLES, WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import (

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.errors import LossError
+from ckpt.base.errors import LossError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint, TargetFile

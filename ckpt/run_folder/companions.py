@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import CorruptError, IncompleteError
+from ckpt.base.errors import CorruptError, IncompleteError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.source import read_file
 from ckpt.plan.dtypes import DType

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpt.errors import NotFoundError
+from ckpt.base.errors import NotFoundError
 
 #: Config, tokenizer, chat templates and code.
 BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.py", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ckpt.base.sizes import show_size
+from ckpt.base.text import counted
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
 from ckpt.run_folder.companions import run_files
-from ckpt.sizes import show_size
-from ckpt.text import counted
 
 
 def training_left_out(checkpoint: Checkpoint) -> list[str]:

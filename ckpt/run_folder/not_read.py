@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckpt.errors import CkptError, printable
+from ckpt.base.errors import CkptError, printable
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint

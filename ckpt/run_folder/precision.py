@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, NotFoundError, UnsafeError
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.table import AnyName
 from ckpt.containers.torchfile.values import Record
-from ckpt.errors import CorruptError, NotFoundError, UnsafeError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ckpt.errors import CkptError, SeveralRunsError
+from ckpt.base.errors import CkptError, SeveralRunsError
 from ckpt.run_folder.steps import RECORDS, step_folders
 
 #: The digests of what a conversion wrote, which it writes last.

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from ckpt.errors import IncompleteError
+from ckpt.base.errors import IncompleteError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.source import read_file
 from ckpt.run_folder.companions import read_json

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+from ckpt.base.text import one_line
 from ckpt.show.overview import ranks_text
 from ckpt.show.sketch import Holder, Patch
-from ckpt.text import one_line
 
 #: The first eight are told apart by everybody; of all of them, neighbours are, and none is near a red, which is for
 #: faults, or a grey.  Chosen for their distance in OKLab, as seen with normal vision and with red-green blindness.

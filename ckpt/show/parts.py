@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ckpt.base.sizes import show_size
+from ckpt.base.text import one_line
 from ckpt.plan.tensors import Box, Fragment, Tensor
-from ckpt.sizes import show_size
-from ckpt.text import one_line
 
 
 def parts_of(tensor: Tensor) -> dict[str, Any]:

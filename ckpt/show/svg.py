@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckpt.base.sizes import show_size
+from ckpt.base.text import counted, one_line
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.show.canvas import GAP, GREY, LETTER, MARGIN, RED, SANS, TRACK, Canvas, escaped, n, shortened
 from ckpt.show.rows import Picture, Row
 from ckpt.show.sketch import Patch, holder_text
 from ckpt.show.summary import draw_head, part_colour, part_of
-from ckpt.sizes import show_size
-from ckpt.text import counted, one_line
 
 _BAR, _LONG_BAR, _NOTES = 580.0, 740.0, 250.0  # widths of the columns; that of names goes by the longest
 _LONG_FROM = 32  # ranks

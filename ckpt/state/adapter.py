@@ -20,7 +20,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import CorruptError, LossError, NotFoundError, UsageError
+from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import MODEL_ROLES, OWN, Checkpoint
 from ckpt.plan.dtypes import DType

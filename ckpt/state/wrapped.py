@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable
 
-from ckpt.errors import CorruptError
+from ckpt.base.errors import CorruptError
 
 #: Names that wrappers put into the middle of a name: torch.compile, FSDP1, activation checkpointing.
 _INNER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")

@@ -1,5 +1,5 @@
 """Stores of objects: what is at a URL as a source, and a URL as the place of a target.
 
-Files stand for the objects (`ckpt.move.standins`), so that readers of all formats look at them as they look at local
+Files stand for the objects (`ckpt.stores.standins`), so that readers of all formats look at them as they look at local
 ones; `objects` speaks with a store.  May import move.
 """

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 from urllib.parse import unquote
 from uuid import uuid4
 
-from ckpt.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
+from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt.errors import NotFoundError, StorageError, UnsafeError, UsageError
-from ckpt.move import standins
+from ckpt.base.errors import NotFoundError, StorageError, UnsafeError, UsageError
+from ckpt.base.text import scheme_of
 from ckpt.move.files import translate_os_errors
-from ckpt.text import scheme_of
+from ckpt.stores import standins
 
 if TYPE_CHECKING:
     from ckpt.stores.objects import Entry, Store
@@ -73,7 +73,7 @@ def _files(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 def _stand(found: Mapping[Path, Entry], objects: Store) -> None:
     """Let a file stand for each of the objects."""
-    from ckpt.move.ranges import Ranges
+    from ckpt.stores.ranges import Ranges
 
     newest: dict[Path, int] = {}
     for path, entry in found.items():

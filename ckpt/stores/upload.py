@@ -18,16 +18,16 @@ from pathlib import Path
 
 from xxhash import xxh3_128
 
-from ckpt.errors import CkptError, StorageError, UsageError
-from ckpt.move import standins
+from ckpt.base.errors import CkptError, StorageError, UsageError
+from ckpt.base.text import counted
 from ckpt.move.filehash import FileDigest, Piece, max_pieces, pieces_of
-from ckpt.move.ranges import Ranges
-from ckpt.move.views import Views
 from ckpt.move.workers import FileDigests, Progress
 from ckpt.plan.checkpoint import TargetFile
 from ckpt.plan.planner import Plan
+from ckpt.stores import standins
 from ckpt.stores.objects import Entry, WritableStore, split, store
-from ckpt.text import counted
+from ckpt.stores.ranges import Ranges
+from ckpt.views.files import Views
 
 _FILES = 4  # that are sent side by side
 _PART = 8 << 20  # bytes of a part, of which several are on their way at a time

@@ -21,7 +21,7 @@ import pytest
 
 import ckpt
 from ckpt import registry
-from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError
+from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, OWN, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout
 from ckpt.plan.planner import check_source, make_plan
 from ckpt.testing.describing import Content, content

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckpt.base.text import counted, one_line
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import Checkpoint, OneElement
-from ckpt.text import counted, one_line
 
 WHY = "they belong neither to the model nor to the optimizer; `ckpt verify --run` compares them"
 _RANDOM = ("rng", "random")  # in the names of random states

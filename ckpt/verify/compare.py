@@ -17,8 +17,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.errors import CorruptError
-from ckpt.move import standins
+from ckpt.base.errors import CorruptError
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import Computed, read_exactly, strided
@@ -27,6 +26,7 @@ from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, BOOL, DType
 from ckpt.plan.planner import Plan, check_source, first_index
 from ckpt.plan.tensors import Box, Extent, Fragment, Overlap, Region, Shape, Tensor, contiguous_strides, overlay
+from ckpt.stores import standins
 
 Value = int | float | str
 

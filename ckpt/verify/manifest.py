@@ -19,7 +19,8 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from ckpt.errors import CkptError, CorruptError, NotFoundError, printable
+from ckpt.base.errors import CkptError, CorruptError, NotFoundError, printable
+from ckpt.base.text import counted
 from ckpt.move.filehash import FileDigest, Hasher, Piece, jobs
 from ckpt.move.files import OpenFiles, confined, translate_os_errors
 from ckpt.move.threads import in_threads
@@ -28,7 +29,6 @@ from ckpt.plan.checkpoint import Checkpoint, Format, ReadRequest
 from ckpt.plan.tensors import Tensor
 from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.runs import MANIFEST as MANIFEST
-from ckpt.text import counted
 from ckpt.verify.digest import ALGORITHM, Progress, digests
 
 _VERSION = 2

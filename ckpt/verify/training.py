@@ -17,6 +17,7 @@ from typing import Any
 
 from xxhash import xxh3_64
 
+from ckpt.base.text import counted, one_line
 from ckpt.containers.torchfile.read import read
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import Array, Record, StoredTensor
@@ -26,7 +27,6 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor, Whole
 from ckpt.run_folder.companions import read_object, run_files
 from ckpt.state.positions import sequences_seen
-from ckpt.text import counted, one_line
 from ckpt.verify.compare import Reader
 from ckpt.verify.digest import row_major
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import NotFoundError, UsageError, printable
+from ckpt.base.errors import NotFoundError, UsageError, printable
+from ckpt.base.text import counted
 from ckpt.run_folder.companions import CONFIG, read_config
-from ckpt.text import counted
 
 GENERATION = "generation_config.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")

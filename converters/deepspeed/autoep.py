@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckpt.base.errors import CorruptError
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import WEIGHT, Key
 from ckpt.plan.tensors import Box, Fragment, Pieces, Shape, Tensor
 from converters.deepspeed.autotp import Map, check_parts, map_of

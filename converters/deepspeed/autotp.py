@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.containers.sources import RankFile, Sources
-from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Source, Tensor, contiguous_strides
 from ckpt.state.unread import Unread

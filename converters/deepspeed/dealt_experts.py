@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt.base.errors import LossError, UsageError
 from ckpt.containers.torchfile.values import StoredDict
-from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import ParamGroup
 from converters.deepspeed.experts import in_order, numbered, rank_of
 from converters.deepspeed.keys import EXPERT

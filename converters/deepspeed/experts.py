@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key
 from ckpt.plan.tensors import Shape, Tensor
 from converters.deepspeed import model_file

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError
+from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined
 from ckpt.run_folder.steps import LATEST, recorded_step
 

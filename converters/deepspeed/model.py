@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt.base.errors import LossError, UsageError
 from ckpt.containers.torchfile.values import Record
-from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key, ParamGroup, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices

@@ -10,9 +10,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.containers.sources import RankFile
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import WEIGHT, Key, TrainingState
 from ckpt.plan.tensors import Shape, Tensor, Whole
 from converters.deepspeed.config import is_bf16_optimizer

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, LossError
 from ckpt.containers.sources import RankFile, Sources
-from ckpt.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.tensors import Shape
 from ckpt.run_folder.companions import read_config

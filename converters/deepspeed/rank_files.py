@@ -11,9 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError
 from ckpt.plan.tensors import Extent, Shape
 
 #: Files that a message lists at most.

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, UsageError
 from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError, UsageError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import (
     BUFFER,

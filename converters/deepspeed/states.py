@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt.base.errors import CorruptError
 from ckpt.containers.sources import RankFile
 from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import Key
 from ckpt.plan.tensors import Extent, Rule
 from ckpt.state.unread import Unread

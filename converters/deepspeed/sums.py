@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ckpt.errors import NotFoundError
+from ckpt.base.errors import NotFoundError
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.tensors import Extent, Tensor, Whole, whole
 

@@ -18,11 +18,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import FromSource, NewTensor, Zeros, copy_of, torch_file
-from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import (
     BUFFER,

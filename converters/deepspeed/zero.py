@@ -14,9 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.plan.checkpoint import (
     BUFFER,
     MASTER,

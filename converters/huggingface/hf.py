@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
+from ckpt.base.errors import IncompleteError, NotFoundError, UsageError
 from ckpt.containers.sources import Sources
 from ckpt.containers.weights import INDEX, MAX_INDEX, SINGLE, Index, model_weights, parse_index, read_weights
-from ckpt.errors import IncompleteError, NotFoundError, UsageError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Format, Layout, ReadRequest, Target
 from ckpt.plan.namespace import OF_THE_MODEL

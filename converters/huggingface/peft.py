@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
+from ckpt.base.sizes import show_size
 from ckpt.containers.safetensors import read_header
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import StoredTensor, is_state_dict
 from ckpt.containers.weights import weight_files
-from ckpt.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.move.files import confined
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import (
@@ -36,7 +37,6 @@ from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.run_folder.companions import CONFIG, companions, read_object
 from ckpt.run_folder.left_out import training_left_out
-from ckpt.sizes import show_size
 from ckpt.state import adapter
 from ckpt.state.wrapped import clean_names
 

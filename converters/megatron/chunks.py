@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from ckpt.errors import LossError, UsageError
+from ckpt.base.errors import LossError, UsageError
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Box, Extent, Fragment, Shape, contiguous_strides

@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ckpt.base.errors import LossError
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.containers.torchfile.write import torch_file
-from ckpt.errors import LossError
 from ckpt.plan.checkpoint import TrainingState
 from converters.megatron.chunks import EXTRA, Model
 from converters.megatron.optimizer import Optimizers

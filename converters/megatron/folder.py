@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from ckpt.errors import CorruptError
+from ckpt.base.errors import CorruptError
 from ckpt.move.files import confined
 from ckpt.run_folder.steps import TRACKER, recorded_step
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, ParamGroup
 from ckpt.plan.tensors import Tensor
 from converters.megatron.chunks import Model

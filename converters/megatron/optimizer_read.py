@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import MASTER
 from converters.megatron.buffers import bucket_sizes, by_buffer, find_buffer
 from converters.megatron.optimizer import Optimizers, belongs, check_kind, plain

@@ -13,9 +13,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt.base.errors import LossError
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import torch_file
-from ckpt.errors import LossError
 from ckpt.plan.checkpoint import Checkpoint, Layout, Slot, Target, TargetFile
 from ckpt.plan.precision import CAST_SOURCES, describe
 from ckpt.plan.tensors import Extent

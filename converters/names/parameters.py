@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from ckpt.errors import UsageError
+from ckpt.base.errors import UsageError
 from ckpt.estimate.parameters import EMBEDDING, EXPERT, HEAD, LINEAR, OTHER, ROUTER, Block, Model, Parameter, Stage
 from converters.names.megatron import relation as megatron
 from converters.names.megatron.model.axes import Grid, Stages

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from ckpt.errors import CkptError
+from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint
 from ckpt.plan.tensors import Shape
 from converters.names.hub.proof import prove

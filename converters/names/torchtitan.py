@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from ckpt.errors import UsageError
+from ckpt.base.errors import UsageError
 from ckpt.plan.checkpoint import HUB, Checkpoint, Layout
 from ckpt.plan.namespace import TORCHTITAN, Namespace
 from ckpt.plan.relation import Link, Relation, translate

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError
 from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
@@ -24,7 +25,6 @@ from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed, writer_o
 from ckpt.containers.dcp.write import Writing
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import (
     OWN,

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ckpt.base.errors import LossError
 from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.scalars import scalar_to_bytes
 from ckpt.containers.torchfile.subclass import wrapper
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.containers.torchfile.write import Bytes, NewTensor
-from ckpt.errors import LossError
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Shape, contiguous_strides
 

@@ -21,10 +21,10 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
+from ckpt.base.errors import CorruptError
 from ckpt.containers.sources import RankFile
 from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.errors import CorruptError
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import Key, ParamGroup
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Shape, Tensor

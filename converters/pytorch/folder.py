@@ -15,8 +15,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt.base.errors import IncompleteError
 from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK
-from ckpt.errors import IncompleteError
 from ckpt.move.files import confined
 from ckpt.run_folder.steps import TITAN_STEP, names_in, step_folders
 

@@ -27,9 +27,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
-from ckpt.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import TRANSFORMERS, WEIGHT, Checkpoint, Format, Layout, ParamGroup, ReadRequest, Target

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import LossError, UsageError
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, copy_of, state_number, torch_file, with_gaps
-from ckpt.errors import LossError, UsageError
 from ckpt.move.files import confined
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, Checkpoint, Key, Layout, ParamGroup, Target, TargetFile

@@ -34,10 +34,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, IncompleteError, LossError, NotFoundError
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
 from ckpt.containers.weights import MAX_INDEX, index_file, missing_file, parse_index, shards
-from ckpt.errors import CorruptError, IncompleteError, LossError, NotFoundError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import (

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.errors import CorruptError
+from ckpt.base.errors import CorruptError
 from ckpt.plan.checkpoint import ParamGroup
 from ckpt.state.wrapped import stripper
 from converters.pytorch.state_dicts import names_of, take_apart

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import WEIGHT
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Shape, Tensor, whole

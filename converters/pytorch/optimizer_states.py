@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt.base.errors import CorruptError
 from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import Key
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Fragment, Pieces, Shape, Tensor, Whole, whole

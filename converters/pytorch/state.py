@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ckpt.base.errors import LossError
 from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.write import AliasOf, Sharded, flatten
 from ckpt.containers.torchfile.write import number, one_element
-from ckpt.errors import LossError
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, Checkpoint, OneElement
 from ckpt.plan.dtypes import FLOAT32, FLOAT64, INT64, DType
 from ckpt.plan.namespace import TORCHTITAN

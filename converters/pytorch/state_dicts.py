@@ -16,9 +16,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import StoredTensor, is_part
-from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup, TrainingState
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.state.numbered import names_by_shapes

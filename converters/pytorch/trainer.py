@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CkptError, LossError, UsageError
 from ckpt.containers.weights import INDEX, MAX_INDEX, SINGLE, model_weights, parse_index, read_weights
-from ckpt.errors import CkptError, LossError, UsageError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import (
     HUB,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.errors import CorruptError, UsageError
+from ckpt.base.errors import CorruptError, UsageError
 from ckpt.move.casts import cast_bits
 from ckpt.move.reading import read_box
 from ckpt.plan.checkpoint import Checkpoint

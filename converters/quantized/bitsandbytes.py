@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.errors import UsageError
+from ckpt.base.errors import UsageError
 from ckpt.plan.dtypes import BY_NAME, CASTABLE, FLOAT32, DType
 from ckpt.plan.tensors import Box, FlatRange, Shape, whole
 from converters.quantized import BITSANDBYTES_STATE

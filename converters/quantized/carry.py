@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from ckpt.base.errors import LossError
 from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.subclass import wrapper
 from ckpt.containers.torchfile.values import Record
 from ckpt.containers.torchfile.write import Bytes, FromSource, NewTensor, Part
-from ckpt.errors import LossError
 from ckpt.move.source import opened, read_at
 from ckpt.plan.checkpoint import Checkpoint, Key
 from ckpt.plan.dtypes import FLOAT32

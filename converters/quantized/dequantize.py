@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt.errors import LossError, UsageError
+from ckpt.base.errors import LossError, UsageError
+from ckpt.base.text import counted
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor
-from ckpt.text import counted
 from converters.quantized import bitsandbytes, fp8, mxfp4
 from converters.quantized._weight import Block, Stored, Weight, model_dtype
 

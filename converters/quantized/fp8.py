@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.errors import UsageError
+from ckpt.base.errors import UsageError
 from ckpt.move.casts import cast_bits
 from ckpt.plan.dtypes import BY_NAME, FLOAT32
 from ckpt.plan.precision import CAST_SOURCES

@@ -24,8 +24,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.errors import CorruptError
 from ckpt.plan.dtypes import BY_NAME, FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Rule, Run, Shape, flat_regions, run_fragments
 from converters.quantized.blocks import BLOCK, spans

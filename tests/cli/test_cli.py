@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt import api, registry
+from ckpt.base.sizes import show_size
 from ckpt.cli import app
 from ckpt.errors import CkptError, UsageError
 from ckpt.move.files import Staging
 from ckpt.plan.checkpoint import Layout
 from ckpt.plan.dtypes import FLOAT32
-from ckpt.sizes import show_size
 from tests.support.building import write_stage2
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import process, snapshot

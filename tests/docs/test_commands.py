@@ -62,8 +62,8 @@ ELSEWHERE = {("hf-trainer-resume", "Tried")}
 COMPARED = {
     ("README", "What a conversion looks like"): "tests/train/test_demo.py",
     ("README", "Merging LoRA"): "tests/train/test_demo.py",
-    ("README", "Speed and memory"): "tests/test_benchmarks.py",
-    ("check", ""): "tests/cli/test_check.py",
+    ("README", "Speed and memory"): "tests/benchmarks/test_benchmarks.py",
+    ("check", ""): "tests/check/test_check.py",
     ("estimate", ""): "tests/estimate/test_estimate.py",
     ("estimate", "What keeps it honest"): "tests/estimate/test_estimate.py",
     ("estimate", "Beside published runs"): "tests/estimate/test_published.py",

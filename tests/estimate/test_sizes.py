@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.base.sizes import parse_size, show_size
 from ckpt.containers.torchfile.scalars import read_scalar, scalar_from_bytes
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32, INT64
 from ckpt.plan.tensors import Extent
-from ckpt.sizes import parse_size, show_size
 
 
 @pytest.mark.parametrize(

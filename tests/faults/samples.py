@@ -22,7 +22,7 @@ import ckpt
 from ckpt import api
 from ckpt.errors import CkptError, UsageError
 from ckpt.plan.checkpoint import Checkpoint, Layout
-from ckpt.resuming import RECORD
+from ckpt.resume.resuming import RECORD
 from ckpt.testing.conformance import digests
 from ckpt.testing.describing import Content, content
 from ckpt.verify.manifest import MANIFEST

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ckpt import api
-from ckpt.move.lazy import LazyTensor
 from ckpt.plan.checkpoint import Checkpoint, Layout, OneElement
+from ckpt.views.lazy import LazyTensor
 from tests.support.engines import raw
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

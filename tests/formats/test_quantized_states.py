@@ -20,10 +20,10 @@ import converters.quantized.states as states_module
 from ckpt import api
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.errors import LossError
-from ckpt.move.lazy import LazyTensor
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, OneElement
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.tensors import Extent
+from ckpt.views.lazy import LazyTensor
 from tests.faults.kinds import pickles_in
 from tests.support.commands import ckpt
 from tests.support.engines import REPOSITORY, raw

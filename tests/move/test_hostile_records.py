@@ -15,7 +15,7 @@ import ckpt
 from ckpt.errors import CkptError
 from ckpt.move.files import staging_folder
 from ckpt.move.journal import JOURNAL
-from ckpt.resuming import RECORD
+from ckpt.resume.resuming import RECORD
 from ckpt.testing.conformance import digests
 from ckpt.verify.manifest import MANIFEST, _own_digest
 from tests.support.commands import ckpt as run_ckpt

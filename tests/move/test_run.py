@@ -29,13 +29,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ckpt.errors import CorruptError, StorageError, UsageError
-from ckpt.move import blocks, casts, files, run, standins
+from ckpt.move import blocks, casts, files, run
 from ckpt.move import workers as threads
 from ckpt.move.blocks import Batch, CopyBatch
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, Staging
 from ckpt.move.journal import JOURNAL
-from ckpt.move.ranges import Ranges
 from ckpt.move.run import execute
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Checkpoint, Slot, SourceFile, Target, TargetFile
@@ -43,6 +42,8 @@ from ckpt.plan.dtypes import ALL, BFLOAT16, BY_NAME, FLOAT32, DType
 from ckpt.plan.planner import Copy, Plan, make_plan
 from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
+from ckpt.stores import standins
+from ckpt.stores.ranges import Ranges
 from ckpt.verify.compare import check_plan_replicas
 from tests.support.killing import killed_before_call
 from tests.support.strategies import extents, shapes

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ckpt.errors import CkptError, CorruptError, LossError
-from ckpt.move.lazy import LazyTensor
 from ckpt.plan.checkpoint import Checkpoint, ParamGroup, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT32
 from ckpt.plan.planner import check_source
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import ZEROS, Box, Extent, FlatRange, Fragment, Shape, Tensor, Whole, stepped, whole
+from ckpt.views.lazy import LazyTensor
 from tests.support.strategies import Store, assembled, stored, tensor_of
 
 Arrays = dict[str, NDArray]

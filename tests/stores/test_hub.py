@@ -12,8 +12,7 @@ import ckpt
 from ckpt import api
 from ckpt.errors import NotFoundError, StorageError
 from ckpt.hub import push
-from ckpt.move import ranges
-from ckpt.stores import objects
+from ckpt.stores import objects, ranges
 from tests.support.commands import ckpt as command
 from tests.support.hub_server import TOKEN, File, HubServer, Repo
 

@@ -26,15 +26,14 @@ from safetensors.numpy import save_file
 import ckpt
 from ckpt import api
 from ckpt.errors import CorruptError, NotFoundError, StorageError, UsageError
-from ckpt.move import ranges, standins
 from ckpt.move.source import read_file
 from ckpt.move.workers import Resources
 from ckpt.show import overview
-from ckpt.stores import objects, places
+from ckpt.stores import objects, places, ranges, standins
 from tests.support.commands import ckpt as command
 from tests.support.commands import process
 from tests.support.object_store import BUCKET, Faults, ObjectStore
-from tests.test_mount import no_fuse, unmount
+from tests.views.test_mount import no_fuse, unmount
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SAMPLES = (

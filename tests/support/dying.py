@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt import launch
 from ckpt.__main__ import main
 from ckpt.move.journal import Journal
+from ckpt.processes import launch
 
 
 def die_behind(add: Any, number: signal.Signals, mark: Path) -> Any:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from ckpt import api
 from ckpt.errors import StorageError
 from ckpt.move import run
-from ckpt.move.group import TorchGroup
 from ckpt.plan.checkpoint import Layout
+from ckpt.processes.group import TorchGroup
 
 SIZE = 4  # ranks of the target
 

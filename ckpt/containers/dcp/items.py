@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.containers import safetensors as st
 from ckpt.containers.dcp.metadata import Place
 from ckpt.containers.dcp.shards import saved_offsets
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.scalars import scalar_from_bytes
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move.source import open_file, read_up_to
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.dtypes import DType

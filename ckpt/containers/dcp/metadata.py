@@ -25,10 +25,10 @@ from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt.containers.dcp.runs import Columns, IrregularError, Runs
 from ckpt.containers.torchfile.unpickle import load_pickle
 from ckpt.containers.torchfile.values import Record
-from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Shape

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ckpt.base.errors import CorruptError
 from ckpt.containers.dcp.metadata import Path_
-from ckpt.errors import CorruptError
 
 #: What a list with gaps may be expanded to.
 _LONGEST_LIST = 1 << 20

@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError
 from ckpt.containers.safetensors import Entry, Header, read_header
-from ckpt.errors import CorruptError
 from ckpt.move.files import confined
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
+from ckpt.base.errors import CorruptError
 from ckpt.containers.dcp.metadata import Metadata, Place
 from ckpt.containers.sources import is_constant
-from ckpt.errors import CorruptError
 from ckpt.move.source import open_file, read_at
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.tensors import Box, Extent

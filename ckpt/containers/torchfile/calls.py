@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
+from ckpt.base.errors import UnsafeError
 from ckpt.containers.torchfile.machine import Machine
 from ckpt.containers.torchfile.values import (
     MAX_DIMS,
@@ -27,7 +28,6 @@ from ckpt.containers.torchfile.values import (
     StoredTensor,
     short,
 )
-from ckpt.errors import UnsafeError
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent
 

@@ -23,6 +23,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
+from ckpt.base.errors import CorruptError, UnsafeError
 from ckpt.containers.torchfile import texts
 from ckpt.containers.torchfile.tree import LEAVES, check_tree
 from ckpt.containers.torchfile.values import (
@@ -38,7 +39,6 @@ from ckpt.containers.torchfile.values import (
     StoredDict,
     Unsupported,
 )
-from ckpt.errors import CorruptError, UnsafeError
 from ckpt.plan.dtypes import DType
 
 #: What a pickle may name, by (module, name): a `Global`, a constant, or `Unsupported`.

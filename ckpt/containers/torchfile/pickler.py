@@ -29,9 +29,9 @@ from itertools import islice
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
+from ckpt.base.errors import LossError
 from ckpt.containers.torchfile.table import STORAGES
 from ckpt.containers.torchfile.values import TIMES, Array, Global, Record, StoredDict
-from ckpt.errors import LossError
 from ckpt.plan.dtypes import DType
 
 #: Python's own picklers write containers in parts of this length.

@@ -32,12 +32,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt.containers.torchfile.alike import Parsed, Pickles
 from ckpt.containers.torchfile.machine import Machine, Table
 from ckpt.containers.torchfile.table import allowed
 from ckpt.containers.torchfile.unpickle import loads
 from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError, Storage, StorageType, short
-from ckpt.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt.move.source import opened, read_at
 
 #: Bytes of a central directory: some five million records.

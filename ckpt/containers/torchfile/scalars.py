@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from ckpt.errors import CorruptError
+from ckpt.base.errors import CorruptError
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import opened, read_up_to
 from ckpt.plan.checkpoint import OneElement

@@ -12,11 +12,11 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+from ckpt.base.entries import entries, load
+from ckpt.base.errors import UsageError
 from ckpt.containers.torchfile.calls import FUNCTIONS, record
 from ckpt.containers.torchfile.enums import ENUMS, SIGNALS
 from ckpt.containers.torchfile.values import Global, Record, StorageType, Unsupported
-from ckpt.entries import entries, load
-from ckpt.errors import UsageError
 from ckpt.plan import dtypes
 
 Name = tuple[str, str]

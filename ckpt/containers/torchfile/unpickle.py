@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from ckpt.base.errors import CorruptError
 from ckpt.containers.torchfile.machine import Machine, Table
 from ckpt.containers.torchfile.table import allowed
 from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError
-from ckpt.errors import CorruptError
 from ckpt.move.source import opened, read_at
 
 

@@ -28,10 +28,10 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
+from ckpt.base.errors import LossError
 from ckpt.containers.torchfile.pickler import TensorRef, dumps
 from ckpt.containers.torchfile.scalars import scalar_to_bytes
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import LossError
 from ckpt.move.source import opened, read_at
 from ckpt.plan.checkpoint import Key, OneElement, Slot, TargetFile
 from ckpt.plan.dtypes import FLOAT32, DType

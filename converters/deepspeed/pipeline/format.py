@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError
 from ckpt.containers.sources import RankFile
-from ckpt.errors import CorruptError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target, TrainingState

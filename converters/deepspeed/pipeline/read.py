@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
 from ckpt.plan.tensors import Shape, Source, Tensor, Whole
 from ckpt.run_folder.steps import names_in

@@ -15,10 +15,10 @@ from functools import cached_property
 from itertools import chain, product
 from typing import Any
 
+from ckpt.base.errors import LossError, UsageError
 from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.values import StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_file
-from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key, Layout, ParamGroup, Target, TargetFile
 from ckpt.plan.precision import Choice
 from ckpt.run_folder.carried import model_files

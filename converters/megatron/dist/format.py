@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import NotFoundError
+from ckpt.base.errors import NotFoundError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Format, Layout, ReadRequest, Target
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE

@@ -31,11 +31,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.containers.dcp.metadata import METADATA, Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.tensors import FoundTensor
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32

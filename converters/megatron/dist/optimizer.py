@@ -28,9 +28,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.containers.dcp.tensors import Placed
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import opened, read_up_to
 from ckpt.plan.assemble import whole_copies

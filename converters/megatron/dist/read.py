@@ -12,10 +12,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.errors import CorruptError, NotFoundError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Key
 from ckpt.plan.dtypes import DType

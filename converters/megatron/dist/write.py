@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
+from ckpt.base.errors import LossError
 from ckpt.containers.dcp.write import Writing, dim0_boxes
 from ckpt.containers.torchfile.values import Record
 from ckpt.containers.torchfile.write import FromSource, number, torch_file
-from ckpt.errors import LossError
 from ckpt.plan.checkpoint import Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import describe

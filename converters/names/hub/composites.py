@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.errors import CkptError, CorruptError
+from ckpt.base.errors import CkptError, CorruptError
 from ckpt.plan.tensors import Shape
 from converters.names.hub.families import FAMILIES
 from converters.names.hub.rows import DERIVED, Family, Filling, Saved, parse

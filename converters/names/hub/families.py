@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt.errors import CorruptError
+from ckpt.base.errors import CorruptError
 from converters.names.hub.rows import DENSE, SPARSE, Family, Saved
 from converters.names.megatron.sizes import Config
 from converters.names.transformers.installed import architectures

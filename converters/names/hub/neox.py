@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckpt.errors import LossError
+from ckpt.base.errors import LossError
 from ckpt.plan.checkpoint import MEGATRON, Checkpoint
 from ckpt.plan.relation import Relation, translate
 from converters.names.megatron import relation as megatron

@@ -13,9 +13,9 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from ckpt.errors import CkptError, LossError, UsageError
+from ckpt.base.errors import CkptError, LossError, UsageError
+from ckpt.base.text import counted
 from ckpt.plan.tensors import Shape
-from ckpt.text import counted
 from converters.names.hub import asked, composites, families
 from converters.names.hub.rows import Saved
 from converters.names.transformers.installed import architectures

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt.errors import CkptError
+from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint
 from ckpt.plan.relation import Relation, translate
 from converters.names.hub import asked, families, neox

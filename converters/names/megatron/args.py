@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ckpt.errors import LossError
+from ckpt.base.errors import LossError
 from converters.names.megatron.sizes import Config, Sizes
 
 #: What Megatron-LM's option `--use-rope-scaling` fixes (models/common/embeddings/rotary_pos_embedding.py).

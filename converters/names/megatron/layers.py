@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from ckpt.errors import CorruptError, LossError
+from ckpt.base.errors import CorruptError, LossError
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 

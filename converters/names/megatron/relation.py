@@ -13,13 +13,13 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, cast
 
-from ckpt.errors import CorruptError, LossError, UsageError
+from ckpt.base.errors import CorruptError, LossError, UsageError
+from ckpt.base.text import counted
 from ckpt.plan.checkpoint import BUFFER, HUB, MEGATRON, MODEL_ROLES, WEIGHT, Checkpoint, Key, Layout, ParamGroup
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, Tensor
 from ckpt.state.positions import megatron_schedule, sequences_seen
-from ckpt.text import counted
 from converters.names.megatron import architectures as tables
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import padded_vocab_size

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.errors import CorruptError
+from ckpt.base.errors import CorruptError
 
 _MAX_SIZE = 1 << 40
 _MAX_COUNT = 1 << 20

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import CkptError, CorruptError, LossError, UsageError
+from ckpt.base.errors import CkptError, CorruptError, LossError, UsageError
 from ckpt.plan.checkpoint import HUB, TRANSFORMERS, Checkpoint, Layout
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate

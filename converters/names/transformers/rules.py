@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ckpt.errors import CorruptError, LossError
+from ckpt.base.errors import CorruptError, LossError
 from ckpt.plan.relation import Link, Relation
 from ckpt.plan.tensors import Box, Shape, whole
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import LossError
+from ckpt.base.errors import LossError
 from ckpt.plan.relation import Link
 from ckpt.plan.tensors import Box, Shape, whole
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckpt.errors import LossError
+from ckpt.base.errors import LossError
 from converters.names.megatron.architectures import llama
 from converters.names.megatron.architectures.qwen3_moe import EXPERTS
 from converters.names.megatron.args import common, experts, silu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt.errors import LossError
+from ckpt.base.errors import LossError
 from converters.names.megatron.args import common, rotary
 from converters.names.megatron.rows import both, same
 from converters.names.megatron.sizes import Config, Sizes, attention_sizes

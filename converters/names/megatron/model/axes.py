@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import CorruptError, UsageError
+from ckpt.base.errors import CorruptError, UsageError
 from ckpt.plan.checkpoint import AXES
 
 # -- parallel axes -------------------------------------------------------------------------------------------

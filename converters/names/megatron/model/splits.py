@@ -8,7 +8,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-from ckpt.errors import LossError, UsageError
+from ckpt.base.errors import LossError, UsageError
 from ckpt.plan.tensors import Box, Shape, whole
 
 

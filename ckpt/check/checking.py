@@ -1,7 +1,7 @@
 """Whether checkpoints are whole: `ckpt check`, and the list of a run's checkpoints.
 
 A checkpoint is whole where its format's reader describes it, the parts of every tensor make it up exactly once, no
-file beside it is missing, empty or cut off (`ckpt.verify.files`), and none that looks like training state was left
+file beside it is missing, empty or cut off (`ckpt.check.files`), and none that looks like training state was left
 unread (`ckpt.run_folder.not_read`).
 """
 
@@ -16,7 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from ckpt import api, registry
-from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, printable
+from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, printable
+from ckpt.base.sizes import show_size
+from ckpt.base.text import counted
+from ckpt.check.files import (
+    DAMAGED,
+    INCOMPLETE,
+    LEFT,
+    NOT_READ,
+    UNKNOWN,
+    Bytes,
+    Problem,
+    files_below,
+    problem_of,
+    problems_of,
+    read_all,
+    relative,
+)
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.not_read import STATE, not_read
@@ -32,23 +48,7 @@ from ckpt.run_folder.steps import (
     step_folders,
     trainer_step,
 )
-from ckpt.sizes import show_size
 from ckpt.stores.places import local
-from ckpt.text import counted
-from ckpt.verify.files import (
-    DAMAGED,
-    INCOMPLETE,
-    LEFT,
-    NOT_READ,
-    UNKNOWN,
-    Bytes,
-    Problem,
-    files_below,
-    problem_of,
-    problems_of,
-    read_all,
-    relative,
-)
 
 WHOLE = "whole"
 HEADS = ("checkpoint", "format", "step", "size", "state")

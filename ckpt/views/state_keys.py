@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt import registry
+from ckpt.base.errors import LossError
 from ckpt.containers.dcp.write import AliasOf, Sharded
-from ckpt.errors import LossError
 from ckpt.plan.checkpoint import MODEL_ROLES, OWN, Checkpoint
 
 Path = tuple[Any, ...]

@@ -23,14 +23,14 @@ import ckpt
 from ckpt import api
 from ckpt.errors import LossError, StorageError, UsageError
 from ckpt.move.files import OpenFiles
-from ckpt.move.lazy import LazyTensor
 from ckpt.move.reading import read_box, read_box_into
 from ckpt.plan.checkpoint import BUFFER, MASTER, TRANSFORMERS, WEIGHT, Layout
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
+from ckpt.views.lazy import LazyTensor
 from tests.support.engines import Truth, launch, raw
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 ZERO2, ZERO3, DCP = FIXTURES / "trainer-zero2", FIXTURES / "moe-zero3", FIXTURES / "dcp-fsdp2"
 
 

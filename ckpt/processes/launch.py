@@ -15,8 +15,8 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
-from ckpt.errors import CkptError, StorageError, UsageError
-from ckpt.move.group import LAUNCHERS, Alone, TorchGroup
+from ckpt.base.errors import CkptError, StorageError, UsageError
+from ckpt.processes.group import LAUNCHERS, Alone, TorchGroup
 
 _JOINING = timedelta(minutes=5)  # that processes wait for each other to start
 _TELLING = timedelta(seconds=5)  # that an error waits for the first process to have told it

@@ -24,11 +24,10 @@ from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ckpt import api
+from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, StorageError, UsageError, shown
 from ckpt.containers.dcp.write import Sharded
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import NewTensor, torch_item
-from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, StorageError, UsageError, shown
-from ckpt.loading import stored_for
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import read_box_into
@@ -37,9 +36,10 @@ from ckpt.plan.dtypes import BY_NAME, FLOAT32, DType
 from ckpt.plan.namespace import TORCHTITAN
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Box, Tensor
-from ckpt.state_keys import StateKeys, state_keys
 from ckpt.verify.compare import Reader, check_replicas
 from ckpt.verify.sample import sample_digest
+from ckpt.views.loading import stored_for
+from ckpt.views.state_keys import StateKeys, state_keys
 
 
 class StorageReader(dcp.StorageReader):  # type: ignore[misc]

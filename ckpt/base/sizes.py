@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from ckpt.errors import UsageError
+from ckpt.base.errors import UsageError
 
 _UNITS = {"B": 1} | {
     name: base**power

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.errors import NotFoundError
+from ckpt.base.errors import NotFoundError
 from ckpt.move.blocks import BUFFER, MAX_ROWS, cast, gather, read_blocks, rows, sliced
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.reading import in_shape, strided

@@ -17,11 +17,19 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
+from ckpt.base.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    StorageError,
+    UnsafeError,
+    printable,
+)
 from ckpt.containers.dcp.metadata import Places, read_metadata
 from ckpt.containers.safetensors import read_header
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.weights import MAX_INDEX, parse_index
-from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, StorageError, UnsafeError, printable
 from ckpt.move.files import confined
 from ckpt.move.source import Seekable, open_stream, read_file
 from ckpt.run_folder.companions import MAX_JSON, parse_json, read_json

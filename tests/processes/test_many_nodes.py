@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import UsageError
-from ckpt.launch import Launch, joined, launch
+from ckpt.processes.launch import Launch, joined, launch
 from tests.support.commands import contents, process
 from tests.support.engines import REPOSITORY
 
@@ -82,7 +82,7 @@ def test_who_waits_for_the_first_process_can_be_ended() -> None:
         taken.bind(("127.0.0.1", 0))
         where = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         script = (
-            "import signal, threading, time, ckpt.launch as launch\n"
+            "import signal, threading, time, ckpt.processes.launch as launch\n"
             "wait = launch._wait_for_first\n"
             "def waits(*where): threading.Timer(0.3, signal.raise_signal, [signal.SIGTERM]).start(); wait(*where)\n"
             "launch._wait_for_first = waits\n"

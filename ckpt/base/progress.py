@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from ckpt.sizes import show_size
+from ckpt.base.sizes import show_size
 
 _EVERY = 10.0  # seconds between lines
 

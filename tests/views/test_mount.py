@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt import mount
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.plan.checkpoint import WEIGHT, Layout
 from ckpt.testing.conformance import digests
+from ckpt.views import mount
 from tests.support.engines import Truth, raw
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 ZERO3 = REPOSITORY / "fixtures" / "moe-zero3"
 
 

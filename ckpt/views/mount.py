@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.api import Conversion
-from ckpt.errors import CkptError, NotFoundError, StorageError, UsageError
+from ckpt.base.errors import CkptError, NotFoundError, StorageError, UsageError
 from ckpt.move.files import is_filled, translate_os_errors
 
 DEVICE = "/dev/fuse"

@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt import errors
-from ckpt.errors import UsageError
-from ckpt.text import scheme_of
+from ckpt.base import errors
+from ckpt.base.errors import UsageError
+from ckpt.base.text import scheme_of
 
 if TYPE_CHECKING:
-    from ckpt.move.ranges import Ranges
+    from ckpt.stores.ranges import Ranges
 
 #: The folder of all stand-ins, with `/` behind it; empty while there is none.
 _root = ""

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.errors import CorruptError, NotFoundError
-from ckpt.move import views
 from ckpt.move.blocks import cast
 from ckpt.move.reading import in_shape
-from ckpt.move.views import Views
 from ckpt.plan.checkpoint import Checkpoint, Layout, Slot, SourceFile, Target, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, FLOAT32
 from ckpt.plan.planner import Copy, make_plan
 from ckpt.plan.tensors import Extent, Tensor, Whole, whole
+from ckpt.views import files as views
+from ckpt.views.files import Views
 from tests.move.test_run import copies, expected_after, make_case, open_files
 
 TOY = Path(__file__).parents[2] / "fixtures" / "toy-zero3"

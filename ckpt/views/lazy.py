@@ -7,7 +7,7 @@ from functools import cached_property
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import UsageError, shown
+from ckpt.base.errors import UsageError, shown
 from ckpt.plan.checkpoint import BUFFER, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Tensor
 

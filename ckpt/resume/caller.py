@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt.move.group import LAUNCHERS
+from ckpt.processes.group import LAUNCHERS
 from ckpt.run_folder.companions import read_json
 
 #: torch's StateDictType, which FSDP's plugin of Accelerate has.

@@ -10,7 +10,7 @@ from glob import glob
 from importlib import import_module
 from typing import Any
 
-from ckpt.errors import UsageError
+from ckpt.base.errors import UsageError
 
 
 @cache

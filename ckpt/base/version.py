@@ -5,6 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 
 try:
-    __version__: str = import_module("ckpt._version").__version__
+    __version__: str = import_module("ckpt.base._version").__version__
 except ImportError:  # run from a folder that was never installed
     __version__ = "0.0+unknown"

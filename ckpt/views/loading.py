@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt import api
-from ckpt.errors import LossError, NotFoundError, UsageError, shown
-from ckpt.move.lazy import LazyTensor
+from ckpt.base.errors import LossError, NotFoundError, UsageError, shown
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MODEL_ROLES, TRANSFORMERS, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import CAST_SOURCES, choose
 from ckpt.plan.tensors import Tensor
+from ckpt.views.lazy import LazyTensor
 
 if TYPE_CHECKING:
     import torch

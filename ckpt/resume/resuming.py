@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from ckpt import api, registry
-from ckpt.caller import caller
-from ckpt.errors import (
+from ckpt.base.errors import (
     CkptError,
     CorruptError,
     IncompleteError,
@@ -26,17 +25,18 @@ from ckpt.errors import (
     UsageError,
     printable,
 )
+from ckpt.base.progress import progress
+from ckpt.base.sizes import show_size
+from ckpt.base.text import counted, scheme_of
 from ckpt.move.files import Staging, is_filled, staging_folder, translate_os_errors
-from ckpt.move.group import Alone, check_alike, the_callers
 from ckpt.plan.checkpoint import AXES, Checkpoint, Layout, SourceFile
 from ckpt.plan.dtypes import CASTABLE
-from ckpt.progress import progress
+from ckpt.processes.group import Alone, check_alike, the_callers
+from ckpt.resume.caller import caller
 from ckpt.run_folder import not_read
 from ckpt.run_folder.carried import run_files
 from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.steps import ANY_STEP, LATEST, TRACKER, TRAINER_STATE, recorded_step
-from ckpt.sizes import show_size
-from ckpt.text import counted, scheme_of
 
 T = TypeVar("T")
 

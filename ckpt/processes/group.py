@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from ckpt.errors import CkptError, StorageError, UsageError
+from ckpt.base.errors import CkptError, StorageError, UsageError
 
 T = TypeVar("T")
 

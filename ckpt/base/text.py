@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ckpt.errors import printable
+from ckpt.base.errors import printable
 from ckpt.plan.dtypes import DType
 
 _MAX_TEXT = 120  # characters of one value

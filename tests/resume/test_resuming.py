@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt import api
-from ckpt.caller import Caller, caller
 from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, SeveralRunsError, StorageError, UsageError
 from ckpt.move.journal import JOURNAL
 from ckpt.plan.checkpoint import Layout
-from ckpt.resuming import RECORD
+from ckpt.resume.caller import Caller, caller
+from ckpt.resume.resuming import RECORD
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import contents, snapshot
 from tests.support.dcp_folders import edit
@@ -442,7 +442,7 @@ class TestAKeptConversion:
     @pytest.mark.parametrize("whole", [True, False])
     def test_a_flipped_bit_of_it_is_found(self, run: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
         """Of a large one in all but the tensors' elements."""
-        from ckpt import resuming
+        from ckpt.resume import resuming
 
         found = Path(ckpt.resume(run, world_size=2))
         monkeypatch.setattr(resuming, "_AFFORDABLE", 10**9 if whole else 0)

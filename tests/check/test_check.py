@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import checking
+from ckpt.check import checking, files
 from ckpt.containers.dcp.metadata import read_metadata
-from ckpt.verify import files
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import snapshot
 from tests.support.engines import REPOSITORY

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ckpt import progress
+from ckpt.base import progress
 
 
 @pytest.mark.parametrize(
