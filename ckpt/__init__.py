@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ckpt.views.storage_reader import StorageReader
 else:
     # Packages of these names, which are loaded here so that no later import binds them, and left to the functions.
-    from ckpt import plan, verify
+    from ckpt import check, plan, resume, verify
 
-    del plan, verify
+    del check, plan, resume, verify
 
 _FROM = {
     "CkptError": "ckpt.base.errors",

@@ -21,13 +21,12 @@ from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.reading import in_shape, read_bits, strided
-from ckpt.move.source import GAP, read_into, truncated
+from ckpt.move.source import GAP, behind, read_into, truncated
 from ckpt.plan.checkpoint import Slot
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import Copy
 from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import Extent, Shape, is_contiguous
-from ckpt.stores import standins
 
 Turn = contextlib.AbstractContextManager[object]  # a lock
 
@@ -117,21 +116,10 @@ class SpanBatch:
                         raise truncated(path, at + done)
                     yield size
                 else:
-                    bits = gather(rows(spans, slice(start, stop)), sources)
+                    bits = gather(spans.take(slice(start, stop)), sources)
                     with output.writing:
                         write_all(output.descriptor, bits.view(np.uint8).data, int(spans.target[start]))
                     yield bits.nbytes
-
-
-def rows(spans: Spans, which: NDArray[np.int64] | slice) -> Spans:
-    """Some rows of `spans`."""
-    return replace(
-        spans,
-        path=spans.path[which],
-        source=spans.source[which],
-        target=spans.target[which],
-        numel=spans.numel[which],
-    )
 
 
 def _span_batches(spans: Spans, buffer_size: int) -> Iterator[SpanBatch]:
@@ -141,7 +129,7 @@ def _span_batches(spans: Spans, buffer_size: int) -> Iterator[SpanBatch]:
     reached = np.cumsum(spans.numel * spans.target_dtype.itemsize)
     starts = np.flatnonzero(np.diff((reached - 1) // _BATCH, prepend=-2))
     for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(spans)], strict=True):
-        yield SpanBatch(rows(spans, slice(start, stop)))
+        yield SpanBatch(spans.take(slice(start, stop)))
 
 
 def _cut_rows(spans: Spans, step: int) -> Spans:
@@ -149,7 +137,7 @@ def _cut_rows(spans: Spans, step: int) -> Spans:
     num_parts = np.maximum(1, -(-spans.numel // step))
     if (num_parts == 1).all():
         return spans
-    found = rows(spans, np.repeat(np.arange(len(spans)), num_parts))
+    found = spans.take(np.repeat(np.arange(len(spans)), num_parts))
     skipped = step * (np.arange(len(found)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts))
     return replace(
         found,
@@ -167,7 +155,7 @@ def _joined(spans: Spans) -> Spans:
     if not follows.any():
         return spans
     starts = np.flatnonzero(np.concatenate([[True], ~follows]))
-    return replace(rows(spans, starts), numel=np.add.reduceat(spans.numel, starts))
+    return replace(spans.take(starts), numel=np.add.reduceat(spans.numel, starts))
 
 
 def _windows(spans: Spans, buffer_size: int) -> Iterator[tuple[int, int]]:
@@ -238,7 +226,7 @@ def _parts(source: int, path: str, offset: int, size: int, step: int) -> Iterato
     To copy inside the kernel (`copy_file_range`) takes longer, as it goes page by page: 1.5 times as long where the
     source is on a disk, and 1.2 times where it is in memory (Linux 6.18, ext4).
     """
-    if (remote := standins.behind(source)) is not None:
+    if (remote := behind(source)) is not None:
         for start in range(offset, offset + size, _SPAN):
             yield from remote.parts(start, min(offset + size, start + _SPAN))
         return

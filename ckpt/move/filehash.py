@@ -14,9 +14,7 @@ from ckpt.base.errors import CorruptError
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import GAP, read_into
 from ckpt.plan.checkpoint import TargetFile
-
-#: A piece that is hashed on its own, as offset and length in bytes; None stands for what lies outside of all pieces.
-Piece = tuple[int, int]
+from ckpt.plan.spans import Piece
 
 CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the processor's cache
 _JOB = 32 << 20  # small pieces are handed to a thread together, up to this many bytes

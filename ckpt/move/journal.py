@@ -19,14 +19,14 @@ from xxhash import xxh3_128
 
 from ckpt.base.errors import CorruptError, UsageError, shown
 from ckpt.base.version import __version__
-from ckpt.move.filehash import CHUNK, Hasher, Piece
+from ckpt.move.filehash import CHUNK, Hasher
 from ckpt.move.files import OpenFiles, translate_os_errors
-from ckpt.move.source import open_stream
+from ckpt.move.source import is_standin, open_stream
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import Key, SourceFile
 from ckpt.plan.planner import Plan
+from ckpt.plan.spans import Piece
 from ckpt.processes.parts import Pieces
-from ckpt.stores import standins
 
 JOURNAL = ".ckpt-journal"
 _LARGEST = 1 << 30  # bytes of a journal
@@ -43,7 +43,7 @@ def header(plan: Plan) -> dict[str, Any]:
 
 def _facts(file: SourceFile) -> list[Any]:
     """All of a file; what stands for an object is made anew by each process, and its time tells which version it is."""
-    if standins.is_standin(file.path):
+    if is_standin(file.path):
         return list(astuple(SourceFile(shown(file.path), file.size, file.mtime_ns, 0)))
     return list(astuple(replace(file, path=os.path.abspath(file.path))))  # whoever looks for it may be elsewhere
 

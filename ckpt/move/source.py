@@ -8,16 +8,70 @@ import io
 import os
 import stat
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from ckpt.base.errors import CorruptError, NotFoundError, StorageError
 from ckpt.plan.tensors import ZEROS
-from ckpt.stores import standins
 
 #: Bytes that are read over in the time that one more read takes, for which its thread waits for the others, too.
 GAP = 32 << 10
 #: errno values of names that no file has: longer than the filesystem takes, or a link to itself.
 NO_NAME = {errno.ENAMETOOLONG, errno.ELOOP}
+
+
+class Remote(Protocol):
+    """An object of `size` bytes in a store, read by ranges (`ckpt.stores.ranges`)."""
+
+    size: int
+
+    def read_into(self, offset: int, *buffers: memoryview) -> int: ...
+    def fetched(self, start: int, stop: int) -> memoryview: ...
+    def parts(self, start: int, stop: int) -> Iterator[memoryview]: ...
+
+
+class Stores(Protocol):
+    """Which files stand for objects in a store (`ckpt.stores.standins`)."""
+
+    def is_standin(self, path: str) -> bool: ...
+    def in_use(self) -> bool: ...
+    def behind(self, descriptor: int) -> Remote | None: ...
+
+
+class _NoStores:
+    """All files are what they are."""
+
+    def is_standin(self, path: str) -> bool:
+        return False
+
+    def in_use(self) -> bool:
+        return False
+
+    def behind(self, descriptor: int) -> Remote | None:
+        return None
+
+
+_stores: Stores = _NoStores()
+
+
+def ask(stores: Stores) -> None:
+    """Ask `stores` about each file that is opened from now on; `ckpt.stores` does when it is imported."""
+    global _stores
+    _stores = stores
+
+
+def is_standin(path: str) -> bool:
+    """Whether the file at `path` stands for an object in a store."""
+    return _stores.is_standin(path)
+
+
+def in_use() -> bool:
+    """Whether any file stands for an object in a store."""
+    return _stores.in_use()
+
+
+def behind(descriptor: int) -> Remote | None:
+    """The object that an open file stands for; None where it is an ordinary one."""
+    return _stores.behind(descriptor)
 
 
 def open_file(path: str) -> int:
@@ -27,7 +81,7 @@ def open_file(path: str) -> int:
     """
     try:
         # Without O_NONBLOCK a named pipe would be waited for.
-        flags = os.O_PATH if standins.is_standin(path) else os.O_RDONLY | os.O_NONBLOCK
+        flags = os.O_PATH if is_standin(path) else os.O_RDONLY | os.O_NONBLOCK
         fd = os.open(path, flags | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError("there is no such file", path=path) from None
@@ -63,7 +117,7 @@ def read_file(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
 def open_stream(path: str | os.PathLike[str]) -> io.BufferedReader:
     """A file to be read from its start on.  Raises as `open_file` does, and as `read_into` when it is read."""
     descriptor = open_file(os.fspath(path))
-    if standins.behind(descriptor) is None:
+    if behind(descriptor) is None:
         return open(descriptor, "rb")
     return io.BufferedReader(_Remote(descriptor))
 
@@ -112,7 +166,7 @@ def read_into(fd: int, offset: int, *buffers: memoryview) -> int:
     Returns the number of bytes that there were: less where the file ends before.  Raises OSError, and for what is in
     a store StorageError, and CorruptError where it was replaced since it was found.
     """
-    if (remote := standins.behind(fd)) is not None:
+    if (remote := behind(fd)) is not None:
         return remote.read_into(offset, *buffers)
     done = 0
     while buffers and (count := os.preadv(fd, buffers, offset + done)):  # less than was asked for on a signal, say
@@ -127,7 +181,7 @@ def read_into(fd: int, offset: int, *buffers: memoryview) -> int:
 
 def read_up_to(fd: int, offset: int, length: int) -> bytes:
     """`length` bytes at `offset`, or as many as there are before the file ends.  Raises OSError."""
-    if standins.behind(fd) is None and len(read := os.pread(fd, length, offset)) == length:  # as nearly always
+    if behind(fd) is None and len(read := os.pread(fd, length, offset)) == length:  # as nearly always
         return read
     data = memoryview(bytearray(length))
     return bytes(data[: read_into(fd, offset, data)])

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-from ckpt.stores import standins
+from ckpt.move.source import in_use
 
 _Job = TypeVar("_Job")
 
@@ -43,7 +43,7 @@ def in_threads(work: Callable[[Iterator[_Job]], None], jobs: Iterable[_Job], wor
             raise
 
     # what is in a store is waited for, and the more is asked for at a time the sooner it is there
-    num_threads = workers or max(1, min(8, 8 if standins.in_use() else num_cores()))
+    num_threads = workers or max(1, min(8, 8 if in_use() else num_cores()))
     with ThreadPoolExecutor(num_threads) as pool:
         try:
             for done in [pool.submit(run) for _ in range(num_threads)]:

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from ckpt.base.errors import UsageError
 from ckpt.move import blocks
 from ckpt.move.blocks import Batch, ComputedBatch
-from ckpt.move.filehash import CHUNK, FileDigest, Hasher, Piece
+from ckpt.move.filehash import CHUNK, FileDigest, Hasher
 from ckpt.move.files import OpenFiles, sync, translate_os_errors
+from ckpt.move.source import is_standin
 from ckpt.move.threads import Jobs, num_cores
 from ckpt.plan.planner import Copy, Plan
+from ckpt.plan.spans import Piece
 from ckpt.processes.parts import Part
-from ckpt.stores import standins
 
 Progress = Callable[[int], None]
 FileDigests = Mapping[str, FileDigest]  # by the file's name
@@ -261,7 +262,7 @@ class Workers:
     def _ask_for(self, batch: Batch) -> bool:
         """Let the kernel begin to read what will be cast.  False where it is in a store, of which threads ask."""
         for path, offset, size in batch.reads():
-            if standins.is_standin(path):
+            if is_standin(path):
                 return False
             if size >= _ASKED:
                 with contextlib.suppress(OSError):  # it is only advice

@@ -24,13 +24,13 @@ from ckpt.plan.tensors import (
     Run,
     Shape,
     Tensor,
-    check_tiling,
     fits,
     flat_range,
     is_inside,
     overlay,
     whole,
 )
+from ckpt.plan.tiling import check_tiling
 
 _CASTABLE = frozenset(CASTABLE.values()) | {FLOAT64}
 

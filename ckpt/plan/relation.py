@@ -26,16 +26,15 @@ from ckpt.plan.tensors import (
     Shape,
     Source,
     Tensor,
-    TilingFault,
     Whole,
     as_boxes,
-    check_tiling,
     flat_range,
     run_fragments,
     runs_of,
     stepped,
     whole,
 )
+from ckpt.plan.tiling import TilingFault, check_tiling
 
 
 @dataclass(frozen=True, slots=True)

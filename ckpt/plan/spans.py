@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.plan.dtypes import DType
+
+#: A piece of a target file that is hashed on its own, as offset and length in bytes.
+Piece = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +33,16 @@ class Spans:
 
     def __len__(self) -> int:
         return len(self.numel)
+
+    def take(self, which: NDArray[np.int64] | slice) -> Spans:
+        """These rows alone."""
+        return replace(
+            self,
+            path=self.path[which],
+            source=self.source[which],
+            target=self.target[which],
+            numel=self.numel[which],
+        )
 
     @property
     def nbytes(self) -> int:

@@ -3,16 +3,15 @@
 A logical tensor is an fqn, a role, a dtype and a shape.  Its elements lie in fragments: a region of the
 tensor and the extent of a file that holds that region.  Everything that converts, compares or reshards is
 the intersection of two such descriptions (`overlay`), and the proof that one of them leaves no hole and no
-overlap (`check_tiling`).
+overlap (`ckpt.plan.tiling`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from math import gcd, lcm, prod
+from math import gcd, prod
 from operator import add
 from typing import NamedTuple, Protocol, cast, runtime_checkable
 
@@ -489,6 +488,18 @@ def overlay(a: Iterable[Fragment], b: Iterable[Fragment], shape: Shape) -> Itera
                 yield from _overlay_boxes(piece, boxes_b)
 
 
+def is_inside(region: Region, shape: Shape) -> bool:
+    """Whether `region` is one of a tensor of `shape`."""
+    if isinstance(region, FlatRange):
+        return 0 <= region.start <= region.stop <= prod(shape)
+    if not len(region.offsets) == len(region.sizes) == len(shape):
+        return False
+    for start, size, end, full in zip(region.offsets, region.sizes, region.ends, shape, strict=True):
+        if start < 0 or size < 0 or end > full:
+            return False
+    return True
+
+
 def fits(extent: Extent, region: Region) -> bool:
     """Whether an extent has the shape of what `region` says it holds."""
     if isinstance(region, Box):
@@ -554,124 +565,3 @@ def _overlay_flat(a: list[Fragment], b: list[Fragment]) -> Iterator[Overlap]:
                     g.rank,
                 )
             k += 1
-
-
-@dataclass(frozen=True, slots=True)
-class TilingFault:
-    """Why regions do not tile a tensor: `kind` is `hole`, `overlap` or `outside`."""
-
-    kind: str
-    region: Region
-
-
-def check_tiling(regions: Sequence[Region], shape: Shape, *, overlaps: bool = False) -> TilingFault | None:
-    """None if the regions cover every element of `shape` exactly once; otherwise the first fault found.
-
-    With `overlaps`, at least once will do.
-    """
-    if len(regions) == 1 and isinstance(regions[0], Box) and regions[0].is_whole(shape):  # nearly all there are
-        return None
-    return next(tiling_faults(regions, shape, overlaps=overlaps), None)
-
-
-def tiling_faults(regions: Sequence[Region], shape: Shape, *, overlaps: bool = False) -> Iterator[TilingFault]:
-    """Every fault that `check_tiling` looks for; a region that lies outside covers nothing.
-
-    One hole or overlap may come in several parts.
-    """
-    total = prod(shape)
-    inside = []
-    for region in regions:
-        if is_inside(region, shape):
-            inside.append(region)
-        else:
-            yield TilingFault("outside", region)
-    flat: list[FlatRange] = []
-    for region in inside:
-        as_flat = region if isinstance(region, FlatRange) else flat_range(region, shape)
-        if as_flat is None:
-            boxes = [box for region in inside for box in region_boxes(region, shape) if box.numel]
-            yield from _sweep(boxes, (), (), shape, overlaps)
-            return
-        if as_flat.numel:
-            flat.append(as_flat)
-    flat.sort(key=lambda r: r.start)
-    reached = 0
-    for r in flat:
-        if r.start > reached:
-            yield TilingFault("hole", FlatRange(reached, r.start))
-        if r.start < reached and not overlaps:
-            yield TilingFault("overlap", FlatRange(r.start, min(reached, r.stop)))
-        reached = max(reached, r.stop)
-    if reached < total:
-        yield TilingFault("hole", FlatRange(reached, total))
-
-
-def is_inside(region: Region, shape: Shape) -> bool:
-    """Whether `region` is one of a tensor of `shape`."""
-    if isinstance(region, FlatRange):
-        return 0 <= region.start <= region.stop <= prod(shape)
-    if not len(region.offsets) == len(region.sizes) == len(shape):
-        return False
-    for start, size, end, full in zip(region.offsets, region.sizes, region.ends, shape, strict=True):
-        if start < 0 or size < 0 or end > full:
-            return False
-    return True
-
-
-def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool) -> Iterator[TilingFault]:
-    """Cut space into slabs at every edge of the next dim and check each slab in the dims that are left.
-
-    `offsets` and `sizes` are the slab so far.
-    """
-    dim = len(offsets)
-    if not boxes:
-        yield TilingFault("hole", Box(offsets + (0,) * (len(shape) - dim), sizes + shape[dim:]))
-        return
-    if dim == len(shape):
-        if len(boxes) > 1 and not overlaps:
-            yield TilingFault("overlap", Box(offsets, sizes))
-        return
-    if any(box.steps and box.steps[dim] != 1 for box in boxes):
-        yield from _sweep_residues(boxes, offsets, sizes, shape, overlaps)
-        return
-    edges = sorted({0, shape[dim]} | {e for b in boxes for e in (b.offsets[dim], b.offsets[dim] + b.sizes[dim])})
-    is_rest = boxes[0].offsets[dim:] == (0,) * (len(shape) - dim) and boxes[0].sizes[dim:] == shape[dim:]
-    if len(boxes) == 1 and is_rest:
-        return
-    by_start = sorted(boxes, key=lambda b: b.offsets[dim])
-    active: list[Box] = []
-    upcoming = 0
-    for start, stop in pairwise(edges):
-        active = [b for b in active if b.offsets[dim] + b.sizes[dim] > start]
-        while upcoming < len(by_start) and by_start[upcoming].offsets[dim] <= start:
-            active.append(by_start[upcoming])
-            upcoming += 1
-        yield from _sweep(active, (*offsets, start), (*sizes, stop - start), shape, overlaps)
-
-
-def _sweep_residues(
-    boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool
-) -> Iterator[TilingFault]:
-    """Check a dim with steps as several dims without: one of every residue."""
-    dim = len(offsets)
-    step = lcm(*(box.all_steps[dim] for box in boxes))
-    for residue in range(min(step, shape[dim])):
-        comb = Box((residue,), ((shape[dim] - residue - 1) // step + 1,), (step,))
-        inside = []
-        for box in boxes:
-            common = Box((box.offsets[dim],), (box.sizes[dim],), (box.all_steps[dim],)).intersect(comb)
-            if common is not None:
-                part = common.relative_to(comb)
-                inside.append(_with_dim(box, dim, part.offsets[0], part.sizes[0]))
-        for fault in _sweep(inside, offsets, sizes, (*shape[:dim], *comb.sizes, *shape[dim + 1 :]), overlaps):
-            assert isinstance(fault.region, Box)
-            within = fault.region.offsets[dim] * step + residue, fault.region.sizes[dim], step
-            yield replace(fault, region=_with_dim(fault.region, dim, *within))
-
-
-def _with_dim(box: Box, dim: int, offset: int, size: int, step: int = 1) -> Box:
-    def put(values: Shape, value: int) -> Shape:
-        return (*values[:dim], value, *values[dim + 1 :])
-
-    return stepped(put(box.offsets, offset), put(box.sizes, size), put(box.all_steps, step))

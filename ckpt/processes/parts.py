@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ckpt.move.blocks import rows
-from ckpt.move.filehash import Piece
 from ckpt.plan.checkpoint import Slot, TargetFile
 from ckpt.plan.planner import Copy, Plan
-from ckpt.plan.spans import Spans
+from ckpt.plan.spans import Piece, Spans
 
 #: Pieces by the name of their target file.
 Pieces = Mapping[str, Sequence[Piece]]
@@ -48,7 +46,7 @@ class Part:
                 yield spans
                 continue
             place = np.searchsorted(self._starts, spans.target, side="right") - 1
-            found = rows(spans, np.flatnonzero(np.array(self._is_todo)[place]))
+            found = spans.take(np.flatnonzero(np.array(self._is_todo)[place]))
             if len(found):
                 yield found
 

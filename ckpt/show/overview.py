@@ -14,11 +14,12 @@ from math import prod
 from typing import Any
 
 from ckpt.base.sizes import show_size
-from ckpt.base.text import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, counted, json_text, one_line, summarise
+from ckpt.base.text import counted, one_line
 from ckpt.plan.checkpoint import AXES, BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor
 from ckpt.run_folder.not_read import not_read
+from ckpt.state.summaries import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, json_text, summarise
 
 _MAX_LISTED = 20  # ties, groups, items and notes shown as text
 _FEW_RANKS = 8

@@ -25,13 +25,12 @@ from ckpt.plan.tensors import (
     Region,
     Shape,
     Tensor,
-    TilingFault,
     fits,
     flat_range,
     is_inside,
     region_boxes,
-    tiling_faults,
 )
+from ckpt.plan.tiling import TilingFault, tiling_faults
 from ckpt.show.overview import ranks_text
 
 #: Who holds a slice: a rank or, where none is known, a file.

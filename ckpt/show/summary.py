@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted, one_line, summary_text
+from ckpt.base.text import counted, one_line
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
 from ckpt.show.canvas import COLOURS, GAP, GREY, MARGIN, SANS, TRACK, Canvas
 from ckpt.show.overview import coordinates, mesh, mesh_text
 from ckpt.show.rows import Picture, Row
 from ckpt.show.sketch import Holder, Patch, holder_text
+from ckpt.state.summaries import summary_text
 
 _LISTED = 8
 _NAMED = 16  # holders with a line each

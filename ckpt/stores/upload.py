@@ -15,19 +15,20 @@ from datetime import datetime, timezone
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 from xxhash import xxh3_128
 
 from ckpt.base.errors import CkptError, StorageError, UsageError
 from ckpt.base.text import counted
-from ckpt.move.filehash import FileDigest, Piece, max_pieces, pieces_of
+from ckpt.move.filehash import FileDigest, max_pieces, pieces_of
 from ckpt.move.workers import FileDigests, Progress
 from ckpt.plan.checkpoint import TargetFile
 from ckpt.plan.planner import Plan
+from ckpt.plan.spans import Piece
 from ckpt.stores import standins
 from ckpt.stores.objects import Entry, WritableStore, split, store
 from ckpt.stores.ranges import Ranges
-from ckpt.views.files import Views
 
 _FILES = 4  # that are sent side by side
 _PART = 8 << 20  # bytes of a part, of which several are on their way at a time
@@ -40,6 +41,12 @@ _MAX_PARTS = 9000  # of an object: S3 takes 10,000
 _LAST = re.compile(
     r"config\.json|metadata\.json|.*\.index\.json|\.metadata|latest(_universal|_checkpointed_iteration\.txt)?"
 )
+
+
+class Views(Protocol):
+    """The files of the target, computed as they are read (`ckpt.views.files`)."""
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...
 
 
 def upload(

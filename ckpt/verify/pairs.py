@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable, shown
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted, one_line, summary_text
+from ckpt.base.text import counted, one_line
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Tensor
+from ckpt.state.summaries import summary_text
 from ckpt.verify.beside import WHY, tensors_beside
 from ckpt.verify.compare import Difference, Element, Reader, check_replicas, compare, location, narrower, number_text
 

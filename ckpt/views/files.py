@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import NotFoundError
-from ckpt.move.blocks import BUFFER, MAX_ROWS, cast, gather, read_blocks, rows, sliced
+from ckpt.move.blocks import BUFFER, MAX_ROWS, cast, gather, read_blocks, sliced
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.reading import in_shape, strided
 from ckpt.move.source import Seekable
@@ -164,7 +164,7 @@ def _rows_in(spans: Spans, window: _Window) -> Iterator[Spans]:
     first = max(0, int(np.searchsorted(spans.target, window.start, "right")) - 1)
     last = int(np.searchsorted(spans.target, window.stop, "left"))
     for start in range(first, last, MAX_ROWS):
-        part = rows(spans, slice(start, min(last, start + MAX_ROWS)))
+        part = spans.take(slice(start, min(last, start + MAX_ROWS)))
         skipped = np.clip((window.start - part.target) // size, 0, part.numel)
         kept = np.clip(-((part.target - window.stop) // size), skipped, part.numel) - skipped
         cut = Spans(
@@ -176,7 +176,7 @@ def _rows_in(spans: Spans, window: _Window) -> Iterator[Spans]:
             part.target + skipped * size,
             kept,
         )
-        cut = rows(cut, np.flatnonzero(kept))
+        cut = cut.take(np.flatnonzero(kept))
         if len(cut):
             yield cut
 

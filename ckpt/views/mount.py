@@ -12,15 +12,26 @@ import sys
 import time
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ckpt.api import Conversion
 from ckpt.base.errors import CkptError, NotFoundError, StorageError, UsageError
 from ckpt.move.files import is_filled, translate_os_errors
+from ckpt.plan.planner import Plan
+from ckpt.views.files import Views
 
 DEVICE = "/dev/fuse"
 _BLOCK = 1 << 20  # bytes that are computed at a time
 _BLOCKS = 64  # that are kept
+
+
+class Conversion(Protocol):
+    """What is mounted, as `ckpt.plan` returns it."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def views(self) -> Views: ...
+    def check_destination(self, destination: Path) -> None: ...
 
 
 def mount(conversion: Conversion, view: Path, *, foreground: bool = False) -> None:

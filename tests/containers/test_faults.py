@@ -733,7 +733,7 @@ def test_ctrl_c_while_the_command_is_being_imported() -> None:
             "import sys",
             "class Interrupting:",
             "    def find_spec(self, name, *_):",
-            "        if name == 'ckpt.errors':",
+            "        if name == 'ckpt.base.errors':",
             "            raise KeyboardInterrupt",
             "sys.meta_path.insert(0, Interrupting())",
             "from ckpt.__main__ import main",

@@ -18,7 +18,7 @@ from ckpt.containers.torchfile.values import Record
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import Checkpoint, ReadRequest
 from ckpt.plan.planner import check_source
-from ckpt.plan.tensors import check_tiling
+from ckpt.plan.tiling import check_tiling
 from converters.pytorch.fsdp_ranks import FSDP_RANKS, _local_box
 from converters.pytorch.full import FULL
 from tests.support.describing import content

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt.errors import CkptError, LossError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import WEIGHT, Layout
-from ckpt.plan.tensors import check_tiling
+from ckpt.plan.tiling import check_tiling
 from converters.megatron.buffers import find_buffer, stored_buffer
 from converters.megatron.optimizer_read import read_optimizers
 from converters.megatron.read import OTHER_ORDER, RankFile, Reading

@@ -22,16 +22,15 @@ from ckpt.plan.tensors import (
     Shape,
     Source,
     Tensor,
-    check_tiling,
     contiguous_strides,
     flat_boxes,
     flat_range,
     is_contiguous,
     overlay,
     stepped,
-    tiling_faults,
     whole,
 )
+from ckpt.plan.tiling import check_tiling, tiling_faults
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from tests.support.strategies import Store, assembled, indices, positions, shapes, stored, tilings
 

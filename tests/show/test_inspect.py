@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from ckpt import api
-from ckpt.base.text import aligned, one_line, summarise, summary_text
+from ckpt.base.text import aligned, one_line
 from ckpt.containers.torchfile.values import Record
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, ParamGroup, SourceFile, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, BOOL, FLOAT32, DType
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Pieces, Shape, Tensor, Whole
 from ckpt.show.overview import HEADS, RIGHT, describe, lines, mesh, mesh_text, ranks_text, rows
 from ckpt.show.parts import part_lines, parts_of
+from ckpt.state.summaries import summarise, summary_text
 from tests.support.golden import agrees
 
 

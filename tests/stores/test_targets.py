@@ -15,6 +15,7 @@ import pytest
 import ckpt
 from ckpt.errors import CkptError, CorruptError, StorageError, UsageError
 from ckpt.stores import upload
+from ckpt.views.files import Views
 from tests.support.commands import ckpt as command
 from tests.support.engines import REPOSITORY, forked
 from tests.support.object_store import BUCKET, Faults, ObjectStore
@@ -249,14 +250,14 @@ def test_a_large_file_goes_in_parts(store: ObjectStore, tmp_path: Path, monkeypa
     assert store.objects("parts/good")["model.safetensors"][-_LARGE:] == bytes(range(256)) * (_LARGE >> 8)
     assert len([one for one in store.requests if "partNumber" in one.query]) == 5
 
-    real = upload.Views.read_into
+    real = Views.read_into
 
     def fails(self: object, name: str, offset: int, buffer: memoryview) -> int:
         if offset >= 12 << 20:
             raise CorruptError("the file ends inside a tensor", path="in/model.safetensors")
         return real(self, name, offset, buffer)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(upload.Views, "read_into", fails)
+    monkeypatch.setattr(Views, "read_into", fails)
     with pytest.raises(CkptError, match="ends inside a tensor"):
         conversion.run(f"s3://{BUCKET}/parts/bad")
     assert store.objects("parts/bad") == {}

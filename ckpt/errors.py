@@ -1,0 +1,25 @@
+"""The errors of ckpt under their public name; the tree and the exit codes are in `ckpt.base.errors`."""
+
+from ckpt.base.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    LossError,
+    NotFoundError,
+    SeveralRunsError,
+    StorageError,
+    UnsafeError,
+    UsageError,
+)
+
+__all__ = [
+    "CkptError",
+    "CorruptError",
+    "IncompleteError",
+    "LossError",
+    "NotFoundError",
+    "SeveralRunsError",
+    "StorageError",
+    "UnsafeError",
+    "UsageError",
+]
