@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from io import BufferedReader
-from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt import registry
-from ckpt.base.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError, UsageError, shown
+from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError, shown
 from ckpt.base.sizes import show_size
-from ckpt.base.text import HUB_ID, counted, did_you_mean, scheme_of
-from ckpt.move.files import check_destination, confined, is_filled, lies_in, translate_os_errors
+from ckpt.base.text import counted, scheme_of
+from ckpt.move.files import check_destination, is_filled, lies_in
 from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,
@@ -27,25 +24,13 @@ from ckpt.plan.checkpoint import (
     Format,
     Layout,
     ParamGroup,
-    ReadRequest,
     Target,
 )
 from ckpt.plan.dtypes import DType
-from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN, in_words
-from ckpt.run_folder import from_hub
-from ckpt.run_folder.companions import read_config
-from ckpt.run_folder.precision import with_computing_dtype
-from ckpt.run_folder.runs import run_below
-from ckpt.run_folder.steps import (
-    RECORDS,
-    check_ended,
-    enclosing_folders,
-    names_step,
-    step_folders,
-    step_number,
-    trainer_steps,
-)
-from ckpt.stores import places, standins
+from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
+from ckpt.run_folder.opening import AUTO, open_checkpoint
+from ckpt.state.naming import as_hub, to_namespace
+from ckpt.stores import standins
 from ckpt.views.lazy import OpenCheckpoint
 
 if TYPE_CHECKING:
@@ -58,14 +43,6 @@ if TYPE_CHECKING:
     from ckpt.verify.training import RunReport
     from ckpt.verify.transformers_loads import Loading
     from ckpt.views.files import Views
-
-AUTO = "auto"
-_LATER = "later than what is taken"
-#: Formats that are known by their optimizer's files, also where nothing tells whose the states in these are.
-_WITH_OPTIMIZER = ("zero0", "zero1", "zero2", "zero3", "trainer")
-#: What a folder holds is asked what it is, as far as this, where the folder itself is nothing.
-_MAX_ENTRIES = 200
-_MAX_NEIGHBOURS = 2000  # names that a mistyped one is compared with
 
 
 def open(
@@ -81,299 +58,9 @@ def open(
     `path` may be a URL (`s3://bucket/run`, `hf://org/name`), of which only the bytes that are needed are fetched.
     `format` is a name from the registry or `auto`; `tag` names a step folder; `config` is a folder, a config.json or a
     Hub id; `replica` is the rank whose copy of replicated tensors is taken.  How the checkpoint was found is in its
-    `notes`.  Raises the errors of `ckpt.base.errors`.
+    `notes`.  Raises the errors of `ckpt.errors`.
     """
-    formats = registry.all_formats() if format == AUTO else [registry.get(format)]
-    for one in formats:
-        if not one.reads:
-            raise UsageError(f"the format {one.name!r} cannot be read", hint="see `ckpt formats`")
-    path = places.local(path)
-    checkpoint = _opened(path, formats, tag, config)
-    if checkpoint is None or (format != AUTO and checkpoint.format != formats[0].name):
-        with translate_os_errors(path):
-            raise _nothing_found(path, format, tag, [checkpoint.format] if checkpoint else [])
-    if replica is not None:
-        from ckpt.plan.planner import choose_replica
-
-        checkpoint = choose_replica(checkpoint, replica)
-    return OpenCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(Checkpoint)})
-
-
-def open_training(path: Path, *, tag: str | None = None, config: str | None = None) -> Checkpoint | None:
-    """The newest complete checkpoint with an optimizer at `path`, of itself, its steps and a run in it; None without.
-
-    A final model beside them is passed over, whatever its age.  Raises what `open` does.
-    """
-    formats = [one for one in registry.all_formats() if one.reads and one.carries_optimizer]
-    return _opened(path, formats, tag, config, training=True)
-
-
-def _opened(
-    path: Path, formats: list[Format], tag: str | None, config: str | None, training: bool = False
-) -> Checkpoint | None:
-    if tag == "":
-        raise UsageError("the tag is empty", expected="the name of a folder")
-    with translate_os_errors(path):
-        if not path.exists():
-            raise NotFoundError("no such file or folder", path=path, hint=_neighbour(path))
-        request = ReadRequest(tag, None if config is None else find_config(config))
-        checkpoint = _open_first(path, formats, request, training)
-        return checkpoint and replace(_with_config(checkpoint, request), origins=(str(path),))
-
-
-def _neighbour(path: Path) -> str | None:
-    """A hint at what beside a path that is not there is nearly called so."""
-    try:
-        beside = [entry.name for entry in islice(path.parent.iterdir(), _MAX_NEIGHBOURS)]
-    except OSError:
-        return None
-    return did_you_mean(path.name, beside)
-
-
-def _open_first(path: Path, formats: list[Format], request: ReadRequest, training: bool = False) -> Checkpoint | None:
-    """The checkpoint that `path` is or records; otherwise, in a run folder, the newest complete `checkpoint-N`.
-
-    A newer one that was not written to its end is passed over, which is said; one that is damaged is an error.  A tag
-    names a step in `path`, a `checkpoint-N`, or a step inside one: what the run would open if it had no other step.
-
-    With `training` it is the newest complete one with an optimizer, of the folder itself and all of its steps.
-    """
-    failure: CkptError | None = None
-    found = None
-    if request.tag is not None and path.is_dir() and (named := confined(path, request.tag)).is_dir():
-        found = _open_here(named, path, formats, request, None, training)
-    try:
-        found = found or _open_here(path, path, formats, request, request.tag, training)
-    except NotFoundError as error:
-        if request.tag is None:
-            raise
-        failure = error  # the tag may be that of a `checkpoint-N`, or of a step in one
-    steps = trainer_steps(path)
-    if training and request.tag is None:
-        steps = _newer_of_all(path, found[0] if found else None, formats)
-    if found is not None and not (training and steps):
-        return _with_later_named(path, *found) if request.tag is None else _with_notes(found, [])
-    skipped: list[str] = []
-    for folder, older in zip_longest(steps, steps[1:]):
-        inner = None if folder.name == request.tag else request.tag
-        try:
-            if request.tag is None:
-                check_ended(folder)
-            inside = _open_here(folder, path, formats, request, inner, training)
-        except IncompleteError as error:
-            failure = failure if isinstance(failure, CorruptError) else error
-            skipped.append(f"{folder.name} is skipped, it is not complete: {error.what}")
-            continue
-        except CorruptError as error:
-            if older is not None and request.tag is None:
-                hints = [error.hint] if error.hint else []
-                error.hint = "; ".join([*hints, f"--tag {older.name} takes the checkpoint before {folder.name}"])
-            raise
-        except NotFoundError:
-            if inner is None:
-                raise
-            continue
-        if inside is not None:
-            return _with_notes(inside, skipped)
-        if request.tag is None:
-            what = "checkpoint with an optimizer" if training else "checkpoint of the format wanted"
-            skipped.append(f"{folder.name} is skipped, it holds no {what}")
-    if found is not None:
-        return _with_notes(found, skipped)
-    if failure is not None:
-        raise failure
-    if (training or not skipped) and (run := run_below(path, partial(is_run, formats=formats, tag=request.tag))):
-        below = _open_first(run, formats, request, training)
-        return below and replace(below, notes=(f"taking the run {run.relative_to(path)}", *below.notes))
-    return None
-
-
-def _with_notes(found: tuple[Checkpoint, list[str]], skipped: list[str]) -> Checkpoint:
-    checkpoint, taken = found
-    passed_over = (*skipped, *checkpoint.passed_over)
-    return replace(checkpoint, notes=(*taken, *skipped, *checkpoint.notes), passed_over=passed_over)
-
-
-def _with_later_named(path: Path, checkpoint: Checkpoint, taken: list[str]) -> Checkpoint:
-    """`checkpoint`, which `path` is or records, with notes on what was taken and on each later `checkpoint-N`."""
-    step = checkpoint.state.step
-    later = _untold(trainer_steps(path, after=step or -1), checkpoint) if step is not None or not taken else []
-    what = _LATER if step else "what is taken is the model of the folder itself; beside it"
-    told = [f"{what}: {', '.join(later[:8])} (--tag takes it)"] if later else []
-    passed_over = (*checkpoint.passed_over, *(told if step else ()))
-    return replace(checkpoint, notes=(*taken, *checkpoint.notes, *told), passed_over=passed_over)
-
-
-def _untold(steps: list[Path], checkpoint: Checkpoint) -> list[str]:
-    """The names of `steps` that no note of `checkpoint` has yet."""
-    told = set(re.findall(r"[\w-]+", " ".join(checkpoint.notes)))
-    return [step.name for step in steps if step.name not in told]
-
-
-def _newer_of_all(path: Path, checkpoint: Checkpoint | None, formats: list[Format]) -> list[Path]:
-    """The steps in `path` that are newer than `checkpoint`, which `path` is or records, by their numbers.
-
-    Without those that a framework's own record passes over, and none where it is not known which step `checkpoint` is.
-    """
-    steps = step_folders(path)
-    if checkpoint is not None:
-        place = Path(checkpoint.path)
-        holder = next((step for step in steps if place.is_relative_to(step)), None)
-        number = checkpoint.state.step if holder is None else step_number(holder)
-        steps = [step for step in steps if number is not None and step_number(step) > number]
-    return [step for step in steps if not any(_is_ruled_out(one, path, step) for one in formats)]
-
-
-def _is_ruled_out(one: Format, path: Path, step: Path) -> bool:
-    """Whether `step` is of the format `one`, of which a record in `path` names another step."""
-    if not _has_record(path) or _has_record(step):
-        return False
-    recorded = one.find(path, None)
-    if recorded is None or not names_step(path, recorded) or recorded.is_relative_to(step):
-        return False
-    try:
-        return _finds(one, step, None)
-    except CorruptError:  # whoever opens it says so
-        return False
-
-
-def _has_record(path: Path) -> bool:
-    return any((path / name).is_file() for name in RECORDS)
-
-
-def is_run(folder: Path, formats: list[Format] | None = None, tag: str | None = None) -> bool:
-    """Whether `folder` is a checkpoint of any of the formats (None: of all), or the run folder of some.
-
-    Raises CorruptError for one that is damaged so that it is not told what it is.
-    """
-    formats = [one for one in registry.all_formats() if one.reads] if formats is None else formats
-    steps = trainer_steps(folder)
-    inner = None if tag in {step.name for step in steps} else tag
-    return any(_finds(one, folder, tag) or any(_finds(one, step, inner) for step in steps) for one in formats)
-
-
-def _finds(one: Format, folder: Path, tag: str | None) -> bool:
-    try:
-        return one.find(folder, tag) is not None
-    except NotFoundError:  # no step of this tag, or of another format
-        return False
-
-
-def _open_here(
-    path: Path, asked: Path, formats: list[Format], request: ReadRequest, tag: str | None, training: bool
-) -> tuple[Checkpoint, list[str]] | None:
-    """The checkpoint that `path` is or records, and a note on what was taken where that is not what was `asked`.
-
-    What lies in a `checkpoint-N` of `path` may be a model beside the training checkpoint: each step is asked by itself,
-    for all formats in turn.
-    """
-    for one in formats:
-        found = one.find(path, tag)
-        if found is None or (tag is None and _is_for_the_step(found, path)):
-            continue
-        checkpoint = one.read(found, request)
-        if training and not has_optimizer(checkpoint):
-            continue
-        if request.tag is None:
-            checkpoint = _with_newer_named(checkpoint, found, path, one, formats)
-        taken = found.relative_to(asked) if found.is_relative_to(asked) else found
-        return checkpoint, [] if found == asked else [f"taking {taken}"]
-    return None
-
-
-def _is_for_the_step(found: Path, path: Path) -> bool:
-    is_inside = found != path and any(found.is_relative_to(step) for step in trainer_steps(path))
-    return is_inside and not names_step(path, found)
-
-
-def has_optimizer(checkpoint: Checkpoint) -> bool:
-    """Whether there is an optimizer, also one of which nothing tells whose its states are.
-
-    Its engine takes these by number: it can be gone on with as it is, and not be converted (`knows_optimizer`).
-    """
-    is_beside = any(Path(file.path).name.startswith("optim") for file in checkpoint.files)
-    return knows_optimizer(checkpoint) or checkpoint.format in _WITH_OPTIMIZER or is_beside
-
-
-def knows_optimizer(checkpoint: Checkpoint) -> bool:
-    """Whether states or hyperparameters of an optimizer are read, or what is not read of them is known."""
-    return bool(checkpoint.optimizer_states or checkpoint.state.param_groups or checkpoint.unread)
-
-
-def _with_newer_named(
-    checkpoint: Checkpoint, found: Path, path: Path, one: Format, formats: list[Format]
-) -> Checkpoint:
-    """`checkpoint` with notes on the newer step folders beside the one in which `found` lies below `path`."""
-    inside = [folder for folder in (found, *found.parents) if folder != path and folder.is_relative_to(path)]
-    holder = next((folder for folder in inside if folder in step_folders(folder.parent)), None)
-    if holder is None:
-        return checkpoint
-    run, newer = holder.parent, [s for s in step_folders(holder.parent) if step_number(s) > step_number(holder)]
-    recorded = [step for step in newer if _is_ruled_out(one, run, step)]
-    later = [step for step in newer if step not in recorded and _holds_any(step, formats)]
-    others = [step.name for step in newer if step not in (*recorded, *later)]
-    notes, passed = list(checkpoint.notes), []
-    if names := _untold(recorded, checkpoint):
-        notes.append(f"{holder.name} is what the run records; there is also {', '.join(names[:8])} (--tag takes it)")
-    if later:
-        passed.append(f"{_LATER}: {', '.join(step.name for step in later[:8])} (--tag takes it)")
-    if others:
-        passed.append(f"skipped, no {one.name} checkpoint was found in what is newer: {', '.join(others[:8])}")
-    return replace(checkpoint, notes=(*notes, *passed), passed_over=(*checkpoint.passed_over, *passed))
-
-
-def _holds_any(step: Path, formats: list[Format]) -> bool:
-    try:
-        return any(_finds(one, step, None) for one in formats)
-    except CkptError:  # a damaged one is one
-        return True
-
-
-def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) -> NotFoundError:
-    """What to say where there is nothing of `format`; `others` are the formats that it is known to be instead."""
-    wanted = "checkpoint of a known format" if format == AUTO else f"{format} checkpoint"
-    if tag is not None:
-        wanted += f" with the tag {tag!r}"
-    run = path if others else _run_here(path)
-    for one in registry.all_formats() if not others else ():
-        if one.name != format and one.reads:
-            try:
-                found = any(one.find(folder, tag) is not None for folder in [run, *trainer_steps(run)])
-            except CkptError:
-                continue
-            others += [one.name] if found else []
-    hint = f"what is here looks like {' or '.join(others)}" if others else "see `ckpt formats`"
-    if not others and _is_part(path):
-        hint = f"this is one file of the checkpoint in {path.parent}: give that folder"
-    if tag is None and not others and (inside := _checkpoints_inside(path, format)):
-        hint = "there are checkpoints here that stand by themselves, give one: " + ", ".join(inside[:8])
-    if tag is not None and not others and (steps := trainer_steps(path)):
-        hint = "there is " + ", ".join(folder.name for folder in steps[:8])
-    return NotFoundError(f"no {wanted} here", path=path, hint=hint)
-
-
-def _run_here(path: Path) -> Path:
-    """The run folder that is meant by `path`, the only one in it or itself."""
-    try:
-        return path if is_run(path) else run_below(path, is_run) or path
-    except CkptError:
-        return path
-
-
-def _is_part(path: Path) -> bool:
-    """Whether a file lies in a folder that is a checkpoint."""
-    try:
-        return path.is_file() and is_run(path.parent)
-    except CkptError:  # a damaged one is one
-        return True
-
-
-def _checkpoints_inside(path: Path, format: str) -> list[str]:
-    """What in a folder, or in the newest step there, is a checkpoint by itself: files, and models beside each other."""
-    formats = [one for one in registry.all_formats() if one.reads and format in (AUTO, one.name)]
-    places = [path, *trainer_steps(path)[:1]] if path.is_dir() else []
-    entries = [entry for place in places for entry in sorted(place.iterdir())][:_MAX_ENTRIES]
-    return [str(entry.relative_to(path)) for entry in entries if any(_finds(one, entry, None) for one in formats)]
+    return OpenCheckpoint.of(open_checkpoint(path, format, tag=tag, config=config, replica=replica))
 
 
 def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
@@ -409,73 +96,6 @@ def _check_replaceable(destination: Path) -> None:
         found=", ".join(sorted(entry.name for entry in destination.iterdir())[:4]),
         hint="give another folder with -o, or remove this one first",
     )
-
-
-def _with_config(checkpoint: Checkpoint, request: ReadRequest) -> Checkpoint:
-    """Add the model's config and the folders of the run's other files, where the reader did not."""
-    folders = [request.config] if request.config is not None else []
-    folders += [f for folder in checkpoint.folders for f in enclosing_folders(Path(folder))]
-    distinct = tuple(dict.fromkeys(folders))
-    config = checkpoint.config or read_config(distinct)
-    namespace = checkpoint.namespace
-    if namespace == OWN and config and config.get("model_type"):
-        namespace = TRANSFORMERS
-    given = None if request.config is None else str(request.config)
-    found = replace(
-        checkpoint, folders=tuple(map(str, distinct)), config_folder=given, config=config, namespace=namespace
-    )
-    if namespace == TRANSFORMERS and (own := registry.service("namespace_of")(found)):
-        found = replace(found, namespace=own)
-    return with_computing_dtype(found)
-
-
-def find_config(where: str) -> Path:
-    """The folder of a model's config: a folder or URL, that of a config.json, or a Hub id's files in the cache."""
-    path = places.local(where)
-    if where and path.is_dir():
-        return path
-    if path.is_file():
-        return path.parent
-    if HUB_ID.fullmatch(where):
-        return from_hub.fetched(where)
-    raise NotFoundError("no such config", path=where, expected="a folder, a config.json or a Hub id like org/name")
-
-
-def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout | None = None) -> Checkpoint:
-    """`checkpoint` under the names of `namespace`, where the two are related and differ.
-
-    Every way leads over the Hub's names; `layout` decides what a namespace leaves open, as how far Megatron's
-    vocabulary is padded.  Raises LossError where a relation does not place a tensor, NotFoundError where it takes a
-    config and none is there.
-    """
-    if namespace is None or namespace == OWN:
-        return checkpoint
-    layout = layout or Layout()
-    if namespace == checkpoint.namespace:
-        return checkpoint if namespace in OF_THE_MODEL else registry.namespace(namespace).adapted(checkpoint, layout)
-    if checkpoint.namespace == TORCHTITAN and namespace == TRANSFORMERS:
-        return checkpoint  # a run's own names, whichever framework's, are what it goes on under
-    if not {checkpoint.namespace, namespace} <= OF_THE_MODEL:
-        checkpoint = _with_known_names(checkpoint, namespace)
-    if checkpoint.namespace in (OWN, namespace):
-        return checkpoint
-    if checkpoint.namespace != HUB:
-        checkpoint = registry.namespace(checkpoint.namespace).to_hub(checkpoint)
-    return checkpoint if namespace == HUB else registry.namespace(namespace).from_hub(checkpoint, layout)
-
-
-def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
-    """`checkpoint` with the names of its config's architecture; NotFoundError if there is no config that tells it."""
-    model_type = (checkpoint.config or {}).get("model_type")
-    if not model_type:
-        raise NotFoundError(
-            f"it takes the model's config.json to turn {in_words(checkpoint.namespace)} into {in_words(namespace)}",
-            path=checkpoint.path,
-            expected="a config.json with a model_type",
-            found="none beside the checkpoint" if checkpoint.config is None else "a config.json without a model_type",
-            hint="--config takes the folder of a config.json, or a Hub id",
-        )
-    return replace(checkpoint, namespace=TRANSFORMERS) if checkpoint.namespace == OWN else checkpoint
 
 
 def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoint:
@@ -692,16 +312,6 @@ def _check_states_are_plain(checkpoint: Checkpoint, target: Format, layout: Layo
     )
 
 
-def plain_states(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` with fp32 values in place of optimizer states that are stored quantized (torchao, bitsandbytes).
-
-    They have the bits that the library computes.
-    """
-    counts = Counter(checkpoint.quantized.values())
-    notes = [f"{count} optimizer states dequantized from {method} to float32" for method, count in counts.items()]
-    return replace(checkpoint, quantized={}, blocks={}, notes=(*checkpoint.notes, *notes))
-
-
 def _namespace(target: Format, layout: Layout) -> str | None:
     """The names that are written.  UsageError where others are asked for than the format has."""
     names = layout.options.get("names")
@@ -730,7 +340,7 @@ def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
     """
     from ckpt.verify.digest import digests as digests_as_named
 
-    named = _as_hub(checkpoint)
+    named = as_hub(checkpoint)
     return digests_as_named(named, names=registry.service("kept_names")(named), **options)
 
 
@@ -817,10 +427,4 @@ def _comparable(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     if len(spaces) == 1 and HUB not in spaces:
         return registry.namespace(a.namespace).comparable(a, b)
     a, b = (replace(c, config=c.config or other.config) for c, other in ((a, b), (b, a)))
-    return _as_hub(a), _as_hub(b)
-
-
-def _as_hub(checkpoint: Checkpoint) -> Checkpoint:
-    if checkpoint.namespace == OWN and checkpoint.config and checkpoint.config.get("model_type"):
-        checkpoint = replace(checkpoint, namespace=TRANSFORMERS)
-    return to_namespace(checkpoint, HUB)
+    return as_hub(a), as_hub(b)

@@ -36,6 +36,7 @@ from ckpt.check.files import (
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.not_read import STATE, not_read
+from ckpt.run_folder.opening import AUTO, is_run
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import (
     LATEST,
@@ -162,7 +163,7 @@ class Report:
 
 def check(
     path: str | Path,
-    format: str = api.AUTO,
+    format: str = AUTO,
     *,
     tag: str | None = None,
     every_byte: bool = False,
@@ -187,7 +188,7 @@ def check(
 def survey(path: Path, every: list[Path], limit: int | None = None) -> list[Checked]:
     """What the first `limit` of all checkpoints in `path` are; those of very many files are counted alone."""
     with translate_os_errors(path):
-        return [_counted(place, path, every) or _check_one(place, path, every, api.AUTO) for place in every[:limit]]
+        return [_counted(place, path, every) or _check_one(place, path, every, AUTO) for place in every[:limit]]
 
 
 def _counted(place: Path, root: Path, every: list[Path]) -> Checked | None:
@@ -203,7 +204,7 @@ def expected_bytes(path: str | Path, tag: str | None = None) -> int:
     """Bytes of all files that `check` looks at."""
     path = local(path)
     with translate_os_errors(path):
-        return sum(file.stat().st_size for file in files_below(path if tag is None else _tagged(path, tag, api.AUTO)))
+        return sum(file.stat().st_size for file in files_below(path if tag is None else _tagged(path, tag, AUTO)))
 
 
 def checkpoints_of(path: Path) -> list[Path]:
@@ -218,7 +219,7 @@ def checkpoints_of(path: Path) -> list[Path]:
         return [path]
     if _is_checkpoint(path):
         return [path, *inside]
-    run = None if inside else run_below(path, api.is_run)
+    run = None if inside else run_below(path, is_run)
     return inside or ([path] if run is None else checkpoints_of(run))
 
 
@@ -322,7 +323,7 @@ def _own_formats(place: Path, format: str, others: list[Path]) -> Iterator[str]:
     below = [other for other in others if other.is_relative_to(place)]
     is_first = True
     for one in registry.all_formats():
-        if one.reads and format in (api.AUTO, one.name):
+        if one.reads and format in (AUTO, one.name):
             try:
                 found = one.find(place, None)
             except CkptError:  # of this format, and damaged: that is said as it is opened

@@ -25,7 +25,7 @@ def offer_at_the_first_tab() -> None:
 
 def sources(incomplete: str) -> list[str]:
     """Formats to read."""
-    from ckpt.api import AUTO
+    from ckpt.run_folder.opening import AUTO
 
     return [*_beginning(lambda: [AUTO], incomplete), *_beginning(_formats, incomplete)]
 

@@ -13,13 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ckpt import api, registry
+from ckpt import registry
 from ckpt.base.errors import LossError, UsageError
 from ckpt.lora.find import Adapter, Factor
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
 from ckpt.plan.precision import choices
 from ckpt.state import adapter as names
 from ckpt.state.adapter import parse_config, parse_name
+from ckpt.state.naming import to_namespace
 
 COMBINATIONS = (
     *("linear", "cat", "svd", "ties", "dare_linear", "dare_ties", "magnitude_prune"),
@@ -46,7 +47,7 @@ def combine(
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    model = _hollow(api.to_namespace(base, TRANSFORMERS))
+    model = _hollow(to_namespace(base, TRANSFORMERS))
     configs = [LoraConfig.from_peft_type(**one.config.raw) for one in adapters]
     every = [f"adapter{number}" for number in range(len(adapters))]  # a bare number would be taken for a layer's
     wrapped = get_peft_model(model, configs[0], adapter_name=every[0])
@@ -87,7 +88,7 @@ def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
     config = LoraConfig.from_peft_type(**{**adapter.config.raw, **whole})
     lora = {fqn: f for fqn, f in adapter.factors.items() if parse_name(fqn).kind not in (names.BASE, names.TOKENS)}
     try:
-        wrapped = get_peft_model(_hollow(api.to_namespace(base, TRANSFORMERS)), config)
+        wrapped = get_peft_model(_hollow(to_namespace(base, TRANSFORMERS)), config)
         result = set_peft_model_state_dict(wrapped, {fqn: factor.load() for fqn, factor in lora.items()})
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"PEFT does not load this adapter: {error}", path=adapter.path) from error

@@ -15,6 +15,7 @@ from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Shape, Tensor
+from ckpt.run_folder.opening import is_run
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import trainer_steps
 from ckpt.state import adapter as names
@@ -136,7 +137,7 @@ def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
     def has_saved(run: Path) -> bool:
         return any(True for _ in _saved_adapters(run / tag if tag else run))
 
-    if path.is_dir() and not api.is_run(path, tag=tag) and (run := run_below(path, has_saved)) is not None:
+    if path.is_dir() and not is_run(path, tag=tag) and (run := run_below(path, has_saved)) is not None:
         inside = _open(run, config, tag)
         return replace(inside, notes=(f"taking the run {run.relative_to(path)}", *inside.notes))
     checkpoint = api.open(path, tag=tag, config=config)

@@ -37,6 +37,7 @@ from ckpt.run_folder.left_out import training_left_out
 from ckpt.run_folder.steps import trainer_steps
 from ckpt.state import adapter as names
 from ckpt.state.adapter import AdapterConfig, AdapterName, parse_name
+from ckpt.state.naming import to_namespace
 
 if TYPE_CHECKING:
     import torch
@@ -109,12 +110,12 @@ def _step_that_fits(adapters: Sequence[Adapter], base: Checkpoint, layout: Layou
 def _plan(
     adapters: Sequence[Adapter], base: Checkpoint, layout: Layout, resources: Resources, notes: Sequence[str]
 ) -> api.Conversion:
-    merge = _Merge(api.to_namespace(base, TRANSFORMERS), layout)
+    merge = _Merge(to_namespace(base, TRANSFORMERS), layout)
     given, adapters = adapters, [_stacked(one, merge) for one in adapters]
     for one, before in zip(adapters, given, strict=True):
         merge.add(one)
         notes = (*notes, *one.notes[len(before.notes) :])
-    merged = api.to_namespace(merge.checkpoint(), HUB)
+    merged = to_namespace(merge.checkpoint(), HUB)
     target = registry.get("hf").lay_out(merged, layout)
     api.check_casts(merged, target, layout)
     target = _with_config(target, merge.untied)

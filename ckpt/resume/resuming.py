@@ -36,6 +36,7 @@ from ckpt.resume.caller import caller
 from ckpt.run_folder import not_read
 from ckpt.run_folder.carried import run_files
 from ckpt.run_folder.companions import read_json
+from ckpt.run_folder.opening import has_optimizer, knows_optimizer, open_training
 from ckpt.run_folder.steps import ANY_STEP, LATEST, TRACKER, TRAINER_STATE, recorded_step
 
 T = TypeVar("T")
@@ -248,7 +249,7 @@ class _Way(NamedTuple):
 
 def _source(path: Path, tag: str | None, config: str | None, model_only: bool) -> Checkpoint:
     """What to go on from.  LossError where that is a model without an optimizer, and nobody said that it may be."""
-    checkpoint = api.open_training(path, tag=tag, config=config)
+    checkpoint = open_training(path, tag=tag, config=config)
     if checkpoint is not None:
         return checkpoint
     checkpoint = api.open(path, tag=tag, config=config)
@@ -273,12 +274,12 @@ def _way(
 ) -> _Way:
     for note in (*checkpoint.passed_over, *(note for note in checkpoint.notes if note not in checkpoint.passed_over)):
         say(f"note: {note}")
-    if api.has_optimizer(checkpoint) and (beside := _models_in(path)):
+    if has_optimizer(checkpoint) and (beside := _models_in(path)):
         say(f"note: the model in {path} itself ({', '.join(beside)}) holds no optimizer, and is passed over")
     wanted = registry.get(format or checkpoint.format).name
     registry.check_options(wanted, layout.options)
-    if not (api.has_optimizer(checkpoint) and registry.get(wanted).carries_optimizer):
-        what = wanted if api.has_optimizer(checkpoint) else checkpoint.path
+    if not (has_optimizer(checkpoint) and registry.get(wanted).carries_optimizer):
+        what = wanted if has_optimizer(checkpoint) else checkpoint.path
         say(f"note: {what} holds no optimizer: its states begin anew")
     as_it_is = _folder_to_load(path, checkpoint)
     misfit = _misfit(checkpoint, wanted, layout)
@@ -286,7 +287,7 @@ def _way(
         _check_whole(checkpoint)
         return _Way(str(as_it_is), "as it is", [file.path for file in checkpoint.files])
     say(f"{checkpoint.path} does not fit: {misfit or f'{LATEST} or a tracker names another step'}")
-    if not (model_only or api.knows_optimizer(checkpoint)):
+    if not (model_only or knows_optimizer(checkpoint)):
         raise LossError(
             "the states of the optimizer would be left out: nothing tells which parameters they are of",
             path=checkpoint.path,

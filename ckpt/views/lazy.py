@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, KeysView, Mapping
+from dataclasses import fields
 from functools import cached_property
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,11 @@ class OpenCheckpoint(Checkpoint):
     Its keys are the names of parameters and buffers.  The names of tied ones, and the pairs `(fqn, role)` of `tensors`
     with which optimizer states are had, are in it too, but are not counted.
     """
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> OpenCheckpoint:
+        """`checkpoint` as one whose tensors can be read."""
+        return cls(**{field.name: getattr(checkpoint, field.name) for field in fields(Checkpoint)})
 
     @cached_property
     def _named(self) -> Mapping[str, Tensor]:

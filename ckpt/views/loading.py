@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt import api
 from ckpt.base.errors import LossError, NotFoundError, UsageError, shown
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MODEL_ROLES, TRANSFORMERS, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import CAST_SOURCES, choose
 from ckpt.plan.tensors import Tensor
+from ckpt.run_folder.opening import AUTO, open_checkpoint
+from ckpt.state.naming import to_namespace
 from ckpt.views.lazy import LazyTensor
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _SHOWN = 5
 
 
 def load_into(
-    model: torch.nn.Module, source: str | Path | Checkpoint, format: str = api.AUTO, *, strict: bool = True
+    model: torch.nn.Module, source: str | Path | Checkpoint, format: str = AUTO, *, strict: bool = True
 ) -> list[str]:
     """Fill the parameters and persistent buffers of `model` from a checkpoint of any format, in place.
 
@@ -38,7 +39,7 @@ def load_into(
     """
     import torch
 
-    checkpoint = source if isinstance(source, Checkpoint) else api.open(source, format)
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, format)
     wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     _check_plain(wanted)
     named = _under_the_names_of(checkpoint, wanted)
@@ -86,7 +87,7 @@ def _under_the_names_of(checkpoint: Checkpoint, wanted: Mapping[str, object]) ->
         if matches(best) == len(wanted):
             break
         try:
-            other = api.to_namespace(checkpoint, namespace)
+            other = to_namespace(checkpoint, namespace)
         except (LossError, NotFoundError, UsageError):  # names that lead nowhere: those that there are decide
             continue
         best = max(best, other, key=matches)

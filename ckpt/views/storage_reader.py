@@ -23,7 +23,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, StorageError, UsageError, shown
 from ckpt.containers.dcp.write import Sharded
 from ckpt.containers.torchfile.values import StoredTensor
@@ -36,6 +35,8 @@ from ckpt.plan.dtypes import BY_NAME, FLOAT32, DType
 from ckpt.plan.namespace import TORCHTITAN
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Box, Tensor
+from ckpt.run_folder.opening import AUTO, open_checkpoint
+from ckpt.state.naming import plain_states, to_namespace
 from ckpt.verify.compare import Reader, check_replicas
 from ckpt.verify.sample import sample_digest
 from ckpt.views.loading import stored_for
@@ -59,7 +60,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
-        format: str = api.AUTO,
+        format: str = AUTO,
         *,
         tag: str | None = None,
         config: str | None = None,
@@ -84,7 +85,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         """Begin to read: the checkpoint at `checkpoint_id`, where one is given."""
         if checkpoint_id is not None:
             path, options = os.fspath(checkpoint_id), {"tag": self._tag, "config": self._config}
-            checkpoint = api.open(path, self._format, replica=self._replica, **options)
+            checkpoint = open_checkpoint(path, self._format, replica=self._replica, **options)
             self._contents = _Contents(checkpoint, *self._outer)
         self.bytes_read = 0
 
@@ -172,7 +173,7 @@ class _Contents:
         seen: list[Checkpoint] = []
         for namespace in (TRANSFORMERS, None, HUB, TORCHTITAN):
             try:
-                named = api.to_namespace(self.checkpoint, namespace)
+                named = to_namespace(self.checkpoint, namespace)
             except (LossError, NotFoundError, UsageError):  # names that lead nowhere
                 continue
             if any(named.tensors is one.tensors for one in seen):
@@ -190,7 +191,7 @@ class _Contents:
         for keys in self.all():
             if all(key in keys for key in asked):
                 left = keys.left(asked)
-                notes = api.plain_states(self.checkpoint).notes if self.checkpoint.quantized else ()
+                notes = plain_states(self.checkpoint).notes if self.checkpoint.quantized else ()
                 self.say(*self.checkpoint.passed_over, *notes, *([f"there and not asked for: {left}"] if left else ()))
                 if len(self.missing) > 1:  # one was named
                     self.say(f"asked for, not there and left as they were: {', '.join(self.missing)}")

@@ -27,6 +27,7 @@ from ckpt import api
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, TRANSFORMERS, WEIGHT, Checkpoint, Layout
 from ckpt.plan.dtypes import BFLOAT16
 from ckpt.plan.tensors import Extent
+from ckpt.state.naming import to_namespace
 from tests.support.describing import content
 from tests.support.engines import Truth, launch_in_turn
 from tests.support.universal import ds_to_universal
@@ -268,7 +269,7 @@ def compare(truth: Truth, found: Mapping[Key, Raw], *, trained_only: bool, weigh
 
 def compare_files(cell: Cell, checkpoint: Checkpoint, truth: Truth) -> int:
     if cell.source.options["model"] == "qwen3_moe" and cell.target in ("hf", "full"):  # under other names on the Hub
-        checkpoint = api.to_namespace(replace(checkpoint, namespace=HUB), TRANSFORMERS)
+        checkpoint = to_namespace(replace(checkpoint, namespace=HUB), TRANSFORMERS)
     found = {key: content(tensor) for key, tensor in checkpoint.tensors.items()}
     return compare(truth, found, trained_only=False, weights_only="hf" in (cell.source.format, cell.target))
 

@@ -12,9 +12,10 @@ import pytest
 
 import ckpt
 import converters
-from ckpt import api, registry
+from ckpt import registry
 from ckpt.errors import CkptError
 from ckpt.plan.checkpoint import Checkpoint, Layout, ReadRequest
+from ckpt.state.naming import to_namespace
 from ckpt.testing.conformance import Declaration
 from converters.deepspeed.pipeline.read import OTHER_ORDER as OTHER_ORDER_OF_PIPELINE
 from converters.megatron.read import OTHER_ORDER
@@ -33,7 +34,7 @@ def written(path: Path, declaration: Declaration) -> dict[str, Any]:
         layout = Layout(world_size=2 if checkpoint.world_size is None and name in SHARDED else None)
         try:
             target = registry.get(name)
-            found[name] = target.lay_out(api.to_namespace(checkpoint, target.namespace, layout), layout).files
+            found[name] = target.lay_out(to_namespace(checkpoint, target.namespace, layout), layout).files
         except CkptError as error:
             found[name] = (type(error), str(error))
     return found

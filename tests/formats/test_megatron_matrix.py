@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt import api
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MEGATRON, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout
+from ckpt.state.naming import to_namespace
 from tests.support.describing import content
 from tests.support.engines import Truth
 from tests.support.megatron_runs import (
@@ -74,7 +74,7 @@ def described(folder: Path, namespace: str, layout: Layout | None = None) -> Che
         tensors[fqn, role] = replace(tensor, fqn=fqn, role=role)
     own = MEGATRON if held.metadata["strategy"] == "megatron" else TRANSFORMERS
     found = replace(file, tensors=tensors, ties=held.ties, namespace=own, config=ckpt.open(folder).config)
-    return api.to_namespace(found, namespace, layout)
+    return to_namespace(found, namespace, layout)
 
 
 def contents(checkpoint: Checkpoint) -> dict[Key, Raw]:

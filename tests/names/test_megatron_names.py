@@ -30,6 +30,7 @@ from ckpt.plan.dtypes import BFLOAT16, FLOAT32
 from ckpt.plan.planner import check_source
 from ckpt.plan.relation import Relation
 from ckpt.plan.tensors import ZEROS, Extent, Shape, Tensor, Whole
+from ckpt.state.naming import to_namespace
 from converters.megatron.chunks import describe_model
 from converters.megatron.read import folder_name
 from converters.megatron.write import ModelFiles
@@ -141,12 +142,12 @@ def arguments(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def moved(folder: Path, **layout: int) -> Checkpoint:
-    return api.to_namespace(api.open(folder), MEGATRON, Layout(**layout))
+    return to_namespace(api.open(folder), MEGATRON, Layout(**layout))
 
 
 def refused(error: type[CkptError], checkpoint: Checkpoint, namespace: str = MEGATRON) -> CkptError:
     with pytest.raises(error) as caught:
-        api.to_namespace(checkpoint, namespace, Layout())
+        to_namespace(checkpoint, namespace, Layout())
     assert "Traceback" not in str(caught.value)
     return caught.value
 
@@ -177,9 +178,9 @@ class TestTables:
         architecture, more = CASES[case]
         saved(tmp_path / "hub", architecture, **more)
         source = api.open(tmp_path / "hub")
-        there = api.to_namespace(source, MEGATRON, Layout(tp=2))
+        there = to_namespace(source, MEGATRON, Layout(tp=2))
         assert there.tensors[EMBEDDING, WEIGHT].shape[0] == 512
-        back = api.to_namespace(there, HUB)
+        back = to_namespace(there, HUB)
         assert back.ties == source.ties
         assert {fqn for fqn, _ in back.tensors} == {fqn for fqn, _ in source.tensors}
         assert api.verify(source, back).equal
@@ -194,10 +195,10 @@ class TestTrainingState:
         model = random_model(architecture, {})
         registered = [name for name, _ in model.named_parameters()]
         hub = hub_of(config_of(architecture))
-        there = api.to_namespace(api.to_namespace(hub, TRANSFORMERS), MEGATRON, Layout())
+        there = to_namespace(to_namespace(hub, TRANSFORMERS), MEGATRON, Layout())
         names = tuple(fqn for fqn, role in there.tensors if role == WEIGHT)
         groups = (ParamGroup(names[::2], {"lr": 1.0}), ParamGroup(names[1::2], {"lr": 2.0}))
-        back = api.to_namespace(replace(there, state=TrainingState(param_groups=groups)), TRANSFORMERS)
+        back = to_namespace(replace(there, state=TrainingState(param_groups=groups)), TRANSFORMERS)
         assert {fqn for group in back.state.param_groups for fqn in group.fqns} == set(registered)
         for group in back.state.param_groups:
             assert list(group.fqns) == [name for name in registered if name in set(group.fqns)]
@@ -206,7 +207,7 @@ class TestTrainingState:
     def test_schedule_and_data_go_on_where_they_were(self, count: dict[str, Any]) -> None:
         config = config_of("llama")
         hub = replace(hub_of(config), state=TrainingState(step=4, **count, scalars={"step": {OUTPUT: 4.0}}))
-        state = api.to_namespace(hub, MEGATRON, Layout()).state
+        state = to_namespace(hub, MEGATRON, Layout()).state
         assert state.args is not None
         assert state.args["consumed_train_samples"] == 96
         assert state.opt_param_scheduler["num_steps"] == 96
@@ -215,10 +216,10 @@ class TestTrainingState:
 
     def test_sequences_seen_and_the_peak_of_the_rate_come_back(self) -> None:
         config = config_of("llama")
-        there = api.to_namespace(hub_of(config), MEGATRON, Layout())
+        there = to_namespace(hub_of(config), MEGATRON, Layout())
         args = {**arguments(there), "consumed_train_samples": 96}
         groups = (ParamGroup(("decoder.final_layernorm.weight",), {"lr": 0.5, "max_lr": 1.0}),)
-        state = api.to_namespace(replace(there, state=TrainingState(args=args, param_groups=groups)), HUB).state
+        state = to_namespace(replace(there, state=TrainingState(args=args, param_groups=groups)), HUB).state
         assert state.global_samples == 96
         assert state.param_groups[0].options == {"lr": 0.5, "max_lr": 1.0, "initial_lr": 1.0}
 
@@ -267,8 +268,8 @@ class TestArrangement:
 
     def test_gpt_oss_stacks_are_a_few_copies(self) -> None:
         """Columns in turns are boxes with a step, not one box per column."""
-        there = api.to_namespace(hub_of(config_of("gpt_oss")), MEGATRON, Layout())
-        back = api.to_namespace(there, HUB)
+        there = to_namespace(hub_of(config_of("gpt_oss")), MEGATRON, Layout())
+        back = to_namespace(there, HUB)
         assert (
             len(
                 list(
@@ -349,7 +350,7 @@ class TestPadding:
         }
         groups = (ParamGroup(tuple(fqn for fqn, _ in hub.tensors), {"lr": 0.1}),)
         state = TrainingState(3, groups, {"step": {fqn: 3 for fqn, _ in hub.tensors}})
-        there = api.to_namespace(replace(hub, tensors={**hub.tensors, **states}, state=state), MEGATRON, Layout())
+        there = to_namespace(replace(hub, tensors={**hub.tensors, **states}, state=state), MEGATRON, Layout())
         for role in (WEIGHT, "master", "exp_avg"):
             *_, last = there.tensors[EMBEDDING, role].fragments()
             assert last.extent.path == ZEROS and last.extent.dtype == there.tensors[EMBEDDING, role].dtype
@@ -359,7 +360,7 @@ class TestPadding:
     def test_param_groups_of_experts_are_those_of_the_others_elsewhere(self) -> None:
         """DeepSpeed has a group with weight decay and one without; Megatron has experts apart, as other ranks have
         them, and would have DeepSpeed refuse what it loads."""
-        there = api.to_namespace(hub_of(config_of("qwen3_moe")), MEGATRON, Layout())
+        there = to_namespace(hub_of(config_of("qwen3_moe")), MEGATRON, Layout())
         names = [fqn for fqn, _ in there.tensors]
         experts = tuple(name for name in names if ".experts." in name)
         norms = tuple(name for name in names if "norm" in name)
@@ -369,7 +370,7 @@ class TestPadding:
             ParamGroup(norms, {"wd_mult": 0.0, "is_expert_parallel": False}),
             ParamGroup(experts, {"wd_mult": 1.0, "is_expert_parallel": True}),
         )
-        back = api.to_namespace(replace(there, state=replace(there.state, param_groups=groups)), HUB)
+        back = to_namespace(replace(there, state=replace(there.state, param_groups=groups)), HUB)
         assert [dict(group.options) for group in back.state.param_groups] == [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
         named = [fqn for group in back.state.param_groups for fqn in group.fqns]
         assert sorted(named) == sorted(fqn for fqn, _ in back.tensors)
@@ -380,11 +381,11 @@ class TestPadding:
         one = moved(tmp_path)
         args = {**arguments(one), "tensor_model_parallel_size": 1}
         one = replace(one, state=TrainingState(args=args))
-        four = api.to_namespace(one, MEGATRON, Layout(tp=4))
+        four = to_namespace(one, MEGATRON, Layout(tp=4))
         assert torch.equal(four[EMBEDDING][:384], one[EMBEDDING][...]) and not four[EMBEDDING][384:].any()
         assert four.tensors[OUTPUT, WEIGHT].shape[0] == arguments(four)["padded_vocab_size"] == 512
-        assert api.to_namespace(one, MEGATRON, Layout(tp=1)) is one
-        assert api.to_namespace(one, MEGATRON, Layout(pp=2)) is one
+        assert to_namespace(one, MEGATRON, Layout(tp=1)) is one
+        assert to_namespace(one, MEGATRON, Layout(pp=2)) is one
         assert api.verify(one, four).equal
 
     def test_padding_that_is_asked_for(self, tmp_path: Path) -> None:
@@ -392,25 +393,25 @@ class TestPadding:
         saved(tmp_path, "llama")
         one = moved(tmp_path, make_vocab_size_divisible_by=1)
         assert one.tensors[EMBEDDING, WEIGHT].shape[0] == 259
-        two = api.to_namespace(one, MEGATRON, Layout(tp=2, make_vocab_size_divisible_by=64))
+        two = to_namespace(one, MEGATRON, Layout(tp=2, make_vocab_size_divisible_by=64))
         assert torch.equal(two[EMBEDDING][:259], one[EMBEDDING][...]) and not two[EMBEDDING][259:].any()
         args = arguments(two)
         assert (args["make_vocab_size_divisible_by"], args["padded_vocab_size"]) == (64, 384)
         unknown = described({EMBEDDING: (384, 8), "decoder.final_layernorm.weight": (8,)}, None, MEGATRON)
         with pytest.raises(UsageError, match="needs the size of the vocabulary"):
-            api.to_namespace(unknown, MEGATRON, Layout(make_vocab_size_divisible_by=64))
+            to_namespace(unknown, MEGATRON, Layout(make_vocab_size_divisible_by=64))
 
     def test_rows_that_do_not_divide_and_no_vocabulary(self) -> None:
         shapes = {EMBEDDING: (385, 8), OUTPUT: (385, 8), "decoder.final_layernorm.weight": (8,)}
         unknown = described(shapes, None, MEGATRON)
         with pytest.raises(UsageError, match="do not divide") as caught:
-            api.to_namespace(unknown, MEGATRON, Layout(tp=2))
+            to_namespace(unknown, MEGATRON, Layout(tp=2))
         assert "--config" in str(caught.value.hint)
-        assert api.to_namespace(unknown, MEGATRON, Layout(tp=5)).tensors[EMBEDDING, WEIGHT].shape == (385, 8)
+        assert to_namespace(unknown, MEGATRON, Layout(tp=5)).tensors[EMBEDDING, WEIGHT].shape == (385, 8)
 
     def test_fewer_rows_than_tokens(self) -> None:
         config = config_of("llama")
-        there = api.to_namespace(hub_of(config), MEGATRON, Layout())
+        there = to_namespace(hub_of(config), MEGATRON, Layout())
         assert refused(CorruptError, replace(there, config={**config, "vocab_size": 400}), HUB).fqn == EMBEDDING
 
 
@@ -419,7 +420,7 @@ class TestRefusals:
         for architecture in ARCHITECTURES:
             config = config_of(architecture)
             hub = hub_of(config)
-            there = api.to_namespace(hub, MEGATRON, Layout())
+            there = to_namespace(hub, MEGATRON, Layout())
             for side, namespace in ((hub, MEGATRON), (there, HUB)):
                 extra = described({"decoder.layers.0.surprise": (2,)}, config).tensors
                 error = refused(LossError, replace(side, tensors={**side.tensors, **extra}), namespace)
@@ -490,7 +491,7 @@ class TestRefusals:
         config = config_of("qwen3_moe")
         for name in ("hidden_size", "num_experts", "num_hidden_layers", "num_attention_heads", "vocab_size"):
             with pytest.raises(CkptError):
-                api.to_namespace(replace(hub_of(config), config={**config, name: value}), MEGATRON, Layout())
+                to_namespace(replace(hub_of(config), config={**config, name: value}), MEGATRON, Layout())
 
     def test_parallel_sizes_of_a_format_without_any(self, tmp_path: Path) -> None:
         saved(tmp_path, "llama")
@@ -508,7 +509,7 @@ class TestWhatFilesReallyHold:
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
         there = moved(tmp_path)
         assert any("2 tensors that follow from the config" in note for note in there.notes)
-        back = api.to_namespace(there, HUB)
+        back = to_namespace(there, HUB)
         assert {name for name, _ in back.tensors} == set(hub)
         assert all(torch.equal(back[name][...], hub[name]) for name in hub)
 
@@ -533,33 +534,33 @@ class TestWhatFilesReallyHold:
         assert arguments(there)["mtp_num_layers"] == 1
         assert torch.equal(there["mtp.layers.0.eh_proj.weight"][...], hub["model.layers.2.eh_proj.weight"])
         assert len(there.tensors[EMBEDDING, WEIGHT].replicas) == 1
-        back = api.to_namespace(there, HUB)
+        back = to_namespace(there, HUB)
         assert {name for name, _ in back.tensors} == set(hub)
         without = {name: tensor for name, tensor in hub.items() if not name.startswith("model.layers.2.")}
         save_file(without, tmp_path / "model.safetensors", {"format": "pt"})
         there = moved(tmp_path)
         assert arguments(there)["mtp_num_layers"] is None
         assert any("multi-token prediction" in note for note in there.notes)
-        assert {name for name, _ in api.to_namespace(there, HUB).tensors} == set(without)
+        assert {name for name, _ in to_namespace(there, HUB).tensors} == set(without)
 
     def test_layers_of_multi_token_prediction_that_the_config_does_not_tell_of(self) -> None:
         config = config_of("deepseek_v3", num_nextn_predict_layers=1)
-        there = api.to_namespace(hub_of(config), MEGATRON, Layout())
+        there = to_namespace(hub_of(config), MEGATRON, Layout())
         error = refused(LossError, replace(there, config={**config, "num_nextn_predict_layers": 0}), HUB)
         assert "num_nextn_predict_layers" in str(error.hint)
 
     def test_a_run_of_transformers_goes_over_the_hubs_names(self) -> None:
         """Experts that transformers 5 stacks in memory."""
         config = config_of("qwen3_moe")
-        memory = api.to_namespace(hub_of(config), TRANSFORMERS)
+        memory = to_namespace(hub_of(config), TRANSFORMERS)
         assert ("model.layers.1.mlp.experts.gate_up_proj", WEIGHT) in memory.tensors
-        there = api.to_namespace(memory, MEGATRON, Layout())
+        there = to_namespace(memory, MEGATRON, Layout())
         assert there.namespace == MEGATRON
-        back = api.to_namespace(there, TRANSFORMERS)
+        back = to_namespace(there, TRANSFORMERS)
         assert (back.namespace, set(back.tensors)) == (TRANSFORMERS, set(memory.tensors))
 
     def test_the_routers_bias_is_a_buffer(self) -> None:
-        there = api.to_namespace(hub_of(config_of("deepseek_v3")), MEGATRON, Layout())
+        there = to_namespace(hub_of(config_of("deepseek_v3")), MEGATRON, Layout())
         assert [key for key in there.tensors if key[1] == "buffer"] == [
             ("decoder.layers.1.mlp.router.expert_bias", "buffer")
         ]
@@ -573,8 +574,8 @@ def test_a_model_of_deepseek_v3s_size_takes_seconds() -> None:
     config = json.loads(json.dumps(config))
     start = time.process_time()
     hub = hub_of(config)
-    there = api.to_namespace(hub, MEGATRON, Layout(tp=8))
-    back = api.to_namespace(there, HUB)
+    there = to_namespace(hub, MEGATRON, Layout(tp=8))
+    back = to_namespace(there, HUB)
     assert time.process_time() - start < 20
     assert len(hub.tensors) > 46_000 and len(there.tensors) > 31_000
     assert {fqn for fqn, _ in back.tensors} >= {fqn for fqn, _ in hub.tensors}
@@ -654,7 +655,7 @@ def test_files_of_ranks_are_those_that_each_would_have_for_itself(asked: dict[st
     layout = Layout(**asked)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_attention_heads": 4}
     hub = hub_of(config_of("qwen3_moe", num_experts=4, num_key_value_heads=2, **sizes))
-    model = describe_model(api.to_namespace(hub, MEGATRON, layout), layout)
+    model = describe_model(to_namespace(hub, MEGATRON, layout), layout)
     files = ModelFiles(model, None, {})
     for rank in model.grid.ranks():
         chunks, name = model.chunks(rank), f"{folder_name(rank, model.grid)}/model_optim_rng.pt"

@@ -10,11 +10,12 @@ from types import ModuleType
 import pytest
 
 import ckpt
-from ckpt import api, registry
+from ckpt import registry
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.plan.checkpoint import HUB, OWN, Checkpoint
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
+from ckpt.state.naming import to_namespace
 from converters.huggingface.hf import HuggingFace
 
 LOUD = "loud"
@@ -67,16 +68,16 @@ def test_names_of_another_package(entries: dict[str, dict[str, str]], tmp_path: 
     assert [fqn for fqn, _ in written.tensors] == ["POOLER.WEIGHT"]
     assert ckpt.verify(source, written).equal
     assert ckpt.verify(written, written).equal
-    assert [fqn for fqn, _ in api.to_namespace(written, HUB).tensors] == ["pooler.weight"]
+    assert [fqn for fqn, _ in to_namespace(written, HUB).tensors] == ["pooler.weight"]
 
 
 def test_names_that_nothing_relates(entries: dict[str, dict[str, str]], tmp_path: Path) -> None:
     source = small(tmp_path / "hf")
     with pytest.raises(UsageError, match="there are no names called 'quiet'"):
-        api.to_namespace(source, "quiet")
+        to_namespace(source, "quiet")
     own = replace(source, namespace=OWN, config=None)
     with pytest.raises(NotFoundError, match=r"it takes the model's config.json"):
-        api.to_namespace(own, LOUD)
+        to_namespace(own, LOUD)
 
 
 def test_another_package_is_asked_before_ours(entries: dict[str, dict[str, str]], tmp_path: Path) -> None:

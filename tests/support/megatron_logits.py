@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckpt import api
 from ckpt.plan.checkpoint import MEGATRON, Checkpoint, Layout
+from ckpt.state.naming import to_namespace
 from train.config import Config
 from train.megatron import args as megatron_args
 from train.megatron import engine as megatron
@@ -66,7 +67,7 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
     model.save_pretrained(folder / "hub")
     if more.get("num_nextn_predict_layers"):
         add_mtp(folder / "hub")
-    moved = api.to_namespace(api.open(folder / "hub"), MEGATRON, Layout())
+    moved = to_namespace(api.open(folder / "hub"), MEGATRON, Layout())
     args, theirs = arguments(moved), vars(megatron_args.arguments(model.config, Config(tp=1)))
     ours = dict(moved.state.args or {})
     outcome: dict[str, Any] = {

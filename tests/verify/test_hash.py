@@ -21,6 +21,7 @@ from ckpt.move import filehash
 from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, Layout, Slot, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32
 from ckpt.plan.tensors import Extent, whole
+from ckpt.state.naming import to_namespace
 from ckpt.verify import digest, manifest
 from ckpt.verify.digest import MASTERS, OPTIMIZER, WEIGHTS, row_major
 from ckpt.verify.manifest import MANIFEST
@@ -82,7 +83,7 @@ def test_equal_in_megatrons_forms(tmp_path: Path) -> None:
             assert written.whole[kind] == expected.whole[kind], (target, kind)
         in_bf16 = api.digests(api.open(folder), dtype=BFLOAT16)
         assert in_bf16.whole[WEIGHTS] == expected.whole[WEIGHTS], target
-        flip_in(api.to_namespace(api.open(folder), HUB), name)
+        flip_in(to_namespace(api.open(folder), HUB), name)
         changed = api.digests(api.open(folder))
         assert changed.whole != written.whole
         assert {a.fqn for a, b in zip(changed.tensors, written.tensors, strict=True) if a != b} == {name}, target
