@@ -7,6 +7,8 @@ Other packages register theirs by entry points, each with a name and the value `
     ckpt.namespaces       a `ckpt.plan.namespace.Namespace`
     ckpt.pickle_names     names that pickles may hold (`ckpt.containers.torchfile.table`)
     ckpt.declarations     under the format's name, a function that returns its `ckpt.testing.Declaration`
+    ckpt.stores           under a URL's scheme, a function that makes a `ckpt.stores.objects.Store` of the URL's root
+    ckpt.store_declarations   under the scheme, a function that returns its `ckpt.testing.StoreDeclaration`
 """
 
 from __future__ import annotations
@@ -135,6 +137,11 @@ def service(name: str) -> Callable[..., Any]:
 def declarations() -> list[Any]:
     """The `ckpt.testing.Declaration` of each format that another package brings: what its function returns."""
     return [load(where)() for where in entries("ckpt.declarations").values()]
+
+
+def store_declarations() -> list[Any]:
+    """The `ckpt.testing.StoreDeclaration` of each store that another package brings: what its function returns."""
+    return [load(where)() for where in entries("ckpt.store_declarations").values()]
 
 
 def declared_options() -> dict[type, list[str]]:

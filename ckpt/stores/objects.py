@@ -1,5 +1,8 @@
 """What is asked of a store, and the libraries that do it: obstore for S3, Google and Azure, fsspec for all others.
 
+Other packages bring stores by the entry-point group `ckpt.stores`: under the scheme of its URLs, a function that makes
+a `Store` of what stands behind `scheme://` up to the next `/`.  `ckpt.testing.stores` has the suite for them.
+
 Credentials are those of each store's own tools: what boto3 finds (environment, profiles, SSO, instance) for S3, what
 the environment and the default places of Google's and Azure's tools hold, `HF_TOKEN` or `hf auth login` for the Hub.
 """
@@ -15,10 +18,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 from urllib.parse import unquote
 from uuid import uuid4
 
+from ckpt.base.entries import entries, load
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
 
 T = TypeVar("T")
@@ -81,7 +85,10 @@ def store(scheme: str, root: str) -> Store:
     """The store of URLs that begin with `scheme://root`.  Raises UsageError, NotFoundError for a missing package."""
     if scheme in _OBSTORE:
         return _Obstore(scheme, root)
-    return _Hub(root) if scheme == _HUB else _Fsspec(scheme, root)
+    if scheme == _HUB:
+        return _Hub(root)
+    registered = entries("ckpt.stores")
+    return cast(Store, load(registered[scheme])(root)) if scheme in registered else _Fsspec(scheme, root)
 
 
 def split(url: str) -> tuple[str, str, str]:

@@ -1,10 +1,15 @@
-"""The formats of installed packages through the suite."""
+"""The formats and stores of installed packages through the suites."""
 
 from __future__ import annotations
 
 from ckpt import registry
 from ckpt.testing.conformance import Conformance
+from ckpt.testing.stores import StoreConformance
 
 
 class TestRegistered(Conformance):
     declarations = registry.declarations()
+
+
+class TestRegisteredStores(StoreConformance):
+    declarations = registry.store_declarations()

@@ -1,4 +1,7 @@
-"""A package outside brings a format: installed by pip in an environment of its own, found, converted, and tested."""
+"""Packages outside bring a format and a store: installed by pip in an environment of their own, used, and tested.
+
+Tests `ckpt.registry`, `ckpt.base.entries` and `ckpt.testing`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tests.support.engines import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
-EXAMPLE = Path(__file__).parent / "example_format"
+EXAMPLE, STORE = (Path(__file__).parents[1] / f"example_{what}" for what in ("format", "store"))
 SAMPLE = EXAMPLE / "ckpt_mlx" / "sample"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -27,12 +30,12 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a module in an environment with ckpt's wheel, the example's, and what this interpreter has beside."""
+    """Runs a module in an environment with ckpt's wheel, the examples', and what this interpreter has beside."""
     folder = tmp_path_factory.mktemp("scratch")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    for project in (REPOSITORY, EXAMPLE):
+    for project in (REPOSITORY, EXAMPLE, STORE):
         copy = folder / project.name
         ignored = (".*", "build", "fixtures", "*.egg-info", *(["tests"] if project is REPOSITORY else []))
         shutil.copytree(project, copy, ignore=shutil.ignore_patterns(*ignored))
@@ -58,8 +61,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_the_module_is_short() -> None:
-    assert len((EXAMPLE / "ckpt_mlx" / "__init__.py").read_text().splitlines()) < 150
+@pytest.mark.parametrize("module", [EXAMPLE / "ckpt_mlx", STORE / "ckpt_sqlite"], ids=lambda path: path.name)
+def test_each_is_one_short_module(module: Path) -> None:
+    assert [path.name for path in module.glob("*.py")] == ["__init__.py"]
+    assert len((module / "__init__.py").read_text().splitlines()) < 150
+
+
+def test_a_checkpoint_goes_into_the_store_and_back(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_SQLITE", str(tmp_path))
+    zero, options = REPOSITORY / "fixtures" / "toy-zero3", ("--world-size", "2")
+    run("ckpt", "convert", "zero3", "zero3", zero, *options, "-o", "sqlite://runs/two")
+    run("ckpt", "convert", "zero3", "zero3", zero, *options, "-o", tmp_path / "two")
+    assert "equal" in run("ckpt", "verify", "sqlite://runs/two", tmp_path / "two").stdout
+    assert "every bit of them" in run("ckpt", "verify", tmp_path / "two").stdout
+    refused = run("ckpt", "convert", "zero3", "hf", "sqlite://nothing/here", "-o", tmp_path / "out", code=3)
+    assert "Traceback" not in refused.stderr
 
 
 def test_it_is_listed_and_its_option_is_in_the_help(run: Run) -> None:

@@ -1,0 +1,54 @@
+"""The stores that ckpt brings, through the suite that it ships: `ckpt.stores.objects`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+import fsspec
+import pytest
+
+from ckpt.testing import Served, StoreConformance, StoreDeclaration
+from tests.support.object_store import serve
+
+
+@contextmanager
+def s3(folder: Path) -> Iterator[Served]:
+    """moto's S3 server with an empty bucket."""
+    with serve() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+
+        client, bucket = server.client, f"runs-{uuid4().hex}"  # moto keeps one set of buckets a process
+        client.create_bucket(Bucket=bucket)
+
+        def put(key: str, content: bytes) -> None:
+            client.put_object(Bucket=bucket, Key=key, Body=content)
+
+        def get(key: str) -> bytes | None:
+            try:
+                found: bytes = client.get_object(Bucket=bucket, Key=key)["Body"].read()
+            except client.exceptions.NoSuchKey:
+                return None
+            return found
+
+        yield Served(bucket, put, get, lambda key: client.delete_object(Bucket=bucket, Key=key))
+
+
+@contextmanager
+def memory(folder: Path) -> Iterator[Served]:
+    """fsspec's store in memory, as an example of those that are only read."""
+    files, root = fsspec.filesystem("memory"), uuid4().hex
+
+    def put(key: str, content: bytes) -> None:
+        files.pipe_file(f"/{root}/{key}", content)
+
+    yield Served(root, put, lambda key: files.cat_file(f"/{root}/{key}"), lambda key: files.rm(f"/{root}/{key}"))
+    with suppress(FileNotFoundError):
+        files.rm(f"/{root}", recursive=True)
+
+
+class TestStores(StoreConformance):
+    declarations = (StoreDeclaration("s3", s3, part=5 << 20), StoreDeclaration("memory", memory, writes=False))
