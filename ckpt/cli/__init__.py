@@ -6,6 +6,10 @@ Exit codes: 0 done or equal; 1 verified and different; 2 usage; 3 not found or n
 
 A module for each few commands, `options` and `text` for what they share.  May import everything in ckpt, but what is
 slow to import only in the command that needs it: `ckpt --help` imports neither numpy nor torch.
+
+May import: `ckpt.api`, `ckpt.base`, `ckpt.check`, `ckpt.estimate`, `ckpt.hub`, `ckpt.lora`, `ckpt.move`, `ckpt.plan`,
+`ckpt.processes`, `ckpt.registry`, `ckpt.resume`, `ckpt.run_folder`, `ckpt.show`, `ckpt.state`, `ckpt.stores`,
+`ckpt.verify`, `ckpt.views`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""The memory that training a model takes, from its config alone."""
+"""The memory that training a model takes, from its config alone.
+
+May import: `ckpt.api`, `ckpt.base`, `ckpt.move`, `ckpt.plan`, `ckpt.registry`, `ckpt.run_folder`, `ckpt.state`.
+"""

@@ -1,4 +1,7 @@
 """LoRA adapters: found, combined and merged with the bits of PEFT's own arithmetic.
 
-Imports all of ckpt below `cli`; torch where the arithmetic is.
+torch is imported where the arithmetic is.
+
+May import: `ckpt.api`, `ckpt.base`, `ckpt.move`, `ckpt.plan`, `ckpt.registry`, `ckpt.run_folder`, `ckpt.state`,
+`ckpt.stores`, `ckpt.views`.
 """

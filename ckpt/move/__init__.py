@@ -1,4 +1,6 @@
-"""The only code that moves tensor bytes: opens files, reads ranges, casts, writes, stages and commits.
+"""The only code that moves tensor bytes: it opens files, reads ranges, casts, writes, stages and commits.
 
-Imports `plan` and `errors`.  It knows no format.
+It knows no format.
+
+May import: `ckpt.base`, `ckpt.plan`, `ckpt.processes`.
 """

@@ -1,1 +1,6 @@
-"""What a checkpoint is, what a target needs, and the proof that the one makes the other: pure, no file is opened."""
+"""What a checkpoint is, what a target needs, and the proof that the one makes the other.
+
+Pure: no file is opened, and torch is not imported.
+
+May import: `ckpt.base`.
+"""

@@ -1,7 +1,9 @@
 """Stores of objects: what is at a URL as a source, and a URL as the place of a target.
 
 Files stand for the objects (`ckpt.stores.standins`), so that readers of all formats look at them as they look at local
-ones; `objects` speaks with a store.  May import move.
+files; `ckpt.stores.objects` speaks with a store.  Importing this package makes `ckpt.move.source` ask about such files.
+
+May import: `ckpt.base`, `ckpt.move`, `ckpt.plan`.
 """
 
 from ckpt.move import source

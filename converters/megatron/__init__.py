@@ -1,1 +1,4 @@
-"""Megatron-LM: `mp_rank_*` folders (`megatron`) and distributed checkpoints (`megatron-dist`)."""
+"""Megatron-LM: `mp_rank_*` folders (`megatron`) and distributed checkpoints (`megatron-dist`).
+
+May import: `ckpt.base`, `ckpt.containers`, `ckpt.move`, `ckpt.plan`, `ckpt.run_folder`, `converters.names`.
+"""

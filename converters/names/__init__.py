@@ -1,4 +1,6 @@
-"""Relations between the names (and layouts) that different frameworks give the same model's tensors.
+"""Relations between the names, and layouts, that different frameworks give the tensors of one model.
 
-Imports `ckpt.plan` and `ckpt.state`; transformers where it is installed.
+transformers is asked where it is installed.
+
+May import: `ckpt.base`, `ckpt.estimate`, `ckpt.plan`, `ckpt.state`.
 """
