@@ -17,10 +17,15 @@ Exit code 1 is no error: `ckpt verify` found a difference.  70 is an error of ck
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 
 #: Beginnings of paths that are shown as others: those of files that stand for what is in a store, as its URL.
 SHOWN: dict[str, str] = {}
+
+
+#: A user and a password in a URL.
+_PASSWORD = re.compile(r":/{1,2}[^/\s@:]*:[^/\s@]*@")
 
 
 class CkptError(Exception):
@@ -130,7 +135,7 @@ def printable(text: str, limit: int = 400) -> str:
 
 
 def shown(text: str) -> str:
-    """`text` with URLs for the files that stand for what is in a store."""
+    """`text` with URLs for the files that stand for what is in a store, and without the passwords in URLs."""
     for path, url in SHOWN.items():
         text = text.replace(path, url)
-    return text
+    return _PASSWORD.sub("://***@", text) if "@" in text else text

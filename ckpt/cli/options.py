@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -119,6 +121,7 @@ _TAKES_URLS = {
     "hash_": ("path", "config"),
     "verify": ("a", "b", "config"),
 }
+_URL = re.compile(r"(?:-o|--(?:output|config|base)=)?[a-z][a-z0-9+.-]+://(.*)", re.DOTALL)
 #: Those that are no places, whatever they look like.
 _TEXTS = ("commit_message", "tensor")
 
@@ -131,13 +134,13 @@ def _with_urls(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
             return [placed(one, is_taken) for one in value]
         if not isinstance(value, (str, Path)) or (scheme := scheme_of(value)) is None:
             return value
-        url = f"{scheme}://" + str(value).partition(":")[2].lstrip("/")
         if not is_taken:
-            said = f"`ckpt {command.strip('_').replace('_', '-')}` takes no URL here"
-            raise UsageError(said, found=url, hint="give a local path, or copy it there first")
+            said, url = f"`ckpt {command.strip('_').replace('_', '-')}` takes no URL here", str(value).partition(":")[2]
+            found = f"{scheme}://{url.lstrip('/')}"
+            raise UsageError(said, found=found, hint="give a local path, or copy it there first")
         from ckpt.stores import standins
 
-        return type(value)(standins.place(url))
+        return type(value)(standins.place(str(value)))
 
     taken = _TAKES_URLS.get(command, ())
     return {name: value if name in _TEXTS else placed(value, name in taken) for name, value in arguments.items()}
@@ -228,6 +231,11 @@ class Commands(_Help, TyperGroup):
             before = args[args.index("", 1) - 1]
             where = f"'{before}'" if before.startswith("-") else None
             raise typer.BadParameter("an argument is empty; is a variable of the shell not set?", param_hint=where)
+        for before, arg in pairwise(args):
+            url = _URL.fullmatch(arg) if before.strip("-").replace("-", "_") not in _TEXTS else None
+            if url and not {"", "."}.isdisjoint(url[1].removesuffix("/").split("/")[1:]):
+                # `Path` would fold it into another key
+                raise typer.BadParameter(f"a part of this URL's path is empty or a dot: {shown(arg)}")
         resolved: Any = super().resolve_command(ctx, args)
         name, command, rest = resolved
         if name in ("convert", "resume", "mount"):

@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
@@ -39,6 +40,9 @@ _RETRIES = {
     "retry_timeout": timedelta(seconds=120),
 }
 _TIMEOUT = {"connect_timeout": timedelta(seconds=15), "read_timeout": timedelta(seconds=60), "timeout": "600s"}
+_LISTING = 300.0  # seconds in which a store must have listed the next objects
+_AT_A_TIME = 100  # objects that are asked of a listing
+_MOST_PAGES = 10_000  # of the Hub's
 _SILENCE = 60.0  # seconds that the Hub may say nothing: its library would wait for ever
 #: How long credentials are kept; botocore gives none that end within ten minutes, and knows when there are newer ones.
 _CREDENTIALS_KEPT = timedelta(minutes=10)
@@ -132,23 +136,25 @@ class _Obstore:
 
     def below(self, key: str) -> Iterator[Entry]:
         with self.errors(key, is_listing=True):
-            pages = iter(self.lib.list(self.client, key or None, chunk_size=1000))
-            while (page := _heard(lambda: next(pages, None))) is not None:
+            pages = iter(self.lib.list(self.client, key or None, chunk_size=_AT_A_TIME))
+            while (page := _heard(lambda: next(pages, None), _LISTING)) is not None:
                 yield from map(_entry, page)
 
     def directly_in(self, key: str) -> Iterator[Entry]:
         with self.errors(key, is_listing=True):
-            found = _heard(lambda: self.lib.list_with_delimiter(self.client, key or None))
+            found = _heard(lambda: self.lib.list_with_delimiter(self.client, key or None), _LISTING)
             yield from map(_entry, found["objects"])
 
     def read(self, entry: Entry, start: int, stop: int) -> memoryview:
-        options: Any = {"range": (start, stop), "if_match": entry.identity}
+        options: Any = {"range": (start, stop)}
+        if entry.identity is not None:
+            options["if_match"] = entry.identity
 
         def get() -> memoryview:
             answer = self.lib.get(self.client, entry.key, options=options)
-            found = _quoted(answer.meta["e_tag"])
-            if found != entry.identity:  # of a server that knows no conditions
-                raise _changed(f"{self._url}/{entry.key}", entry.identity, found)
+            expected, found = _told(entry, entry), _told(_entry(answer.meta), entry)
+            if found != expected:  # of a server that knows no conditions
+                raise _changed(f"{self._url}/{entry.key}", expected, found)
             try:
                 return memoryview(answer.bytes())
             except self.lib.exceptions.GenericError as error:
@@ -185,8 +191,20 @@ class _Obstore:
             try:
                 self.lib.put(self.client, key, mine, mode="create")
             except self.lib.exceptions.AlreadyExistsError:  # made by a first try, whose answer was lost, or by another
-                return bytes(self.lib.get(self.client, key).bytes()) == mine
+                return self._holds(key, mine)
         return True
+
+    def _holds(self, key: str, content: bytes) -> bool:
+        """Whether an object that the store says is there has this content."""
+        try:
+            there = self.lib.get(self.client, key)
+        except (self.lib.exceptions.NotFoundError, FileNotFoundError):
+            raise StorageError(
+                "the store refuses to make an object because it is there, and has none of this name",
+                path=f"{self._url}/{key}",
+                hint="another process may have ended just now: start again; or the store knows no conditional writes",
+            ) from None
+        return there.meta["size"] == len(content) and bytes(there.bytes()) == content
 
     def remove(self, key: str) -> None:
         with self.errors(key), contextlib.suppress(self.lib.exceptions.NotFoundError, FileNotFoundError):
@@ -198,6 +216,8 @@ class _Obstore:
         kinds, url = self.lib.exceptions, f"{self._url}/{key}".rstrip("/")
         try:
             yield
+        except CkptError:
+            raise
         except (kinds.NotFoundError, FileNotFoundError) as error:
             if is_listing:
                 raise NotFoundError("there is no such store", path=self._url) from error
@@ -210,9 +230,12 @@ class _Obstore:
             raise _failed(error, url) from error
 
 
-def _heard(action: Callable[[], T]) -> T:
-    """What `action` returns.  In the main thread another one waits for it: obstore hears of no Ctrl-C meanwhile."""
-    if threading.current_thread() is not threading.main_thread():
+def _heard(action: Callable[[], T], limit: float | None = None) -> T:
+    """What `action` returns.  In the main thread another one waits for it: obstore hears of no Ctrl-C meanwhile.
+
+    Raises StorageError where it takes more than `limit` seconds.
+    """
+    if limit is None and threading.current_thread() is not threading.main_thread():
         return action()
     done: Future[T] = Future()
 
@@ -223,6 +246,8 @@ def _heard(action: Callable[[], T]) -> T:
             done.set_exception(error)
 
     threading.Thread(target=act, daemon=True).start()
+    if not wait([done], limit).done:
+        raise StorageError("the store's listing does not end", found=f"nothing new in {limit:.0f} s")
     return done.result()
 
 
@@ -265,6 +290,13 @@ def _s3_options(bucket: str) -> dict[str, Any]:
     if (endpoint := configured.provide()) is not None:
         options["endpoint"] = endpoint
     return options
+
+
+def _told(entry: Entry, listed: Entry) -> tuple[str | None, int, int]:
+    """What tells a version of an object from others: its ETag, or where none was listed its size and second."""
+    if listed.identity is not None:
+        return entry.identity, 0, 0
+    return None, entry.size, entry.modified_ns // 10**9
 
 
 def _entry(found: Any) -> Entry:
@@ -310,6 +342,30 @@ def _failed(error: Exception, url: str) -> CkptError:
 # -- everything else --------------------------------------------------------------------------------------------------
 
 
+def _filesystem(scheme: str, url: str) -> Any:
+    """fsspec's file system of a URL.  Some kinds connect to the host as they are made."""
+    import fsspec
+
+    try:
+        kind = fsspec.get_filesystem_class(scheme)
+        return kind(**kind._get_kwargs_from_urls(url), use_listings_cache=False, skip_instance_cache=True)
+    except ImportError as error:
+        raise NotFoundError(f"{scheme}:// takes another package", found=str(error)) from None
+    except Exception as error:
+        failure = _failed(error, url)
+        _forget_frames(error)
+    raise failure
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Let go of what an error's frames hold, in silence: what is half made there may fail as it goes."""
+    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        error.__traceback__ = None
+    finally:
+        sys.unraisablehook = before
+
+
 class _Fsspec:
     """What fsspec knows.  It has no conditional reads, so that an object is looked at again after each."""
 
@@ -320,15 +376,13 @@ class _Fsspec:
         if scheme not in fsspec.available_protocols() or scheme in ("file", "local"):
             hint = "a local path is given as it is" if scheme in ("file", "local") else None
             raise UsageError("no such kind of store is known", found=f"{scheme}://", hint=hint)
-        try:
-            self.fs = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
-        except ImportError as error:
-            raise NotFoundError(f"{scheme}:// takes another package", found=str(error)) from None
+        self.fs = _filesystem(scheme, self._url)
         self._base = self.fs._strip_protocol(self._url).rstrip("/")
 
     def below(self, key: str) -> Iterator[Entry]:
         with self._errors(key):
-            yield from map(self._entry, self.fs.find(self._path(key), detail=True).values())
+            found = _heard(lambda: self.fs.find(self._path(key), detail=True), _LISTING)
+            yield from map(self._entry, found.values())
 
     def directly_in(self, key: str) -> Iterator[Entry]:
         with self._errors(key):
@@ -392,12 +446,15 @@ class _Hub:
             revision = unquote(self._revision) or None
             commit = api.repo_info(self._repo, revision=revision, timeout=_SILENCE).sha
             page = f"{api.endpoint}/api/models/{self._repo}/tree/{commit}?recursive=true"
-            while page:
+            for _ in range(_MOST_PAGES):
                 answer = self._get(page)
                 for one in answer.json():
                     if one["type"] == "file" and one["path"].startswith(inside):
                         yield Entry(one["path"], one["size"], 0, commit)
                 page = answer.links.get("next", {}).get("url")
+                if not page:
+                    return
+            raise StorageError("the repository's listing does not end", path=self._url)
 
     def directly_in(self, key: str) -> Iterator[Entry]:
         inside = f"{key}/" if key else ""

@@ -40,7 +40,7 @@ def local(where: str | os.PathLike[str]) -> Path:
 
     scheme, root, key = split(url)
     objects, home = store(scheme, root), standins.place(f"{scheme}://{root}")
-    found = {home / entry.key: entry for entry in islice(_files(objects.below(key)), _MOST + 1)}
+    found = {home / entry.key: entry for entry in islice(_files(_each_once(objects.below(key), url)), _MOST + 1)}
     if len(found) > _MOST:
         raise UsageError("there is too much below this URL", found=f"more than {_MOST} objects", path=url)
     looked_at = {path}
@@ -59,6 +59,16 @@ def local(where: str | os.PathLike[str]) -> Path:
             del _there[gone]
             gone.unlink(missing_ok=True)
     return path
+
+
+def _each_once(entries: Iterable[Entry], url: str) -> Iterator[Entry]:
+    """The objects of a listing; StorageError where it has one twice, as it may have no end then."""
+    known: set[str] = set()
+    for entry in entries:
+        if entry.key in known:
+            raise StorageError("the store lists an object twice", path=url, found=repr(entry.key))
+        known.add(entry.key)
+        yield entry
 
 
 def _files(entries: Iterable[Entry]) -> Iterator[Entry]:

@@ -38,13 +38,28 @@ def in_use() -> bool:
 
 
 def place(url: str) -> Path:
-    """Where what is at `url` stands, or would: `s3://bucket/run` and `s3:/bucket/run/` at the same place."""
+    """Where what is at `url` stands, or would: `s3://bucket/run` and `s3:/bucket/run/` at the same place.
+
+    Raises UsageError for a key that would be folded into another one, and for a URL with a user or a password.
+    """
     scheme = scheme_of(url)
-    parts = url.partition(":")[2].strip("/").split("/")
-    if scheme is None or not parts[0] or not {"", ".", ".."}.isdisjoint(parts) or "\0" in url:
+    rest = url.partition(":")[2]
+    parts = rest.removeprefix("//" if rest.startswith("//") else "/").removesuffix("/").split("/")
+    if _has_user(scheme, parts[0]):
+        what = "a URL in this kind of store has no user, password or port"
+        hint = "credentials are found where the store's own tools look: for S3 AWS_PROFILE or `aws configure`"
+        raise UsageError(what, found=f"{scheme}://...", expected=f"{scheme}://bucket/folder, say", hint=hint)
+    if scheme is None or not {"", ".", ".."}.isdisjoint(parts) or "\0" in url:
         raise UsageError("this is no URL of a folder or file in a store", found=url, expected="s3://bucket/folder, say")
     errors.SHOWN[f"{_folder()}{scheme}/"] = f"{scheme}://"
     return Path(_folder(), scheme, *parts)
+
+
+def _has_user(scheme: str | None, root: str) -> bool:
+    """Whether what names the store is more than a bucket, which would be left out.  Azure has container@account."""
+    if scheme in ("abfs", "abfss"):
+        return ":" in root
+    return scheme in ("s3", "s3a", "gs", "az", "hf") and not {":", "@"}.isdisjoint(root)
 
 
 def url_of(path: str | os.PathLike[str]) -> str | None:

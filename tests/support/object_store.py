@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,8 @@ class Faults:
 
     `status` answers with an error; `cut` closes the connection in mid-body, of writes before the answer; `slow` sends
     the rest after a pause of so many seconds.  `expired` refuses everything as the store does for old credentials, and
-    `before` is called with each request.
+    `before` is called with each request.  `no_etags` leaves the ETags out of listings and answers; `never_ends` lists
+    the same objects again and again.
     """
 
     status: int = 0
@@ -53,6 +55,8 @@ class Faults:
     expired: bool = False
     writes: bool = False
     before: Any = None
+    no_etags: bool = False
+    never_ends: bool = False
 
     def concern(self, method: str, key: str) -> bool:
         return bool(key) and method in (("PUT", "POST") if self.writes else ("GET",))
@@ -163,10 +167,16 @@ class _Proxy(BaseHTTPRequestHandler):
         asked = {name.lower(): value for name, value in self.headers.items()}
         if not asked.get("authorization", "").startswith("AWS"):  # Google's, whose XML API is S3's otherwise
             asked["authorization"] = _SIGNED
-        connection.request(self.command, self.path, body, asked)
+        path = re.sub(r"continuation-token=[^&]*&?", "", self.path) if faults.never_ends else self.path
+        connection.request(self.command, path, body, asked)
         answer = connection.getresponse()
         content = answer.read()
         connection.close()
+        if faults.no_etags:
+            content = re.sub(rb"<ETag>.*?</ETag>", b"", content) if b"<ListBucketResult" in content else content
+        if faults.never_ends:
+            more = b"<IsTruncated>true</IsTruncated><NextContinuationToken>again</NextContinuationToken>"
+            content = re.sub(rb"<IsTruncated>\s*false\s*</IsTruncated>", more, content)
         with store.lock:
             size = len(content) if self.command == "GET" else len(body)
             store.requests.append(Request(self.command, key, url.query, self.headers.get("Range"), size))
@@ -174,6 +184,7 @@ class _Proxy(BaseHTTPRequestHandler):
             name: value
             for name, value in answer.getheaders()
             if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server")
+            and not (faults.no_etags and name.lower() == "etag")
         }
         if self.command == "HEAD":
             headers["Content-Length"] = answer.getheader("Content-Length") or "0"
