@@ -50,6 +50,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("ckpt.errors")
     if name not in _FROM:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
-    return getattr(import_module(_FROM[name]), name)
+    try:
+        return getattr(import_module(_FROM[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return import_module("ckpt.views.without_torch").StorageReader  # of these names the only one that is torch's

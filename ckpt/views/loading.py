@@ -16,6 +16,7 @@ from ckpt.plan.tensors import Tensor
 from ckpt.run_folder.opening import AUTO, open_checkpoint
 from ckpt.state.naming import to_namespace
 from ckpt.views.lazy import LazyTensor
+from ckpt.views.without_torch import needs_torch
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,10 @@ def load_into(
     Raises UsageError for a model that is sharded or has no memory (meta), LossError where names, shapes or kinds of
     dtype do not match, and what `ckpt.open` raises.
     """
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise needs_torch("ckpt.load_into") from None
 
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, format)
     wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
