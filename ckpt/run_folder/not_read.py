@@ -161,6 +161,8 @@ def _kind(base: str, head: Callable[[], bytes]) -> tuple[str, str]:
     start = head()
     if start.startswith(_LEGACY) or (start.startswith(_ZIP) and b"data.pkl" in start):
         return STATE, "a file of torch's"
+    if start[8:10] == b'{"' and not any(start[5:8]):  # safetensors: the length of a header, and the header
+        return STATE, "it holds tensors"
     return OTHER, "no reader knows it"
 
 

@@ -24,6 +24,7 @@ from ckpt import registry
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, OWN, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout
 from ckpt.plan.planner import check_source, make_plan
+from ckpt.run_folder.not_read import not_read
 from ckpt.testing.describing import Content, content
 from ckpt.testing.forgetful import forgotten, tampered
 from ckpt.verify import manifest
@@ -237,6 +238,15 @@ class Conformance:
                     outcomes["refused"] += 1
             file.write_bytes(original)
         assert outcomes["refused"] > 0
+
+    def test_a_stray_file_is_not_passed_over(self, sample: Sample) -> None:
+        declaration, path, _ = sample
+        folder = Path(ckpt.open(path, declaration.format).path)
+        if folder.is_dir():
+            (folder / "optimizer_of_rank_97.x").write_bytes(b"states")
+            found = not_read(ckpt.open(path, declaration.format))
+            assert [(one.name, one.kind) for one in found] == [("optimizer_of_rank_97.x", "state")]
+            assert not ckpt.check(path, declaration.format).whole
 
     # -- converting --------------------------------------------------------------------------------------------------
 

@@ -79,15 +79,15 @@ STATE = "training_state.pt"
 #: Files that scripts write, in the order in which they are looked for.
 _NAMES = (FSDP_MODEL, MODEL, INDEX, "model.pt", "model.pth", "model.bin", "model.ckpt")
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+#: What ranks wrote, each by itself: a torch file beside these is none of the checkpoint's.
+_OF_RANKS = ("*_world_size_*_rank_*.pt", "pytorch_model_fsdp_*rank*.bin", "optimizer_*rank*.bin")
 #: Torch files that are no full state dict: other formats' and a run's.
 _OTHERS = (
     *RUN_PATTERNS,
     STATE,
     "*model_states.pt",
     "*optim_states.pt",
-    "*_world_size_*_rank_*.pt",
-    "pytorch_model_fsdp_*rank*.bin",
-    "optimizer_*rank*.bin",
+    *_OF_RANKS,
     "adapter_model*.bin",
     "model_optim_rng.pt",
     "distrib_optim.pt",
@@ -95,6 +95,9 @@ _OTHERS = (
     "pytorch_model-*-of-*.bin",
 )
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+#: Accelerate's folder with shards, and PEFT's files: another torch file beside either is none of the checkpoint's.
+_SHARDED = "pytorch_model_fsdp_0"
+_ADAPTER = {"adapter_model.safetensors", "adapter_model.bin"}
 #: Where bundles keep the model and the optimizer.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -213,17 +216,21 @@ def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
 def _weights_in(folder: Path) -> str | None:
     """The name of the folder's torch file with weights, or of its index."""
     with translate_os_errors(folder):
-        names = {entry.name for entry in folder.iterdir() if not entry.is_dir()}
+        entries = {entry.name: entry.is_dir() for entry in folder.iterdir()}
+    names = {name for name, is_folder in entries.items() if not is_folder}
     if ".metadata" in names:
         return None
     if FSDP_MODEL in names:
         return FSDP_MODEL
-    if names.intersection(_SAFETENSORS):
+    is_of_ranks = any(fnmatch.fnmatch(name, pattern) for name in names for pattern in _OF_RANKS)
+    if is_of_ranks or _SHARDED in entries or names.intersection(_SAFETENSORS):
         return None
     for name in _NAMES:
         if name in names:
             return name
-    others = sorted(name for name in names if _is_weights_name(name) and not name.endswith(".json"))
+    if _ADAPTER & names:
+        return None
+    others = sorted(name for name in names if _is_weights_name(name) and name[0] != "." and not name.endswith(".json"))
     return others[0] if len(others) == 1 and _is_torch_file(folder / others[0]) else None
 
 

@@ -81,6 +81,8 @@ def _ending(
         return f"refused with {code}", wrong or _unseen(run)
     except (Exception, _Over) as error:
         return "", f"as {target}: {type(error).__name__}: {error}"
+    if case.is_stray and ckpt.check(run).whole:
+        return "", "a file that no reader opened, and ckpt check calls it whole"
     if found == truth:
         return "equal to the truth", None
     checkpoint = ckpt.open(run)

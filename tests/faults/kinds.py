@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import ckpt
 from tests.faults.samples import Sample, data_ranges, is_carried
 from tests.support.hostile import make as hostile
 
@@ -27,13 +28,15 @@ VALUE = "a value, with its checksum"
 class Case:
     """What is done to a copy of a sample.
 
-    `hidden` says why nothing on the disk may tell, where it is so; `is_unchecked` that no checksum is of the file.
+    `hidden` says why nothing on the disk may tell, where it is so; `is_unchecked` that no checksum is of the file;
+    `is_stray` that the checkpoint is as it was, with one file more that no reader may pass over.
     """
 
     what: str
     do: Callable[[Path], None]
     hidden: str | None = None
     is_unchecked: bool = False
+    is_stray: bool = False
 
 
 def _write(name: str, content: bytes) -> Callable[[Path], None]:
@@ -211,13 +214,36 @@ def in_its_place(sample: Sample, random: Random) -> Iterator[Case]:
         yield Case(f"{name}: {what}", do, CARRIED if is_carried(name) else missing)
 
 
+_STRAYS = (
+    *("layer_wise_optimizer_0.pt", "optimizer_rank_97.bin", "extra.pt", "best.pth"),
+    *("ema.safetensors", "__97_0.distcp"),
+)
+
+
+def strays(sample: Sample, random: Random) -> Iterator[Case]:
+    """One file more, in a folder of which files are read: another's name or number, and the bytes of one of its own."""
+    checkpoint = ckpt.open(sample.path)
+    own = [Path(file.path) for file in checkpoint.files]
+    own = [
+        file for file in own if file.name != ".metadata" and Path(checkpoint.path) in (file.parent, file.parent.parent)
+    ]
+    while own:
+        file = random.choice(own)
+        numbered = re.sub(r"\d+(?=\D*$)", lambda found: "97".zfill(len(found[0])), file.name)
+        place = file.parent / (numbered if random.random() < 0.4 else random.choice(_STRAYS))
+        if not os.path.lexists(place):
+            name = str(place.relative_to(sample.path))
+            yield Case(f"{name}: a copy of {file.name}", _write(name, file.read_bytes()), is_stray=True)
+
+
 #: The kinds of damage to files, and what part of the campaign each is.
 KINDS: dict[str, tuple[Callable[[Sample, Random], Iterator[Case]], float]] = {
-    "one bit flipped": (flips, 0.42),
+    "one bit flipped": (flips, 0.40),
     "a range zeroed": (zeroed, 0.12),
     "cut off": (truncations, 0.08),
     "a nasty value": (nasty_values, 0.13),
     "a hostile file": (hostile_files, 0.08),
     "files swapped": (swaps, 0.03),
     "something else in its place": (in_its_place, 0.04),
+    "a stray file": (strays, 0.02),
 }

@@ -36,6 +36,7 @@ STRAYS: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "ema.safetensors": (written("ema.safetensors", (2).to_bytes(8, "little") + b"{}"), "state"),
     "extra.bin": (saved("extra.bin"), "state"),
     "older.bin": (saved("older.bin", _use_new_zipfile_serialization=False), "state"),
+    "named.otherwise": (written("named.otherwise", (16).to_bytes(8, "little") + b'{"__metadata__":'), "state"),
     "blob.dat": (written("blob.dat", b"what is it"), "other"),
     "notes.txt": (written("notes.txt", b"a text"), None),
     ".hidden.pt": (saved(".hidden.pt"), None),
@@ -61,6 +62,8 @@ def test_a_stray_file_in_every_format(declaration: Declaration, tmp_path: Path) 
             texts = [run_ckpt("inspect", path, *named), run_ckpt(*planned), run_ckpt("check", path, *named)]
             jsons = [json.loads(run_ckpt(*one, "--json").out) for one in (("inspect", path, *named), planned)]
             checked = json.loads(run_ckpt("check", path, *named, "--json").out)
+            if not name.endswith(".distcp"):
+                assert ckpt.open(path).format == declaration.format, name
             (place / name).unlink()
             assert [one.code for one in texts] == [0, 0, 4 if kind == "state" else 0], texts
             for result in texts:
@@ -170,3 +173,23 @@ def test_only_what_looks_like_state_is_opened() -> None:
     with pytest.raises(AttributeError):
         list(checked)
     assert opened == ["c.q"]
+
+
+def test_the_folder_and_those_of_its_files_are_listed_once(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, listed = ckpt.open(fixtures / "trl-fsdp2/outputs/llama-sft"), []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(Path(path).name) or scandir(path))
+    assert not not_read(checkpoint)
+    assert listed == ["checkpoint-2", "optimizer_0", "pytorch_model_fsdp_0"]
+
+
+@pytest.mark.parametrize("name", ["best.pth", ".hidden.pt", "model.pt"])
+@pytest.mark.parametrize("fixture", ["local-flat", "trl-fsdp2/outputs/llama-sft", "verl-fsdp2"])
+def test_a_stray_torch_file_is_not_taken_for_the_checkpoint(
+    fixtures: Path, tmp_path: Path, fixture: str, name: str
+) -> None:
+    run = Path(shutil.copytree(fixtures / fixture, tmp_path / "run"))
+    before = ckpt.open(run)
+    torch.save(TENSORS, Path(before.path) / name)
+    found = ckpt.open(run)
+    assert (found.format, found.path, found.tensors.keys()) == (before.format, before.path, before.tensors.keys())
