@@ -185,11 +185,12 @@ def _stage_of(models: Sequence[RankFile]) -> int:
 
 
 def _model_files(reading: _Reading) -> list[RankFile]:
-    """The one model file of stages 1 and 2, or those of all ranks of stage 3."""
+    """The one model file of stages 1 and 2, or those of all ranks of stage 3; the former where there are both."""
     folder = list_step_folder(reading.path)
-    if folder.model is not None:
-        return [reading.load(folder.model)]
+    single = [reading.load(folder.model)] if folder.model is not None else []
     models = [reading.load(path, rank) for rank, path in sorted(folder.model_per_rank.items())]
+    if single and not models:
+        return single
     world_size = next((model.content.get("dp_world_size") for model in models), None)
     count = world_size if isinstance(world_size, int) else max(len(models), 1)
     if [model.rank for model in models] != list(range(count)):
@@ -201,7 +202,7 @@ def _model_files(reading: _Reading) -> list[RankFile]:
             + (f": {count} files" if models else ""),
             found=f"files of ranks {', '.join(str(model.rank) for model in models)}" if models else "none",
         )
-    return models
+    return single or models
 
 
 def _add_parameter(reading: _Reading, fqn: str, shape: Shape, native: StoredTensor | None) -> None:

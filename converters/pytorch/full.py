@@ -362,18 +362,25 @@ def _read_beside(reading: _Reading) -> None:
     if optimizer is not None and not reading.has_optimizer:
         path, root = reading.load(optimizer)
         _add_optimizer(reading, root, path)
-    state = first(reading.folder, (STATE,))
-    if state is not None:
-        path, root = reading.load(state)
-        if not isinstance(root, Mapping):
-            raise CorruptError("this is no training state", path=path, expected="a dict", found=type(root).__name__)
-        reading.items |= {str(key): value for key, value in root.items() if key != "step"}
-        reading.step = root.get("step", reading.step)
+    own = own_state(reading)
+    reading.step = own.pop("step", reading.step)
+    reading.items |= own
     scheduler = first(reading.folder, SCHEDULERS)
     if scheduler is not None and "lr_scheduler" not in reading.items:
         reading.items["lr_scheduler"] = reading.load(scheduler)[1]
     if reading.step is None:
         reading.step = trainer_step(reading.folder)
+
+
+def own_state(reading: Reading) -> dict[str, Any]:
+    """What our `training_state.pt` holds, by name; nothing where there is none."""
+    if first(reading.folder, (STATE,)) is None:
+        return {}
+    path = str(confined(reading.folder, STATE))
+    root = reading.sources.root(path)
+    if not isinstance(root, Mapping):
+        raise CorruptError("this is no training state", path=path, expected="a dict", found=type(root).__name__)
+    return {str(key): value for key, value in root.items()}
 
 
 def first(folder: Path, names: tuple[str, ...]) -> str | None:

@@ -40,7 +40,7 @@ from ckpt.state.numbered import has_decay
 from converters.names.registered import in_order
 from converters.names.transformers.relation import from_hub, to_hub
 from converters.names.transformers.ties import kept_names, tied_names
-from converters.pytorch.full import FSDP_MODEL, OPTIMIZERS, SCHEDULERS, first, state_files, trained_weights
+from converters.pytorch.full import FSDP_MODEL, OPTIMIZERS, SCHEDULERS, first, own_state, state_files, trained_weights
 from converters.pytorch.optimizer_file import optimizer_file
 from converters.pytorch.state_dicts import UNPROVED, Optimizer, Reading, read_optimizer, read_proved
 
@@ -69,6 +69,8 @@ class Trainer(Format):
         config = read_config(folders)
         _read_weights(reading)
         is_hub = config is not None and "model_type" in config
+        reading.items |= own_state(reading)
+        step = reading.items.pop("step", None)
         if scheduler := first(path, SCHEDULERS):
             reading.items["lr_scheduler"] = reading.sources.root(str(confined(path, scheduler)))
         found = Checkpoint(
@@ -86,7 +88,7 @@ class Trainer(Format):
         return replace(
             found,
             files=reading.sources.files,
-            state=reading.state(trainer_step(path)),
+            state=reading.state(step if (recorded := trainer_step(path)) is None else recorded),
             notes=tuple(reading.notes),
             computed=reading.states.computed,
             quantized=reading.states.quantized,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.errors import CorruptError
 from ckpt.run_folder.not_read import Entry, judged, not_read
 from ckpt.testing import Declaration
 from tests.formats.declarations import DECLARATIONS
@@ -193,3 +194,43 @@ def test_a_stray_torch_file_is_not_taken_for_the_checkpoint(
     torch.save(TENSORS, Path(before.path) / name)
     found = ckpt.open(run)
     assert (found.format, found.path, found.tensors.keys()) == (before.format, before.path, before.tensors.keys())
+
+
+#: Of what, and to what: the writers that put more into a folder than their readers have to ask for.
+WRITTEN = {
+    "a universal checkpoint that all stages load": ("toy-zero0", "universal", ()),
+    "a step of HF Trainer": ("trainer-zero2", "trainer", ()),
+    "what Accelerate loads": ("trainer-zero2", "full", ()),
+    "folders of shards": ("trainer-zero2", "dcp", ("--world-size", "3")),
+    "files of ranks": ("trainer-zero2", "fsdp-ranks", ("--world-size", "3")),
+    "ZeRO-3": ("trainer-zero2", "zero3", ("--world-size", "3")),
+    "a Megatron run": ("megatron-dist-flattened", "megatron", ("--pp", "2")),
+    "a distributed one": ("megatron-dist-flattened", "megatron-dist", ()),
+    "a pipeline": ("megatron-dist-flattened", "megatron-deepspeed", ("--pp", "2", "--world-size", "4")),
+}
+
+
+@pytest.mark.parametrize("what", WRITTEN)
+def test_all_that_is_written_is_read(fixtures: Path, tmp_path: Path, what: str) -> None:
+    name, target, options = WRITTEN[what]
+    made = run_ckpt("convert", "auto", target, fixtures / name, "-o", tmp_path / "out", *options)
+    assert made.code == 0, made.err
+    checked = json.loads(run_ckpt("check", tmp_path / "out", "--json").out)
+    assert checked["whole"] and not any(one["problems"] for one in checked["checkpoints"]), checked
+
+
+def test_the_training_state_beside_a_trainers_step_is_read(fixtures: Path, tmp_path: Path) -> None:
+    source = ckpt.open(fixtures / "megatron-dist-flattened")
+    ckpt.plan(source, "trainer").run(tmp_path / "out")
+    found = ckpt.open(tmp_path / "out")
+    assert (found.format, found.state.step) == ("trainer", 2)
+    assert "opt_param_scheduler" in found.state.entries()
+
+
+def test_ranks_of_a_universal_checkpoint_are_looked_into_beside_the_one_of_all(fixtures: Path, tmp_path: Path) -> None:
+    ckpt.plan(ckpt.open(fixtures / "dcp-fsdp2"), "universal").run(tmp_path / "out")
+    ranks = sorted(tmp_path.glob("out/*/zero_pp_rank_*_model_states.pt"))
+    assert len(ranks) == 2
+    ranks[1].unlink()
+    with pytest.raises(CorruptError, match="model files are missing"):
+        ckpt.open(tmp_path / "out")
