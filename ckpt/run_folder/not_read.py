@@ -25,7 +25,8 @@ from ckpt.run_folder.steps import ANY_STEP, RECORDS
 _NO_TENSORS = (
     *("*.txt", "*.md", "*.rst", "*.json", "*.jsonl", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.csv", "*.tsv"),
     *("*.xml", "*.html", "*.log", "*.out", "*.err", "*.py", "*.sh", "*.jinja", "*.lock", "*.sha256", "*.parquet"),
-    *("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.model", "*.tiktoken", "*.spm"),
+    *("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.ipynb"),
+    *("*.model", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.vocab"),
     *("LICENSE*", "NOTICE*", "README*", "Makefile", "Dockerfile"),
 )
 #: Files that frameworks leave in a checkpoint, of which `convert` takes care or which are of no use elsewhere.
@@ -38,6 +39,7 @@ _BY_PRODUCTS = (
     "train_dataloader_dprank*.pt",  # megatron/training/checkpointing.py, `maybe_save_dataloader_state`
     "events.out.tfevents.*",  # torch/utils/tensorboard
 )
+_HARMLESS = (*_NO_TENSORS, *_BY_PRODUCTS)
 #: The optimizer's file of HF Trainer and Accelerate, which formats of weights alone have no place for.
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin")
 #: Whole models as transformers, PEFT, Accelerate and Mistral name them; shards have numbers.
@@ -45,6 +47,8 @@ _WEIGHTS = re.compile(
     r"(?P<stem>(?:model|pytorch_model(?:_fsdp)?|adapter_model|consolidated)(?:\.[A-Za-z][\w]*|\.\d\d)?)"
     r"(?:-\d{5}-of-(?P<count>\d{5}))?(?P<suffix>\.safetensors|\.bin|\.pth)"
 )
+#: The same model in the formats of other programs, as repositories of models have them; shards are numbered there, too.
+_OTHER_PROGRAMS = ("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
 #: Names of parts of a training run's state: an optimizer's, a rank's, a shard's, a layer's.
 _STATE = re.compile(
     r"optim(?!um|iz(?:ed|ation))|(?:^|[^a-z])rank[_-]?\d|shard|\d-of-\d|model_states|pytorch_model_fsdp|^layer_\d"
@@ -106,7 +110,7 @@ def judged(listing: Iterable[Entry], opened: AbstractSet[str], head: Callable[[s
         if entry.size is None:
             if name not in used and (folder := _folder(name)) is not None:
                 yield folder
-        elif not _is_harmless(base) and (entry.size or not base.endswith(".distcp")):  # of a rank that had no items
+        elif not _fits(base, _HARMLESS) and (entry.size or not base.endswith(".distcp")):  # of a rank that had no items
             if weights_alone and name in _OPTIMIZER:
                 yield NotRead(name, OTHER, "the run's optimizer, beside weights alone")
             else:
@@ -129,8 +133,8 @@ def _base(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _is_harmless(base: str) -> bool:
-    return any(fnmatch.fnmatchcase(base, pattern) for pattern in (*_NO_TENSORS, *_BY_PRODUCTS))
+def _fits(base: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(base, pattern) for pattern in patterns)
 
 
 def _folder(name: str) -> NotRead | None:
@@ -154,6 +158,8 @@ def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> No
 
 
 def _kind(base: str, head: Callable[[], bytes]) -> tuple[str, str]:
+    if _fits(base, _OTHER_PROGRAMS):
+        return OTHER, "a file of another program's"
     if _STATE.search(base.lower()):
         return STATE, "it is named like training state"
     if base.endswith(_OF_TENSORS):
