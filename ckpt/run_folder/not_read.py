@@ -36,7 +36,6 @@ _BY_PRODUCTS = (
     *RECORDS,
     "rng_state*.pth",  # transformers/trainer.py, `_save_rng_state`
     "random_states_*.pkl",  # accelerate/checkpointing.py, `save_accelerator_state`
-    "train_dataloader_dprank*.pt",  # megatron/training/checkpointing.py, `maybe_save_dataloader_state`
     "events.out.tfevents.*",  # torch/utils/tensorboard
 )
 _HARMLESS = (*_NO_TENSORS, *_BY_PRODUCTS)
@@ -47,8 +46,15 @@ _WEIGHTS = re.compile(
     r"(?P<stem>(?:model|pytorch_model(?:_fsdp)?|adapter_model|consolidated)(?:\.[A-Za-z][\w]*|\.\d\d)?)"
     r"(?:-\d{5}-of-(?P<count>\d{5}))?(?P<suffix>\.safetensors|\.bin|\.pth)"
 )
-#: The same model in the formats of other programs, as repositories of models have them; shards are numbered there, too.
-_OTHER_PROGRAMS = ("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
+#: What is named, and holds no tensors of the run: positions in data and counters of Megatron-LM and Megatron-Bridge
+#: (training/checkpointing.py of both), and the same model in formats of other programs.
+_NAMED = {
+    **dict.fromkeys(("train_dataloader_dprank*.pt", "train_state.pt"), "the run's place in its data, without tensors"),
+    **dict.fromkeys(
+        ("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.tflite", "rust_model.*"),
+        "a file of another program's",
+    ),
+}
 #: Names of parts of a training run's state: an optimizer's, a rank's, a shard's, a layer's.
 _STATE = re.compile(
     r"optim(?!um|iz(?:ed|ation))|(?:^|[^a-z])rank[_-]?\d|shard|\d-of-\d|model_states|pytorch_model_fsdp|^layer_\d"
@@ -158,8 +164,8 @@ def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> No
 
 
 def _kind(base: str, head: Callable[[], bytes]) -> tuple[str, str]:
-    if _fits(base, _OTHER_PROGRAMS):
-        return OTHER, "a file of another program's"
+    if known := next((why for pattern, why in _NAMED.items() if _fits(base, [pattern])), None):
+        return OTHER, known
     if _STATE.search(base.lower()):
         return STATE, "it is named like training state"
     if base.endswith(_OF_TENSORS):

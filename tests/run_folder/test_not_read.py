@@ -141,11 +141,15 @@ def test_repositories_of_models() -> None:
         "flax_model.msgpack",
         "tf_model-00001-of-00002.h5",
         "x-q4-00001-of-00003.gguf",
-        "rust_model.ot",
     ]
     assert names(opened, *other, "merges.txt", "LICENSE", "vocab.bpe", "onnx/", "original/", ".gitattributes") == [
         (name, "other") for name in other
     ]
+
+
+def test_megatrons_place_in_its_data_is_named() -> None:
+    other = ["train_dataloader_dprank000.pt", "train_state.pt"]
+    assert names({"__0_0.distcp", "common.pt"}, *other, "run_config.yaml") == [(name, "other") for name in other]
 
 
 def test_an_optimizer_beside_weights_alone_is_the_runs() -> None:
