@@ -427,10 +427,7 @@ def test_fault_18_a_symlink_leads_out(fixtures: Path, tmp_path: Path, name: str)
         secret.write_text("{}" if name.endswith("json") else "global_step2")
         (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(secret)
-    if name == "latest":  # only its text is used, as the name of a folder inside
-        assert converted(run)
-    else:
-        refused(run, 5, "symlink leads out", str(secret), "hint: ")
+    refused(run, 5, "symlink leads out", str(secret), "hint: ")
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 2**40, 100 << 20])

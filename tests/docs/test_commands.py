@@ -19,6 +19,7 @@ from tests.support.commands import ckpt, ckpt_in_order, process
 from tests.support.engines import REPOSITORY
 from tests.support.hub_server import TOKEN, HubServer
 from tests.support.pages import Command, blocks, commands, differences, row_differs
+from tests.support.run_folders import in_the_order_of_steps
 
 DOCS = REPOSITORY / "docs"
 FIXTURES = REPOSITORY / "fixtures"
@@ -79,6 +80,8 @@ COMPARED = {
 #: And those that nobody can print again, which the page says, and blocks that are no terminal.
 NOT_COMPARED = {
     ("training", "Slurm"),  # the steps at which a job was stopped are others in every run
+    ("out-of-memory", ""),  # torch's error
+    ("out-of-memory", "TRL on several nodes under Slurm"),  # a command alone
     ("CONTRIBUTING", "The house"),
     ("new-architecture", "The table"),
     ("new-architecture", "The test"),
@@ -117,7 +120,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServe
 def furnished(here: Path, places: dict[str, str]) -> Path:
     for source, place in places.items():
         shutil.copytree(FIXTURES / source, here / place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("truth"))
-    return here
+    return in_the_order_of_steps(here)
 
 
 def make_a_hole(file: Path) -> None:

@@ -18,6 +18,7 @@ from ckpt.testing import content
 from tests.support.commands import ckpt
 from tests.support.describing import expected_weights
 from tests.support.engines import REPOSITORY, Truth, raw
+from tests.support.run_folders import in_the_order_of_steps
 from tests.support.stored import stored
 
 FIXTURES = REPOSITORY / "fixtures"
@@ -34,7 +35,7 @@ BASES = {"trl-fsdp2": "meta-llama/Llama-3.1-8B"}
 def placed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Truth:
     """The fixture as the working directory, without its truth, which is returned."""
     shutil.copytree(FIXTURES / name, tmp_path / "here", ignore=shutil.ignore_patterns("truth", "versions.json"))
-    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.chdir(in_the_order_of_steps(tmp_path / "here"))
     return Truth.load(FIXTURES / name / "truth" / "checkpoint-2.safetensors")
 
 
