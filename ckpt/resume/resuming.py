@@ -319,8 +319,9 @@ def _check_kept(destination: Path, checkpoint: Checkpoint) -> None:
     """Raise CorruptError where a conversion is not one of `checkpoint`, or not as its manifest says."""
     from ckpt.verify import manifest
 
-    if not (destination / RECORD).is_file():
-        raise CorruptError("there is no record of what it was made of", path=destination / RECORD)
+    for name in (RECORD, manifest.MANIFEST):
+        if not (destination / name).is_file():
+            raise CorruptError("a file of the conversion is missing", path=destination / name)
     record = read_json(destination / RECORD)
     if not isinstance(record, dict) or record.get("source") != _sources(checkpoint):
         raise CorruptError("it was not made of the checkpoint that its name says", path=destination / RECORD)

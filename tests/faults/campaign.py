@@ -21,6 +21,7 @@ from ckpt.errors import CkptError
 from ckpt.plan.planner import check_source
 from ckpt.run_folder.precision import TRAINING_ARGS
 from tests.faults.kinds import CARRIED, KINDS, MISSING, NAME, VALUE, Case, in_its_place
+from tests.faults.records import kept, stopped
 from tests.faults.running import Ending, arguments, errors, kills
 from tests.faults.samples import How, Sample, converted, make_samples, some_target, tensors, tensors_of
 
@@ -28,7 +29,8 @@ from tests.faults.samples import How, Sample, converted, make_samples, some_targ
 _PATIENCE = 120
 #: What part of the campaign each of these is.
 _KILLS, _ERRORS, _ARGUMENTS = "killed at a call to the system", "a call to the system fails", "arguments without sense"
-_PARTS = {_KILLS: 0.03, _ERRORS: 0.04, _ARGUMENTS: 0.03}
+_STOPPED, _KEPT = "a stopped conversion damaged", "a kept conversion damaged"
+_PARTS = {_KILLS: 0.03, _ERRORS: 0.04, _ARGUMENTS: 0.03, _STOPPED: 0.02, _KEPT: 0.02}
 
 
 @dataclass
@@ -200,6 +202,8 @@ def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
                     _KILLS: lambda sample=sample: kills(sample, place, random, 10),
                     _ERRORS: lambda sample=sample: errors(sample, place, random),
                     _ARGUMENTS: lambda sample=sample: arguments(sample, place, random),
+                    _STOPPED: lambda sample=sample: stopped(sample, place, random),
+                    _KEPT: lambda sample=sample: kept(sample, place, random),
                 }[kind]
                 for what, ending in itertools.islice(stream_of(), min(10, left)):
                     signal.alarm(_PATIENCE)

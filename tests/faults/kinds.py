@@ -184,7 +184,7 @@ def swaps(sample: Sample, random: Random) -> Iterator[Case]:
         yield Case(f"{b} {'exchanged with' if exchanged else 'copied over'} {a}", do, f"swap of {sample.name}")
 
 
-_IN_ITS_PLACE: dict[str, Callable[[Path], None]] = {
+IN_ITS_PLACE: dict[str, Callable[[Path], None]] = {
     "nothing": lambda path: None,
     "a pipe": lambda path: os.mkfifo(path),
     "a folder": lambda path: path.mkdir(),
@@ -203,11 +203,11 @@ _NAMED_NOWHERE = ("optimizer.bin", "training_state.pt", "optimizer.pt", "trainin
 def in_its_place(sample: Sample, random: Random) -> Iterator[Case]:
     """A file is missing, or something else stands where it was."""
     while True:
-        name, what = random.choice(sample.files), random.choice(list(_IN_ITS_PLACE))
+        name, what = random.choice(sample.files), random.choice(list(IN_ITS_PLACE))
 
         def do(run: Path, name: str = name, what: str = what) -> None:
             (run / name).unlink()
-            _IN_ITS_PLACE[what](run / name)
+            IN_ITS_PLACE[what](run / name)
 
         is_missing = what == "nothing" and os.path.basename(name) in _NAMED_NOWHERE
         missing = MISSING if is_missing else None
@@ -238,7 +238,7 @@ def strays(sample: Sample, random: Random) -> Iterator[Case]:
 
 #: The kinds of damage to files, and what part of the campaign each is.
 KINDS: dict[str, tuple[Callable[[Sample, Random], Iterator[Case]], float]] = {
-    "one bit flipped": (flips, 0.40),
+    "one bit flipped": (flips, 0.36),
     "a range zeroed": (zeroed, 0.12),
     "cut off": (truncations, 0.08),
     "a nasty value": (nasty_values, 0.13),

@@ -11,7 +11,7 @@ from tests.faults.kinds import KINDS
 def test_no_case_ends_as_none_may(tmp_path: Path) -> None:
     report = campaign(tmp_path, seed=20, num_cases=200)
     assert report.wrong == []
-    assert len(report.counts) == len(KINDS) + 3
+    assert len(report.counts) == len(KINDS) + 5
     assert report.num_cases > 180
     endings = {name for counter in report.counts.values() for name in counter}
     assert {"equal to the truth", "refused with 4", "refused with 5", "killed, and done by the rerun"} <= endings
