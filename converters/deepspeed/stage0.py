@@ -49,7 +49,6 @@ from converters.deepspeed.folder import (
     refuse_unsupported,
     tensor_parallel_ranks,
 )
-from converters.deepspeed.neox import sharing_of, together
 from converters.deepspeed.rank_files import hyperparameters, known_structure
 
 #: What DeepSpeed calls the param groups of experts by.
@@ -102,10 +101,13 @@ def _is_step(folder: Path) -> bool:
 
 def _read(path: Path, folders: Sequence[Path]) -> Checkpoint:
     ranks, sources = tensor_parallel_ranks(path), Sources()
-    sharing = sharing_of(_model_file(path, ranks[0], Sources()), ranks, folders) if any(ranks) else None
+    if not any(ranks):
+        held = _held(path, sources, 0, 1)
+        return _checkpoint(held, held.groups)
+    from converters.deepspeed.neox import sharing_of, together  # only here: most runs have no such ranks
+
+    sharing = sharing_of(_model_file(path, ranks[0], Sources()), ranks, folders)
     held = [_held(path, Sources(storages=sources.storages), rank, len(ranks)) for rank in ranks]
-    if sharing is None:
-        return _checkpoint(held[0], held[0].groups)
     is_proved = all(one.groups is not None for one in held)
     slices = [Slice(_checkpoint(one, one.groups if is_proved else None), one.file) for one in held]
     return together(slices, sharing, sources)

@@ -47,7 +47,6 @@ from converters.deepspeed.folder import (
 )
 from converters.deepspeed.keys import AUTOEP
 from converters.deepspeed.layout import before_dealing
-from converters.deepspeed.neox import sharing_of, together
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from converters.deepspeed.rank_files import (
     check_lengths,
@@ -145,6 +144,8 @@ def _read_step(path: Path, config: Path | None = None) -> Checkpoint:
     ranks = tensor_parallel_ranks(path)
     if not any(ranks):
         return _read_slice(path, 0, 1).checkpoint
+    from converters.deepspeed.neox import sharing_of, together  # only here: most runs have no such ranks
+
     first = list_step_folder(path, ranks[0])
     if first.experts:
         raise experts_unsupported(str(path), " that are tensor parallel, too")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -628,3 +630,17 @@ def test_frozen_parameters_that_were_not_saved_are_told_of(
     again = api.open(tmp_path / "out")
     assert any("saved without its frozen parameters" in note for note in again.notes) == is_left_out
     assert again.state.frozen_saved == (not is_left_out)
+
+
+def test_a_plain_read_imports_neither_neox_nor_pipelines_nor_megatron(fixtures: Path) -> None:
+    code = (
+        "import re, sys; from pathlib import Path; from ckpt.plan.checkpoint import ReadRequest\n"
+        "from converters.deepspeed.stage0 import ZERO0; from converters.deepspeed.zero import ZERO1\n"
+        "for path in sys.argv[2:]: ZERO1.read(Path(path), ReadRequest())\n"
+        "ZERO0.read(Path(sys.argv[1]), ReadRequest())\n"
+        "print([name for name in sys.modules if re.search('neox|pipeline|megatron', name)])\n"
+    )
+    names = ("toy-zero0", *TOYS, "experts-zero1", "autoep-zero3")
+    steps = [str(fixtures / name / "global_step2") for name in names]
+    done = subprocess.run([sys.executable, "-c", code, *steps], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
