@@ -15,17 +15,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
-from ckpt.plan.tensors import Box, Shape, Source, Tensor, contiguous_strides
+from ckpt.plan.tensors import Box, Shape, Tensor, contiguous_strides, whole
 from ckpt.state.unread import Unread
 from converters.deepspeed.folder import tensor_parallel
 from converters.deepspeed.keys import UNIVERSAL_INFO
-from converters.deepspeed.parts import Joined, Part
 from converters.deepspeed.rank_files import check_same
+from converters.deepspeed.sharing import Cut, Sharing
 from converters.deepspeed.sums import added_up
 
 _MAP_VERSION = 1
@@ -39,26 +40,24 @@ class Slice:
     file: RankFile
 
 
-@dataclass(frozen=True, slots=True)
-class Map:
-    """How ranks share a tensor of `shape`: the boxes of it that each has, one behind the other in its own tensor.
+def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) -> Sharing:
+    """How the `ranks` of which there are files share tensors, one of whose model files is `file`.
 
-    `is_added`: each has a summand of all of it.
+    As GPT-NeoX shares them where the file is one of its, and `folders` may then have the Hub's config; otherwise as
+    AutoTP recorded it.
     """
+    if "args" in file.content:  # GPT-NeoX's, or a user's own
+        from converters.deepspeed.neox import known_by_name  # only here: it needs pipelines, and Megatron's names
 
-    shape: Shape
-    shards: tuple[Shape, ...]
-    boxes: tuple[tuple[Box, ...], ...]
-    is_replicated: bool
-    is_added: bool = False
+        if known := known_by_name(file, ranks, folders):
+            return known
+    return recorded(file, ranks)
 
 
-def joined(
-    slices: Sequence[Slice], maps: Mapping[str, Map], sources: Sources, how: str = "as AutoTP recorded them"
-) -> Checkpoint:
+def together(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> Checkpoint:
     """The model that tensor parallel ranks have together; `sources` knows the storages of all their files.
 
-    Raises NotFoundError for a tensor of which no map tells, CorruptError where maps and tensors do not agree, or two
+    Raises NotFoundError for a tensor that `sharing` does not have, CorruptError where one is not as it has it, or two
     files hold the very same.
     """
     first = slices[0].checkpoint
@@ -70,10 +69,15 @@ def joined(
     unread = Unread()
     tensors: dict[Key, Tensor] = {}
     for fqn, role in first.tensors:
-        if not (fqn in maps and maps[fqn].is_added):
-            tensors[fqn, role] = _tensor((fqn, role), slices, maps, dp)
+        cut = _cut((fqn, role), slices, sharing)
+        if not cut.is_added or role in (WEIGHT, MASTER):
+            held = [one.checkpoint.tensors[fqn, role] for one in slices]
+            cut.check("a tensor parallel rank's", held, [one.file.path for one in slices])
+        if not cut.is_added:
+            # mesh of the engine: data parallel ranks of one tensor parallel rank are tp apart
+            ranks = [range(tp, dp * len(held), len(held)) for tp in range(len(held))]
+            tensors[fqn, role] = cut.joined(held, ranks)
         elif role in (WEIGHT, MASTER):
-            held = _held((fqn, role), slices, maps[fqn])
             tensors[fqn, role], found = added_up(held, slices[0].file.path)
             computed |= found
         else:
@@ -86,14 +90,21 @@ def joined(
             f"optimizer states of AutoTP's ranks that are stored quantized ({quantized}) are not supported",
             path=first.path,
         )
-    _check_distinct(slices, maps, sources)
+    _check_distinct(slices, sharing, sources)
+    how, client = sharing.how, first.state.client_state
+    if sharing.client:
+        client = {**(client or {}), **sharing.client}
     return replace(
         first,
         tensors=tensors,
         files=tuple(file for each in slices for file in each.checkpoint.files),
         world_size=dp * len(slices),
-        state=replace(first.state, ds_config=config or None),
-        notes=(*first.notes, *sources.notes, f"parts of {len(slices)} tensor parallel ranks are put together {how}"),
+        state=replace(first.state, ds_config=config or None, client_state=client),
+        notes=(
+            *first.notes,
+            *sources.notes,
+            f"parts of {len(slices)} tensor parallel ranks are put together {how}",
+        ),
         computed=computed,
         unread=(*first.unread, *unread.sentences),
     )
@@ -118,81 +129,48 @@ def _check_alike(first: Slice, other: Slice) -> None:
             )
 
 
-def _check_distinct(slices: Sequence[Slice], maps: Mapping[str, Map], sources: Sources) -> None:
+def _check_distinct(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> None:
     """Of files with parts that ranks do not share: a partition of an embedding may well be the same on each."""
-    own = {fqn for fqn, one in maps.items() if not one.is_replicated}
+    own = {fqn for fqn, one in sharing.cuts.items() if not one.is_replicated}
     parts = (t for one in slices for (fqn, _), t in one.checkpoint.tensors.items() if fqn in own)
     with_own = {fragment.extent.path for part in parts for fragment in part.fragments()}
     sources.check_distinct((number, file) for number, file in enumerate(sources.storages) if file in with_own)
 
 
-def _tensor(key: Key, slices: Sequence[Slice], maps: Mapping[str, Map], dp: int) -> Tensor:
+def _cut(key: Key, slices: Sequence[Slice], sharing: Sharing) -> Cut:
+    """How ranks share a tensor; every rank has all of a buffer."""
     fqn, role = key
-    first = slices[0].checkpoint.tensors[key]
     if role == BUFFER:
-        known = Map(first.shape, (first.shape,) * len(slices), ((),) * len(slices), True)
-    elif fqn not in maps:
+        shape = slices[0].checkpoint.tensors[key].shape
+        return Cut(shape, (shape,) * len(slices), ((whole(shape),),) * len(slices))
+    if fqn not in sharing.cuts:
         raise tensor_parallel(slices[0].file.path, f", and nothing is recorded of {fqn}")
-    else:
-        known = maps[fqn]
-    held = _held(key, slices, known)
-    if known.is_replicated:
-        replicas: tuple[Source, ...] = tuple(source for one in held for source in (one.source, *one.replicas))
-        return replace(first, replicas=replicas[1:])
-    # mesh of the engine: data parallel ranks of one tensor parallel rank are tp apart
-    parts = tuple(
-        Part(one.shape, boxes, one.source, range(tp, dp * len(held), len(held)))
-        for tp, (one, boxes) in enumerate(zip(held, known.boxes, strict=True))
-    )
-    return replace(first, shape=known.shape, source=Joined(parts), replicas=())
+    return sharing.cuts[fqn]
 
 
-def _held(key: Key, slices: Sequence[Slice], known: Map) -> list[Tensor]:
-    """The ranks' parts of a tensor; CorruptError where one is not as `known` has it."""
-    held = [one.checkpoint.tensors[key] for one in slices]
-    check_parts("a tensor parallel rank's", held, known, [one.file.path for one in slices])
-    return held
+def recorded(file: RankFile, ranks: Sequence[int]) -> Sharing:
+    """How `ranks` share each parameter, as the model file of the first of them has it.
 
-
-def check_parts(whose: str, held: Sequence[Tensor | None], known: Map, paths: Sequence[str]) -> None:
-    """CorruptError where a rank's part of a tensor, in one of the files, is not as `known` has it."""
-    first = next(one for one in held if one is not None)
-    for one, shard, path in zip(held, known.shards, paths, strict=True):
-        if one is None or (one.shape, one.dtype) != (shard, first.dtype):
-            raise CorruptError(
-                f"{whose} part is not as it is recorded ({first.role})",
-                path=path,
-                fqn=first.fqn,
-                expected=f"{first.dtype} {list(shard)}",
-                found=f"{one.dtype} {list(one.shape)}" if one else "none",
-            )
-
-
-def recorded_maps(file: RankFile, ranks: Sequence[int]) -> dict[str, Map]:
-    """The map of each parameter, as the model file of the first of `ranks` has it.
-
-    NotFoundError where there is none, or none that is a cut.
+    NotFoundError where nothing is recorded, or a rank's part is no cut.
     """
     info = file.content.get(UNIVERSAL_INFO)
-    recorded = info.get("affine_map") if isinstance(info, Mapping) else None
-    if not isinstance(recorded, Mapping) or recorded.get("version") != _MAP_VERSION:
+    affine = info.get("affine_map") if isinstance(info, Mapping) else None
+    if not isinstance(affine, Mapping) or affine.get("version") != _MAP_VERSION:
         raise tensor_parallel(file.path)
     # patterns are whole names, escaped
     known = {f"^{re.escape(fqn)}$": fqn for fqn in file.need("module") if isinstance(fqn, str)}
-    return {
-        known[pattern]: map_of(known[pattern], entry, ranks, file)
-        for pattern, entry in recorded["params"].items()
-        if pattern in known
-    }
+    entries = {known[pattern]: entry for pattern, entry in affine["params"].items() if pattern in known}
+    cuts = {fqn: cut_of(fqn, entry, ranks, file) for fqn, entry in entries.items()}
+    return Sharing(file.path, len(ranks), cuts)
 
 
-def map_of(
+def cut_of(
     fqn: str,
     entry: Mapping[str, Any],
     found: Sequence[int],
     file: RankFile,
     unsupported: Callable[[str, str], NotFoundError] = tensor_parallel,
-) -> Map:
+) -> Cut:
     """How the ranks that were `found` share a parameter, as it is recorded.
 
     CorruptError where it is other ranks that share it, `unsupported` where no rank's part is a cut.
@@ -209,7 +187,7 @@ def map_of(
         )
     shards = tuple(tuple(ranks[rank]["shard_shape"]) for rank in found)
     boxes = tuple(_boxes(fqn, ranks[rank]["pieces"], shape, shards[rank], file, unsupported) for rank in found)
-    return Map(shape, shards, boxes, all(own == (Box((0,) * len(shape), shape),) for own in boxes))
+    return Cut(shape, shards, boxes)
 
 
 def _boxes(

@@ -8,134 +8,100 @@ the order of a set of strings, which is another in each process (deepspeed 0.19.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.containers.torchfile.values import StoredDict
 from ckpt.plan.checkpoint import ParamGroup
-from converters.deepspeed.experts import in_order, numbered, rank_of
+from converters.deepspeed.experts import is_in_rows
 from converters.deepspeed.keys import EXPERT
 from converters.deepspeed.model import Model, refuse_experts
+from converters.deepspeed.sharing import Sharing
 
 #: moe/utils.py: a param group of experts is split where it would have more elements.
 MAX_GROUP_SIZE = 178956971
 _PREFIX = "ep_size_"
 
 
-@dataclass(frozen=True)
-class DealtExperts:
-    """Experts dealt to `ep_size` ranks each; none, and one rank, for a model without.
-
-    `counts` has the number of experts of each layer, in the model's order.
-    """
-
-    model: Model
-    num_ranks: int
-    counts: Mapping[str, int]
-    ep_size: int = 1
-    is_in_rows: bool = False
-
-    @property
-    def num_sharing(self) -> int:
-        """How many ranks have the same experts."""
-        return self.num_ranks // self.ep_size
-
-    @property
-    def notes(self) -> Iterator[str]:
-        if self.counts:
-            yield f"experts of {len(self.counts)} MoE layers are for ep_size {self.ep_size}: build the model with it"
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """A rank's number among those with other experts, and among those with the same."""
-        if self.is_in_rows:
-            return divmod(rank, self.num_sharing)
-        return rank % self.ep_size, rank // self.ep_size
-
-    def is_expert(self, fqn: str) -> bool:
-        return bool(self.counts) and EXPERT.fullmatch(fqn) is not None
-
-    def name(self, fqn: str) -> str:
-        """What the rank that has an expert calls a tensor of it."""
-        match = EXPERT.fullmatch(fqn)
-        assert match is not None
-        return numbered(fqn, int(match[2]) % (self.counts[match[1]] // self.ep_size))
-
-    def groups(self, expert_rank: int) -> Iterator[ParamGroup]:
-        """The param groups of an expert parallel rank, as an engine of this `ep_size` makes them."""
-        for group in self._whole_groups():
-            if not self.is_expert(group.fqns[0]):
-                yield group
-                continue
-            own = [fqn for fqn in group.fqns if rank_of(fqn, self.counts, self.ep_size) == expert_rank]
-            options = {**group.options, "name": f"{_PREFIX}{self.ep_size}"}
-            yield from (ParamGroup(tuple(fqns), options) for fqns in ([own] if self._is_kept else self._split(own)))
-
-    def files(self, module: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The file of each expert: its name, and its part of the whole module's state dict."""
-        for layer, (begin, count) in enumerate(self.counts.items()):
-            for number in range(count):
-                own = {fqn: tensor for fqn, tensor in module.items() if fqn.startswith(f"{begin}{number}.")}
-                yield f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt", own
-
-    def without(self, root: dict[str, Any]) -> dict[str, Any]:
-        """The content of the model file: without experts but for what is listed of rank 0's."""
-        if not self.counts:
-            return root
-        kept = {"module": lambda fqn: not self.is_expert(fqn), "buffer_names": self._is_of_first}
-        kept |= dict.fromkeys(("frozen_param_shapes", "frozen_param_fragments"), self._is_of_first)
-        found = dict(root)
-        for entry, is_kept in kept.items():
-            value = root[entry]
-            if isinstance(value, Mapping):
-                found[entry] = StoredDict("OrderedDict", (item for item in value.items() if is_kept(item[0])))
-            elif value is not None:
-                found[entry] = [fqn for fqn in value if is_kept(fqn)]
-        return found | {"num_experts": list(self.counts.values()), "ds_autoep_layers": None}
-
-    def _is_of_first(self, fqn: str) -> bool:
-        return rank_of(fqn, self.counts, self.ep_size) in (None, 0)
-
-    def _whole_groups(self) -> list[ParamGroup]:
-        """The groups of the whole model: where `ep_size` changes, those that it told apart are one."""
-        if self._is_kept:
-            return list(self.model.groups)
-        found: list[ParamGroup] = []
-        seen: dict[str, int] = {}
-        for group in self.model.groups:
-            if not self.is_expert(group.fqns[0]):
-                found.append(group)
-                continue
-            others = _other_options(group)
-            if others in seen:
-                known = found[seen[others]]
-                found[seen[others]] = ParamGroup(in_order(known.fqns + group.fqns, self.counts), known.options)
-            else:
-                seen[others] = len(found)
-                found.append(group)
-        return found
-
-    @property
-    def _is_kept(self) -> bool:
-        """Whether the source's groups are those of an engine of this `ep_size`."""
-        return _recorded_sizes(self.model) <= {self.ep_size}
-
-    def _split(self, fqns: Sequence[str]) -> Iterator[list[str]]:
-        """A rank's parameters of a group, in several where they are too many."""
-        own: list[str] = []
-        size = 0
-        for fqn in fqns:
-            numel = self.model.masters[fqn].numel
-            if own and size + numel > MAX_GROUP_SIZE:
-                yield own
-                own, size = [], 0
-            own.append(fqn)
-            size += numel
-        yield own
+def notes_on_experts(sharing: Sharing) -> Iterator[str]:
+    if sharing.counts:
+        layers, size = len(sharing.counts), sharing.num_ranks
+        yield f"experts of {layers} MoE layers are for ep_size {size}: build the model with it"
 
 
-def dealt_experts(model: Model, config: Mapping[str, Any], num_ranks: int, ep_size: int | None) -> DealtExperts:
-    """The experts of a model for `num_ranks` ranks; `ep_size` None is that of the source.
+def groups_of_rank(model: Model, sharing: Sharing, rank: int) -> Iterator[ParamGroup]:
+    """The param groups of an expert parallel rank, as an engine of this `ep_size` makes them."""
+    is_kept = _recorded_sizes(model) <= {sharing.num_ranks}  # the source's groups are those of such an engine
+    for group in model.groups if is_kept else _whole_groups(model, sharing):
+        if not sharing.is_shared(group.fqns[0]):
+            yield group
+            continue
+        own = [fqn for fqn in group.fqns if sharing.rank_of(fqn) == rank]
+        options = {**group.options, "name": f"{_PREFIX}{sharing.num_ranks}"}
+        yield from (ParamGroup(tuple(fqns), options) for fqns in ([own] if is_kept else _split(model, own)))
+
+
+def expert_files(sharing: Sharing, module: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The file of each expert: its name, and its part of the whole module's state dict."""
+    for layer, (begin, count) in enumerate(sharing.counts.items()):
+        for number in range(count):
+            own = {fqn: tensor for fqn, tensor in module.items() if fqn.startswith(f"{begin}{number}.")}
+            yield f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt", own
+
+
+def without_experts(sharing: Sharing, root: dict[str, Any]) -> dict[str, Any]:
+    """The content of the model file: without experts but for what is listed of rank 0's."""
+    if not sharing.counts:
+        return root
+
+    def is_of_first(fqn: str) -> bool:
+        return sharing.rank_of(fqn) in (None, 0)
+
+    kept = {"module": lambda fqn: not sharing.is_shared(fqn), "buffer_names": is_of_first}
+    kept |= dict.fromkeys(("frozen_param_shapes", "frozen_param_fragments"), is_of_first)
+    found = dict(root)
+    for entry, is_kept in kept.items():
+        value = root[entry]
+        if isinstance(value, Mapping):
+            found[entry] = StoredDict("OrderedDict", (item for item in value.items() if is_kept(item[0])))
+        elif value is not None:
+            found[entry] = [fqn for fqn in value if is_kept(fqn)]
+    return found | {"num_experts": list(sharing.counts.values()), "ds_autoep_layers": None}
+
+
+def _whole_groups(model: Model, sharing: Sharing) -> list[ParamGroup]:
+    """The groups of the whole model: those that another `ep_size` told apart are one."""
+    found: list[ParamGroup] = []
+    seen: dict[str, int] = {}
+    for group in model.groups:
+        others = _other_options(group)
+        if not sharing.is_shared(group.fqns[0]):
+            found.append(group)
+        elif others in seen:
+            known = found[seen[others]]
+            found[seen[others]] = ParamGroup(sharing.in_order(known.fqns + group.fqns), known.options)
+        else:
+            seen[others] = len(found)
+            found.append(group)
+    return found
+
+
+def _split(model: Model, fqns: Sequence[str]) -> Iterator[list[str]]:
+    """A rank's parameters of a group, in several where they are too many."""
+    own: list[str] = []
+    size = 0
+    for fqn in fqns:
+        numel = model.masters[fqn].numel
+        if own and size + numel > MAX_GROUP_SIZE:
+            yield own
+            own, size = [], 0
+        own.append(fqn)
+        size += numel
+    yield own
+
+
+def dealt_experts(model: Model, config: Mapping[str, Any], num_ranks: int, ep_size: int | None) -> Sharing:
+    """How `ep_size` of `num_ranks` ranks share the experts of a model, if it has any; None is the source's `ep_size`.
 
     UsageError where experts do not divide, or where no engine would load them.
     """
@@ -144,7 +110,7 @@ def dealt_experts(model: Model, config: Mapping[str, Any], num_ranks: int, ep_si
     if not counts:
         if ep_size is not None:
             raise UsageError("the model has no experts of `deepspeed.moe` layers", found=f"--ep-size {ep_size}")
-        return DealtExperts(model, num_ranks, {})
+        return Sharing(model.checkpoint.path)
     if not model.is_deepspeed or not model.resumable or model.checkpoint.own_module_order:
         refuse_experts(names, config)
     sizes = _recorded_sizes(model)
@@ -165,7 +131,7 @@ def dealt_experts(model: Model, config: Mapping[str, Any], num_ranks: int, ep_si
         )
     if sizes - {size}:
         _refuse_split_groups(model)
-    return DealtExperts(model, num_ranks, counts, size, bool(config.get("use_data_before_expert_parallelism")))
+    return Sharing(model.checkpoint.path, size, counts=counts, is_in_rows=is_in_rows(config))
 
 
 def _counts(names: Sequence[str]) -> dict[str, int]:

@@ -11,19 +11,18 @@ transformer.py, `ParallelTransformerLayer.forward`): of the two only the Hub's c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError
-from ckpt.containers.sources import RankFile, Sources
-from ckpt.plan.checkpoint import Checkpoint
+from ckpt.containers.sources import RankFile
 from ckpt.plan.tensors import Shape
 from ckpt.run_folder.companions import read_config
 from converters.deepspeed import model_file
-from converters.deepspeed.autotp import Map, Slice, joined, recorded_maps
 from converters.deepspeed.pipeline.args import attributes, recorded
 from converters.deepspeed.pipeline.read import check_neox
+from converters.deepspeed.sharing import Cut, Sharing
 from converters.names.megatron.layers import Layers, is_recomputed, sequential
 from converters.names.megatron.model.splits import Split, full_shape, rank_boxes, split_of
 
@@ -45,35 +44,14 @@ _DIMS = {
 _ROW_BIASES = ("linear_proj.bias", "linear_fc2.bias")
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """How tensor parallel ranks share each tensor: as AutoTP recorded it, or as GPT-NeoX does it."""
+def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) -> Sharing | None:
+    """How the `ranks` of which there are files share tensors, if `file`, the model file of one, is GPT-NeoX's.
 
-    maps: Mapping[str, Map]
-    is_neox: bool = False
-
-
-def together(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> Checkpoint:
-    """The model that tensor parallel ranks have together; see `joined`."""
-    if not sharing.is_neox:
-        return joined(slices, sharing.maps, sources)
-    how = "as GPT-NeoX shares them"
-    if any(one.is_added for one in sharing.maps.values()):
-        how += ", biases of row parallel layers added up, as with the config's parallel residual"
-    found = joined(slices, sharing.maps, sources, how)
-    client = dict(found.state.client_state or {})
-    client["args"] = recorded(client["args"], {"tensor_model_parallel_size": 1})  # what is read are whole tensors
-    return replace(found, state=replace(found.state, client_state=client))
-
-
-def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) -> Sharing:
-    """How the `ranks` of which there are files share tensors, one of whose model files is `file`.
-
-    `folders` may have the Hub's config.  Raises what `recorded_maps` raises where the file is of neither.
+    `folders` may have the Hub's config.
     """
     args, module = attributes(file.content.get("args")), file.content.get("module")
     if "model_parallel_size" not in args or not isinstance(module, Mapping) or not all(map(sequential, module)):
-        return Sharing(recorded_maps(file, ranks))
+        return None
     size = len(ranks)
     if args["model_parallel_size"] != size or list(ranks) != list(range(size)):
         raise CorruptError(
@@ -96,7 +74,7 @@ def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) ->
             expected=f"{args['num_layers']} layers",
             found=f"{len(layers.transformers)} layers",
         )
-    maps: dict[str, Map] = {}
+    cuts: dict[str, Cut] = {}
     are_added = _are_added(folders)
     for number, held in entries.items():
         hint = "--config with the Hub's config.json of the model, whose use_parallel_residual tells it"
@@ -109,9 +87,13 @@ def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) ->
             split = split_of(canonical, gated=False) if canonical else None
             if canonical is None or split is None:
                 raise LossError("nothing is known of this entry of a layer", path=file.path, fqn=fqn)
-            known = _map(fqn, canonical, split, stored.extent.shape, size, sizes, file)
-            maps[fqn] = replace(known, is_added=bool(are_added) and canonical.endswith(_ROW_BIASES))
-    return Sharing(maps, True)
+            known = _cut(fqn, canonical, split, stored.extent.shape, size, sizes, file)
+            cuts[fqn] = replace(known, is_added=bool(are_added) and canonical.endswith(_ROW_BIASES))
+    how = "as GPT-NeoX shares them"
+    if any(one.is_added for one in cuts.values()):
+        how += ", biases of row parallel layers added up, as with the config's parallel residual"
+    client = {"args": recorded(file.content["args"], {"tensor_model_parallel_size": 1})}
+    return Sharing(file.path, size, cuts, how=how, client=client)
 
 
 def _are_added(folders: Sequence[Path]) -> bool | None:
@@ -121,7 +103,7 @@ def _are_added(folders: Sequence[Path]) -> bool | None:
     return told if isinstance(told, bool) else None
 
 
-def _map(fqn: str, canonical: str, split: Split, local: Shape, size: int, sizes: dict[str, int], file: RankFile) -> Map:
+def _cut(fqn: str, canonical: str, split: Split, local: Shape, size: int, sizes: dict[str, int], file: RankFile) -> Cut:
     """How ranks share a tensor of which each has `local`; `sizes` learns the MLP's of the first that has it."""
     shape = full_shape(split, local, size)
     dims = _DIMS.get(".".join(canonical.split(".")[-2:]), "h").split()
@@ -137,4 +119,4 @@ def _map(fqn: str, canonical: str, split: Split, local: Shape, size: int, sizes:
             found=list(local),
         )
     boxes = tuple(rank_boxes(split, shape, size, rank) for rank in range(size))
-    return Map(shape, (local,) * size, boxes, split is Split.WHOLE)
+    return Cut(shape, (local,) * size, boxes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,8 @@ from ckpt.plan.tensors import Shape, Tensor, Whole
 from ckpt.run_folder.steps import LATEST, recorded_step
 from ckpt.state.numbered import names_by_shapes
 from converters.deepspeed import model_file
-from converters.deepspeed.autoep import AutoExperts, experts_of
-from converters.deepspeed.autotp import Slice
-from converters.deepspeed.experts import Experts
+from converters.deepspeed.autoep import experts_of, routers
+from converters.deepspeed.autotp import Slice, sharing_of, together
 from converters.deepspeed.folder import (
     is_model_file,
     is_of_experts,
@@ -50,6 +49,7 @@ from converters.deepspeed.folder import (
     tensor_parallel_ranks,
 )
 from converters.deepspeed.rank_files import hyperparameters, known_structure
+from converters.deepspeed.sharing import Sharing
 
 #: What DeepSpeed calls the param groups of experts by.
 _EP_SIZE = re.compile(r"ep_size_(\d+)")
@@ -102,10 +102,8 @@ def _is_step(folder: Path) -> bool:
 def _read(path: Path, folders: Sequence[Path]) -> Checkpoint:
     ranks, sources = tensor_parallel_ranks(path), Sources()
     if not any(ranks):
-        held = _held(path, sources, 0, 1)
-        return _checkpoint(held, held.groups)
-    from converters.deepspeed.neox import sharing_of, together  # only here: most runs have no such ranks
-
+        only = _held(path, sources, 0, 1)
+        return _checkpoint(only, only.groups)
     sharing = sharing_of(_model_file(path, ranks[0], Sources()), ranks, folders)
     held = [_held(path, Sources(storages=sources.storages), rank, len(ranks)) for rank in ranks]
     is_proved = all(one.groups is not None for one in held)
@@ -130,7 +128,7 @@ class _Held:
     sources: Sources
     file: RankFile
     num_ranks: int
-    experts: Experts | AutoExperts
+    sharing: Sharing
     tensors: Mapping[Key, Tensor]
     ties: Mapping[str, str]
     optimizers: Sequence[_Numbered]
@@ -139,10 +137,10 @@ class _Held:
 
 def _held(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _Held:
     folder, file = list_step_folder(path, tp_rank), _model_file(path, tp_rank, sources)
-    experts = experts_of(folder.experts, file, sources)
+    sharing, experts = experts_of(folder.experts, file, sources)
     module, buffers = model_file.module(file, num_ranks), model_file.buffer_names(file)
     tensors: dict[Key, Tensor] = {}
-    again = experts.tied(module)
+    again = routers(file, module)
     ties = dict(again)
     owners: dict[Any, str] = {}
     for fqn, stored in module.items():
@@ -154,7 +152,7 @@ def _held(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _Held:
             role = BUFFER if fqn in buffers else WEIGHT
             tensors[fqn, role] = model_file.whole(fqn, role, stored, 0)
     tensors.update(model_file.with_replicas(tensors, again, module))
-    tensors.update(experts.tensors)
+    tensors.update(experts)
     optimizers = [_Numbered(file, file.content.get("optimizer"))]
     if sizes := optimizers[0].expert_parallel_sizes:
         name, files = "expp_rank_{}_mp_rank_00_optim_states.pt", folder.experts_optimizer
@@ -164,8 +162,8 @@ def _held(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _Held:
         sources.check_distinct((each.rank, each.path) for each in ranks)  # each has experts of its own
         optimizers = [_Numbered(each, each.need("optimizer")) for each in ranks]
     shapes = {fqn: tensor.shape for (fqn, role), tensor in tensors.items() if role == WEIGHT}
-    groups = _groups(shapes, optimizers, experts) if optimizers[0].groups else []
-    return _Held(path, sources, file, num_ranks, experts, tensors, ties, optimizers, groups)
+    groups = _groups(shapes, optimizers, sharing) if optimizers[0].groups else []
+    return _Held(path, sources, file, num_ranks, sharing, tensors, ties, optimizers, groups)
 
 
 def _checkpoint(held: _Held, groups: Sequence[_Group] | None) -> Checkpoint:
@@ -185,13 +183,13 @@ def _checkpoint(held: _Held, groups: Sequence[_Group] | None) -> Checkpoint:
     ranks = range(len(held.optimizers))
     for number in sorted({group.number for group in groups or ()}):
         parts = [_values(group, tensors, scalars, notes) for group in groups or () if group.number == number]
-        tensors |= {tensor.key: tensor for tensor in held.experts.together(parts, [ranks] * len(parts))}
+        tensors |= {tensor.key: tensor for tensor in held.sharing.together(parts, [ranks] * len(parts))}
     version, dp = (file.content.get(name) for name in ("ds_version", "dp_world_size"))
     others = {name: value for name, value in (file.content.get("optimizer") or {}).items() if name not in _TENSORS}
     state = model_file.training_state(
         file,
         others,
-        param_groups=_param_groups(groups or (), held.experts),
+        param_groups=_param_groups(groups or (), held.sharing),
         scalars=scalars,
         engine_version=version,
     )
@@ -290,9 +288,7 @@ class _Group:
                 yield fqn, role, value
 
 
-def _groups(
-    shapes: Mapping[str, Shape], optimizers: Sequence[_Numbered], experts: Experts | AutoExperts
-) -> list[_Group] | None:
+def _groups(shapes: Mapping[str, Shape], optimizers: Sequence[_Numbered], sharing: Sharing) -> list[_Group] | None:
     """The param groups of `optimizers`, by expert parallel rank: those of experts of each, the others once.
 
     None where the shapes do not prove which parameters they have, or where ranks share experts in several ways.
@@ -300,10 +296,11 @@ def _groups(
     first = optimizers[0]
     if first.expert_parallel_sizes - {len(optimizers)}:
         return None
-    found = []
+    known, found = replace(sharing, num_ranks=len(optimizers)), []
     for rank, optimizer in enumerate(optimizers):
         for of_experts in (True, False) if rank == 0 else (True,):
-            own = experts.held_by(rank if of_experts else None, len(optimizers), shapes)
+            some = {fqn: shape for fqn, shape in shapes.items() if known.is_shared(fqn) == of_experts}
+            own = known.held_by(rank, some)
             numbers = [n for n, options in enumerate(first.options) if bool(options.get("moe")) == of_experts]
             held = [optimizer.shapes(number) for number in numbers]
             names = names_by_shapes(own, held) if numbers else []
@@ -313,10 +310,10 @@ def _groups(
     return found
 
 
-def _param_groups(groups: Sequence[_Group], experts: Experts | AutoExperts) -> tuple[ParamGroup, ...]:
+def _param_groups(groups: Sequence[_Group], sharing: Sharing) -> tuple[ParamGroup, ...]:
     """Those of the whole model: what ranks have of one is one."""
     found: dict[int, list[str]] = {}
     for group in groups:
         found.setdefault(group.number, []).extend(group.fqns)
     options = groups[0].optimizer.options if groups else []
-    return tuple(ParamGroup(experts.in_order(fqns), options[number]) for number, fqns in sorted(found.items()))
+    return tuple(ParamGroup(sharing.in_order(fqns), options[number]) for number, fqns in sorted(found.items()))

@@ -38,7 +38,13 @@ from ckpt.state import adam
 from ckpt.state.adapter import is_adapter
 from converters.deepspeed import model as zero_model
 from converters.deepspeed.config import is_bf16_optimizer, is_enabled
-from converters.deepspeed.dealt_experts import DealtExperts, dealt_experts
+from converters.deepspeed.dealt_experts import (
+    dealt_experts,
+    expert_files,
+    groups_of_rank,
+    notes_on_experts,
+    without_experts,
+)
 from converters.deepspeed.layout import (
     SUB_GROUP_SIZE,
     FlatLayout,
@@ -52,6 +58,7 @@ from converters.deepspeed.layout import (
 from converters.deepspeed.layout import Part as Place
 from converters.deepspeed.model import Model
 from converters.deepspeed.options import ExpertOptions
+from converters.deepspeed.sharing import Sharing
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
@@ -68,7 +75,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
     else:
         experts = dealt_experts(model, config, num_ranks, layout.read(ExpertOptions).ep_size)
         files = _stage12_files(model, config, num_ranks, stage, experts)
-        notes = [*notes, *experts.notes]
+        notes = [*notes, *notes_on_experts(experts)]
     beside = run_companions(checkpoint, num_ranks, layout.dtype)
     _, dropped = zero_model.client_state(model)
     return Target(
@@ -361,31 +368,32 @@ def flat_groups(model: Model, config: Mapping[str, Any], num_ranks: int) -> list
 
 
 def _stage12_files(
-    model: Model, config: Mapping[str, Any], num_ranks: int, stage: int, experts: DealtExperts
+    model: Model, config: Mapping[str, Any], num_ranks: int, stage: int, experts: Sharing
 ) -> Iterator[File]:
-    of_ranks = [_rank_groups(model, config, num_ranks, experts, rank) for rank in range(experts.ep_size)]
+    of_ranks = [_rank_groups(model, config, num_ranks, experts, rank) for rank in range(experts.num_ranks)]
     root = model_root(model, config, num_ranks, [group.shapes(model) for group in of_ranks[0]], 0, stage)
-    yield from experts.files(root["module"])
-    yield "mp_rank_00_model_states.pt", experts.without(root)
-    counts = [experts.num_sharing if group.local else num_ranks for group in of_ranks[0]]
+    yield from expert_files(experts, root["module"])
+    yield "mp_rank_00_model_states.pt", without_experts(experts, root)
+    counts = [num_ranks // experts.num_ranks if group.local else num_ranks for group in of_ranks[0]]
     items = stage12_items(model, config, counts, stage)
     for rank in range(num_ranks):
-        expert_rank, place = experts.place(rank)
+        expert_rank, place = experts.place(rank, num_ranks)
         groups = of_ranks[expert_rank]
         inner = items | partitions(model, groups, [place if group.local else rank for group in groups])
         yield optimizer_file(model, config, inner, rank)
 
 
 def _rank_groups(
-    model: Model, config: Mapping[str, Any], num_ranks: int, experts: DealtExperts, expert_rank: int
+    model: Model, config: Mapping[str, Any], num_ranks: int, experts: Sharing, expert_rank: int
 ) -> list[Group]:
     """The groups of an expert parallel rank: those of experts are under the names that it has for these."""
     groups = []
-    for group in experts.groups(expert_rank):
-        names = {fqn: experts.name(fqn) for fqn in group.fqns if experts.is_expert(fqn)}
+    for group in groups_of_rank(model, experts, expert_rank):
+        names = {fqn: experts.name_on_rank(fqn) for fqn in group.fqns if experts.is_shared(fqn)}
         own = {fqn: model.masters[fqn].shape for fqn in names}
         local = {fqn: Local(names[fqn], shape, (whole(shape),)) for fqn, shape in own.items()}
-        groups.append(flat_group(model, config, group, experts.num_sharing if local else num_ranks, local))
+        count = num_ranks // experts.num_ranks if local else num_ranks
+        groups.append(flat_group(model, config, group, count, local))
     return groups
 
 

@@ -33,8 +33,8 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from converters.deepspeed import model_file
-from converters.deepspeed.autoep import AutoExperts, experts_of, recorded_experts, sharing_under_stage3
-from converters.deepspeed.autotp import Slice
+from converters.deepspeed.autoep import experts_of, routers, sharers_under_stage3, sharing_under_stage3
+from converters.deepspeed.autotp import Slice, sharing_of, together
 from converters.deepspeed.folder import (
     StepFolder,
     experts_unsupported,
@@ -45,7 +45,6 @@ from converters.deepspeed.folder import (
     tensor_parallel,
     tensor_parallel_ranks,
 )
-from converters.deepspeed.keys import AUTOEP
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from converters.deepspeed.rank_files import (
@@ -144,8 +143,6 @@ def _read_step(path: Path, config: Path | None = None) -> Checkpoint:
     ranks = tensor_parallel_ranks(path)
     if not any(ranks):
         return _read_slice(path, 0, 1).checkpoint
-    from converters.deepspeed.neox import sharing_of, together  # only here: most runs have no such ranks
-
     first = list_step_folder(path, ranks[0])
     if first.experts:
         raise experts_unsupported(str(path), " that are tensor parallel, too")
@@ -234,9 +231,9 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> None:
     assert reading.folder.model is not None
     file = reading.load(reading.folder.model, 0)
     reading.models = [file]
-    experts = experts_of(reading.folder.experts, file, reading.sources)
+    sharing, experts = experts_of(reading.folder.experts, file, reading.sources)
     module = model_file.module(file, reading.num_tensor_parallel)
-    again, buffers = experts.tied(module), model_file.buffer_names(file)
+    again, buffers = routers(file, module), model_file.buffer_names(file)
     reading.ties = model_file.ties(file) | again
     groups, num_ranks = model_file.param_shapes(file), len(inners)
     frozen = file.content.get("frozen_param_fragments") or {}
@@ -245,7 +242,7 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> None:
             role = BUFFER if fqn in buffers else WEIGHT
             reading.tensors[fqn, role] = model_file.whole(fqn, role, stored, 0)
     reading.tensors.update(model_file.with_replicas(reading.tensors, again, module))
-    reading.tensors = {**experts.tensors, **reading.tensors, **experts.tensors}  # in the order of their layers
+    reading.tensors = {**experts, **reading.tensors, **experts}  # in the order of their layers
     expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
     counts = partition_counts(inners[0])
     counts = counts if len(counts) == len(groups) else (max(counts),) * len(groups)
@@ -254,14 +251,14 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> None:
     for number, (recorded, count) in enumerate(zip(groups, counts, strict=True)):
         order: list[str] = []
         parts: list[dict[Key, Tensor]] = []
-        for ranks, shapes in experts.shared(recorded, count, num_ranks):
+        for ranks, shapes in sharing.sharers(recorded, count, num_ranks):
             dealt = model_file.is_dealt(file, inners[0])
             own = before_dealing(list(shapes), count) if dealt else list(shapes)
-            reading.own_order |= experts.in_order(own) != tuple(own)
+            reading.own_order |= sharing.in_order(own) != tuple(own)
             order += own
             parts.append(_read_flat_group(reading, number, [inners[rank] for rank in ranks], ranks, shapes))
-        reading.tensors |= {t.key: t for t in experts.together(parts, [range(num_ranks)] * len(parts))}
-        group = ParamGroup(experts.in_order(order), options[number] if number < len(options) else {})
+        reading.tensors |= {t.key: t for t in sharing.together(parts, [range(num_ranks)] * len(parts))}
+        group = ParamGroup(sharing.in_order(order), options[number] if number < len(options) else {})
         reading.param_groups += (group,)
 
 
@@ -301,42 +298,22 @@ def _read_stage3(reading: _Reading, inners: list[RankFile]) -> None:
     for model in models[1:]:
         if model_file.param_shapes(model) != sub_groups:
             raise CorruptError("ranks describe different models", **model.where, expected=f"as {file.path}")
-    experts = _experts_under_stage3(models, inners)
-    reading.ties = model_file.ties(file) | (experts.tied(module) if experts else {})
+    sharing = sharing_under_stage3(models, inners)
+    reading.ties = model_file.ties(file) | routers(file, module)
     reading.tensors |= {tensor.key: tensor for tensor in model_file.frozen(models, reading.ties)}
     _add_buffers(reading, models, buffer_names)
     expect_groups(inners, "fp32_flat_groups", len(sub_groups))
 
     natives = {fqn: stored.extent.dtype for fqn, stored in module.items()}
-    if experts is not None:  # without placeholders: in the dtype to which the engine casts all parameters
+    if sharing.cuts:  # without placeholders: in the dtype to which the engine casts all parameters
         dtypes = {dtype for fqn, dtype in natives.items() if fqn not in buffer_names}
-        natives |= dict.fromkeys(experts.maps, *dtypes) if len(dtypes) == 1 else {}
+        natives |= dict.fromkeys(sharing.cuts, *dtypes) if len(dtypes) == 1 else {}
     for number, shapes in enumerate(sub_groups):
-        if experts is None:
-            reading.tensors |= _read_sub_group(reading, number, inners, shapes, natives)
-            continue
-        groups = sharing_under_stage3(experts, models, inners, number, list(shapes))
-        if len(groups) > 1:
-            experts.check_local(shapes)
-        sharing = [[inners[rank] for rank in ranks] for ranks in groups]
-        parts = [_read_sub_group(reading, number, some, shapes, natives) for some in sharing]
-        reading.tensors |= {tensor.key: tensor for tensor in experts.together(parts, groups)}
+        groups = sharers_under_stage3(sharing, models, inners, number, shapes)
+        parts = [_read_sub_group(reading, number, [inners[r] for r in ranks], shapes, natives) for ranks in groups]
+        reading.tensors |= {tensor.key: tensor for tensor in sharing.together(parts, groups)}
     _check_placeholders(reading, module)
     reading.param_groups = _stage3_groups(inners[0], sub_groups)
-
-
-def _experts_under_stage3(models: list[RankFile], inners: list[RankFile]) -> AutoExperts | None:
-    """How ranks share experts, for a run under AutoEP."""
-    file = models[0]
-    if not file.content.get(AUTOEP):
-        if inners[0].content.get("ds_zero_partition_groups"):
-            raise experts_unsupported(inners[0].path, " (AutoEP)")
-        return None
-    num_ranks, maps = recorded_experts(file)
-    for model in models[1:]:
-        if recorded_experts(model) != (num_ranks, maps):
-            raise CorruptError("ranks describe different experts", **model.where, expected=f"as {file.path}")
-    return AutoExperts(file, num_ranks, maps, {})
 
 
 def _read_sub_group(
