@@ -65,23 +65,23 @@ def together(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> Che
         _check_alike(slices[0], other)
     check_same("step", [(each.file, each.file.content.get("global_steps")) for each in slices])
     dp = first.world_size or 1
+    # mesh of the engine: data parallel ranks of one tensor parallel rank are tp apart
+    ranks = [range(tp, dp * len(slices), len(slices)) for tp in range(len(slices))]
     computed: dict[str, Callable[[], memoryview]] = {}
     unread = Unread()
     tensors: dict[Key, Tensor] = {}
-    for fqn, role in first.tensors:
-        cut = _cut((fqn, role), slices, sharing)
-        if not cut.is_added or role in (WEIGHT, MASTER):
-            held = [one.checkpoint.tensors[fqn, role] for one in slices]
-            cut.check("a tensor parallel rank's", held, [one.file.path for one in slices])
-        if not cut.is_added:
-            # mesh of the engine: data parallel ranks of one tensor parallel rank are tp apart
-            ranks = [range(tp, dp * len(held), len(held)) for tp in range(len(held))]
-            tensors[fqn, role] = cut.joined(held, ranks)
-        elif role in (WEIGHT, MASTER):
-            tensors[fqn, role], found = added_up(held, slices[0].file.path)
+    for key in first.tensors:
+        (fqn, role), cut = key, _cut(key, slices, sharing)
+        if cut.is_added and role not in (WEIGHT, MASTER):
+            unread.add(role, "ranks add up what they have of it, and that of their sum is not known", [fqn])
+            continue
+        parts = [one.checkpoint.tensors[key] for one in slices]
+        held = cut.check("a tensor parallel rank's", parts, [one.file.path for one in slices])
+        if cut.is_added:
+            tensors[key], found = added_up(held, slices[0].file.path)
             computed |= found
         else:
-            unread.add(role, "ranks add up what they have of it, and that of their sum is not known", [fqn])
+            tensors[key] = cut.joined(held, ranks)
     config = dict(first.state.ds_config or {})
     config.pop("tensor_parallel", None)  # what is read are whole tensors
     quantized = next((method for each in slices for method in each.checkpoint.quantized.values()), None)
@@ -91,20 +91,15 @@ def together(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> Che
             path=first.path,
         )
     _check_distinct(slices, sharing, sources)
-    how, client = sharing.how, first.state.client_state
-    if sharing.client:
-        client = {**(client or {}), **sharing.client}
+    client = {**(first.state.client_state or {}), **sharing.client} or None
+    note = f"parts of {len(slices)} tensor parallel ranks are put together {sharing.how}"
     return replace(
         first,
         tensors=tensors,
         files=tuple(file for each in slices for file in each.checkpoint.files),
         world_size=dp * len(slices),
         state=replace(first.state, ds_config=config or None, client_state=client),
-        notes=(
-            *first.notes,
-            *sources.notes,
-            f"parts of {len(slices)} tensor parallel ranks are put together {how}",
-        ),
+        notes=(*first.notes, *sources.notes, note),
         computed=computed,
         unread=(*first.unread, *unread.sentences),
     )

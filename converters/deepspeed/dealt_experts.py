@@ -2,7 +2,7 @@
 
 For any number of ranks and `ep_size`, the same in all layers: with several, DeepSpeed puts the optimizer's groups into
 the order of a set of strings, which is another in each process (deepspeed 0.19.8, moe/utils.py,
-`split_params_into_different_moe_groups_for_optimizer`).  What ranks have of experts: `converters.deepspeed.experts`.
+`split_params_into_different_moe_groups_for_optimizer`).  What ranks have of experts: `converters.deepspeed.sharing`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ MAX_GROUP_SIZE = 178956971
 _PREFIX = "ep_size_"
 
 
-def notes_on_experts(sharing: Sharing) -> Iterator[str]:
+def notes(sharing: Sharing) -> Iterator[str]:
+    """What the user of the files has to know of their experts."""
     if sharing.counts:
         layers, size = len(sharing.counts), sharing.num_ranks
         yield f"experts of {layers} MoE layers are for ep_size {size}: build the model with it"
 
 
-def groups_of_rank(model: Model, sharing: Sharing, rank: int) -> Iterator[ParamGroup]:
+def groups(model: Model, sharing: Sharing, rank: int) -> Iterator[ParamGroup]:
     """The param groups of an expert parallel rank, as an engine of this `ep_size` makes them."""
     is_kept = _recorded_sizes(model) <= {sharing.num_ranks}  # the source's groups are those of such an engine
     for group in model.groups if is_kept else _whole_groups(model, sharing):
@@ -41,7 +42,7 @@ def groups_of_rank(model: Model, sharing: Sharing, rank: int) -> Iterator[ParamG
         yield from (ParamGroup(tuple(fqns), options) for fqns in ([own] if is_kept else _split(model, own)))
 
 
-def expert_files(sharing: Sharing, module: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def files(sharing: Sharing, module: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The file of each expert: its name, and its part of the whole module's state dict."""
     for layer, (begin, count) in enumerate(sharing.counts.items()):
         for number in range(count):
@@ -49,7 +50,7 @@ def expert_files(sharing: Sharing, module: Mapping[str, Any]) -> Iterator[tuple[
             yield f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt", own
 
 
-def without_experts(sharing: Sharing, root: dict[str, Any]) -> dict[str, Any]:
+def without(sharing: Sharing, root: dict[str, Any]) -> dict[str, Any]:
     """The content of the model file: without experts but for what is listed of rank 0's."""
     if not sharing.counts:
         return root
@@ -100,7 +101,7 @@ def _split(model: Model, fqns: Sequence[str]) -> Iterator[list[str]]:
     yield own
 
 
-def dealt_experts(model: Model, config: Mapping[str, Any], num_ranks: int, ep_size: int | None) -> Sharing:
+def sharing_of(model: Model, config: Mapping[str, Any], num_ranks: int, ep_size: int | None) -> Sharing:
     """How `ep_size` of `num_ranks` ranks share the experts of a model, if it has any; None is the source's `ep_size`.
 
     UsageError where experts do not divide, or where no engine would load them.

@@ -36,15 +36,9 @@ from ckpt.plan.tensors import Box, FlatRange, Shape, Tensor, flat_regions, whole
 from ckpt.run_folder.carried import run_companions
 from ckpt.state import adam
 from ckpt.state.adapter import is_adapter
+from converters.deepspeed import dealt_experts
 from converters.deepspeed import model as zero_model
 from converters.deepspeed.config import is_bf16_optimizer, is_enabled
-from converters.deepspeed.dealt_experts import (
-    dealt_experts,
-    expert_files,
-    groups_of_rank,
-    notes_on_experts,
-    without_experts,
-)
 from converters.deepspeed.layout import (
     SUB_GROUP_SIZE,
     FlatLayout,
@@ -73,9 +67,9 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
     if stage == 3:
         files = _stage3_files(model, config, num_ranks)
     else:
-        experts = dealt_experts(model, config, num_ranks, layout.read(ExpertOptions).ep_size)
+        experts = dealt_experts.sharing_of(model, config, num_ranks, layout.read(ExpertOptions).ep_size)
         files = _stage12_files(model, config, num_ranks, stage, experts)
-        notes = [*notes, *notes_on_experts(experts)]
+        notes = [*notes, *dealt_experts.notes(experts)]
     beside = run_companions(checkpoint, num_ranks, layout.dtype)
     _, dropped = zero_model.client_state(model)
     return Target(
@@ -372,8 +366,8 @@ def _stage12_files(
 ) -> Iterator[File]:
     of_ranks = [_rank_groups(model, config, num_ranks, experts, rank) for rank in range(experts.num_ranks)]
     root = model_root(model, config, num_ranks, [group.shapes(model) for group in of_ranks[0]], 0, stage)
-    yield from expert_files(experts, root["module"])
-    yield "mp_rank_00_model_states.pt", without_experts(experts, root)
+    yield from dealt_experts.files(experts, root["module"])
+    yield "mp_rank_00_model_states.pt", dealt_experts.without(experts, root)
     counts = [num_ranks // experts.num_ranks if group.local else num_ranks for group in of_ranks[0]]
     items = stage12_items(model, config, counts, stage)
     for rank in range(num_ranks):
@@ -388,10 +382,9 @@ def _rank_groups(
 ) -> list[Group]:
     """The groups of an expert parallel rank: those of experts are under the names that it has for these."""
     groups = []
-    for group in groups_of_rank(model, experts, expert_rank):
-        names = {fqn: experts.name_on_rank(fqn) for fqn in group.fqns if experts.is_shared(fqn)}
-        own = {fqn: model.masters[fqn].shape for fqn in names}
-        local = {fqn: Local(names[fqn], shape, (whole(shape),)) for fqn, shape in own.items()}
+    for group in dealt_experts.groups(model, experts, expert_rank):
+        shapes = {fqn: model.masters[fqn].shape for fqn in group.fqns if experts.is_shared(fqn)}
+        local = {fqn: Local(experts.name_on_rank(fqn), shape, (whole(shape),)) for fqn, shape in shapes.items()}
         count = num_ranks // experts.num_ranks if local else num_ranks
         groups.append(flat_group(model, config, group, count, local))
     return groups

@@ -13,6 +13,7 @@ import torch
 from ckpt import api
 from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Layout
+from converters.deepspeed.sharing import Sharing
 from tests.support.describing import content
 from tests.support.engines import Truth
 from tests.support.stored import stored
@@ -36,6 +37,20 @@ def test_equals_what_the_live_engine_held(fixtures: Path, name: str) -> None:
     grouped = [fqn for group in checkpoint.state.param_groups for fqn in group.fqns]
     assert sorted(grouped) == sorted(trained)
     assert set(checkpoint.state.scalars["step"]) == set(trained)
+
+
+@pytest.mark.parametrize("is_in_rows", [False, True])
+@pytest.mark.parametrize(("num_ranks", "world_size"), [(1, 3), (2, 4), (4, 4), (4, 8)])
+def test_every_expert_has_one_rank_and_every_rank_one_place(num_ranks: int, world_size: int, is_in_rows: bool) -> None:
+    known = Sharing("", num_ranks, counts={EXPERT.split("{}")[0]: 8}, is_in_rows=is_in_rows)
+    places = [known.place(rank, world_size) for rank in range(world_size)]
+    assert places == sorted(places) or not is_in_rows
+    assert all(known.holders(own, world_size)[place] == rank for rank, (own, place) in enumerate(places))
+    for number in range(8):
+        fqn = EXPERT.format(number, "up.weight")
+        (rank,) = [rank for rank in range(num_ranks) if known.held_by(rank, {fqn: (6, 5)})]
+        assert rank == known.rank_of(fqn) == number * num_ranks // 8
+        assert known.name_in_model(known.name_on_rank(fqn), rank) == fqn
 
 
 def test_groups_of_experts_are_in_the_order_of_the_model(fixtures: Path) -> None:

@@ -640,7 +640,7 @@ def test_a_plain_read_imports_neither_neox_nor_pipelines_nor_megatron(fixtures: 
         "ZERO0.read(Path(sys.argv[1]), ReadRequest())\n"
         "print([name for name in sys.modules if re.search('neox|pipeline|megatron', name)])\n"
     )
-    names = ("toy-zero0", *TOYS, "experts-zero1", "autoep-zero3")
+    names = ("toy-zero0", *TOYS, "experts-zero1", "autoep-zero3", "autotp-zero1")
     steps = [str(fixtures / name / "global_step2") for name in names]
     done = subprocess.run([sys.executable, "-c", code, *steps], check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"
