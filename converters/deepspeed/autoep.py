@@ -6,7 +6,7 @@ A rank has the experts of a layer in three tensors, `{module}.experts.w1` to `w3
 layer's experts these are is recorded in the model files, for each layer and tensor: `ds_autoep_layers`, in the way in
 which AutoTP records it (`converters.deepspeed.autotp`).  Under stages 0 to 2 each expert's matrices are in a file of
 their own, E counting on from rank to rank; the optimizer has flat buffers for what one expert parallel rank has, which
-the same data parallel ranks share as with DeepSpeed-MoE (`converters.deepspeed.experts`).  Under stage 3 there are no
+the same data parallel ranks share as with DeepSpeed-MoE (`converters.deepspeed.sharing`).  Under stage 3 there are no
 such files, and each rank's optimizer file says which ranks share a buffer, `ds_zero_partition_groups`.
 
 A layer's router is in the module a second time, under the name that transformers' block has for it.

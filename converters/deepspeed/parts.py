@@ -1,4 +1,4 @@
-"""A tensor of which tensor parallel ranks have parts, put together of them: arithmetic over boxes and extents."""
+"""A tensor of which ranks have parts, put together of them: arithmetic over boxes and extents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A tensor of which each tensor parallel rank has a part."""
+    """A tensor of which each tensor or expert parallel rank has a part."""
 
     parts: tuple[Part, ...]
 
