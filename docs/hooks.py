@@ -1,11 +1,11 @@
 """What `mkdocs build` takes from the repository instead of having it written twice (see `hooks` in mkdocs.yml).
 
-- `<!-- README: Formats -->` on a page is that section of the README.
+- `<!-- README: Speed and memory -->` on a page is that section of the README.
 - `<!-- made: architectures -->` is the table that `MADE["architectures"]` makes of the code.
 - CONTRIBUTING.md and CHANGELOG.md are pages.
 - Links go on to where their files are on the site. One to another file of the repository becomes the name of that file;
   one to nothing is left as it is, and `--strict` names it.
-- A page of docs/ that the nav does not name stands in its section Guides.
+- A page of docs/ that the nav does not name stands in its section How-to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 FOLDERS = {"examples": "examples.md"}
 COPIED = ("CONTRIBUTING.md", "CHANGELOG.md")
-OTHERS = "Guides"
+OTHERS = "How-to"
 _LINK = re.compile(r"\[([^]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")
 _MARK = re.compile(r"^<!-- (README|made): (.+) -->$", re.MULTILINE)
 
@@ -34,14 +34,14 @@ _MARK = re.compile(r"^<!-- (README|made): (.+) -->$", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Every page of docs/ that is named nowhere in the nav comes last in Guides."""
+    """Every page of docs/ that is named nowhere in the nav comes last in How-to."""
     assert config.nav is not None
     named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
     docs = Path(config.docs_dir)
     for path in sorted(docs.rglob("*.md")):
         if (name := path.relative_to(docs).as_posix()) not in named:
-            guides = next(section[OTHERS] for section in config.nav if OTHERS in section)
-            guides.append(name)
+            how_to = next(section[OTHERS] for section in config.nav if OTHERS in section)
+            how_to.append(name)
     return config
 
 

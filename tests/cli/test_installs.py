@@ -19,13 +19,15 @@ from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 import ckpt
 from tests.support.engines import REPOSITORY
 from tests.support.environments import environment
+from tests.support.pages import commands
 
 pytestmark = pytest.mark.slow
 
+README = (REPOSITORY / "README.md").read_text()
 COMMANDS = [
-    line.split("#")[0].strip().removeprefix("$ ")
-    for line in (REPOSITORY / "README.md").read_text().splitlines()
-    if re.match(r" {4}(\$ )?ckpt (?!.*\d\.\d\d +\d)", line)  # without the rows of the tables of times
+    *(one.text for one in commands(README) if one.text.startswith("ckpt ")),
+    *re.findall(r"^\|.*\| `(ckpt .+)` \|$", README, re.MULTILINE),
+    "ckpt verify --loads outputs-merged",
 ]
 #: What an environment has beside the base package, and the commands that need more.
 INSTALLED = {"base": (), "torch": ("torch",)}
@@ -37,7 +39,7 @@ LACKING = {"base": (NEEDS_TORCH, NEEDS_TRANSFORMERS), "torch": (NEEDS_TRANSFORME
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the commands name: runs, a model, and a Megatron run of it."""
     place = tmp_path_factory.mktemp("readme")
-    for name in ("outputs", "demo-outputs"):
+    for name in ("outputs", "demo-outputs", "fixtures/moe-zero3"):
         shutil.copytree(REPOSITORY / "fixtures" / "moe-zero3", place / name)
     shutil.copytree(REPOSITORY / "fixtures" / "lora-zero3", place / "lora" / "outputs")
     torch.manual_seed(3)

@@ -1,8 +1,9 @@
-"""The README says what is so: its format table, its commands and its options."""
+"""The README shows what `ckpt` prints, and the options and formats that README and docs name exist."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,18 @@ from pathlib import Path
 import pytest
 
 from ckpt import registry
+from tests.support.commands import ckpt_in_order
+from tests.support.pages import commands, differences
 
 REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
 README = (REPOSITORY / "README.md").read_text()
 
 
 def test_the_table_of_formats_is_the_registry() -> None:
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in README.splitlines() if line.startswith("| `")]
+    lines = (DOCS / "formats.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
+    rows = [row for row in rows if len(row) == 6]
     listed = {name: row for row in rows for name in re.findall(r"`([\w-]+)`", row[0])}
     assert set(listed) == {*registry.names(), *registry.ALIASES}
     for name, row in listed.items():
@@ -32,15 +38,31 @@ def test_every_option_that_is_mentioned_exists(command: str) -> None:
     words = [sys.executable, "-m", "ckpt", command, "--help"]
     known = subprocess.run(words, capture_output=True, text=True, check=True)
     options = set(re.findall(r"(--[a-z][a-z-]+)", known.stdout))
-    lines = [line for line in README.splitlines() if line.strip().startswith((f"ckpt {command}", f"$ ckpt {command}"))]
+    text = "\n".join(path.read_text() for path in (REPOSITORY / "README.md", DOCS / "limits.md"))
+    lines = re.findall(rf"(?:^    (?:\$ )?|`)(ckpt {command}\b[^`\n]*)", text, re.MULTILINE)
     used = {option for line in lines for option in re.findall(r"(--[a-z][a-z-]+)", line.split("#")[0])}
     assert used <= options
+
+
+def test_it_is_short_and_shows_a_picture_first() -> None:
+    assert len(README.splitlines()) <= 150
+    pictures = re.findall(r"^!\[[^]]+\]\((.+)\)$", README, re.MULTILINE)
+    assert pictures and (REPOSITORY / pictures[0]).is_file()
+    assert README.index(pictures[0]) < README.index("\n## ")
+
+
+def test_a_command_on_a_fixture_prints_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    (command,) = [one for one in commands(README) if one.heading == "See it in a second"]
+    done = ckpt_in_order(*shlex.split(command.text)[1:])
+    assert done.code == 0
+    assert not differences(command.printed or [], done.out + done.err)
 
 
 def test_what_it_depends_on_is_what_is_required() -> None:
     required = re.search(
         r"^dependencies = \[\n(.*?)^\]", (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL
     )
-    said = re.search(r"It depends on\n(.*?)\.", README, re.DOTALL)
+    said = re.search(r"It depends on\n(.*?)\.", (DOCS / "index.md").read_text(), re.DOTALL)
     assert required is not None and said is not None
     assert re.findall(r'"([\w-]+)', required[1]) == re.findall(r"[\w-]+", said[1].replace(" and ", ", "))

@@ -56,13 +56,14 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "performance": {"": RUN},
     "picture": {"": {"toy-zero3": "outputs"}, "Checkpoints that are damaged": {"dcp-fsdp2/step-2": "step-2"}},
     "resume": {"": {"megatron-dist-flattened": "run", "moe-zero3": "outputs"}},
+    "verify": {"": RUN},
 }
-#: A section whose commands tests/engines/test_trainer_recipe.py runs.
-ELSEWHERE = {("hf-trainer-resume", "Tried")}
+#: Sections whose commands tests/engines/test_trainer_recipe.py and tests/train/test_demo.py run.
+ELSEWHERE = {("hf-trainer-resume", "Tried"), ("resume", "From 2 ranks to 3")}
 #: Blocks that show what is printed and are not compared here, by page and heading: the test that compares them.
 COMPARED = {
-    ("README", "What a conversion looks like"): "tests/train/test_demo.py",
-    ("README", "Merging LoRA"): "tests/train/test_demo.py",
+    ("README", "See it in a second"): "tests/cli/test_readme.py",
+    ("README", "Demo"): "tests/train/test_demo.py",
     ("README", "Speed and memory"): "tests/benchmarks/test_benchmarks.py",
     ("check", ""): "tests/check/test_check.py",
     ("estimate", ""): "tests/estimate/test_estimate.py",
@@ -70,8 +71,10 @@ COMPARED = {
     ("estimate", "Beside published runs"): "tests/estimate/test_published.py",
     ("hf-trainer-resume", ""): "tests/engines/test_trainer_recipe.py",
     ("hf-trainer-resume", "Tried"): "tests/engines/test_trainer_recipe.py",
+    ("merge-lora", "A run under ZeRO-3"): "tests/train/test_demo.py",
     ("operations", "Spikes"): "tests/engines/test_operations.py",
     ("operations", "A resume that is checked"): "tests/engines/test_operations.py",
+    ("resume", "From 2 ranks to 3"): "tests/train/test_demo.py",
     ("resume", "The bundled trainer"): "tests/train/test_resume_page.py",
     ("resume", "How close the losses are"): "tests/engines/test_resume.py",
     ("resume", "How close the losses are with Megatron"): "tests/engines/test_megatron_resume.py",

@@ -1,4 +1,4 @@
-"""`make demo`, and what else the README shows of the bundled trainer, prints what the README says."""
+"""`make demo` prints what README.md shows; other runs of the bundled trainer print what pages of docs/ show."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tests.support.pages import blocks, commands, differences
 pytestmark = pytest.mark.slow
 
 README = (REPOSITORY / "README.md").read_text()
+#: Sections that show commands on other runs, and the folder that they start in.
+SECTIONS = {("resume.md", "From 2 ranks to 3"): ".", ("merge-lora.md", "A run under ZeRO-3"): "lora"}
 
 
 def printed(command: list[str], folder: Path) -> str:
@@ -33,22 +35,24 @@ def test_the_demo(tmp_path: Path) -> None:
 
 
 def test_what_is_shown_of_other_runs(tmp_path: Path) -> None:
-    """A run on 2 ranks that goes on on 3, and a LoRA run: the README shows no command that trains them."""
+    """A run on 2 ranks that goes on on 3, and a LoRA run: the pages show no command that trains them."""
     job = {"strategy": "zero3", "model": "llama"}
     (tmp_path / "lora").mkdir()
     lora = job | {"steps": 3, "lora": 4, "output": str(tmp_path / "lora" / "outputs")}
     launch([job | {"steps": 2, "output": str(tmp_path / "outputs")}, lora], 2, tmp_path)
-    sections = {"What a conversion looks like": tmp_path, "Merging LoRA": tmp_path / "lora"}
     known = [
-        one for one in commands(README) if one.heading in sections and one.printed and "demo-outputs" not in one.text
+        (command, tmp_path / folder)
+        for (page, heading), folder in SECTIONS.items()
+        for command in commands((REPOSITORY / "docs" / page).read_text())
+        if command.heading == heading
     ]
     assert len(known) == 4
-    for command in known:
+    for command, folder in known:
         words = shlex.split(command.text)
         if words[0] == "ckpt":
             start = [sys.executable, "-m", *words]
         else:  # on ranks that are forked, and begin sooner
             assert command.text.startswith("python -m torch.distributed.run --nproc-per-node 3 -m train --")
             start = forked([(3, "train.__main__", words[7:])], ["train.engines.zero"])
-        different = differences(command.printed or [], printed(start, sections[command.heading]))
+        different = differences(command.printed or [], printed(start, folder))
         assert not different, f"{command.text}\n{different}"
