@@ -3,6 +3,8 @@
 - `<!-- README: Speed and memory -->` on a page is that section of the README.
 - `<!-- made: architectures -->` is the table that `MADE["architectures"]` makes of the code.
 - CONTRIBUTING.md and CHANGELOG.md are pages.
+- Each command has a page in `commands/`: its help.
+- Lines of a Japanese page are joined without a space where neither side is of another script.
 - Links go on to where their files are on the site. One to another file of the repository becomes the name of that file;
   one to nothing is left as it is, and `--strict` names it.
 - A page of docs/ that the nav does not name stands in its section How-to.
@@ -11,6 +13,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import posixpath
 import re
 from collections.abc import Callable, Mapping
@@ -26,7 +30,28 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 FOLDERS = {"examples": "examples.md"}
 COPIED = ("CONTRIBUTING.md", "CHANGELOG.md")
 OTHERS = "How-to"
+COMMANDS = "Reference"
+#: The page that tells more about a command.
+GUIDES = {
+    "convert": "formats.md",
+    "resume": "resume.md",
+    "mount": "views.md",
+    "merge-lora": "merge-lora.md",
+    "push": "merge-lora.md",
+    "inspect": "command-line.md",
+    "check": "check.md",
+    "verify": "verify.md",
+    "hash": "verify.md",
+    "estimate": "estimate.md",
+    "formats": "formats.md",
+}
 _LINK = re.compile(r"\[([^]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")
+#: Line ends of Japanese text that are no spaces: between two of its letters, or beside its punctuation.
+_LINE_END = re.compile(
+    r"(?<=[、-ヿ一-鿿])\n *(?=[、-ヿ一-鿿])"
+    r"|(?<=[、。」])\n *(?=\S)(?!([-*|#>]+|\d+\.) |```)"
+    r"|(?<=\S)\n *(?=[、。」])"
+)
 _MARK = re.compile(r"^<!-- (README|made): (.+) -->$", re.MULTILINE)
 
 
@@ -34,8 +59,10 @@ _MARK = re.compile(r"^<!-- (README|made): (.+) -->$", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Every page of docs/ that is named nowhere in the nav comes last in How-to."""
+    """Add pages to the nav: those of the commands to Reference, and to How-to each one that is named nowhere."""
     assert config.nav is not None
+    reference = next(section[COMMANDS] for section in config.nav if COMMANDS in section)
+    reference.append({"Each command": [{f"ckpt {name}": f"commands/{name}.md"} for name in GUIDES]})
     named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
     docs = Path(config.docs_dir)
     for path in sorted(docs.rglob("*.md")):
@@ -48,11 +75,15 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in COPIED:
         files.append(File.generated(config, PAGES[name], content=(ROOT / name).read_text("utf-8")))
+    for name in GUIDES:
+        files.append(File.generated(config, f"commands/{name}.md", content=command_page(name)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = page.file.src_uri
+    if here.startswith("ja/"):
+        markdown = joined(markdown)
     copied = {PAGES[name]: name for name in COPIED}
     markdown = relinked(markdown, copied.get(here, f"docs/{here}"), here)
 
@@ -66,6 +97,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     is_japanese = page.file.src_uri.startswith("ja/")
     return output.replace('<html lang="en"', '<html lang="ja"', 1) if is_japanese else output
+
+
+def joined(markdown: str) -> str:
+    """Japanese text without the line ends that a browser would show as spaces inside its words."""
+    return _LINE_END.sub("", markdown)
 
 
 def relinked(markdown: str, written_in: str, shown_in: str) -> str:
@@ -120,6 +156,17 @@ def examples() -> str:
         code = source[source.index('"""', 3) + 3 :].strip()
         shown.append(f"## {title.rstrip('.')}\n\n`examples/{path.name}`\n\n{about.strip()}\n\n```python\n{code}\n```")
     return "\n\n".join(shown)
+
+
+def command_page(name: str) -> str:
+    """The help of a command as a page."""
+    from ckpt.cli import app
+
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        app([name, "--help"], prog_name="ckpt")
+    more = f"More about it: [{GUIDES[name].removesuffix('.md')}](../{GUIDES[name]}). [Exit codes](../exit-codes.md)."
+    return f"# ckpt {name}\n\n```text\n{shown.getvalue().strip()}\n```\n\n{more}\n"
 
 
 #: By the name that stands behind `made:` on a page.

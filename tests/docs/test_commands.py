@@ -86,6 +86,8 @@ NOT_COMPARED = {
     ("out-of-memory", ""),  # torch's error
     ("out-of-memory", "TRL on several nodes under Slurm"),  # a command alone
     ("CONTRIBUTING", "The house"),
+    ("out-of-memory", ""),  # an error of torch's
+    ("out-of-memory", "TRL on several nodes under Slurm"),
     ("new-architecture", "The table"),
     ("new-architecture", "The test"),
 }

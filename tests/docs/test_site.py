@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -11,11 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import typer
+from typer.core import TyperGroup
 
 import ckpt
 from ckpt import errors
+from ckpt.cli import app
 from converters.names.hub.composites import COMPOSITES
 from converters.names.hub.families import FAMILIES
+from tests.support.commands import ckpt as ckpt_command
 from tests.support.engines import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -90,6 +95,13 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert {f"ckpt.{name}" for name in ckpt.__all__ if name != "__version__"} <= named
 
 
+def test_the_reference_shows_no_constructor_that_only_ckpt_calls(site: Path) -> None:
+    returned = text(site, "api.md").partition("What they return")[2]
+    assert "OpenCheckpoint" in returned and "LazyTensor" in returned
+    classes = "OpenCheckpoint|LazyTensor|Checkpoint|Conversion|Report|Result|Checked"
+    assert not re.findall(rf"^(?:{classes})\(", returned, re.MULTILINE)
+
+
 def test_the_table_of_architectures_is_the_code(site: Path) -> None:
     rows = re.findall(
         r"<td><code>(\w+)</code></td>\s*<td><code>(\w+)</code></td>\s*<td>(\w*)</td>", html(site, "architectures.md")
@@ -128,6 +140,15 @@ def test_a_page_in_japanese_has_the_blocks_of_the_english_one(site: Path) -> Non
         assert re.search(r"[ぁ-ん]", text(site, f"ja/{page}"))
 
 
+def test_the_readme_in_japanese_has_the_blocks_of_the_english_one() -> None:
+    english, japanese = ((REPOSITORY / name).read_text() for name in ("README.md", "README.ja.md"))
+    assert blocks(english) == blocks(japanese)
+    assert prose(english).code == prose(japanese).code
+    assert prose(english).numbers <= prose(japanese).numbers
+    links = re.findall(r"\]\(([^)#]+)", japanese)
+    assert links and all((REPOSITORY / link).exists() for link in links)
+
+
 def blocks(page: str) -> list[str]:
     return re.findall(r"^(?:    [^\n]+\n)+|^```.*?^```", page, re.MULTILINE | re.DOTALL)
 
@@ -153,3 +174,54 @@ def test_what_was_never_run_is_said() -> None:
         assert "test suite" in said, path.name
         if re.search(r"^    (?:\$ )?(vllm|accelerate|axolotl|torchrun) ", path.read_text(), re.MULTILINE):
             assert "not been run" in said, path.name
+
+
+def test_every_command_has_a_page_of_its_help(site: Path) -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup) and group.commands
+    for name in group.commands:
+        page = text(site, f"commands/{name}.md")
+        shown = ckpt_command(name, "--help").out
+        assert shown.strip() in page, name
+        assert f'href="commands/{name}/"' in html(site, "index.md"), name
+
+
+def test_a_japanese_page_has_no_spaces_inside_words(site: Path) -> None:
+    names: dict[str, Any] = {"__name__": "hooks", "__file__": str(DOCS / "hooks.py")}
+    exec(compile((DOCS / "hooks.py").read_text(), "hooks.py", "exec"), names)
+    for written, expected in (
+        ("学習\nした", "学習した"),
+        ("- 学習\n  した", "- 学習した"),
+        ("見る。\n`ckpt` は", "見る。`ckpt` は"),
+        ("`ckpt`\nは bit\n単位", "`ckpt`\nは bit\n単位"),
+        ("見る。\n\n次", "見る。\n\n次"),
+        ("| 表。 |\n| 表 |", "| 表。 |\n| 表 |"),
+        ("- 一つ。\n- 二つ。\n1. 三つ", "- 一つ。\n- 二つ。\n1. 三つ"),
+    ):
+        assert names["joined"](written) == expected
+    letter = "[ぁ-ヿ一-鿿、。]"
+    for path in (DOCS / "ja").rglob("*.md"):
+        page = html(site, path.relative_to(DOCS).as_posix())
+        paragraphs = re.findall(r"<p>.*?</p>|<li>.*?</li>", page[page.index("<article") :], re.DOTALL)
+        assert any(re.search(letter, paragraph) for paragraph in paragraphs)
+        assert not [one for one in paragraphs if re.search(rf"{letter}\n *{letter}", one)], path
+
+
+def test_every_message_on_the_page_of_errors_is_in_the_code() -> None:
+    constants = [
+        node.value
+        for room in ("ckpt", "converters")
+        for path in (REPOSITORY / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    messages = re.findall(r"^\| `(.+?)` \|", (DOCS / "errors.md").read_text(), re.MULTILINE)
+    assert len(messages) > 30
+    for message in messages:
+        for piece in filter(None, (piece.strip(" ") for piece in message.split("..."))):
+            assert any(piece in constant for constant in constants), message
+
+
+def test_the_groups_of_the_page_of_errors_are_the_exit_codes() -> None:
+    codes = re.findall(r"^## (\d+):", (DOCS / "errors.md").read_text(), re.MULTILINE)
+    assert {int(code) for code in codes} == {kind.exit_code for kind in errors.CkptError.__subclasses__()} | {70}
