@@ -62,7 +62,7 @@ def without(sharing: Sharing, root: dict[str, Any]) -> dict[str, Any]:
     kept |= dict.fromkeys(("frozen_param_shapes", "frozen_param_fragments"), is_of_first)
     found = dict(root)
     for entry, is_kept in kept.items():
-        value = root[entry]
+        value = root.get(entry)
         if isinstance(value, Mapping):
             found[entry] = StoredDict("OrderedDict", (item for item in value.items() if is_kept(item[0])))
         elif value is not None:

@@ -147,7 +147,10 @@ def model_root(
         "frozen_param_fragments": fragments,
     }
     client, _ = zero_model.client_state(model)
-    return common_root(model, config, num_ranks, param_shapes, own=own) | client
+    root = common_root(model, config, num_ranks, param_shapes, own=own) | client
+    if not (model.resumable or any(model.states.values())):  # of weights alone nothing tells which will be frozen
+        del root["frozen_param_shapes"], root["frozen_param_fragments"]
+    return root
 
 
 def common_root(

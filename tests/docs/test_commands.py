@@ -83,8 +83,6 @@ COMPARED = {
 #: And those that nobody can print again, which the page says, and blocks that are no terminal.
 NOT_COMPARED = {
     ("training", "Slurm"),  # the steps at which a job was stopped are others in every run
-    ("out-of-memory", ""),  # torch's error
-    ("out-of-memory", "TRL on several nodes under Slurm"),  # a command alone
     ("CONTRIBUTING", "The house"),
     ("out-of-memory", ""),  # an error of torch's
     ("out-of-memory", "TRL on several nodes under Slurm"),
