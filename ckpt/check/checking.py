@@ -288,6 +288,8 @@ def _check_one(
     checkpoint = usable = None
     own = _own_formats(place, format, others)
     try:
+        if place != root and _DEEPSPEED_STEP.fullmatch(place.name):  # its files are the run's, in which it lies
+            confined(root, str(place.relative_to(root)))
         checkpoint = api.open(place, next(own, format))
         problems += _damaged_tensors(checkpoint)
         problems += _of_two_saves(checkpoint)

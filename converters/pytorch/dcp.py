@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError
+from ckpt.base.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError
 from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
@@ -47,7 +47,7 @@ from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from converters.names.options import NameOptions
 from converters.names.registered import registered_shapes
 from converters.names.transformers.ties import tied_names
-from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, find_folder, other_models, parts, run_folders
+from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, SHARD, find_folder, other_models, parts, run_folders
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand
 from converters.pytorch.local_state import read_local
 from converters.pytorch.optimizer_states import OptimizerStates
@@ -190,14 +190,25 @@ class _Reading:
     # -- DCP's safetensors files ---------------------------------------------------------------------------------
 
     def shards(self, folder: Path, names: tuple[str, ...]) -> None:
-        """Add what files written by `HuggingFaceStorageWriter` hold."""
+        """Add what files written by `HuggingFaceStorageWriter` hold.
+
+        A rank may leave out a file of the index, in which it has nothing, but not all of them.
+        """
+        ranks, numbers, counts = zip(*(map(int, SHARD.findall(name)[0]) for name in names), strict=True)
+        if missing := sorted({*range(1, max(counts) + 1)} - {*numbers}):
+            raise IncompleteError(
+                "files of safetensors are missing",
+                path=folder,
+                expected=f"shard-...-model-{missing[0]:05d}-of-{max(counts):05d}.safetensors, of some rank",
+                found=f"{len(names)} files, of {max(counts) - len(missing)} of {max(counts)} numbers",
+            )
         for tensor in read_shards(folder, names):
             source = self.data.source(tensor.dtype, tensor.shape, tensor.placed)
             stored = _Stored(tensor.fqn, tensor.dtype, tensor.shape, source, tensor.path)
             self.leaves.append((("model", tensor.fqn), stored))
         for name in names:
             self.data.add_file(str(folder / name))
-            self.data.ranks = max(self.data.ranks, int(name.split("-")[1]))
+        self.data.ranks = max(self.data.ranks, *ranks)
         self.notes.append(
             "safetensors files of DCP record neither the shapes of whole tensors nor the number of ranks: "
             "that the last rank's file is missing would not be noticed"

@@ -29,3 +29,4 @@ def test_a_folder_that_is_a_link(case: str, fixtures: Path, tmp_path: Path) -> N
     folder.symlink_to(tmp_path / "elsewhere")
     assert ckpt("convert", "auto", "dcp", tmp_path / "run", "-o", tmp_path / "out").code == code
     assert (tmp_path / "out").exists() == (code == 0)
+    assert (ckpt("check", tmp_path / "run").code == 0) == (code == 0)

@@ -531,6 +531,18 @@ def test_transformed_data(step: Path) -> None:
     assert "stream.zstd" in str(error)
 
 
+def test_a_missing_file_of_an_index_of_shards(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    weights = trained()[0].state_dict()
+    files = {fqn: 1 + number % 2 for number, fqn in enumerate(weights)}
+    writer = HuggingFaceStorageWriter(str(tmp_path / "step"), files, save_distributed=True)
+    dcp.save(weights, storage_writer=writer, no_dist=True)
+    (tmp_path / "step/shard-00001-model-00002-of-00002.safetensors").unlink()
+    assert "1 of 2 numbers" in str(refused(tmp_path / "step"))
+
+
 def test_absurd_shapes_and_paths(step: Path) -> None:
     def grow(metadata: Any) -> None:
         chunk = metadata.state_dict_metadata["model.down.weight"].chunks[0]

@@ -11,6 +11,7 @@ import torch
 
 import ckpt
 from ckpt.containers.torchfile import read as torchfile
+from ckpt.plan.checkpoint import Layout
 from converters.deepspeed.keys import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_STATE
 from tests.support.building import write_stage2, write_stage3
 
@@ -35,6 +36,16 @@ def test_what_deepspeed_writes_is_in_the_table(fixtures: Path, toy: str) -> None
 def test_what_is_written_is_in_the_table(fixtures: Path, tmp_path: Path, target: str) -> None:
     ckpt.plan(ckpt.open(fixtures / "lora-zero3"), target).run(tmp_path / "out")
     assert_known(tmp_path / "out")
+
+
+@pytest.mark.parametrize("target", ["zero2", "zero3"])
+def test_weights_alone_record_no_frozen_parameters(fixtures: Path, tmp_path: Path, target: str) -> None:
+    """The engine takes no dict that lacks one that it will freeze (engine.py, `load_module_state_dict`)."""
+    ckpt.plan(ckpt.open(fixtures / "trl-zero3/outputs/qwen3-sft"), "hf").run(tmp_path / "model")
+    ckpt.plan(ckpt.open(tmp_path / "model"), target, Layout(world_size=2)).run(tmp_path / "out")
+    (path, *_) = (tmp_path / "out").rglob("*_model_states.pt")
+    assert torchfile.read(path).root.keys() & {"frozen_param_shapes", "frozen_param_fragments"} == set()
+    assert not any("frozen" in note for note in ckpt.open(tmp_path / "out").notes)
 
 
 @pytest.mark.parametrize("write", [write_stage2, write_stage3])
