@@ -14,6 +14,7 @@ from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, 
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, scheme_of
 from ckpt.move.files import check_destination, is_filled, lies_in
+from ckpt.move.listing import listed_once
 from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,
@@ -251,6 +252,7 @@ class Conversion:
         return files
 
 
+@listed_once()
 def plan(
     checkpoint: Checkpoint, to: str, layout: Layout | None = None, resources: Resources | None = None
 ) -> Conversion:

@@ -34,6 +34,7 @@ from ckpt.check.files import (
     relative,
 )
 from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.listing import listed_once
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.not_read import STATE, not_read
 from ckpt.run_folder.opening import AUTO, is_run
@@ -274,6 +275,7 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
         yield Problem(INCOMPLETE, place.name, "it was being written: it never got its name")
 
 
+@listed_once()
 def _check_one(
     place: Path,
     root: Path,

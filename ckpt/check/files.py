@@ -31,6 +31,7 @@ from ckpt.containers.safetensors import read_header
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.weights import MAX_INDEX, parse_index
 from ckpt.move.files import confined
+from ckpt.move.listing import names_in
 from ckpt.move.source import Seekable, open_stream, read_file
 from ckpt.run_folder.companions import MAX_JSON, parse_json, read_json
 
@@ -78,7 +79,7 @@ def files_below(folder: Path, without: Iterable[Path] = ()) -> list[Path]:
     left_out = set(without)
 
     def walk(place: Path) -> Iterator[Path]:
-        for entry in sorted(place.iterdir()):
+        for entry in map(place.joinpath, names_in(place)):
             if entry.is_dir():
                 if entry not in left_out and not entry.name.startswith(".") and not entry.is_symlink():
                     yield from walk(entry)

@@ -55,40 +55,42 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds, and with --picture which ranks hold which parts of it."""
     from ckpt import api
+    from ckpt.move.listing import listed_once
     from ckpt.show import overview as inspection
     from ckpt.show.parts import part_lines, parts_of
 
     if picture is None and (only != "all" or overwrite):
         raise UsageError("--only and --overwrite go with --picture")
-    try:
-        checkpoint = api.open(path, format, tag=tag, config=config)
-    except (CorruptError, UnsafeError):  # it is about the newest; the table is of the others too
-        if run := _run(path, tag, everything):
-            _print_run(run, {} if as_json else None)
+    with listed_once():
+        try:
+            checkpoint = api.open(path, format, tag=tag, config=config)
+        except (CorruptError, UnsafeError):  # it is about the newest; the table is of the others too
+            if run := _run(path, tag, everything):
+                _print_run(run, {} if as_json else None)
+                sys.stdout.flush()
+            raise
+        damaged = _draw(checkpoint, picture, only, overwrite) if picture is not None else None
+        wanted = _matching(checkpoint, tensor or [])
+        run = _run(path, tag, everything)
+        if as_json:
+            found = inspection.describe(checkpoint, tensors=tensors, everything=everything)
+            parts = {"parts": [parts_of(one) for one in wanted]} if tensor else {}
+            _print_run(run, found | parts)
+        else:
+            for line in inspection.lines(checkpoint, everything=everything, width=terminal_width()):
+                print(shown(line))
+            if run:
+                print()
+                _print_run(run)
+            if tensors:
+                print()
+                print_table(inspection.HEADS, inspection.rows(checkpoint), right=inspection.RIGHT)
+            for one in wanted:
+                print()
+                print(shown("\n".join(part_lines(one, checkpoint.path))))
+        if damaged is not None:
             sys.stdout.flush()
-        raise
-    damaged = _draw(checkpoint, picture, only, overwrite) if picture is not None else None
-    wanted = _matching(checkpoint, tensor or [])
-    run = _run(path, tag, everything)
-    if as_json:
-        found = inspection.describe(checkpoint, tensors=tensors, everything=everything)
-        parts = {"parts": [parts_of(one) for one in wanted]} if tensor else {}
-        _print_run(run, found | parts)
-    else:
-        for line in inspection.lines(checkpoint, everything=everything, width=terminal_width()):
-            print(shown(line))
-        if run:
-            print()
-            _print_run(run)
-        if tensors:
-            print()
-            print_table(inspection.HEADS, inspection.rows(checkpoint), right=inspection.RIGHT)
-        for one in wanted:
-            print()
-            print(shown("\n".join(part_lines(one, checkpoint.path))))
-    if damaged is not None:
-        sys.stdout.flush()
-        raise damaged
+            raise damaged
 
 
 def _matching(checkpoint: Checkpoint, patterns: list[str]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The only code that moves tensor bytes: it opens files, reads ranges, casts, writes, stages and commits.
+"""The only code that moves tensor bytes: it lists, opens, reads ranges, casts, writes, stages, commits.
 
 It knows no format.
 

@@ -29,6 +29,7 @@ from ckpt.base.progress import progress
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, scheme_of
 from ckpt.move.files import Staging, is_filled, staging_folder, translate_os_errors
+from ckpt.move.listing import listed_once
 from ckpt.plan.checkpoint import AXES, Checkpoint, Layout, SourceFile
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.processes.group import Alone, check_alike, the_callers
@@ -247,6 +248,7 @@ class _Way(NamedTuple):
     source: tuple[str, str] = ("", "")
 
 
+@listed_once()
 def _source(path: Path, tag: str | None, config: str | None, model_only: bool) -> Checkpoint:
     """What to go on from.  LossError where that is a model without an optimizer, and nobody said that it may be."""
     checkpoint = open_training(path, tag=tag, config=config)
@@ -264,6 +266,7 @@ def _source(path: Path, tag: str | None, config: str | None, model_only: bool) -
     return checkpoint
 
 
+@listed_once()
 def _way(
     path: Path,
     checkpoint: Checkpoint,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ckpt.base.errors import LossError
 from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.listing import names_in
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint, TargetFile
 from ckpt.plan.dtypes import DType
@@ -125,8 +126,7 @@ def run_files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    with translate_os_errors(folder):
-        return sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    return [name for name in names_in(folder) if (folder / name).is_file()]
 
 
 def _files(content: Mapping[str, bytes]) -> list[TargetFile]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError
 from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.listing import names_in
 from ckpt.move.source import read_file
 from ckpt.plan.dtypes import DType
 
@@ -142,8 +143,8 @@ def find_config(folders: Iterable[Path]) -> Path | None:
 
 def run_files(folders: Iterable[str], read: Container[str] = ()) -> list[str]:
     """Names of the files in `folders` that hold training state of the run, sorted, without the paths in `read`."""
-    entries = [entry for folder in folders if Path(folder).is_dir() for entry in Path(folder).iterdir()]
-    names = {entry.name for entry in entries if str(entry) not in read}
+    found = [Path(folder) / name for folder in folders if Path(folder).is_dir() for name in names_in(Path(folder))]
+    names = {path.name for path in found if str(path) not in read}
     return sorted(name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in RUN_PATTERNS))
 
 
@@ -169,8 +170,7 @@ def _content(folder: Path, name: str) -> bytes:
 
 
 def _plain_files(folder: Path) -> Iterator[str]:
-    with translate_os_errors(folder):
-        names = sorted(entry.name for entry in folder.iterdir() if entry.is_file() or entry.is_symlink())
+    names = [name for name in names_in(folder) if (folder / name).is_file() or (folder / name).is_symlink()]
     yield from (name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in PATTERNS))
 
 
@@ -178,7 +178,7 @@ def _templates(folder: Path) -> Iterator[str]:
     inner = folder / TEMPLATES
     if inner.is_dir():
         confined(folder, TEMPLATES)
-        yield from sorted(f"{TEMPLATES}/{entry.name}" for entry in inner.iterdir() if entry.suffix == ".jinja")
+        yield from (f"{TEMPLATES}/{name}" for name in names_in(inner) if Path(name).suffix == ".jinja")
 
 
 def _custom_code(folder: Path) -> Iterator[str]:

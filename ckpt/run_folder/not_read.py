@@ -6,7 +6,6 @@ The checkpoint's own folder is looked at, and its subfolders of which files were
 from __future__ import annotations
 
 import fnmatch
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -15,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, printable
-from ckpt.move.files import translate_os_errors
+from ckpt.move.listing import entries_in
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.companions import PATTERNS, SHARED_RUN_PATTERNS
@@ -179,11 +178,8 @@ def _kind(base: str, head: Callable[[], bytes]) -> tuple[str, str]:
 
 
 def _listed(root: Path, folder: str) -> Iterator[Entry]:
-    place = root / folder
-    with translate_os_errors(place), os.scandir(place) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
-        name = f"{folder}/{entry.name}" if folder else entry.name
+    for base, entry in entries_in(root / folder).items():
+        name = f"{folder}/{base}" if folder else base
         try:
             yield Entry(name, None if entry.is_dir() else entry.stat().st_size)
         except OSError:  # a link to nothing, or a file that has just gone

@@ -12,6 +12,7 @@ from ckpt import registry
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, did_you_mean
 from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.listing import listed_once, names_in
 from ckpt.plan.checkpoint import (
     OWN,
     TRANSFORMERS,
@@ -77,6 +78,7 @@ def open_training(path: Path, *, tag: str | None = None, config: str | None = No
     return _opened(path, formats, tag, config, training=True)
 
 
+@listed_once()
 def _opened(
     path: Path, formats: list[Format], tag: str | None, config: str | None, training: bool = False
 ) -> Checkpoint | None:
@@ -341,7 +343,7 @@ def _checkpoints_inside(path: Path, format: str) -> list[str]:
     """What in a folder, or in the newest step there, is a checkpoint by itself: files, and models beside each other."""
     formats = [one for one in registry.all_formats() if one.reads and format in (AUTO, one.name)]
     places = [path, *trainer_steps(path)[:1]] if path.is_dir() else []
-    entries = [entry for place in places for entry in sorted(place.iterdir())][:_MAX_ENTRIES]
+    entries = [place / name for place in places for name in names_in(place)][:_MAX_ENTRIES]
     return [str(entry.relative_to(path)) for entry in entries if any(_finds(one, entry, None) for one in formats)]
 
 

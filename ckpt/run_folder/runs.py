@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, SeveralRunsError
+from ckpt.move.listing import folders_in, names_in
 from ckpt.run_folder.steps import RECORDS, step_folders
 
 #: The digests of what a conversion wrote, which it writes last.
@@ -39,11 +40,9 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
 
 def _folders(folder: Path) -> list[Path]:
     try:
-        inside = sorted(folder.iterdir())
         steps = set(step_folders(folder))
-        return [
-            p for p in inside if p not in steps and not p.name.startswith(".") and p.is_dir() and not p.is_symlink()
-        ]
+        inside = [p for p in folders_in(folder) if not p.name.startswith(".") and not p.is_symlink()]
+        return [p for p in inside if p not in steps]
     except (OSError, CkptError):  # what cannot be looked into holds nothing that could be read
         return []
 
@@ -59,7 +58,7 @@ def _is_converted(folder: Path) -> bool:
     """Whether a folder is as a conversion left it: no run has saved anything there since."""
     try:
         written = (folder / MANIFEST).stat().st_mtime
-        return all(entry.stat().st_mtime <= written + _LAST for entry in folder.iterdir())
+        return all((folder / name).stat().st_mtime <= written + _LAST for name in names_in(folder))
     except OSError:
         return False
 

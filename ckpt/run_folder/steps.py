@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from ckpt.base.errors import IncompleteError
-from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.files import confined
+from ckpt.move.listing import entries_in, is_folder
 from ckpt.move.source import read_file
 from ckpt.run_folder.companions import read_json
 
@@ -29,12 +29,6 @@ TITAN_STEP = re.compile(r"step-(\d+)")
 ANY_STEP = re.compile(r"(?:checkpoint|step|global_step|iter|epoch)[-_]?(\d+)")
 
 
-def names_in(folder: Path) -> list[str]:
-    """The names of all that is in a folder, sorted."""
-    with translate_os_errors(folder):
-        return sorted(os.listdir(folder))
-
-
 def recorded_step(path: Path) -> str | None:
     """What the file `latest` or a tracker says, "" included; None where there is no such file.
 
@@ -49,9 +43,8 @@ def step_folders(path: Path, named: re.Pattern[str] = ANY_STEP) -> list[Path]:
     """The folders in `path` that are named like a step, newest first."""
     if not path.is_dir():
         return []
-    with translate_os_errors(path):
-        steps = [(int(m[1]), entry) for entry in path.iterdir() if (m := named.fullmatch(entry.name))]
-    return [folder for _, folder in sorted(steps, reverse=True) if folder.is_dir()]
+    found = [(m, entry) for name, entry in entries_in(path).items() if (m := named.fullmatch(name))]
+    return [path / name for _, name in sorted(((int(m[1]), m[0]) for m, e in found if is_folder(e)), reverse=True)]
 
 
 def step_number(step: Path) -> int:

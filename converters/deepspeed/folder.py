@@ -16,6 +16,7 @@ from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined
+from ckpt.move.listing import folders_in, has_name, names_in
 from ckpt.run_folder.steps import LATEST, recorded_step
 
 # The underscore before "optim" is missing in files from before DeepSpeed 0.3.
@@ -59,7 +60,7 @@ class StepFolder:
 
 def is_step_folder(path: Path) -> bool:
     """Whether it holds ZeRO partition files."""
-    return path.is_dir() and any(OPTIMIZER.fullmatch(name) for name in os.listdir(path))
+    return has_name(path, OPTIMIZER)
 
 
 def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
@@ -131,7 +132,7 @@ def newer_than_latest(folder: Path) -> list[str]:
 
 def zero_steps(path: Path) -> list[Path]:
     """The step folders in `path`, newest first (by the number in the name)."""
-    folders = [entry for entry in path.iterdir() if is_step_folder(entry)]
+    folders = [folder for folder in folders_in(path) if is_step_folder(folder)]
     return sorted(folders, key=lambda f: (_number(f.name), f.name), reverse=True)
 
 
@@ -176,7 +177,7 @@ def _number(name: str) -> int:
 def tensor_parallel_ranks(path: Path) -> list[int]:
     """The tensor parallel ranks of which a step folder has files."""
     patterns = ((OPTIMIZER, 2), (_MODEL_PER_RANK, 2), (MODEL, 1))
-    names = os.listdir(path)
+    names = names_in(path)
     return sorted({int(m[group]) for name in names for pattern, group in patterns if (m := pattern.fullmatch(name))})
 
 
@@ -191,7 +192,7 @@ def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
     experts: dict[tuple[int, int], str] = {}
     experts_optimizer: dict[int, str] = {}
     model: str | None = None
-    for name in sorted(os.listdir(path)):
+    for name in names_in(path):
         full = str(path / name)
         if match := _EXPERT.fullmatch(name):
             if match[1] is None or int(match[3]) or tp_rank:
@@ -275,7 +276,7 @@ def is_model_file(name: str) -> bool:
 
 def refuse_unsupported(folder: Path) -> None:
     """NotFoundError where a step's folder without ZeRO's files is of tensor-parallel ranks, or of DeepSpeed-MoE."""
-    if not folder.is_dir() or is_universal(folder) or any(map(PIPELINE_LAYER.fullmatch, os.listdir(folder))):
+    if not folder.is_dir() or is_universal(folder) or has_name(folder, PIPELINE_LAYER):
         return
     list_step_folder(folder)
 

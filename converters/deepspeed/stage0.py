@@ -9,7 +9,6 @@ runtime/engine.py (`_save_checkpoint`, `_save_moe_checkpoint`), runtime/fp16/unf
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.move.files import confined
+from ckpt.move.listing import names_in
 from ckpt.plan.checkpoint import (
     BUFFER,
     MASTER,
@@ -94,7 +94,7 @@ def _is_step(folder: Path) -> bool:
 
     A universal checkpoint made of stage 1 or 2 has the same ones.
     """
-    names = [name for name in os.listdir(folder) if name.endswith("_states.pt")] if folder.is_dir() else []
+    names = [name for name in names_in(folder) if name.endswith("_states.pt")] if folder.is_dir() else []
     names = [name for name in names if not is_of_experts(name)]
     return bool(names) and all(map(is_model_file, names)) and not is_universal(folder)
 

@@ -24,6 +24,7 @@ from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import FromSource, NewTensor, Zeros, copy_of, torch_file
 from ckpt.move.files import confined
+from ckpt.move.listing import names_in
 from ckpt.plan.checkpoint import (
     BUFFER,
     MASTER,
@@ -208,7 +209,7 @@ def _model_files(reading: _Reading) -> list[RankFile]:
 def _add_parameter(reading: _Reading, fqn: str, shape: Shape, native: StoredTensor | None) -> None:
     """What `zero/<fqn>/` holds: master, states, step."""
     folder = confined(reading.path / "zero", fqn)
-    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    names = names_in(folder) if folder.is_dir() else []
     if f"{FP32}.pt" not in names:
         raise CorruptError("the master of a parameter is missing", path=folder, fqn=fqn, expected=f"a file {FP32}.pt")
     for name in (name for name in names if name.endswith(".pt")):

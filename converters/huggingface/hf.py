@@ -16,7 +16,8 @@ from pathlib import Path
 from ckpt.base.errors import IncompleteError, NotFoundError, UsageError
 from ckpt.containers.sources import Sources
 from ckpt.containers.weights import INDEX, MAX_INDEX, SINGLE, Index, model_weights, parse_index, read_weights
-from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.files import confined
+from ckpt.move.listing import names_in
 from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Format, Layout, ReadRequest, Target
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
@@ -119,8 +120,7 @@ def _weights(folder: Path) -> list[str] | str | None:
     for name in (SINGLE, INDEX):
         if (folder / name).is_file() or (folder / name).is_symlink():
             return name
-    with translate_os_errors(folder):
-        names = sorted(p.name for p in folder.iterdir() if p.name.endswith((".safetensors", ".safetensors.index.json")))
+    names = [name for name in names_in(folder) if name.endswith((".safetensors", ".safetensors.index.json"))]
     indexes = [name for name in names if name.endswith(".index.json")]
     if len(indexes) == 1:
         return indexes[0]

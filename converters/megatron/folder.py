@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ckpt.base.errors import CorruptError
 from ckpt.move.files import confined
+from ckpt.move.listing import folders_in
 from ckpt.run_folder.steps import TRACKER, recorded_step
 
 RELEASE = "release"
@@ -48,7 +49,7 @@ def find_iteration(path: Path, tag: str | None, is_iteration: Callable[[Path], b
     named = path / (RELEASE if said == RELEASE else iteration_folder(int(said)))
     if is_iteration(named):
         return named
-    others = sorted(entry.name for entry in path.iterdir() if is_iteration(entry))
+    others = [folder.name for folder in folders_in(path) if is_iteration(folder)]
     if named.is_dir() or not others:
         return None  # another format of Megatron's, or of another framework with a tracker of the same name
     raise CorruptError(

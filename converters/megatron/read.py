@@ -16,7 +16,8 @@ from typing import Any
 from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.files import confined
+from ckpt.move.listing import names_in
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key
 from ckpt.plan.dtypes import DType
@@ -64,8 +65,7 @@ def folder_name(rank: Rank, grid: Grid) -> str:
 
 def rank_folders(folder: Path) -> list[str]:
     """Names of the folders of ranks in an iteration's folder, in the order of their numbers."""
-    with translate_os_errors(folder):
-        found = [(m, entry.name) for entry in folder.iterdir() if (m := _FOLDER.fullmatch(entry.name))]
+    found = [(m, name) for name in names_in(folder) if (m := _FOLDER.fullmatch(name))]
     return [name for _, name in sorted(found, key=lambda item: [int(n or -1) for n in item[0].groups()])]
 
 

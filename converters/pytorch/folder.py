@@ -18,7 +18,8 @@ from pathlib import Path
 from ckpt.base.errors import IncompleteError
 from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK
 from ckpt.move.files import confined
-from ckpt.run_folder.steps import TITAN_STEP, names_in, step_folders
+from ckpt.move.listing import names_in
+from ckpt.run_folder.steps import TITAN_STEP, step_folders
 
 MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
 #: Accelerate's LOCAL_STATE_DICT, which has the model in these and the optimizer in OPTIMIZER_0.

@@ -31,12 +31,13 @@ from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
 from ckpt.move.files import confined
+from ckpt.move.listing import names_in
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import TRANSFORMERS, WEIGHT, Checkpoint, Format, Layout, ParamGroup, ReadRequest, Target
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
-from ckpt.run_folder.steps import TRACKER, names_in, recorded_step, step_folders
+from ckpt.run_folder.steps import TRACKER, recorded_step, step_folders
 from ckpt.state.wrapped import clean_names
 from converters.pytorch.flat_parameters import Units, in_turn, read_flat, same_numbers
 from converters.pytorch.optimizer_states import OptimizerStates
@@ -139,7 +140,7 @@ FSDP_RANKS = FsdpRanks()
 def _inside(folder: Path) -> Path | None:
     """`folder`, or verl's `actor` or `critic` in it, if it has files of ranks."""
     for one in (folder, folder / "actor", folder / "critic"):
-        if one.is_dir() and any(_kind(entry.name) == "model" for entry in one.iterdir()):
+        if one.is_dir() and any(_kind(name) == "model" for name in names_in(one)):
             return one
     return None
 

@@ -38,7 +38,8 @@ from ckpt.base.errors import CorruptError, IncompleteError, LossError, NotFoundE
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
 from ckpt.containers.weights import MAX_INDEX, index_file, missing_file, parse_index, shards
-from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.files import confined
+from ckpt.move.listing import entries_in, is_folder
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import (
     MASTER,
@@ -215,9 +216,8 @@ def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
 
 def _weights_in(folder: Path) -> str | None:
     """The name of the folder's torch file with weights, or of its index."""
-    with translate_os_errors(folder):
-        entries = {entry.name: entry.is_dir() for entry in folder.iterdir()}
-    names = {name for name, is_folder in entries.items() if not is_folder}
+    entries = {name: is_folder(entry) for name, entry in entries_in(folder).items()}
+    names = {name for name, is_one in entries.items() if not is_one}
     if ".metadata" in names:
         return None
     if FSDP_MODEL in names:

@@ -30,6 +30,7 @@ from ckpt.containers.dcp.runs import Columns, IrregularError, Runs
 from ckpt.containers.torchfile.unpickle import load_pickle
 from ckpt.containers.torchfile.values import Record
 from ckpt.move.files import confined
+from ckpt.move.listing import names_in
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Shape
 
@@ -172,7 +173,7 @@ def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.
 
 def per_rank_names(folder: Path) -> list[str]:
     """Names of the metadata files of single ranks, by rank."""
-    found = [(int(match[1]), entry.name) for entry in folder.iterdir() if (match := PER_RANK.fullmatch(entry.name))]
+    found = [(int(match[1]), name) for name in names_in(folder) if (match := PER_RANK.fullmatch(name))]
     return [name for _, name in sorted(found)]
 
 

@@ -17,6 +17,7 @@ from ckpt.containers.dcp.items import Items, too_short
 from ckpt.containers.dcp.metadata import DATA_FILE, Entry, Metadata
 from ckpt.containers.dcp.tiling import Tiling, copies, note_of_copy
 from ckpt.containers.torchfile.values import Record
+from ckpt.move.listing import names_in
 from ckpt.plan.assemble import whole_copies
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.dtypes import DType
@@ -147,7 +148,7 @@ class DataFiles:
     def count_ranks(self, folder: Path) -> None:
         """Count the ranks that wrote a file; one with nothing of its own leaves an empty one.  Call after `read`."""
         left_over = []
-        for name in os.listdir(folder):
+        for name in names_in(folder):
             match = DATA_FILE.fullmatch(name)
             if match is None:
                 continue

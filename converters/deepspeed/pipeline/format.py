@@ -22,6 +22,7 @@ from typing import Any
 from ckpt.base.errors import CorruptError
 from ckpt.containers.sources import RankFile
 from ckpt.move.files import confined
+from ckpt.move.listing import folders_in
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target, TrainingState
 from ckpt.run_folder.companions import read_config
@@ -61,7 +62,7 @@ class MegatronDeepSpeed(Format):
         if is_pipeline(path):
             return path
         latest = path / LATEST
-        others = [entry for entry in sorted(path.iterdir()) if is_pipeline(entry)]
+        others = [folder for folder in folders_in(path) if is_pipeline(folder)]
         if not others:
             return None
         recorded = recorded_step(latest) or ""
@@ -75,7 +76,7 @@ class MegatronDeepSpeed(Format):
             path=latest,
             expected="the name of a step folder",
             found=recorded or "no such file",
-            hint="there is " + ", ".join(entry.name for entry in others[-8:]) + " (--tag takes one)",
+            hint="there is " + ", ".join(folder.name for folder in others[-8:]) + " (--tag takes one)",
         )
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:

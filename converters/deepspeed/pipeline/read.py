@@ -5,7 +5,6 @@ Format facts: see `converters.deepspeed.pipeline.format`.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +14,9 @@ from typing import Any
 from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.move.listing import has_name, names_in
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
 from ckpt.plan.tensors import Shape, Source, Tensor, Whole
-from ckpt.run_folder.steps import names_in
 from converters.deepspeed.folder import MODEL, OPTIMIZER, PIPELINE_LAYER, put
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model_file import is_dealt, param_shapes
@@ -76,7 +75,7 @@ class Folder:
 
 def is_pipeline(path: Path) -> bool:
     """Whether `path` is a folder with files of a pipeline's layers."""
-    return path.is_dir() and any(PIPELINE_LAYER.fullmatch(name) for name in os.listdir(path))
+    return has_name(path, PIPELINE_LAYER)
 
 
 def list_folder(path: Path) -> Folder:

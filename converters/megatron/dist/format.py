@@ -23,6 +23,7 @@ from typing import Any
 
 from ckpt.base.errors import NotFoundError
 from ckpt.move.files import confined
+from ckpt.move.listing import folders_in
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Format, Layout, ReadRequest, Target
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
@@ -94,7 +95,7 @@ MEGATRON_DIST = MegatronDist()
 
 def _refuse_nemo(path: Path) -> None:
     """NotFoundError for a checkpoint of NeMo 2: a torch_dist folder `weights` beside `context`, its names NeMo's."""
-    for folder in (path, path.parent, *sorted((path / "checkpoints").glob("*"))):
+    for folder in (path, path.parent, *folders_in(path / "checkpoints")):
         if (folder / "context").is_dir() and (folder / "weights" / ".metadata").is_file():
             raise NotFoundError(
                 "this is a checkpoint of NeMo 2, whose names and optimizer in torch_dist files are not read",

@@ -1,0 +1,64 @@
+"""What is in a folder, by name: within one opening each folder is listed once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+
+from ckpt.move.files import translate_os_errors
+
+Entries = Mapping[str, os.DirEntry[str]]
+
+_seen: ContextVar[dict[str, Entries] | None] = ContextVar("_seen", default=None)
+
+
+@contextlib.contextmanager
+def listed_once() -> Iterator[None]:
+    """List each folder once within this block, so that all that is found is of one moment.
+
+    A block in another one shares its listings.  Nothing may be written in it to the folders that are listed.
+    """
+    if _seen.get() is not None:
+        yield
+        return
+    token = _seen.set({})
+    try:
+        yield
+    finally:
+        _seen.reset(token)
+
+
+def entries_in(folder: Path) -> Entries:
+    """All that is in a folder by name, sorted.  Raises the CkptError for a folder that cannot be listed."""
+    seen, key = _seen.get(), os.fspath(folder)
+    if seen is not None and key in seen:
+        return seen[key]
+    with translate_os_errors(folder), os.scandir(folder) as entries:
+        found = {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
+    if seen is not None:
+        seen[key] = found
+    return found
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of all that is in a folder, sorted."""
+    return list(entries_in(folder))
+
+
+def folders_in(path: Path) -> list[Path]:
+    """The folders in `path` and links to folders, sorted by name; none where it is no folder itself."""
+    return [path / name for name, entry in entries_in(path).items() if is_folder(entry)] if path.is_dir() else []
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder or a link to one; a link that leads nowhere or to itself is none."""
+    return Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()
+
+
+def has_name(folder: Path, pattern: re.Pattern[str]) -> bool:
+    """Whether it is a folder with a name in it that `pattern` fits."""
+    return folder.is_dir() and any(map(pattern.fullmatch, entries_in(folder)))
