@@ -298,7 +298,7 @@ def _check_states_are_plain(checkpoint: Checkpoint, target: Format, layout: Layo
 
     It has one where it may hold blocks (its writer says which) and its names and shapes are the source's.
     """
-    to, has_place = target.name, getattr(target, "carries_blocks", False)
+    to, has_place = target.name, target.carries_blocks
     is_renamed = _namespace(target, layout) not in (None, checkpoint.namespace) and checkpoint.namespace != OWN
     if not checkpoint.quantized or (
         has_place and not is_renamed and checkpoint.blocks.keys() == checkpoint.quantized.keys()

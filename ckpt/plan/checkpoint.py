@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.plan.dtypes import DType
@@ -379,16 +379,33 @@ class Target:
 
 
 class Format(Protocol):
-    """A checkpoint format.  One module in `converters/`, one line in the registry; it says what is not the default."""
+    """A checkpoint format, a subclass of this: one module in `converters/`, one line in the registry.
+
+    All that it can do is listed here, with what most formats do; a format says where it differs.
+    """
 
     name: str
     title: str
+    #: The namespace that what is written must have; None takes any.
+    namespace: str | None
     reads: bool = True
     writes: bool = True
     #: Whether it has a place for optimizer states; a plan proves that each is placed in one that has.
     carries_optimizer: bool = True
-    #: The namespace that what is written must have; None takes any.
-    namespace: str | None
+    #: Whether it has a place for optimizer states that are stored quantized, in blocks.
+    carries_blocks: bool = False
+    #: Whether there is an optimizer in each checkpoint, also where nothing tells which parameters its states are of.
+    always_has_optimizer: bool = False
+    #: What an engine is given to load a step: its own folder, or the run's, whose record names the step.
+    loads_from: Literal["step", "run"] = "step"
+    #: Whether an engine on another number of ranks than wrote it loads it, and one with other sizes of Megatron's axes.
+    fits_other_ranks: bool = True
+    fits_other_axes: bool = False
+    #: Whether files say for how many ranks they are, although they fit others.
+    records_ranks: bool = False
+    #: Where its ranks stand on Megatron's axes: `all` on all of them, `model` one for all data parallel ranks of a tp
+    #: and pp rank; None where that is not known.
+    ranks_on_axes: Literal["all", "model"] | None = None
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """The checkpoint of this format that `path` is, or records as its latest one; None if there is none.

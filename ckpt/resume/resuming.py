@@ -30,7 +30,7 @@ from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, scheme_of
 from ckpt.move.files import Staging, is_filled, staging_folder, translate_os_errors
 from ckpt.move.listing import listed_once
-from ckpt.plan.checkpoint import AXES, Checkpoint, Layout, SourceFile
+from ckpt.plan.checkpoint import AXES, Checkpoint, Format, Layout, SourceFile
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.processes.group import Alone, check_alike, the_callers
 from ckpt.resume.caller import caller
@@ -49,10 +49,6 @@ _MODEL_ONLY = "--model-only (in Python, model_only=True) goes on from the model,
 #: Bytes of a conversion that are all read again before it is used again; of a larger one, all but the tensors.
 _AFFORDABLE = 4_000_000_000
 
-#: Formats whose files fit as many ranks as wrote them.
-_OF_RANKS = ("zero1", "zero2", "zero3", "fsdp-ranks", "megatron-deepspeed")
-#: Formats of which an engine is given the folder around a step's, and takes the step that is recorded there.
-_RECORDED = ("zero0", "zero1", "zero2", "zero3", "universal", "megatron", "megatron-dist", "megatron-deepspeed")
 #: Ends of names of files that hold tensors.
 _OF_TENSORS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
 
@@ -279,13 +275,14 @@ def _way(
         say(f"note: {note}")
     if has_optimizer(checkpoint) and (beside := _models_in(path)):
         say(f"note: the model in {path} itself ({', '.join(beside)}) holds no optimizer, and is passed over")
-    wanted = registry.get(format or checkpoint.format).name
+    target = registry.get(format or checkpoint.format)
+    wanted = target.name
     registry.check_options(wanted, layout.options)
-    if not (has_optimizer(checkpoint) and registry.get(wanted).carries_optimizer):
+    if not (has_optimizer(checkpoint) and target.carries_optimizer):
         what = wanted if has_optimizer(checkpoint) else checkpoint.path
         say(f"note: {what} holds no optimizer: its states begin anew")
     as_it_is = _folder_to_load(path, checkpoint)
-    misfit = _misfit(checkpoint, wanted, layout)
+    misfit = _misfit(checkpoint, target, layout)
     if as_it_is is not None and misfit is None:
         _check_whole(checkpoint)
         return _Way(str(as_it_is), "as it is", [file.path for file in checkpoint.files])
@@ -297,7 +294,7 @@ def _way(
             found="; ".join(checkpoint.notes),
             hint=f"it goes on as it is, under the engine and on the ranks that wrote it; or {_MODEL_ONLY}",
         )
-    size = layout.world_size if wanted in (*_OF_RANKS, "megatron", "megatron-dist") else None
+    size = layout.world_size if target.records_ranks or not target.fits_other_ranks else None
     layout = Layout(layout.dtype, layout.max_shard_size, size, layout.options)
     destination = _kept_folder(path) / _name(checkpoint, wanted, layout)
     if destination.is_dir():
@@ -409,32 +406,32 @@ def _check_whole(checkpoint: Checkpoint) -> None:
 
 def _folder_to_load(path: Path, checkpoint: Checkpoint) -> Path | None:
     """The folder that the engine or Trainer is given for `checkpoint`; None where its record names another step."""
-    place = Path(checkpoint.path)
+    place, from_run = Path(checkpoint.path), registry.get(checkpoint.format).loads_from == "run"
     around = [place, place.parent, *(p for p in place.parents[1:] if p.is_relative_to(path))]
     for folder in around:
         if (folder / TRAINER_STATE).is_file():
             return folder
         recorded = [recorded_step(folder / LATEST), recorded_step(folder / TRACKER)]
-        if checkpoint.format in _RECORDED and any(_is_step(place.name, step) for step in recorded if step):
+        if from_run and any(_is_step(place.name, step) for step in recorded if step):
             return folder
-    return None if checkpoint.format in _RECORDED else place
+    return None if from_run else place
 
 
 def _is_step(name: str, recorded: str) -> bool:
     return name == recorded or (recorded.isdecimal() and name == f"iter_{int(recorded):07d}")
 
 
-def _misfit(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str | None:
+def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | None:
     """Why `checkpoint` cannot be loaded as it is; None where it can."""
-    if checkpoint.format != wanted:
-        return f"it is {checkpoint.format}, and {wanted} is loaded"
+    if checkpoint.format != target.name:
+        return f"it is {checkpoint.format}, and {target.name} is loaded"
     size = layout.world_size
-    if wanted in _OF_RANKS and size is not None and checkpoint.world_size != size:
+    if not target.fits_other_ranks and size is not None and checkpoint.world_size != size:
         return f"it was written by {checkpoint.world_size} ranks, and there are {size}"
     args: Mapping[str, Any] = checkpoint.state.args or {}
     for name, argument in AXES.items():
         asked, written = layout.options.get(name), args.get(argument) or 1
-        if asked is not None and asked != written and wanted != "megatron-dist":  # torch_dist loads at any sizes
+        if asked is not None and asked != written and not target.fits_other_axes:
             return f"it was written with {argument} {written}, and {asked} is asked for"
     return None
 

@@ -37,8 +37,6 @@ from ckpt.stores import places
 
 AUTO = "auto"
 _LATER = "later than what is taken"
-#: Formats that are known by their optimizer's files, also where nothing tells whose the states in these are.
-_WITH_OPTIMIZER = ("zero0", "zero1", "zero2", "zero3", "trainer")
 #: What a folder holds is asked what it is, as far as this, where the folder itself is nothing.
 _MAX_ENTRIES = 200
 _MAX_NEIGHBOURS = 2000  # names that a mistyped one is compared with
@@ -263,7 +261,7 @@ def has_optimizer(checkpoint: Checkpoint) -> bool:
     Its engine takes these by number: it can be gone on with as it is, and not be converted (`knows_optimizer`).
     """
     is_beside = any(Path(file.path).name.startswith("optim") for file in checkpoint.files)
-    return knows_optimizer(checkpoint) or checkpoint.format in _WITH_OPTIMIZER or is_beside
+    return knows_optimizer(checkpoint) or is_beside or registry.get(checkpoint.format).always_has_optimizer
 
 
 def knows_optimizer(checkpoint: Checkpoint) -> bool:

@@ -13,6 +13,7 @@ from itertools import islice
 from math import prod
 from typing import Any
 
+from ckpt import registry
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, one_line
 from ckpt.plan.checkpoint import AXES, BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
@@ -105,12 +106,12 @@ def coordinates(checkpoint: Checkpoint) -> dict[int, dict[str, int]]:
     """Where each rank stands on the axes of Megatron's mesh; empty where that is not recorded.
 
     Ranks are numbered as megatron-core does (`parallel_state.py`, `RankGenerator`): `tp` runs fastest, then `cp`, `dp`
-    and `pp`, or with `use_tp_pp_dp_mapping` `pp` before `dp`.  In `megatron` one rank writes for all of `dp`.
+    and `pp`, or with `use_tp_pp_dp_mapping` `pp` before `dp`.  Where one writes for all of `dp`, that has the size 1.
     """
     args, sizes = checkpoint.state.args or {}, dict(mesh(checkpoint) or {})
-    if "tp" not in sizes or "pp" not in sizes or checkpoint.format not in ("megatron", "megatron-dist"):
+    if "tp" not in sizes or "pp" not in sizes or (ranks := registry.get(checkpoint.format).ranks_on_axes) is None:
         return {}
-    if checkpoint.format == "megatron":
+    if ranks == "model":
         if sizes.get("ep", 1) > 1 or sizes.get("cp", 1) > 1:
             return {}
         sizes["dp"] = 1

@@ -60,8 +60,10 @@ _TENSORS = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat", "state", 
 class Stage0(Format):
     name = "zero0"
     title = "DeepSpeed without ZeRO"
-    writes = False
     namespace = TRANSFORMERS
+    writes = False
+    always_has_optimizer = True
+    loads_from = "run"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """The step folder that `path` is, that `tag` names in it, or that its `latest` records.

@@ -65,6 +65,7 @@ class Universal(Format):
     name = "universal"
     title = "DeepSpeed Universal Checkpoint"
     namespace = TRANSFORMERS
+    loads_from = "run"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """The folder with `zero/`, which `path` is, `tag` names in it, or its `latest_universal` records."""

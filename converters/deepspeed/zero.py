@@ -75,6 +75,9 @@ class Zero(Format):
     """The three formats `zero1`, `zero2` and `zero3`."""
 
     namespace = TRANSFORMERS  # a run's own: what its modules are called in memory
+    always_has_optimizer = True
+    loads_from = "run"
+    fits_other_ranks = False
 
     def __init__(self, stage: int) -> None:
         self.stage, self.name, self.title = stage, f"zero{stage}", f"DeepSpeed ZeRO-{stage}"

@@ -34,6 +34,9 @@ class Megatron(Format):
     name = "megatron"
     title = "Megatron-LM, torch format"
     namespace = NAMESPACE
+    loads_from = "run"
+    records_ranks = True
+    ranks_on_axes = "model"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         return find_iteration(path, tag, _is_iteration)

@@ -31,6 +31,7 @@ from ckpt.plan.checkpoint import (
     TRANSFORMERS,
     WEIGHT,
     Checkpoint,
+    Format,
     Key,
     Layout,
     OneElement,
@@ -60,17 +61,14 @@ _Error = TypeVar("_Error", bound=CkptError)
 _STEPS = (("step",), ("global_step",), ("iteration",), ("train_state", "step"))
 
 
-class DistributedCheckpoint:
+class DistributedCheckpoint(Format):
     """The format `dcp`."""
 
     name = "dcp"
     title = "PyTorch DCP (FSDP)"
-    reads = True
-    writes = True
-    carries_optimizer = True
-    carries_blocks = True
     #: An engine that loads it asks for the names that the model has in memory.
-    namespace: str | None = TRANSFORMERS
+    namespace = TRANSFORMERS
+    carries_blocks = True
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         return find_folder(path, tag)

@@ -58,8 +58,9 @@ _FLAT_PARAM = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
 class FsdpRanks(Format):
     name = "fsdp-ranks"
     title = "per-rank files of FSDP (verl)"
-    carries_blocks = True
     namespace = TRANSFORMERS
+    carries_blocks = True
+    fits_other_ranks = False
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A folder with files of ranks, `actor` in verl's folder of a step, or that of the step its tracker names."""

@@ -109,8 +109,8 @@ _LARGE = 1 << 20
 class Full(Format):
     name = "full"
     title = "full state dict in torch files"
-    carries_blocks = True
     namespace = TRANSFORMERS
+    carries_blocks = True
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A torch file, a folder with one (`tag` names one in it), or the newest step in a run folder.

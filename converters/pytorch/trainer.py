@@ -54,6 +54,7 @@ class Trainer(Format):
     name = "trainer"
     title = "HF Trainer's and Accelerate's own"
     namespace = TRANSFORMERS
+    always_has_optimizer = True
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """The folder `path`, or `tag` in it, with weights of safetensors beside an optimizer's file."""

@@ -51,6 +51,8 @@ class MegatronDeepSpeed(Format):
     name = "megatron-deepspeed"
     title = "Megatron-DeepSpeed, pipeline"
     namespace = NAMESPACE
+    loads_from = "run"
+    fits_other_ranks = False
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A step's folder: `path` itself, the one that `tag` names, or the one that `latest` records."""

@@ -42,6 +42,10 @@ class MegatronDist(Format):
     name = "megatron-dist"
     title = "Megatron-core, torch_dist format"
     namespace = NAMESPACE
+    loads_from = "run"
+    fits_other_axes = True
+    records_ranks = True
+    ranks_on_axes = "all"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         _refuse_nemo(path if tag is None else confined(path, tag))

@@ -18,7 +18,7 @@ from ckpt.containers.sources import Sources
 from ckpt.containers.weights import parse_index, read_weights, weight_files
 from ckpt.errors import LossError, UsageError
 from ckpt.move.files import confined
-from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Layout, ReadRequest, Target, TargetFile
+from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.options import option
 from ckpt.plan.precision import choices, describe
@@ -80,10 +80,10 @@ NAMESPACE = Namespace(
 # -- the format -----------------------------------------------------------------------------------------------------
 
 
-class Mlx:
+class Mlx(Format):
     name, title = NAME, "MLX safetensors"
-    reads, writes, carries_optimizer = True, True, False
-    namespace: str | None = NAME
+    namespace = NAME
+    carries_optimizer = False
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         folder = path if tag is None else confined(path, tag)
