@@ -316,9 +316,15 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
         hint = f"this is one file of the checkpoint in {path.parent}: give that folder"
     if tag is None and not others and (inside := _checkpoints_inside(path, format)):
         hint = "there are checkpoints here that stand by themselves, give one: " + ", ".join(inside[:8])
-    if tag is not None and not others and (steps := trainer_steps(path)):
-        hint = "there is " + ", ".join(folder.name for folder in steps[:8])
+    if tag is not None and not others:
+        steps = sorted(step_folders(path), key=lambda step: _without_digits(step.name) != _without_digits(tag))
+        there = [step.name for step in steps] or _checkpoints_inside(path, format)
+        hint = f"there is {', '.join(there[:8])}" if there else hint
     return NotFoundError(f"no {wanted} here", path=path, hint=hint)
+
+
+def _without_digits(name: str) -> str:
+    return re.sub(r"\d+", "", name)
 
 
 def _run_here(path: Path) -> Path:

@@ -17,6 +17,7 @@ from typing import Any
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, has_name, names_in
+from ckpt.run_folder.finding import Steps, find_step, newest_first
 from ckpt.run_folder.steps import LATEST, recorded_step
 
 # The underscore before "optim" is missing in files from before DeepSpeed 0.3.
@@ -64,62 +65,13 @@ def is_step_folder(path: Path) -> bool:
 
 
 def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
-    """As `find_step_folder`, where the names of the folder's files allow for ZeRO's `stage`.  No file of it is opened.
+    """The step that is meant, where the names of its files allow for ZeRO's `stage`.  No file of it is opened.
 
     Names do not tell stage 1 from 2: both take such a folder, and whoever reads it finds the stage in the files.
     """
     with naming_a_complete_step(path, check_names):
-        folder = find_step_folder(path, tag)
+        folder = find_step(path, tag, _STEPS)
     return folder if folder is not None and stage in list_step_folder(folder, 0).stages else None
-
-
-def find_step_folder(path: Path, tag: str | None) -> Path | None:
-    """The step folder that `path` is, that `tag` names in it, or that its `latest` file records.
-
-    None where nothing here is of this kind.  CorruptError where `latest` is missing, empty or leads nowhere although
-    step folders exist: which of them is meant is then the user's to say.
-    """
-    if not path.is_dir():
-        return None
-    if tag is None and is_step_folder(path):
-        return path
-    if tag is not None:
-        folder = confined(path, tag)
-        if is_step_folder(folder):
-            return folder
-        if path.name == tag and is_step_folder(path):
-            return path
-        if steps := zero_steps(path):
-            raise NotFoundError(
-                f"no ZeRO checkpoint with the tag {tag!r}",
-                path=path,
-                hint="there is " + ", ".join(folder.name for folder in steps),
-            )
-        return None
-    latest = path / LATEST
-    recorded = recorded_step(latest)
-    if recorded is None:
-        if steps := zero_steps(path):
-            raise IncompleteError(
-                "there is no `latest` file that says which step is meant",
-                path=path,
-                expected="a file `latest` with the name of a step folder",
-                found=", ".join(folder.name for folder in steps[:8]),
-            )
-        return None
-    if not recorded:
-        raise IncompleteError("`latest` is empty", path=latest, expected="the name of a step folder")
-    folder = confined(path, recorded)
-    if is_step_folder(folder):
-        return folder
-    if not zero_steps(path) and (folder / "mp_rank_00_model_states.pt").exists():
-        return None  # a DeepSpeed checkpoint without ZeRO
-    # Of a single step that is gone nothing is left to be read; beside others, `latest` is damaged or they are not its.
-    raise (CorruptError if zero_steps(path) else IncompleteError)(
-        "`latest` names a step folder that is not there, or that holds no optimizer files",
-        path=latest,
-        expected=f"ZeRO files in {recorded}/",
-    )
 
 
 def newer_than_latest(folder: Path) -> list[str]:
@@ -132,8 +84,7 @@ def newer_than_latest(folder: Path) -> list[str]:
 
 def zero_steps(path: Path) -> list[Path]:
     """The step folders in `path`, newest first (by the number in the name)."""
-    folders = [folder for folder in folders_in(path) if is_step_folder(folder)]
-    return sorted(folders, key=lambda f: (_number(f.name), f.name), reverse=True)
+    return newest_first(filter(is_step_folder, folders_in(path)))
 
 
 @contextlib.contextmanager
@@ -169,9 +120,14 @@ def check_names(folder: Path) -> None:
         raise IncompleteError("files of ranks are missing", path=folder, expected=f"files of {num_ranks} ranks")
 
 
-def _number(name: str) -> int:
-    digits = re.findall(r"\d+", name)
-    return int(digits[-1]) if digits else -1
+_STEPS = Steps(
+    is_step_folder,
+    record=LATEST,
+    needs_record=True,
+    owns_record=True,
+    may_be_others=lambda folder: (folder / "mp_rank_00_model_states.pt").exists(),  # DeepSpeed's without ZeRO
+    is_finished=lambda folder: _passes(check_names, folder),
+)
 
 
 def tensor_parallel_ranks(path: Path) -> list[int]:

@@ -19,7 +19,6 @@ from ckpt.base.errors import CorruptError, UsageError
 from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.move.files import confined
 from ckpt.move.listing import names_in
 from ckpt.plan.checkpoint import (
     BUFFER,
@@ -35,7 +34,8 @@ from ckpt.plan.checkpoint import (
     Target,
 )
 from ckpt.plan.tensors import Shape, Tensor, Whole
-from ckpt.run_folder.steps import LATEST, recorded_step
+from ckpt.run_folder.finding import Steps, find_step, meant
+from ckpt.run_folder.steps import LATEST
 from ckpt.state.numbered import names_by_shapes
 from converters.deepspeed import model_file
 from converters.deepspeed.autoep import experts_of, routers
@@ -70,13 +70,11 @@ class Stage0(Format):
 
         NotFoundError for what DeepSpeed writes and no format here is of.
         """
-        if not path.is_dir():
-            return None
-        recorded = tag if tag is not None else recorded_step(path / LATEST)
-        folders = [path, *([confined(path, recorded)] if recorded else [])]
-        found = next((folder for folder in folders[:: -1 if tag else 1] if _is_step(folder)), None)
-        for folder in folders if found is None else ():
-            refuse_unsupported(folder)
+        found = find_step(path, tag, _STEPS)
+        folders = [path, *meant(path, tag, _STEPS)] if found is None and path.is_dir() else []
+        for folder in folders:
+            if not _is_step(folder):
+                refuse_unsupported(folder)
         return found
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
@@ -99,6 +97,9 @@ def _is_step(folder: Path) -> bool:
     names = [name for name in names_in(folder) if name.endswith("_states.pt")] if folder.is_dir() else []
     names = [name for name in names if not is_of_experts(name)]
     return bool(names) and all(map(is_model_file, names)) and not is_universal(folder)
+
+
+_STEPS = Steps(_is_step, record=LATEST)
 
 
 def _read(path: Path, folders: Sequence[Path]) -> Checkpoint:

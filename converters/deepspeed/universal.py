@@ -41,7 +41,8 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.tensors import FlatRange, Shape, Tensor, Whole
 from ckpt.run_folder.carried import run_companions
-from ckpt.run_folder.steps import LATEST_UNIVERSAL, recorded_step
+from ckpt.run_folder.finding import Steps, find_step
+from ckpt.run_folder.steps import LATEST_UNIVERSAL
 from converters.deepspeed import model as zero_model
 from converters.deepspeed import model_file
 from converters.deepspeed import write as zero_writer
@@ -69,22 +70,7 @@ class Universal(Format):
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """The folder with `zero/`, which `path` is, `tag` names in it, or its `latest_universal` records."""
-        if not path.is_dir():
-            return None
-        if tag is None and _is_universal(path):
-            return path
-        latest = path / LATEST_UNIVERSAL
-        recorded = recorded_step(latest) if tag is None else None
-        if recorded is not None and (not recorded or not _is_universal(confined(path, recorded))):
-            raise CorruptError(
-                f"`{LATEST_UNIVERSAL}` names a folder that is no universal checkpoint",
-                path=latest,
-                expected=f"a folder with zero/{_OPTIMIZER_STATE}",
-                found=repr(recorded),
-            )
-        tag = tag or recorded
-        folder = confined(path, tag) if tag else None
-        return folder if folder is not None and _is_universal(folder) else None
+        return find_step(path, tag, _STEPS)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe it; the files of every parameter are opened, none of their data is read."""
@@ -106,6 +92,9 @@ UNIVERSAL = Universal()
 
 def _is_universal(path: Path) -> bool:
     return (path / "zero" / _OPTIMIZER_STATE).is_file()
+
+
+_STEPS = Steps(_is_universal, record=LATEST_UNIVERSAL, owns_record=True)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.companions import CONFIG, read_config, read_json
+from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import run_files_left_out, training_left_out
 from converters.names.hub.proof import names_architecture, prove, tables_differ
 from converters.names.options import OWN as OWN_NAMES
@@ -50,8 +51,7 @@ class HuggingFace(Format):
         if path.is_file():
             named = path.name.endswith((".safetensors", ".safetensors.index.json")) and not _ADAPTER.match(path.name)
             return path if named else None
-        folder = path if tag is None else confined(path, tag)
-        return folder if folder.is_dir() and _weights(folder) else None
+        return find_step(path, tag, Steps(lambda folder: bool(_weights(folder))))
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe a model folder's weights; all have the role `weight`, as files tell no buffers apart."""

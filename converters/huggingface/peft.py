@@ -36,6 +36,7 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.run_folder.companions import CONFIG, companions, read_object
+from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.state import adapter
 from ckpt.state.wrapped import clean_names
@@ -60,8 +61,7 @@ class Peft(Format):
         """A folder with an adapter's config and weights (`tag` names one in it), or the file of the weights."""
         if path.is_file():
             return path if path.name in (SAFETENSORS, TORCH) else None
-        folder = path if tag is None else confined(path, tag)
-        return folder if folder.is_dir() and _weights(folder) is not None else None
+        return find_step(path, tag, Steps(lambda folder: _weights(folder) is not None))
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe an adapter's tensors, under the names that they have in the file without those of wrappers."""

@@ -9,13 +9,11 @@ After Megatron-LM of August 2026, training/checkpointing.py: `get_checkpoint_tra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckpt.base.errors import CorruptError
-from ckpt.move.files import confined
-from ckpt.move.listing import folders_in
-from ckpt.run_folder.steps import TRACKER, recorded_step
+from ckpt.run_folder.finding import Steps, find_step
+from ckpt.run_folder.steps import TRACKER
 
 RELEASE = "release"
 
@@ -31,31 +29,13 @@ def is_iterations_name(name: str) -> bool:
 
 
 def find_iteration(path: Path, tag: str | None, is_iteration: Callable[[Path], bool]) -> Path | None:
-    """An iteration's folder: `path` itself, the one that `tag` names, or the one that the tracker records.
+    """An iteration's folder: `path` itself, the one that `tag` names, or the one that the tracker records."""
+    return find_step(path, tag, Steps(is_iteration, of_tag=_of_tag, record=TRACKER, of_record=_of_record))
 
-    CorruptError where the tracker names a folder that is not there.
-    """
-    if not path.is_dir():
-        return None
-    if tag is not None:
-        named = confined(path, iteration_folder(int(tag)) if tag.isdigit() else tag)
-        return named if is_iteration(named) else None
-    if is_iteration(path):
-        return path
-    tracker = path / TRACKER
-    said = recorded_step(tracker)
-    if said is None or (said != RELEASE and not said.isdecimal()):
-        return None
-    named = path / (RELEASE if said == RELEASE else iteration_folder(int(said)))
-    if is_iteration(named):
-        return named
-    others = [folder.name for folder in folders_in(path) if is_iteration(folder)]
-    if named.is_dir() or not others:
-        return None  # another format of Megatron's, or of another framework with a tracker of the same name
-    raise CorruptError(
-        "the tracker names an iteration that is not there",
-        path=tracker,
-        expected=f"the folder {named.name}",
-        found="no such folder",
-        hint=f"the newest here is {others[-1]}",
-    )
+
+def _of_tag(tag: str) -> Sequence[str]:
+    return (iteration_folder(int(tag)) if tag.isdecimal() else tag,)
+
+
+def _of_record(said: str) -> Sequence[str]:
+    return _of_tag(said) if said == RELEASE or said.isdecimal() else ()

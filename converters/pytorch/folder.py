@@ -15,11 +15,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.base.errors import IncompleteError
 from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK
 from ckpt.move.files import confined
 from ckpt.move.listing import names_in
-from ckpt.run_folder.steps import TITAN_STEP, step_folders
+from ckpt.run_folder.finding import Steps, find_step
+from ckpt.run_folder.steps import TITAN_STEP
 
 MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
 #: Accelerate's LOCAL_STATE_DICT, which has the model in these and the optimizer in OPTIMIZER_0.
@@ -63,25 +63,7 @@ def find_folder(path: Path, tag: str | None) -> Path | None:
     """
     if path.name == METADATA and path.is_file():
         path = path.parent
-    if not path.is_dir():
-        return None
-    if tag is not None:
-        folders = [confined(path, tag), *(confined(path, f"checkpoint/{tag}"),)]
-        return next((folder for folder in folders if is_checkpoint(folder)), None)
-    if is_checkpoint(path):
-        return path
-    steps = _steps(path) or _steps(path / "checkpoint")
-    if not steps:
-        return None
-    if not _is_finished(steps[0]):
-        whole = next((step.name for step in steps if _is_finished(step)), None)
-        raise IncompleteError(
-            "the newest step was not written to its end",
-            path=steps[0],
-            expected=METADATA,
-            hint=f"the newest complete step here is {whole}: --tag {whole}" if whole else None,
-        )
-    return steps[0]
+    return find_step(path, tag, _STEPS)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -96,13 +78,18 @@ def _local(folder: Path) -> tuple[tuple[int, str], ...]:
     return tuple(sorted((int(match[1]), name) for name in names_in(folder) if (match := LOCAL.fullmatch(name))))
 
 
-def _steps(path: Path) -> list[Path]:
-    return [folder for folder in step_folders(path, TITAN_STEP) if is_dcp(folder)]
-
-
 def _is_finished(folder: Path) -> bool:
     names = names_in(folder)
     return METADATA in names or not any(DATA_FILE.fullmatch(name) for name in names)
+
+
+_STEPS = Steps(
+    is_checkpoint,
+    of_tag=lambda tag: (tag, f"checkpoint/{tag}"),
+    newest=TITAN_STEP,
+    places=("", "checkpoint"),
+    is_finished=_is_finished,
+)
 
 
 def parts(path: Path) -> Parts:

@@ -37,7 +37,8 @@ from ckpt.plan.checkpoint import TRANSFORMERS, WEIGHT, Checkpoint, Format, Layou
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
-from ckpt.run_folder.steps import TRACKER, recorded_step, step_folders
+from ckpt.run_folder.finding import Steps, find_step
+from ckpt.run_folder.steps import ANY_STEP, TRACKER
 from ckpt.state.wrapped import clean_names
 from converters.pytorch.flat_parameters import Units, in_turn, read_flat, same_numbers
 from converters.pytorch.optimizer_states import OptimizerStates
@@ -64,23 +65,8 @@ class FsdpRanks(Format):
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A folder with files of ranks, `actor` in verl's folder of a step, or that of the step its tracker names."""
-        folder = path if tag is None else confined(path, tag)
-        if not folder.is_dir():
-            return None
-        tracker = folder / TRACKER
-        if (step := recorded_step(tracker)) is not None:
-            named = folder / f"global_step_{step}" if step.isdecimal() else None
-            if named is None or not named.is_dir():
-                if not any(_inside(step) for step in step_folders(folder)):
-                    return None  # Megatron's tracker has the same name
-                raise CorruptError(
-                    "the tracker names a step that is not there", path=tracker, expected="a folder", found=step
-                )
-            return _inside(named)
-        if (found := _inside(folder)) is not None:
-            return found
-        steps = step_folders(folder) if tag is None else []
-        return next((found for step in steps if (found := _inside(step)) is not None), None)
+        found = find_step(path, tag, _STEPS)
+        return None if found is None else _inside(found)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the tensors of all ranks' files; everything of the model has the role `weight`."""
@@ -144,6 +130,14 @@ def _inside(folder: Path) -> Path | None:
         if one.is_dir() and any(_kind(name) == "model" for name in names_in(one)):
             return one
     return None
+
+
+_STEPS = Steps(
+    lambda folder: _inside(folder) is not None,
+    record=TRACKER,
+    of_record=lambda said: (f"global_step_{said}",),
+    newest=ANY_STEP,
+)
 
 
 def _kind(name: str) -> str | None:

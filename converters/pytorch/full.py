@@ -57,7 +57,8 @@ from ckpt.plan.precision import Choice, choices, describe, kept_in_training
 from ckpt.plan.tensors import Tensor, Whole, whole
 from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.companions import RUN_PATTERNS, read_config, read_json
-from ckpt.run_folder.steps import enclosing_folders, step_folders, trainer_step
+from ckpt.run_folder.finding import Steps, find_step
+from ckpt.run_folder.steps import ANY_STEP, enclosing_folders, trainer_step
 from ckpt.state.plain import is_plain
 from ckpt.state.wrapped import clean_names
 from converters.pytorch.optimizer_file import optimizer_file
@@ -119,13 +120,7 @@ class Full(Format):
         """
         if path.is_file():
             return path if _is_weights_name(path.name) and _is_torch_file(path, or_large=True) else None
-        folder = path if tag is None else confined(path, tag)
-        if not folder.is_dir():
-            return None
-        if _weights_in(folder) is not None:
-            return folder
-        steps = step_folders(folder) if tag is None else []
-        return next((step for step in steps if _weights_in(step) is not None), None)
+        return find_step(path, tag, _STEPS)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the state dicts; every tensor of the model has the role `weight`, as files tell no buffers apart.
@@ -233,6 +228,8 @@ def _weights_in(folder: Path) -> str | None:
     others = sorted(name for name in names if _is_weights_name(name) and name[0] != "." and not name.endswith(".json"))
     return others[0] if len(others) == 1 and _is_torch_file(folder / others[0]) else None
 
+
+_STEPS = Steps(lambda folder: _weights_in(folder) is not None, newest=ANY_STEP)
 
 # -- reading -------------------------------------------------------------------------------------------------
 

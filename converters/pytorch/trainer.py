@@ -35,6 +35,7 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.companions import read_config, read_json
+from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.steps import TRAINER_STATE, enclosing_folders, trainer_step
 from ckpt.state.numbered import has_decay
 from converters.names.registered import in_order
@@ -50,6 +51,14 @@ _NO_STATE = (
 )
 
 
+def _is_step(folder: Path) -> bool:
+    has_optimizer = first(folder, OPTIMIZERS) is not None and not (folder / FSDP_MODEL).exists()
+    return has_optimizer and first(folder, (SINGLE, INDEX)) is not None
+
+
+_STEPS = Steps(_is_step)
+
+
 class Trainer(Format):
     name = "trainer"
     title = "HF Trainer's and Accelerate's own"
@@ -58,10 +67,7 @@ class Trainer(Format):
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """The folder `path`, or `tag` in it, with weights of safetensors beside an optimizer's file."""
-        folder = path if tag is None else confined(path, tag)
-        if not folder.is_dir() or first(folder, OPTIMIZERS) is None or (folder / FSDP_MODEL).exists():
-            return None
-        return folder if first(folder, (SINGLE, INDEX)) is not None else None
+        return find_step(path, tag, _STEPS)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the weights, and the optimizer's states where it is known whose they are."""

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckpt
 from ckpt import api
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Layout
@@ -125,3 +126,11 @@ def test_a_file_without_the_entry_of_its_optimizer_is_said(fixtures: Path, tmp_p
     torch.save(content, model)
     assert [note for note in api.open(run).notes if "lacks the entry 'optimizer'" in note]
     assert not any("lacks the entry" in note for note in api.open(fixtures / "toy-zero0").notes)
+
+
+@pytest.mark.parametrize("name", ["toy-zero0", "autotp-zero0"])
+def test_a_tag_that_a_step_does_not_have_is_not_passed_over(name: str, fixtures: Path) -> None:
+    step = fixtures / name / "global_step2"
+    assert ckpt.open(step, tag="global_step2").path == str(step)
+    with pytest.raises(NotFoundError, match="with the tag 'global_step3'"):
+        ckpt.open(step, tag="global_step3")

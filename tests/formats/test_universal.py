@@ -159,7 +159,7 @@ def test_damage_is_named(fixtures: Path, tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match="another size"):
         read(copy)
     (folder.parent / "latest_universal").write_text("elsewhere")
-    with pytest.raises(CorruptError, match="names a folder"):
+    with pytest.raises(CorruptError, match="names a step folder"):
         UNIVERSAL.find(folder.parent, None)
     assert UNIVERSAL.find(folder.parent, folder.name) == folder
     assert parameter.is_dir() and UNIVERSAL.find(folder, None) == folder

@@ -19,14 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError
+from ckpt.base.errors import CkptError
 from ckpt.containers.sources import RankFile
-from ckpt.move.files import confined
-from ckpt.move.listing import folders_in
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target, TrainingState
 from ckpt.run_folder.companions import read_config
-from ckpt.run_folder.steps import LATEST, recorded_step
+from ckpt.run_folder.finding import Steps, find_step
+from ckpt.run_folder.steps import LATEST
 from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, OPTIMIZER_FILE, PIPELINE, UNIVERSAL_INFO
 from converters.deepspeed.pipeline.args import attributes, current
 from converters.deepspeed.pipeline.read import (
@@ -45,6 +44,23 @@ from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.sizes import Config
 
 
+def _is_whole(folder: Path) -> bool:
+    try:
+        list_folder(folder)
+    except CkptError:
+        return False
+    return True
+
+
+_STEPS = Steps(
+    is_pipeline,
+    of_tag=lambda tag: (f"global_step{tag}" if tag.isdecimal() else tag,),
+    record=LATEST,
+    needs_record=True,
+    is_finished=_is_whole,
+)
+
+
 class MegatronDeepSpeed(Format):
     """The format `megatron-deepspeed`."""
 
@@ -56,30 +72,7 @@ class MegatronDeepSpeed(Format):
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A step's folder: `path` itself, the one that `tag` names, or the one that `latest` records."""
-        if not path.is_dir():
-            return None
-        if tag is not None:
-            named = confined(path, f"global_step{tag}" if tag.isdigit() else tag)
-            return named if is_pipeline(named) else None
-        if is_pipeline(path):
-            return path
-        latest = path / LATEST
-        others = [folder for folder in folders_in(path) if is_pipeline(folder)]
-        if not others:
-            return None
-        recorded = recorded_step(latest) or ""
-        named = confined(path, recorded) if recorded else path
-        if is_pipeline(named):
-            return named
-        if recorded and named.is_dir():
-            return None  # the latest step is of another format
-        raise CorruptError(
-            "`latest` does not say which step is meant",
-            path=latest,
-            expected="the name of a step folder",
-            found=recorded or "no such file",
-            hint="there is " + ", ".join(folder.name for folder in others[-8:]) + " (--tag takes one)",
-        )
+        return find_step(path, tag, _STEPS)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the checkpoint of one step."""

@@ -17,7 +17,6 @@ from ckpt import registry
 from ckpt.containers.sources import Sources
 from ckpt.containers.weights import parse_index, read_weights, weight_files
 from ckpt.errors import LossError, UsageError
-from ckpt.move.files import confined
 from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.options import option
@@ -26,6 +25,7 @@ from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, whole
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.companions import read_config, read_json
+from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import training_left_out
 
 if TYPE_CHECKING:
@@ -86,9 +86,7 @@ class Mlx(Format):
     carries_optimizer = False
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        folder = path if tag is None else confined(path, tag)
-        found = folder.is_dir() and (folder / INDEX).is_file() and any(map(is_mlx, folder.glob("*.safetensors")))
-        return folder if found else None
+        return find_step(path, tag, Steps(is_model))
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         folders = tuple(p for p in (request.config, path) if p is not None)
@@ -118,6 +116,10 @@ class Mlx(Format):
 
 
 MLX = Mlx()
+
+
+def is_model(folder: Path) -> bool:
+    return (folder / INDEX).is_file() and any(map(is_mlx, folder.glob("*.safetensors")))
 
 
 def is_mlx(file: Path) -> bool:

@@ -1,0 +1,123 @@
+"""Find a format's checkpoint: a folder itself, or in it the step that a tag names, that is recorded, or the newest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.base.errors import CorruptError, IncompleteError
+from ckpt.move.files import confined
+from ckpt.move.listing import folders_in
+from ckpt.run_folder.steps import recorded_step, step_folders
+
+
+def _as_said(said: str) -> Sequence[str]:
+    return (said,) if said else ()
+
+
+def _never(folder: Path) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """How a format keeps steps in a run's folder: how one is known, and which one is meant."""
+
+    #: Whether a folder is a step of this format, from names and small files.
+    is_step: Callable[[Path], bool]
+    #: The names that a step's folder may have which a tag names.
+    of_tag: Callable[[str], Sequence[str]] = _as_said
+    #: The file in the run's folder that names the step which is meant, and the name of the folder by what it says.
+    record: str | None = None
+    of_record: Callable[[str], Sequence[str]] = _as_said
+    #: Whether no step is meant where no record names one: the engine would load none.
+    needs_record: bool = False
+    #: Whether the record is this format's alone, so that it is damaged where what it names is no step of it; but for a
+    #: folder that may be another format's, where there is no step of this one.
+    owns_record: bool = False
+    may_be_others: Callable[[Path], bool] = _never
+    #: Names of steps of which the newest is meant where nothing is recorded, and the folders in the run's with steps.
+    newest: re.Pattern[str] | None = None
+    places: Sequence[str] = ("",)
+    #: Whether a step was written to its end, where that is told by names.
+    is_finished: Callable[[Path], bool] | None = None
+
+
+def find_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
+    """The step that `path` is, or that is meant in it; with a tag, the one of that name.  None where there is none.
+
+    Raises CorruptError where the record names what is not there, IncompleteError where it is missing or the newest step
+    was not written to its end.
+    """
+    if not path.is_dir():
+        return None
+    if steps.is_step(path) and (tag is None or (tag == path.name and steps.record is not None)):
+        return path
+    if (named := named_step(path, tag, steps)) is not None or tag is not None:
+        return named
+    said = recorded_step(path / steps.record) if steps.record is not None else None
+    if said is not None or steps.needs_record:
+        _check_record(path, said, steps)
+        return None
+    return _newest(path, steps)
+
+
+def named_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
+    """The step in the folder `path` that a tag names, or without one the record; None where there is none."""
+    return next((folder for folder in meant(path, tag, steps) if folder.is_dir() and steps.is_step(folder)), None)
+
+
+def meant(path: Path, tag: str | None, steps: Steps) -> list[Path]:
+    """The folders that a tag may name in `path`, or without one the record, whatever they are."""
+    if tag is not None:
+        return [confined(path, name) for name in steps.of_tag(tag)]
+    said = recorded_step(path / steps.record) if steps.record is not None else None
+    return [confined(path, name) for name in steps.of_record(said or "")]
+
+
+def _check_record(path: Path, said: str | None, steps: Steps) -> None:
+    """Raise where the record in `path` names no step of the format, although it should: it is damaged, or lost."""
+    others = newest_first(filter(steps.is_step, folders_in(path)))
+    named = meant(path, None, steps)
+    if steps.owns_record and said is not None:
+        if not others and any(map(steps.may_be_others, named)):
+            return
+    elif not others or not (named or steps.needs_record) or any(folder.is_dir() for folder in named):
+        return  # it is another format's, whose record has the same name
+    error = IncompleteError if steps.needs_record and not (named and others) else CorruptError
+    raise error(
+        f"`{steps.record}` names a step folder that is not there, or that holds no such checkpoint"
+        if named
+        else f"`{steps.record}` does not say which step is meant",
+        path=path if said is None else path / str(steps.record),
+        expected=f"a checkpoint in {named[0].name}/" if named else "the name of a step folder",
+        found="no such file" if said is None else repr(said),
+        hint=_newest_whole(others, steps),
+    )
+
+
+def _newest_whole(found: Sequence[Path], steps: Steps) -> str | None:
+    is_finished = steps.is_finished
+    whole = next((step.name for step in found if is_finished is None or is_finished(step)), None)
+    return f"the newest {'complete ' if is_finished else ''}step here is {whole}: --tag {whole}" if whole else None
+
+
+def newest_first(steps: Iterable[Path]) -> list[Path]:
+    """Folders of steps by the last number in their names, the largest first."""
+    return sorted(steps, key=lambda step: (int([-1, *re.findall(r"\d+", step.name)][-1]), step.name), reverse=True)
+
+
+def _newest(path: Path, steps: Steps) -> Path | None:
+    """The newest step in a run's folder; IncompleteError where it was not written to its end."""
+    if steps.newest is None:
+        return None
+    for place in steps.places:
+        found = [step for step in step_folders(path / place, steps.newest) if steps.is_step(step)]
+        if found and steps.is_finished is not None and not steps.is_finished(found[0]):
+            hint = _newest_whole(found, steps)
+            raise IncompleteError("the newest step was not written to its end", path=found[0], hint=hint)
+        if found:
+            return found[0]
+    return None
