@@ -217,8 +217,7 @@ def read_all(root: Path, files: Iterable[Path], count: Bytes, progress: Callable
                     _compare(file, path, count)
             else:
                 with open_stream(path) as file:
-                    while block := file.read(_BLOCK):
-                        count.without += len(block)
+                    _read_on(file, count)
         except OSError as error:
             what = f"the file cannot be read: {error.strerror}"
             yield Problem(UNKNOWN, relative(path, root), what, StorageError.exit_code)
@@ -228,15 +227,21 @@ def read_all(root: Path, files: Iterable[Path], count: Bytes, progress: Callable
 
 
 def _read_items(path: Path, places: Places, count: Bytes) -> None:
-    """Compare what torch's distributed checkpoint put into a file: zip files, one behind another."""
+    """Compare what torch's distributed checkpoint put into a file: zip files one behind another, or safetensors."""
     here = {row for row, name in enumerate(places.paths) if Path(name).name == path.name}
     with open_stream(path) as file:
         for offset, length in sorted({(places.offsets[row], places.lengths[row]) for row in here}):
             file.seek(offset)
-            if file.read(4) == _ZIP:
-                _compare(_Part(file, offset, length), path, count)
-            else:
-                count.without += length
+            if file.read(4) != _ZIP:  # the items of safetensors have one offset, and no checksums
+                file.seek(0)
+                _read_on(file, count)
+                return
+            _compare(_Part(file, offset, length), path, count)
+
+
+def _read_on(file: io.BufferedReader, count: Bytes) -> None:
+    while block := file.read(_BLOCK):
+        count.without += len(block)
 
 
 def _compare(file: IO[bytes] | _Part, path: Path, count: Bytes) -> None:

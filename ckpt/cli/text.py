@@ -65,6 +65,7 @@ def carry_out(
     are further ones of `Conversion.run`.
     """
     from ckpt.move.journal import JOURNAL
+    from ckpt.run_folder import not_read
 
     conversion.check_destination(destination)
     report = plan_report(conversion, destination)
@@ -83,7 +84,11 @@ def carry_out(
         if not quiet:
             options["clearing"] = clearing
         num_done = conversion.run(destination, manifest=manifest, resume=bool(resume), **options)
-    if not quiet:
+    if quiet:  # what may be lost is said all the same
+        state = [one for one in report["not_read"] if one["kind"] == not_read.STATE]
+        for line in not_read.lines(state):
+            print(line, file=sys.stderr)
+    else:
         if resume:
             print(f"{show_size(num_done)} were there already, and are as they were written", file=sys.stderr)
         for line in _outcome(report, destination, manifest):

@@ -1,13 +1,15 @@
 """Files in a checkpoint's folder that no reader opened: what they look like, by their names and first bytes.
 
-The checkpoint's own folder is looked at, and its subfolders of which files were read; never what stands beside it.
+The checkpoint's own folder is looked at, and its subfolders; never what stands beside it.  A subfolder of which no file
+was read is named as a whole, where its files look like training state; these may be another checkpoint.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from ckpt.base.errors import CkptError, printable
 from ckpt.move.listing import entries_in
-from ckpt.move.source import read_file
+from ckpt.move.source import open_stream
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.companions import PATTERNS, SHARED_RUN_PATTERNS
 from ckpt.run_folder.steps import ANY_STEP, RECORDS
@@ -62,7 +64,7 @@ _STATE = re.compile(
 _OF_TENSORS = (".safetensors", ".distcp")
 #: A zip's first record, and torch's number of its older files (torch/serialization.py, `MAGIC_NUMBER`).
 _ZIP, _LEGACY = b"PK\x03\x04", bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
-_HEAD = 512
+_HEAD, _TAIL = 512, 1 << 16
 _MAX_SHOWN = 20
 
 STATE, OTHER = "state", "other"
@@ -98,16 +100,24 @@ def not_read(checkpoint: Checkpoint) -> tuple[NotRead, ...]:
         return ()
     within = "" if str(root) == "." else f"{root}/"
     opened = {file.path.removeprefix(within) for file in checkpoint.files if file.path.startswith(within)}
-    folders = sorted({name.partition("/")[0] for name in opened if "/" in name})
-    listing = [entry for folder in ("", *folders) for entry in _listed(root, folder)]
-    return tuple(judged(listing, opened, lambda name: _head(root / name)))
+    folders = {name.partition("/")[0] for name in opened if "/" in name}
+    own = list(_listed(root, ""))
+    listing = [*own, *(entry for folder in sorted(folders) for entry in _listed(root, folder))]
+    found = list(judged(listing, opened, lambda name: _ends(root / name)))
+    named = {one.name for one in found}
+    for name in (entry.name for entry in own if entry.size is None):
+        if name in folders or f"{name}/" in named or name.startswith(".") or ANY_STEP.fullmatch(name):
+            continue
+        if any(one.kind == STATE for one in judged(_listed(root, name), (), lambda name: _ends(root / name))):
+            found.append(NotRead(f"{name}/", OTHER, "a folder whose files hold tensors"))
+    return tuple(found)
 
 
-def judged(listing: Iterable[Entry], opened: AbstractSet[str], head: Callable[[str], bytes]) -> Iterator[NotRead]:
-    """As `not_read`, of a listing and the names that were opened; `head` gives a file's first bytes."""
+def judged(listing: Iterable[Entry], opened: Collection[str], ends: Callable[[str], bytes]) -> Iterator[NotRead]:
+    """As `not_read`, of a listing and the names that were opened; `ends` gives a file's first and last bytes."""
     used = {place for name in opened for place in _around(name)}
     models = {found.group("stem", "suffix", "count") for name in opened if (found := _WEIGHTS.fullmatch(_base(name)))}
-    weights_alone = bool(models) and not opened & {*_OPTIMIZER}
+    weights_alone = bool(models) and not {*_OPTIMIZER} & {*opened}
     for entry in listing:
         name, base = entry.name, _base(entry.name)
         if name in opened or base.startswith("."):
@@ -119,7 +129,7 @@ def judged(listing: Iterable[Entry], opened: AbstractSet[str], head: Callable[[s
             if weights_alone and name in _OPTIMIZER:
                 yield NotRead(name, OTHER, "the run's optimizer, beside weights alone")
             else:
-                yield _other_weights(name, models) or NotRead(name, *_kind(base, partial(head, name)))
+                yield _other_weights(name, models) or NotRead(name, *_kind(base, partial(ends, name)))
 
 
 def lines(found: Sequence[Mapping[str, str]]) -> list[str]:
@@ -162,15 +172,17 @@ def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> No
     return NotRead(name, OTHER, why)
 
 
-def _kind(base: str, head: Callable[[], bytes]) -> tuple[str, str]:
+def _kind(base: str, ends: Callable[[], bytes]) -> tuple[str, str]:
     if known := next((why for pattern, why in _NAMED.items() if _fits(base, [pattern])), None):
         return OTHER, known
     if _STATE.search(base.lower()):
         return STATE, "it is named like training state"
     if base.endswith(_OF_TENSORS):
         return STATE, "it holds tensors"
-    start = head()
-    if start.startswith(_LEGACY) or (start.startswith(_ZIP) and b"data.pkl" in start):
+    start = ends()
+    if start.startswith(_ZIP) and b"data.pkl" in start[:_HEAD] and b"/data/" not in start[_HEAD:]:
+        return OTHER, "a file of torch's, without tensors"
+    if start.startswith(_LEGACY) or (start.startswith(_ZIP) and b"data.pkl" in start[:_HEAD]):
         return STATE, "a file of torch's"
     if start[8:10] == b'{"' and not any(start[5:8]):  # safetensors: the length of a header, and the header
         return STATE, "it holds tensors"
@@ -186,9 +198,17 @@ def _listed(root: Path, folder: str) -> Iterator[Entry]:
             yield Entry(name, 0)
 
 
-def _head(path: Path) -> bytes:
-    """The first bytes of a file; none of one that cannot be read, which is named all the same."""
+def _ends(path: Path) -> bytes:
+    """The first bytes of a file, and of a zip its last ones, where its records are named.
+
+    None of a file that cannot be read, which is named all the same.
+    """
     try:
-        return read_file(path, _HEAD)
-    except CkptError:
+        with open_stream(path) as file:
+            start = file.read(_HEAD)
+            if start.startswith(_ZIP):
+                file.seek(max(len(start), file.seek(0, os.SEEK_END) - _TAIL))
+                start += file.read(_TAIL)
+            return start
+    except (CkptError, OSError):
         return b""

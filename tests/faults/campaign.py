@@ -11,8 +11,9 @@ import signal
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -24,13 +25,19 @@ from tests.faults.kinds import CARRIED, KINDS, MISSING, NAME, VALUE, Case, in_it
 from tests.faults.records import kept, stopped
 from tests.faults.running import Ending, arguments, errors, kills
 from tests.faults.samples import How, Sample, converted, make_samples, some_target, tensors, tensors_of
+from tests.faults.stores import stores
 
 #: Seconds that a case may take, on a machine that has other things to do.
 _PATIENCE = 120
 #: What part of the campaign each of these is.
-_KILLS, _ERRORS, _ARGUMENTS = "killed at a call to the system", "a call to the system fails", "arguments without sense"
-_STOPPED, _KEPT = "a stopped conversion damaged", "a kept conversion damaged"
-_PARTS = {_KILLS: 0.03, _ERRORS: 0.04, _ARGUMENTS: 0.03, _STOPPED: 0.02, _KEPT: 0.02}
+PARTS: dict[str, tuple[Callable[[Sample, Path, Random], Iterator[tuple[str, Ending]]], float]] = {
+    "killed at a call to the system": (partial(kills, most=10), 0.03),
+    "a call to the system fails": (errors, 0.04),
+    "arguments without sense": (arguments, 0.03),
+    "a stopped conversion damaged": (stopped, 0.02),
+    "a kept conversion damaged": (kept, 0.02),
+    "a store in which requests fail": (stores, 0.01),
+}
 
 
 @dataclass
@@ -194,18 +201,11 @@ def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
                 shutil.rmtree(out, ignore_errors=True)
         place = folder / "place"
         place.mkdir()
-        for kind, part in _PARTS.items():
+        for kind, (stream_of, part) in PARTS.items():
             left = round(part * num_cases)
             while left > 0:
                 sample = random.choice(samples)
-                stream_of = {
-                    _KILLS: lambda sample=sample: kills(sample, place, random, 10),
-                    _ERRORS: lambda sample=sample: errors(sample, place, random),
-                    _ARGUMENTS: lambda sample=sample: arguments(sample, place, random),
-                    _STOPPED: lambda sample=sample: stopped(sample, place, random),
-                    _KEPT: lambda sample=sample: kept(sample, place, random),
-                }[kind]
-                for what, ending in itertools.islice(stream_of(), min(10, left)):
+                for what, ending in itertools.islice(stream_of(sample, place, random), min(10, left)):
                     signal.alarm(_PATIENCE)
                     report.add(kind, what, ending)
                     left -= 1

@@ -238,7 +238,7 @@ def strays(sample: Sample, random: Random) -> Iterator[Case]:
 
 #: The kinds of damage to files, and what part of the campaign each is.
 KINDS: dict[str, tuple[Callable[[Sample, Random], Iterator[Case]], float]] = {
-    "one bit flipped": (flips, 0.36),
+    "one bit flipped": (flips, 0.35),
     "a range zeroed": (zeroed, 0.12),
     "cut off": (truncations, 0.08),
     "a nasty value": (nasty_values, 0.13),

@@ -360,6 +360,10 @@ def test_tensors_of_one_size_in_a_file_of_safetensors_are_no_ties(tmp_path: Path
     checkpoint = read(tmp_path / "step-1")
     assert checkpoint.ties == {}
     assert_true(checkpoint, {(fqn, WEIGHT): raw(tensor) for fqn, tensor in weights.items()})
+    counted = ckpt.check(tmp_path / "step-1", every_byte=True).bytes
+    files = [path.stat().st_size for path in (tmp_path / "step-1").glob("*.distcp")]
+    assert counted is not None and counted.compared == 0
+    assert sum(files) <= counted.without <= sum(files) + (tmp_path / "step-1/.metadata").stat().st_size
 
 
 def test_tied_parameters_are_those_that_the_config_declares(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ def test_convert_and_resume_write_and_say_so(fixtures: Path, tmp_path: Path) -> 
     done = run_ckpt("convert", "auto", "hf", run, "--names", "own")
     line = "not read: layer_wise_optimizer_0.pt: it is named like training state"
     assert done.code == 0 and line in done.err.splitlines()
+    quiet = run_ckpt("convert", "auto", "full", run, "-q")
+    assert quiet.code == 0 and quiet.err == f"{line}\n"
     said: list[str] = []
     ckpt.resume(run, format="zero2", world_size=5, say=said.append)
     assert line in said
@@ -162,6 +164,28 @@ def test_folders_of_which_nothing_was_read() -> None:
     opened = {"pytorch_model_fsdp_0/__0_0.distcp", "zero/a/fp32.pt"}
     assert not names(opened, "runs/", "checkpoint-3/", "zero/", "zero/a/", "pytorch_model_fsdp_0/", ".git/")
     assert names(opened, "optimizer_1/", "zero/b/") == [("optimizer_1/", "state"), ("zero/b/", "other")]
+
+
+@pytest.mark.parametrize(
+    "fixture", ["toy-zero3", "dcp-fsdp2/step-2", "megatron-dist-flattened", "trainer-plain/checkpoint-2"]
+)
+def test_another_checkpoint_in_a_folder_is_named(fixtures: Path, tmp_path: Path, fixture: str) -> None:
+    run = Path(shutil.copytree(fixtures / fixture, tmp_path / "run", ignore=shutil.ignore_patterns("truth")))
+    folder = Path(ckpt.open(run).path)
+    (folder / "ema").mkdir()
+    torch.save(TENSORS, folder / "ema" / "ema.pt")
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "loss.dat").write_bytes(b"a picture")
+    assert [(one.name, one.kind) for one in not_read(ckpt.open(run))] == [("ema/", "other")]
+    assert "not read: ema/: a folder whose files hold tensors" in run_ckpt("convert", "auto", "full", run).err
+    assert run_ckpt("check", run).code == 0
+
+
+def test_a_file_of_torchs_without_tensors_is_no_state(fixtures: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "run"))
+    torch.save({"losses": list(range(20_000))}, run / "numbers.pt")
+    torch.save({"losses": torch.ones(3)}, run / "data.pt")
+    assert [(one.name, one.kind) for one in not_read(ckpt.open(run))] == [("data.pt", "state"), ("numbers.pt", "other")]
 
 
 def test_a_rank_without_items_leaves_an_empty_file() -> None:
