@@ -74,7 +74,10 @@ def meant(path: Path, tag: str | None, steps: Steps) -> list[Path]:
     if tag is not None:
         return [confined(path, name) for name in steps.of_tag(tag)]
     said = recorded_step(path / steps.record) if steps.record is not None else None
-    return [confined(path, name) for name in steps.of_record(said or "")]
+    names = steps.of_record(said or "")
+    if said is not None and said.isdecimal() and steps.of_record is not _as_said:
+        return [path / name for name in names]  # of a number a name is made that leads nowhere; it may be a link's
+    return [confined(path, name) for name in names]
 
 
 def _check_record(path: Path, said: str | None, steps: Steps) -> None:
@@ -84,7 +87,7 @@ def _check_record(path: Path, said: str | None, steps: Steps) -> None:
     if steps.owns_record and said is not None:
         if not others and any(map(steps.may_be_others, named)):
             return
-    elif not others or not (named or steps.needs_record) or any(folder.is_dir() for folder in named):
+    elif not others or any(folder.is_dir() for folder in named):
         return  # it is another format's, whose record has the same name
     error = IncompleteError if steps.needs_record and not (named and others) else CorruptError
     raise error(

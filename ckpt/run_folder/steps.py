@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -30,12 +31,14 @@ ANY_STEP = re.compile(r"(?:checkpoint|step|global_step|iter|epoch)[-_]?(\d+)")
 
 
 def recorded_step(path: Path) -> str | None:
-    """What the file `latest` or a tracker says, "" included; None where there is no such file.
+    """What the file `latest` or a tracker says, "" included, as is said of a link to nothing; None without such a file.
 
     Raises UnsafeError for a link out of its folder.
     """
-    if path.is_dir() or not path.exists():
+    if path.is_dir() or not os.path.lexists(path):
         return None
+    if not path.exists():
+        return ""
     return read_file(confined(path.parent, path.name), _MAX_RECORDED).decode("utf-8", "replace").strip()
 
 

@@ -227,6 +227,7 @@ def strays(sample: Sample, random: Random) -> Iterator[Case]:
     own = [
         file for file in own if file.name != ".metadata" and Path(checkpoint.path) in (file.parent, file.parent.parent)
     ]
+    own = [file for file in own if file.suffix not in (".pt", ".bin") or b"/data/" in file.read_bytes()]  # has tensors
     while own:
         file = random.choice(own)
         numbered = re.sub(r"\d+(?=\D*$)", lambda found: "97".zfill(len(found[0])), file.name)

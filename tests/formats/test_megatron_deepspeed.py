@@ -108,8 +108,8 @@ def test_ranks_that_hold_the_same_are_compared(tmp_path: Path) -> None:
     fqn = "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
     assert len(checkpoint.tensors[fqn, WEIGHT].replicas) == 1
     done = commands.ckpt("verify", str(run), str(run))
-    assert done.code == 1, done.out
-    assert fqn in done.out
+    assert done.code == 4, done.out  # what a side says twice, and not the same, is no value to compare
+    assert fqn in done.out and "could not be read" in done.out
     tied = ckpt.open(sample("qwen2-tp")).tensors
     assert len(tied["embedding.word_embeddings.weight", MASTER].replicas) == 1
     assert not tied["embedding.word_embeddings.weight", WEIGHT].replicas

@@ -65,7 +65,7 @@ STEP = "step-1/weights"
 RECORDS: dict[str, tuple[tuple[str, ...], str | None, tuple[type[CorruptError] | None, ...]]] = {
     "nothing": ((), None, (None, None, None)),
     "no record": ((STEP,), None, (None, IncompleteError, IncompleteError)),
-    "an empty record": ((STEP,), "", (None, IncompleteError, IncompleteError)),
+    "an empty record": ((STEP,), "", (CorruptError, IncompleteError, IncompleteError)),
     "an empty record alone": ((), "", (None, None, IncompleteError)),
     "a lost step": ((STEP,), "step-2", (CorruptError, CorruptError, CorruptError)),
     "the only step lost": ((), "step-2", (None, None, IncompleteError)),
