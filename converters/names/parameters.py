@@ -1,8 +1,8 @@
 """The parameters of a model that a config.json describes, with their shapes, and those that a rank of Megatron's holds.
 
 `in_memory` gives them as transformers 5 builds the model, with all experts of a layer in one tensor; `megatron_stages`
-as megatron-core does.  Both follow from the tables of `converters.names.megatron`; a model type without a table is
-built by the installed transformers on the meta device.
+as megatron-core does.  Both follow from the tables of `converters.names.families` and `converters.names.megatron`; a
+model type without Megatron's is built by the installed transformers on the meta device.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from ckpt.base.errors import UsageError
 from ckpt.estimate.parameters import EMBEDDING, EXPERT, HEAD, LINEAR, OTHER, ROUTER, Block, Model, Parameter, Stage
+from converters.names.families.rows import Sizes
 from converters.names.megatron import relation as megatron
 from converters.names.megatron.model.axes import Grid, Stages
 from converters.names.megatron.model.spelling import EMBEDDING as MEGATRON_EMBEDDING
 from converters.names.megatron.model.spelling import OUTPUT
 from converters.names.megatron.model.splits import padded_vocab_size, rank_shape, split_of
-from converters.names.megatron.rows import Row
-from converters.names.megatron.sizes import Config, Sizes
-from converters.names.megatron.table import Table, layers_of, rows_of
+from converters.names.megatron.rows import PADDED
+from converters.names.megatron.table import Place, Table
 from converters.names.transformers import installed
 
 #: Megatron-LM's `--make-vocab-size-divisible-by`.
@@ -30,6 +30,8 @@ VOCAB_MULTIPLE = 128
 
 #: Architectures of transformers whose eager attention has its softmax in the model's dtype.
 _SCORES_IN_DTYPE = ("gpt2", "gpt_oss")
+#: How often a layer's attention saves its result, or queries, keys and values, once more for the backward pass.
+_SAVED_AGAIN = {"gpt2": 2, "gpt_neox": 1}
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?)\.(\d+)\.")
 
@@ -47,7 +49,7 @@ def in_memory(config: Mapping[str, Any]) -> Model:
     return Model(
         str(model_type),
         tuple(_hub_parameters(table, sizes)),
-        tuple(_blocks(config, table, replace(sizes, num_mtp=0))),
+        tuple(_blocks(str(model_type), table, sizes)),
         sizes.dims["h"],
         sizes.dims["v"],
     )
@@ -62,15 +64,15 @@ def megatron_stages(
     where there is no table.
     """
     table, sizes = _table(config)
-    sizes = replace(sizes, num_mtp=0)
+    heads, groups = sizes.dims["heads"], sizes.dims["groups"]
     grid = Grid(tp=tp, pp=pp, ep=ep, etp=tp if ep == 1 else 1)
     grid.check()
     if ep > 1 and not sizes.num_experts:
         raise UsageError("the model has no experts", found=f"--ep {ep}")
-    if sizes.heads % tp or sizes.groups % tp:
+    if heads % tp or groups % tp:
         raise UsageError(
             "attention heads do not divide among tensor parallel ranks",
-            expected=f"--tp that divides {sizes.heads} heads in {sizes.groups} groups",
+            expected=f"--tp that divides {heads} heads in {groups} groups",
             found=f"--tp {tp}",
         )
     if sizes.num_experts % ep:
@@ -141,23 +143,23 @@ def _table(config: Mapping[str, Any]) -> tuple[Table, Sizes]:
             found=f"model_type {model_type!r}",
         )
     table = megatron.table_of(model_type)
-    return table, table.sizes(Config(config))
+    return table, replace(table.family.sizes(config), predicted=())
 
 
 def _hub_parameters(table: Table, sizes: Sizes) -> Iterator[Parameter]:
     vocabulary = (sizes.dims["v"], sizes.dims["h"])
-    has_split_experts = any("{e}" in hub for row in table.rows for hub in row.hubs)
-    yield Parameter(table.embedding, vocabulary, EMBEDDING)
-    parameters = [
-        parameter
-        for row, layers in _parameter_rows(table, sizes)
-        for layer in layers
-        for parameter in _hub_row(row, sizes, layer, has_split_experts)
-    ]
+    yield Parameter(table.hub_name(MEGATRON_EMBEDDING), vocabulary, EMBEDDING)
+    has_split_experts = _has_split_experts(table)
+    places = _parameter_places(table, sizes)
+    parameters = [parameter for place in places for parameter in _hub_tensors(place, sizes, has_split_experts)]
     # About as the modules register them, on which it depends where a flat partition ends.
     yield from sorted(parameters, key=_registered)
     if not sizes.tied:
-        yield Parameter(table.output, vocabulary, HEAD)
+        yield Parameter(table.hub_name(OUTPUT), vocabulary, HEAD)
+
+
+def _has_split_experts(table: Table) -> bool:
+    return any("{e}" in hub for row in table.rows for hub in row.hubs)
 
 
 def _registered(parameter: Parameter) -> tuple[float, bool]:
@@ -168,20 +170,19 @@ def _registered(parameter: Parameter) -> tuple[float, bool]:
     return layer, parameter.name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight"))
 
 
-def _hub_row(row: Row, sizes: Sizes, layer: int | None, has_split_experts: bool) -> Iterator[Parameter]:
-    pattern = row.kind(sizes, sizes.shape(row.dims))
-    kind = _kind(row.megatron, len(pattern.shape))
+def _hub_tensors(place: Place, sizes: Sizes, has_split_experts: bool) -> Iterator[Parameter]:
+    layer, kind = place.layer, _kind(place.megatron, len(place.pattern.shape))
     if kind != EXPERT:
-        for hub, shape in zip(row.hubs, pattern.hub_shapes, strict=True):
-            yield Parameter(hub.format(n=layer), shape, kind, layer, adapter=_adapter(kind, hub, has_split_experts))
+        for hub, shape in zip(place.hubs, place.shapes, strict=True):
+            yield Parameter(hub, shape, kind, layer, adapter=_adapter(kind, hub, has_split_experts))
         return
-    hub, first = row.hubs[0], pattern.hub_shapes[0]
-    rows = sum(shape[0] for shape in pattern.hub_shapes)  # gate and up are one matrix
+    hub, shapes = place.hubs[0], place.pattern.hub_shapes
+    rows = sum(shape[0] for shape in shapes)  # gate and up are one matrix
     adapter = 0
     if "{e}" in hub:
-        hub = hub.partition("{e}")[0] + ("gate_up_proj" if len(row.hubs) > 1 else "down_proj")
-        adapter = len(row.hubs) * sizes.num_experts
-    yield Parameter(hub.format(n=layer), (sizes.num_experts, rows, *first[1:]), kind, layer, adapter=adapter)
+        hub = hub.partition("{e}")[0] + ("gate_up_proj" if len(shapes) > 1 else "down_proj")
+        adapter = len(shapes) * sizes.num_experts
+    yield Parameter(hub, (sizes.num_experts, rows, *shapes[0][1:]), kind, layer, adapter=adapter)
 
 
 def _adapter(kind: str, hub: str, has_split_experts: bool) -> int:
@@ -198,21 +199,19 @@ def _adapter(kind: str, hub: str, has_split_experts: bool) -> int:
 def _megatron_parameters(table: Table, sizes: Sizes, padded: int) -> Iterator[Parameter]:
     vocabulary = (padded, sizes.dims["h"])
     yield Parameter(MEGATRON_EMBEDDING, vocabulary, EMBEDDING)
-    for row, layers in _parameter_rows(table, sizes):
-        shape = row.kind(sizes, sizes.shape(row.dims)).shape
-        kind = _kind(row.megatron, len(shape))
-        count = sizes.num_experts if kind == EXPERT else 1
-        for layer in layers:
-            yield Parameter(row.megatron.format(n=layer, e=0), shape, kind, layer, count)
+    for place in _parameter_places(table, sizes):
+        name, shape = place.megatron.replace("{e}", "0"), place.pattern.shape
+        kind = _kind(name, len(shape))
+        yield Parameter(name, shape, kind, place.layer, sizes.num_experts if kind == EXPERT else 1)
     if not sizes.tied:
         yield Parameter(OUTPUT, vocabulary, HEAD)
 
 
-def _parameter_rows(table: Table, sizes: Sizes) -> Iterator[tuple[Row, list[int | None]]]:
-    """The rows of parameters with the layers that have them; None, once, for a row outside all layers."""
-    for row in rows_of(table.rows, sizes):
-        if not row.megatron.endswith(table.buffers):
-            yield row, [layer if "{n}" in row.megatron else None for layer, _ in layers_of(row, sizes)]
+def _parameter_places(table: Table, sizes: Sizes) -> Iterator[Place]:
+    """Places of parameters, but for the embedding and the output layer."""
+    for place in table.places(sizes):
+        if place.row.kind != PADDED and not place.megatron.endswith(megatron.BUFFERS):
+            yield place
 
 
 def _kind(name: str, ndim: int) -> str:
@@ -226,9 +225,9 @@ def _kind(name: str, ndim: int) -> str:
     return ROUTER if ".router." in name else LINEAR
 
 
-def _blocks(config: Mapping[str, Any], table: Table, sizes: Sizes) -> Iterator[Block]:
+def _blocks(model_type: str, table: Table, sizes: Sizes) -> Iterator[Block]:
     """What activations depend on, by layer."""
-    dims, names = sizes.dims, {row.megatron for row in table.rows}
+    config, dims, names = sizes.config, sizes.dims, {row.megatron for row in table.rows}
     fc1 = next((row for row in table.rows if row.megatron.endswith("}.mlp.linear_fc1.weight")), None)
     gated = fc1 is None or len(fc1.hubs) == 2
     activation = config.get("hidden_act") or config.get("activation_function") or "gelu_new"
@@ -239,26 +238,25 @@ def _blocks(config: Mapping[str, Any], table: Table, sizes: Sizes) -> Iterator[B
         keys=dims["q"] if is_latent else dims["k"],
         values=dims["a"] if is_latent else dims["k"],
         attended=dims["a"],
-        heads=sizes.heads,
+        heads=dims["heads"],
         latent=dims["qr"] + dims["kr"] if is_latent else 0,
-        qk_norms=sizes.heads + sizes.groups if "qk norm" in sizes.holds else 0,
+        qk_norms=dims["heads"] + dims["groups"] if sizes.has("self_attn.q_norm.weight") else 0,
         layer_norm="decoder.final_layernorm.bias" in names,
         ffn=dims["f"],
         # gate, its activation, up, their product; otherwise the activation's input and output, and where that is
         # written in Python its parts
         ffn_saved=4 if gated else 2 if activation == "gelu" else 5,
         gated=gated,
-        again=table.saved_again,
-        scores=2 if config["model_type"] == "gpt_oss" else 1,  # with its sinks, and without
-        scores_fp32=config["model_type"] not in _SCORES_IN_DTYPE,
+        again=_SAVED_AGAIN.get(model_type, 0),
+        scores=2 if model_type == "gpt_oss" else 1,  # with its sinks, and without
+        scores_fp32=model_type not in _SCORES_IN_DTYPE,
     )
-    top = Config(config).size("num_experts_per_tok", "num_experts_per_token", default=1) if sizes.num_experts else 0
-    is_split = any("{e}" in hub for row in table.rows for hub in row.hubs)
+    top = config.size("num_experts_per_tok", "num_experts_per_token", default=1) if sizes.num_experts else 0
     sparse = replace(
         dense,
-        ffn=dims.get("s", 0),
+        ffn=dims["s"] if any("shared_experts" in name for name in names) else 0,
         expert_ffn=dims.get("m", 0),
-        expert_saved=4 if is_split else 7,  # gpt-oss clamps, scales and shifts between
+        expert_saved=4 if _has_split_experts(table) else 7,  # gpt-oss clamps, scales and shifts between
         num_experts=sizes.num_experts,
         top=top,
     )

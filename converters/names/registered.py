@@ -14,7 +14,7 @@ from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint
 from ckpt.plan.tensors import Shape
 from converters.names.hub.proof import prove
-from converters.names.megatron.relation import architectures, module_order
+from converters.names.megatron.relation import architectures
 from converters.names.parameters import in_memory
 from converters.names.transformers.installed import package
 from converters.names.transformers.order import as_registered
@@ -32,7 +32,7 @@ def in_order(hub: Checkpoint, memory: Checkpoint) -> list[str] | None:
     try:
         if model_type in architectures():
             prove(config, {tensor.fqn: tensor.shape for tensor in hub.with_role(WEIGHT)}, hub.path)
-            return as_registered(names, *module_order(model_type))
+            return as_registered(names, model_type)
         if package() is None or find_spec("torch") is None:
             return None
         model = build_model(config, dict.fromkeys(names, ()))
@@ -56,5 +56,5 @@ def registered_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
         shapes = {parameter.name: parameter.shape for parameter in in_memory(config).parameters}
     except CkptError:
         return {}
-    order = as_registered(shapes, *module_order(model_type)) if model_type in architectures() else shapes
+    order = as_registered(shapes, model_type) if model_type in architectures() else shapes
     return {fqn: shapes[fqn] for fqn in order}

@@ -16,10 +16,10 @@ from ckpt.plan.checkpoint import HUB, Checkpoint, Layout
 from ckpt.plan.namespace import TORCHTITAN, Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, stepped, whole
-from converters.names.hub import families
-from converters.names.hub.rows import Saved
+from converters.names.families import tables as families
+from converters.names.families.config import Config
+from converters.names.families.rows import Saved
 from converters.names.megatron.relation import check_complete
-from converters.names.megatron.sizes import Config
 
 #: Model types whose adapters agree with the table, and whether rows of queries and keys change their order.
 _PERMUTED = {"llama": True, "qwen3": False, "qwen3_moe": False, "deepseek_v3": False}

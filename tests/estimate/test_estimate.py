@@ -87,6 +87,25 @@ def test_shapes_and_adapters_are_those_of_transformers_and_peft(model: str) -> N
     assert estimate(ours, DDP, setup).gradients == 4 * adapters
 
 
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("llama", {"attention_bias": True}),
+        ("llama", {"mlp_bias": True}),
+        ("qwen3", {"attention_bias": True}),
+        ("qwen2", {"attention_bias": False}),  # which its class does not read
+    ],
+)
+def test_biases_are_counted_where_transformers_has_them(model: str, more: dict[str, Any]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model, **{**sizes_of(model), **more})
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(config)
+    ours = in_memory(config.to_dict())
+    assert Counter(p.shape for p in ours.parameters) == Counter(tuple(p.shape) for p in real.parameters())
+
+
 def test_ranks_of_megatron_hold_the_whole_between_them() -> None:
     count, config = PUBLIC["Qwen3-30B-A3B"]
     whole = num_elements(megatron_stages(config, tp=1, pp=1, vocab_multiple=1)[0].parameters)

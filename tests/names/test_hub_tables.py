@@ -11,11 +11,10 @@ import pytest
 from safetensors import safe_open
 
 from ckpt.errors import CorruptError
+from converters.names.families import tables as families
+from converters.names.families.tables import FAMILIES
 from converters.names.hub import asked as installed
-from converters.names.hub import families
-from converters.names.hub.families import FAMILIES
 from converters.names.megatron import relation as megatron
-from converters.names.megatron.sizes import Config
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -144,13 +143,25 @@ def test_what_a_config_leaves_out_is_what_its_class_takes(model_type: str) -> No
     assert dict(found.required) == dict(other.required)
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_entries_that_a_class_does_not_read_change_nothing(model_type: str) -> None:
+    """As another architecture's configs have them, of whose names this one's may be."""
+    known, family = transformers.CONFIG_MAPPING[model_type], FAMILIES[model_type]
+    stray = dict.fromkeys(set(FLAGS) - known().to_dict().keys(), True)
+    config = known.from_dict(base_of(model_type)).to_dict() | {"architectures": [family.stem + family.causal]}
+    config = json.loads(json.dumps({**config, **stray}, default=str))
+    found, other = families.saved(config), installed.saved(config)
+    assert found is not None and other is not None
+    assert dict(found.required) == dict(other.required)
+
+
 @pytest.mark.parametrize("model_type", megatron.architectures())
 def test_megatrons_tables_and_these_are_of_the_same_tensors(model_type: str) -> None:
     config = {**base_of(model_type), "model_type": model_type, "num_nextn_predict_layers": 0}
     if model_type in ("gpt_neox", "qwen2"):
         config.pop("head_dim", None)
     table = megatron.table_of(model_type)
-    sizes = table.sizes(Config(config))
+    sizes = table.family.sizes(config)
     found = families.saved(config)
     assert found is not None
     assert dict(table.relation(sizes, sizes.dims["v"], {}).a_shapes) == dict(found.required)
@@ -164,7 +175,7 @@ def test_layers_of_multi_token_prediction_may_be_there() -> None:
     assert found.optional["model.layers.4.eh_proj.weight"] == (32, 64)
     assert found.optional["model.layers.4.mlp.experts.4.down_proj.weight"] == (32, 12)
     table = megatron.table_of("deepseek_v3")
-    sizes = table.sizes(Config(config))
+    sizes = table.family.sizes(config)
     both = {**found.required, **found.optional}
     assert dict(table.relation(sizes, sizes.dims["v"], table.copies(sizes)).a_shapes) == both
 

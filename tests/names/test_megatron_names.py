@@ -34,8 +34,10 @@ from ckpt.state.naming import to_namespace
 from converters.megatron.chunks import describe_model
 from converters.megatron.read import folder_name
 from converters.megatron.write import ModelFiles
+from converters.names.families import tables as families
+from converters.names.families.rows import Sizes
 from converters.names.megatron.relation import architectures
-from converters.names.megatron.sizes import Config, Sizes
+from converters.names.megatron.rows import Row, parse
 from converters.names.megatron.table import Table
 from tests.support import commands
 from tests.support.megatron_logits import add_mtp, random_model
@@ -110,7 +112,7 @@ def table_of(architecture: str) -> Table:
 
 def relation_of(config: Mapping[str, Any], padded: int | None = None) -> tuple[Relation, Sizes]:
     table = table_of(config["model_type"])
-    sizes = table.sizes(Config(config))
+    sizes = table.family.sizes(config)
     return table.relation(sizes, padded or sizes.dims["v"], {}), sizes
 
 
@@ -164,6 +166,24 @@ class TestTables:
         relation.inverse().check()
         assert relation.inverse().inverse() == relation
         assert relation.b_shapes[EMBEDDING] == (384, sizes.dims["h"])
+
+    def test_a_line_is_a_row_for_each_alternative(self) -> None:
+        line = "mlp.linear_fc1.[weight|bias]    mlp.[gate|up]_proj.[weight|bias]    joined"
+        assert parse(line, "layer.") == (
+            Row("layer.mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "joined"),
+            Row("layer.mlp.linear_fc1.bias", ("mlp.gate_proj.bias", "mlp.up_proj.bias"), "joined"),
+        )
+
+    def test_every_tensor_of_the_hubs_has_one_row(self) -> None:
+        table = table_of("llama")
+        sizes = table.family.sizes(config_of("llama"))
+        last = table.dense.strip().splitlines()[-1]
+        with pytest.raises(LossError, match="no place") as caught:
+            replace(table, dense=table.dense.replace(last, "")).relation(sizes, 384, {})
+        assert caught.value.fqn == "model.layers.0.mlp.down_proj.weight"
+        twice = replace(table, dense=f"{table.dense}\n{last.replace('fc2', 'fc3')}").relation(sizes, 384, {})
+        with pytest.raises(LossError, match="exactly once"):
+            twice.check()
 
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_a_link_less_is_a_loss(self, architecture: str) -> None:
@@ -468,11 +488,25 @@ class TestRefusals:
         config = config_of(architecture)
         assert refused(LossError, replace(hub_of(config), config={**config, **more})).exit_code == 6
 
-    def test_biases_that_megatron_has_in_all_layers_or_in_none(self) -> None:
-        """Llama's config may ask for biases of the attention alone, of which o_proj's has no place in Megatron."""
-        config = config_of("llama", attention_bias=True)
-        shapes = {**relation_of(config)[0].a_shapes, "model.layers.0.self_attn.o_proj.bias": (35,)}
-        assert refused(LossError, described(shapes, config)).fqn == "model.layers.0.self_attn.o_proj.bias"
+    @pytest.mark.parametrize(
+        ("architecture", "more", "name"),
+        [
+            ("llama", {"attention_bias": True}, "self_attn.o_proj.bias"),
+            ("llama", {"mlp_bias": True}, "mlp.gate_proj.bias"),
+            ("qwen3", {"attention_bias": True}, "self_attn.o_proj.bias"),
+            ("qwen3_moe", {"attention_bias": True}, "self_attn.o_proj.bias"),
+            ("gpt_oss", {"attention_bias": False}, "mlp.experts.gate_up_proj_bias"),
+            ("deepseek_v3", {"attention_bias": True}, "self_attn.q_a_proj.bias"),
+        ],
+    )
+    def test_biases_that_megatron_has_in_all_layers_or_in_none(
+        self, architecture: str, more: dict[str, Any], name: str
+    ) -> None:
+        """A config may ask for biases of the attention alone, of which o_proj's has no place in Megatron."""
+        config = config_of(architecture, **more)
+        hub = families.saved(config)
+        assert hub is not None
+        assert refused(LossError, described(hub.required, config)).fqn == f"model.layers.0.{name}"
 
     @pytest.mark.parametrize(
         "architecture, name",

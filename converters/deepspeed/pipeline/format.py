@@ -39,9 +39,9 @@ from converters.deepspeed.pipeline.read import (
 )
 from converters.deepspeed.pipeline.write import OF_SLICES, lay_out
 from converters.deepspeed.rank_files import known_structure
+from converters.names.families.config import Config
 from converters.names.megatron.architectures.gpt_neox import parallel_residual
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
-from converters.names.megatron.sizes import Config
 
 
 def _is_whole(folder: Path) -> bool:

@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from ckpt.plan.tensors import Shape
-from converters.names.hub.rows import DERIVED, Saved
-from converters.names.transformers.installed import architectures, converted_identifiers
+from converters.names.families.config import architectures
+from converters.names.families.rows import DERIVED, Saved
+from converters.names.transformers.installed import converted_identifiers
 
 
 def can_be_asked() -> bool:

@@ -13,10 +13,9 @@ from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError
 from ckpt.plan.tensors import Shape
-from converters.names.hub.families import FAMILIES
-from converters.names.hub.rows import DERIVED, Family, Filling, Saved, parse
-from converters.names.megatron.sizes import Config
-from converters.names.transformers.installed import architectures
+from converters.names.families.config import Config, architectures
+from converters.names.families.rows import DERIVED, Family, Saved, filled, spelled_out
+from converters.names.families.tables import FAMILIES
 
 _LAYER = """
     layer_norm[1|2].[weight|bias] h
@@ -259,8 +258,7 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
         required = composite.named(model.required) | _tower(_TOWERS[tower], vision, composite.tower)
         if composite.projector:
             sizes = {"t": Config(text).size("hidden_size"), "w": Config(vision).size("hidden_size")}
-            joined = Filling(whole, sizes, 0)
-            required |= dict(joined.tensors(parse(composite.projector), (), "multi_modal_projector."))
+            required |= dict(filled(composite.projector, whole, sizes, prefix="multi_modal_projector."))
     except CkptError:
         return None  # the class has sizes of its own for what is not stated
     return Saved(composite.cls, required, composite.named(model.optional), DERIVED, composite.base)
@@ -268,8 +266,9 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
 
 def _tower(tower: Tower, config: Mapping[str, Any], prefix: str) -> dict[str, Shape]:
     read = Config({**tower.defaults, **{name: value for name, value in config.items() if value is not None}})
-    filling = Filling(read, tower.sizes(read), read.count(tower.count))
-    found = dict(filling.tensors(parse(tower.beside), (), prefix))
-    for number in range(filling.num_layers):
-        found |= dict(filling.tensors(parse(tower.layer), (), f"{prefix}{tower.layers}.{number}."))
+    dims = tower.sizes(read)
+    found = dict(spelled_out(dict(filled(tower.beside, read, dims)), prefix, dims.get("e", 0)))
+    layer = dict(filled(tower.layer, read, dims))
+    for number in range(read.count(tower.count)):
+        found.update(spelled_out(layer, f"{prefix}{tower.layers}.{number}.", 0))
     return found

@@ -13,7 +13,8 @@ from typing import Any
 from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint
 from ckpt.plan.relation import Relation, translate
-from converters.names.hub import asked, families, neox
+from converters.names.families import tables as families
+from converters.names.hub import asked, neox
 from converters.names.hub.autoep import as_in_transformers
 from converters.names.transformers import relation as transformers
 

@@ -5,28 +5,29 @@ Names and meanings: Megatron-LM core_v0.16.1, megatron/training/arguments.py and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ckpt.base.errors import LossError
-from converters.names.megatron.sizes import Config, Sizes
+from converters.names.families.config import Config
+from converters.names.families.rows import Sizes
 
 #: What Megatron-LM's option `--use-rope-scaling` fixes (models/common/embeddings/rotary_pos_embedding.py).
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def common(config: Config, sizes: Sizes) -> dict[str, Any]:
-    """What nearly all architectures here share: RMS norm, SwiGLU, rotary positions, and what `sizes` says they hold."""
+def common(sizes: Sizes) -> dict[str, Any]:
+    """What nearly all architectures here share: RMS norm, SwiGLU, rotary positions, Llama's biases and norms."""
+    config, dims = sizes.config, sizes.dims
     return {
         "num_layers": sizes.num_layers,
-        "hidden_size": sizes.dims["h"],
-        "ffn_hidden_size": sizes.dims["f"],
-        "num_attention_heads": sizes.heads,
-        "group_query_attention": sizes.groups != sizes.heads,
-        "num_query_groups": sizes.groups,
-        "kv_channels": sizes.head,
-        "vocab_size": sizes.dims["v"],
+        "hidden_size": dims["h"],
+        "ffn_hidden_size": dims["f"],
+        "num_attention_heads": dims["heads"],
+        "group_query_attention": dims["groups"] != dims["heads"],
+        "num_query_groups": dims["groups"],
+        "kv_channels": dims["d"],
+        "vocab_size": dims["v"],
         "max_position_embeddings": config.size("max_position_embeddings", "n_positions", "n_ctx"),
         "position_embedding_type": "rope",
         "add_position_embedding": True,
@@ -40,9 +41,9 @@ def common(config: Config, sizes: Sizes) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "norm_epsilon": config.number("rms_norm_eps", 1e-6),
         "apply_layernorm_1p": False,
-        "qk_layernorm": "qk norm" in sizes.holds,
-        "add_bias_linear": "biases" in sizes.holds,
-        "add_qkv_bias": "qkv bias" in sizes.holds,
+        "qk_layernorm": sizes.has("self_attn.q_norm.weight"),
+        "add_bias_linear": sizes.has("self_attn.o_proj.bias"),
+        "add_qkv_bias": sizes.has("self_attn.q_proj.bias"),
         "swiglu": True,
         "quick_geglu": False,
         "openai_gelu": False,
@@ -63,18 +64,16 @@ def common(config: Config, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def gated(
-    config: Config, *, sizes: Callable[[Config], Sizes], base: float = 10000.0, slides: bool | str = True
-) -> dict[str, Any]:
+def gated(sizes: Sizes, *, base: float = 10000.0, slides: bool | str = True) -> dict[str, Any]:
     """Arguments of what has followed Llama: SwiGLU, rotary positions, a sliding window unless not `slides`, experts.
 
     `slides` may be the name of the config's flag for it.
     """
+    config = sizes.config
     silu(config)
-    found = sizes(config)
-    more = experts(config, found) if found.num_experts else {}
+    more = experts(sizes) if sizes.num_experts else {}
     used = config.flag(slides) if isinstance(slides, str) else slides
-    return common(config, found) | rotary(config, base) | window(config, used=used) | more
+    return common(sizes) | rotary(config, base) | window(config, used=used) | more
 
 
 def dtype(config: Config) -> dict[str, Any]:
@@ -151,14 +150,14 @@ def window(config: Config, *, used: bool = True) -> dict[str, Any]:
     return found | {"window_attn_skip_freq": 2 if slides == alternating else [int(slide) for slide in slides]}
 
 
-def experts(config: Config, sizes: Sizes) -> dict[str, Any]:
+def experts(sizes: Sizes) -> dict[str, Any]:
     """A mixture of experts whose router takes a softmax over those chosen."""
     sparse = [int(layer in sizes.sparse) for layer in range(sizes.num_layers)]
     return {
         "num_experts": sizes.num_experts,
         "moe_ffn_hidden_size": sizes.dims["m"],
         "moe_layer_freq": 1 if all(sparse) else sparse,
-        "moe_router_topk": config.size("num_experts_per_tok", "num_experts_per_token"),
+        "moe_router_topk": sizes.config.size("num_experts_per_tok", "num_experts_per_token"),
         "moe_router_pre_softmax": False,
         "moe_router_score_function": "softmax",
         "moe_router_enable_expert_bias": False,

@@ -20,15 +20,18 @@ from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, Tensor
 from ckpt.state.positions import megatron_schedule, sequences_seen
+from converters.names.families.config import Config
+from converters.names.families.rows import DERIVED, Sizes
 from converters.names.megatron import architectures as tables
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import padded_vocab_size
 from converters.names.megatron.options import MegatronOptions
-from converters.names.megatron.sizes import Config, Sizes
 from converters.names.megatron.table import Table
 
 #: Names in which the Hub's files keep quantized weights and their scales.
 _QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.g_idx|\.absmax|\.SCB)")
+#: Endings of the names of Megatron's buffers.
+BUFFERS = (".mlp.router.expert_bias",)
 _VOCABULARY = (EMBEDDING, OUTPUT)
 #: The option that tells Megatron's param groups of experts from others.
 _EXPERTS = "is_expert_parallel"
@@ -45,25 +48,19 @@ def table_of(model_type: str) -> Table:
     return cast(Table, import_module(f"{tables.__name__}.{model_type}").TABLE)
 
 
-def module_order(model_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The order of transformers' modules: of a layer's, and of those of an MLP with experts."""
-    known = table_of(model_type) if model_type in architectures() else Table
-    return known.layer_modules, known.expert_modules
-
-
 def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     """`checkpoint`, which has the Hub's names, under Megatron's, and with Megatron-LM's arguments.
 
     Raises LossError for a tensor or a property of the model that Megatron has no place for, CorruptError where a
     tensor is missing or not as the config says.
     """
-    table, config = _table(checkpoint)
-    args = table.args(config)
+    table, sizes = _table(checkpoint)
+    args = table.args(sizes)
     checkpoint = _with_prefix(checkpoint, table.prefix)
-    checkpoint, notes = _without_derived(checkpoint, table.derived)
+    checkpoint, notes = _without_derived(checkpoint, (*DERIVED, *table.family.ignored))
     shapes = _shapes(checkpoint)
     _refuse_quantized(shapes)
-    sizes, more = _with_stored_mtp(table.sizes(config), shapes)
+    sizes, more = _with_stored_mtp(table, sizes, shapes)
     options = layout.read(MegatronOptions)
     multiple = options.make_vocab_size_divisible_by or args["make_vocab_size_divisible_by"]
     padded = padded_vocab_size(sizes.dims["v"], multiple, options.tp or 1)
@@ -72,11 +69,11 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     check_complete(relation, shapes)
     named = translate(checkpoint, relation, MEGATRON)
     args |= {"make_vocab_size_divisible_by": multiple, "padded_vocab_size": padded}
-    args |= {"mtp_num_layers": sizes.num_mtp or None}
+    args |= {"mtp_num_layers": len(sizes.predicted) or None}
     position, seen = _position(named)
     return replace(
         named,
-        tensors=_with_buffers(named.tensors, table.buffers),
+        tensors=_with_buffers(named.tensors),
         ties={OUTPUT: EMBEDDING} if sizes.tied else {},
         state=replace(named.state, **position, args={**args, **seen}),
         notes=(*checkpoint.notes, *notes, *more, *_padding_notes(sizes.dims["v"], padded)),
@@ -89,19 +86,18 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     Raises LossError for a tensor that the table does not place, CorruptError where one is missing or not as the
     config says.
     """
-    table, config = _table(checkpoint)
+    table, sizes = _table(checkpoint)
     shapes = _shapes(checkpoint)
-    sizes = table.sizes(config)
     has_mtp = any(name.startswith("mtp.") for name in shapes)
     notes = []
-    if sizes.num_mtp and not has_mtp:
+    if sizes.predicted and not has_mtp:
         notes.append("the config tells of layers of multi-token prediction, and this checkpoint has none")
-        sizes = replace(sizes, num_mtp=0)
-    if has_mtp and not sizes.num_mtp:
+        sizes = replace(sizes, predicted=())
+    if has_mtp and not sizes.predicted:
         raise LossError(
             "the checkpoint has layers of multi-token prediction, and the config tells of none",
             fqn=next(name for name in shapes if name.startswith("mtp.")),
-            hint="--config with a config.json that has num_nextn_predict_layers" if table.mtp_rows else None,
+            hint="--config with a config.json that has num_nextn_predict_layers" if table.prediction else None,
         )
     padded = shapes.get(EMBEDDING, (sizes.dims["v"],))[0]
     if padded < sizes.dims["v"]:
@@ -112,9 +108,9 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
             found=f"{padded} rows",
             hint="does the config belong to this checkpoint?",
         )
+    embedding, output = table.hub_name(EMBEDDING), table.hub_name(OUTPUT)
     copies = table.copies(sizes)
-    if sizes.tied:
-        copies.pop(table.output)  # a file of the Hub has a tied tensor once
+    copies.pop(output, None)  # a file of the Hub has a tied tensor once
     relation = table.relation(sizes, padded, copies).inverse()
     check_complete(relation, shapes)
     named = translate(checkpoint, relation, HUB)
@@ -122,7 +118,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
         notes.append(
             f"the vocabulary's padding is left out: {padded - sizes.dims['v']} of {padded} rows, which no token has"
         )
-    ties = {table.output: table.embedding} if sizes.tied else {}
+    ties = {output: embedding} if sizes.tied else {}
     state = replace(named.state, param_groups=tuple(map(_with_peak, _with_experts(named.state.param_groups))))
     if (sequences := sequences_seen(state)) is not None:
         state = replace(state, global_samples=sequences)
@@ -266,7 +262,7 @@ def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
     return recorded if type(recorded) is int and recorded > 0 else None
 
 
-def _table(checkpoint: Checkpoint) -> tuple[Table, Config]:
+def _table(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
     assert checkpoint.config is not None
     model_type = checkpoint.config.get("model_type")
     if model_type not in architectures():
@@ -277,7 +273,8 @@ def _table(checkpoint: Checkpoint) -> tuple[Table, Config]:
             found=f"model_type {model_type!r}",
             hint="docs/new-architecture.md says how to add one",
         )
-    return table_of(model_type), Config(checkpoint.config)
+    table = table_of(model_type)
+    return table, table.family.sizes(checkpoint.config)
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
@@ -321,15 +318,15 @@ def _refuse_quantized(shapes: Mapping[str, Shape]) -> None:
         )
 
 
-def _with_stored_mtp(sizes: Sizes, shapes: Mapping[str, Shape]) -> tuple[Sizes, list[str]]:
+def _with_stored_mtp(table: Table, sizes: Sizes, shapes: Mapping[str, Shape]) -> tuple[Sizes, list[str]]:
     """The sizes without layers of multi-token prediction where only the config has them, as transformers saves it."""
-    if not sizes.num_mtp:
+    if not sizes.predicted:
         return sizes, []
-    prefix = f"model.layers.{sizes.num_layers}."
+    prefix = table.family.prefix(sizes.num_layers)
     if any(name.startswith(prefix) for name in shapes):
         return sizes, []
     note = "the config tells of layers of multi-token prediction, and the files have none (transformers drops them)"
-    return replace(sizes, num_mtp=0), [note]
+    return replace(sizes, predicted=()), [note]
 
 
 def check_complete(relation: Relation, shapes: Mapping[str, Shape]) -> None:
@@ -362,13 +359,11 @@ def check_complete(relation: Relation, shapes: Mapping[str, Shape]) -> None:
         )
 
 
-def _with_buffers(tensors: Mapping[Key, Tensor], endings: tuple[str, ...]) -> Mapping[Key, Tensor]:
+def _with_buffers(tensors: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
     """What is a buffer to Megatron, in that role."""
-    if not endings:
-        return tensors
     found: dict[Key, Tensor] = {}
     for (fqn, role), tensor in tensors.items():
-        role = BUFFER if role == WEIGHT and fqn.endswith(endings) else role
+        role = BUFFER if role == WEIGHT and fqn.endswith(BUFFERS) else role
         found[fqn, role] = replace(tensor, role=role) if role != tensor.role else tensor
     return found
 

@@ -1,4 +1,12 @@
-"""Rows of a table: which tensors of the Hub make up a tensor of Megatron's, and how, as boxes.
+"""How a table is read: which tensors of the Hub make up a tensor of Megatron's, and how, as boxes.
+
+    self_attention.linear_qkv.[weight|bias]    self_attn.[q|k|v]_proj.[weight|bias]    qkv
+    |                                          |                                       |
+    Megatron's name                            the Hub's name, or several              the kind: one of `KINDS`
+
+Brackets with the same words in both names are alternatives: this is one row for weights and one for biases.  Other
+brackets of the Hub's name are several tensors that make up one of Megatron's.  `{e}` is an expert; where only
+Megatron's name has it, the Hub's tensor is a stack of all experts'.
 
 Megatron's conventions (megatron-core 0.16.1): `linear_qkv` holds, for each query group, the group's query heads, its
 key head and its value head (transformer/attention.py, `get_query_key_value_tensors`); `linear_fc1` of a gated MLP
@@ -7,14 +15,18 @@ holds all gate rows and then all up rows (transformer/mlp.py); a matrix is [out,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ckpt.plan.tensors import Box, Shape, stepped, whole
-from converters.names.megatron.sizes import Sizes
+from converters.names.families.rows import Sizes, choices
 
-#: Layers or conditions of a row, besides those that a table names itself.
-ALWAYS, DENSE, SPARSE = "", "dense", "sparse"
+#: Kinds of rows that are `same` otherwise: rows of the vocabulary, which Megatron pads; the Hub's second copy of one.
+PADDED, COPY = "padded", "copy"
+
+_CHOICE = re.compile(r"\[[^]]+\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,45 +48,37 @@ class Pattern:
     pieces: tuple[Piece, ...]
 
 
-Kind = Callable[[Sizes, Shape], Pattern]
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of a table.
-
-    `{n}` in a name is the layer's number and `{e}` the expert's.  `dims` is the shape of one hub tensor, in the names
-    of `Sizes.dims`.  `only` is `dense` or `sparse` for layers of that kind, or a condition that `Sizes.holds` has.
-    Where only Megatron's name has an expert, the hub's tensor is a stack of all experts'.
-    """
+    """A line of a table, for one choice of its alternatives."""
 
     megatron: str
-    hub: str | tuple[str, ...]
-    dims: str
-    kind: Kind
-    only: str = ALWAYS
-
-    @property
-    def hubs(self) -> tuple[str, ...]:
-        return (self.hub,) if isinstance(self.hub, str) else self.hub
+    hubs: tuple[str, ...]
+    kind: str
 
     @property
     def is_stacked(self) -> bool:
-        return "{e}" in self.megatron and not any("{e}" in hub for hub in self.hubs)
+        return "{e}" in self.megatron and "{e}" not in self.hubs[0]
+
+    def pattern(self, sizes: Sizes, shape: Shape) -> Pattern:
+        """The row's boxes, where the first of the Hub's tensors is of this shape, or a stack of such."""
+        return KINDS[self.kind](sizes, shape[1:] if self.is_stacked else shape)
 
 
-def both(megatron: str, hub: str, weight: str, bias: str, kind: Kind) -> tuple[Row, Row]:
-    """A weight and its bias, of these dims."""
-    return Row(f"{megatron}weight", f"{hub}.weight", weight, kind), Row(f"{megatron}bias", f"{hub}.bias", bias, kind)
+@cache
+def parse(text: str, prefix: str = "") -> tuple[Row, ...]:
+    """The rows of a table, whose names of Megatron's get a prefix."""
+    return tuple(row for line in filter(None, map(str.strip, text.splitlines())) for row in _parallel(line, prefix))
 
 
-def gated_mlp(
-    megatron: str, hub: str, size: str, only: str = ALWAYS, names: str = "gate_proj up_proj down_proj"
-) -> tuple[Row, Row]:
-    """The two layers of an MLP of `size`, the first of which is gate and up on the hub."""
-    gate, up, down = (f"{hub}.{name}.weight" for name in names.split())
-    first = Row(f"{megatron}.linear_fc1.weight", (gate, up), f"{size} h", joined, only)
-    return first, Row(f"{megatron}.linear_fc2.weight", down, f"h {size}", same, only)
+def _parallel(line: str, prefix: str) -> Iterator[Row]:
+    megatron, hub, kind = line.split()
+    match = _CHOICE.search(megatron)
+    if match is None:
+        yield Row(prefix + megatron, tuple(choices(hub)), kind)
+        return
+    for choice in match[0][1:-1].split("|"):
+        yield from _parallel(line.replace(match[0], choice), prefix)
 
 
 def stacked(pattern: Pattern, expert: int, num_experts: int) -> Pattern:
@@ -120,8 +124,8 @@ def interleaved(sizes: Sizes, shape: Shape) -> Pattern:
 
 def qkv(sizes: Sizes, shape: Shape) -> Pattern:
     """Queries, keys and values of the hub, of which `shape` is that of the queries, by query group."""
-    head, groups = sizes.head, sizes.groups
-    per_group = sizes.heads // groups * head
+    head, groups = sizes.dims["d"], sizes.dims["groups"]
+    per_group = sizes.dims["heads"] // groups * head
     pieces = []
     for group in range(groups):
         start = group * (per_group + 2 * head)
@@ -135,12 +139,12 @@ def qkv(sizes: Sizes, shape: Shape) -> Pattern:
 
 def fused_qkv(sizes: Sizes, shape: Shape) -> Pattern:
     """All queries, all keys, all values along the last dim of one tensor; a matrix is [in, out]."""
-    last, head = len(shape) - 1, sizes.head
+    last, head, heads = len(shape) - 1, sizes.dims["d"], sizes.dims["heads"]
     turned = shape[::-1]
     pieces = []
     for number in range(3):
-        for group in range(sizes.heads):
-            taken = Box((0,) * last + ((number * sizes.heads + group) * head,), (*shape[:last], head))
+        for group in range(heads):
+            taken = Box((0,) * last + ((number * heads + group) * head,), (*shape[:last], head))
             placed = Box(((group * 3 + number) * head,) + (0,) * last, (head, *turned[1:]))
             pieces.append(Piece(0, taken, placed, (1, 0) if last else (0,)))
     return Pattern((shape,), turned, tuple(pieces))
@@ -155,3 +159,15 @@ def _rows(part: int, taken: tuple[int, int], placed: tuple[int, int], shape: Sha
         Box((placed[0], *zeros), (placed[1], *tail)),
         tuple(range(len(shape))),
     )
+
+
+KINDS: Mapping[str, Callable[[Sizes, Shape], Pattern]] = {
+    PADDED: same,
+    COPY: same,
+    "same": same,
+    "transposed": transposed,
+    "joined": joined,
+    "interleaved": interleaved,
+    "qkv": qkv,
+    "fused_qkv": fused_qkv,
+}

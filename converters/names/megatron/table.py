@@ -2,119 +2,173 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from ckpt.base.errors import LossError
 from ckpt.plan.relation import Link, Relation
 from ckpt.plan.tensors import Box, Shape
+from converters.names.families.rows import Family, Sizes
 from converters.names.megatron.model.spelling import EMBEDDING, MTP_INNER, OUTPUT
-from converters.names.megatron.rows import DENSE, SPARSE, Row, stacked
-from converters.names.megatron.sizes import Config, Sizes
+from converters.names.megatron.rows import COPY, PADDED, Pattern, Row, parse, stacked
+
+_LAYER, _INNER = "decoder.layers.{n}.", f"mtp.layers.{{n}}.{MTP_INNER}."
+#: Linear layers that have biases all or none; those of queries, keys and values may have them alone.
+_LINEAR = re.compile(r"\.linear_(proj|fc1|fc2)\.(weight|bias)$")
+#: A layer's number, what begins the Hub's names in it, and the rest of these names.
+_Layer = tuple[int | None, str, Mapping[str, Shape]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A row in one layer, or outside of all (`layer` is None), with the shapes that the Hub's tensors have there.
+
+    `prefix` begins the Hub's names.
+    """
+
+    row: Row
+    layer: int | None
+    prefix: str
+    shapes: tuple[Shape, ...]
+    pattern: Pattern
+
+    @property
+    def megatron(self) -> str:
+        """Megatron's name, in which `{e}` may stand."""
+        return self.row.megatron.replace("{n}", str(self.layer))
+
+    @property
+    def hubs(self) -> tuple[str, ...]:
+        return tuple(self.prefix + hub for hub in self.row.hubs)
 
 
 @dataclass(frozen=True)
 class Table:
-    """All that ckpt has to be told of an architecture: one of these per module of `architectures`.
+    """All that Megatron's formats have to be told of an architecture: one of these per module of `architectures`.
 
-    The embedding and the output layer, whose vocabulary Megatron pads, are one tensor where `Sizes.tied`.
+    Which tensors there are, and of which shape, `family` says.  `top` are the rows of what is in no layer, `layer` of
+    what is in every one, `dense` and `sparse` of what is in layers without and with experts.  Rows of layers leave out
+    what all names of a layer begin with; how a row is read, `rows` says.
     """
 
-    #: Hub names of the embedding and the output layer.
-    embedding: str
-    output: str
-    #: All other tensors.
-    rows: tuple[Row, ...]
-    #: Reads sizes from a config.
-    sizes: Callable[[Config], Sizes]
-    #: Reads Megatron-LM's arguments (megatron/training/arguments.py) for the same model from a config.
-    args: Callable[[Config], dict[str, Any]]
-    #: Layers of multi-token prediction, in each of which the Hub stores the embedding and the output layer again.
-    mtp_rows: tuple[Row, ...] = ()
-    mtp_embedding: str = ""
-    mtp_output: str = ""
-    #: Patterns of Hub tensors that follow from the config and that Megatron does not store.
-    derived: tuple[str, ...] = ()
-    #: What all Hub names begin with, or none.
+    family: Family
+    #: Megatron-LM's arguments (megatron/training/arguments.py) for the same model.
+    args: Callable[[Sizes], dict[str, Any]]
+    top: str
+    layer: str
+    dense: str = ""
+    sparse: str = ""
+    #: What is in a layer of multi-token prediction beside a sparse layer's tensors, with Megatron's names in full.
+    prediction: str = ""
+    #: What begins the Hub's names, where files may leave it out.
     prefix: str = ""
-    #: Endings of the names of Megatron's buffers.
-    buffers: tuple[str, ...] = ()
-    #: Modules of a layer, and of an MLP with experts, in the order in which transformers registers them.
-    layer_modules: tuple[str, ...] = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
-    expert_modules: tuple[str, ...] = ("router.", "experts.", "gate.", "shared_experts.")
-    #: How often a layer's attention saves its result, or queries, keys and values, once more for the backward pass.
-    saved_again: int = 0
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All rows but those of multi-token prediction."""
+        return parse(self.top) + parse(self.layer + self.dense + self.sparse, _LAYER)
+
+    def hub_name(self, megatron: str) -> str:
+        """The Hub's name of a tensor that is one of its own and in no layer."""
+        return next(row.hubs[0] for row in parse(self.top) if row.megatron == megatron)
+
+    def places(self, sizes: Sizes) -> Iterator[Place]:
+        """Every row in every layer in which the Hub's files have its tensors."""
+
+        @cache
+        def pattern(row: Row, shape: Shape) -> Pattern:
+            return row.pattern(sizes, shape)
+
+        for rows, layers in self._sections(sizes):
+            for row in rows:
+                for layer, prefix, held in layers:
+                    if all(hub in held for hub in row.hubs):
+                        shapes = tuple(held[hub] for hub in row.hubs)
+                        yield Place(row, layer, prefix, shapes, pattern(row, shapes[0]))
+
+    def _sections(self, sizes: Sizes) -> Iterator[tuple[tuple[Row, ...], Sequence[_Layer]]]:
+        """Rows, and where they may stand."""
+        layers = [(n, self.family.prefix(n), held) for n, held in enumerate(sizes.layers)]
+        behind = sizes.num_layers
+        predicted = [(n, self.family.prefix(behind + n), held) for n, held in enumerate(sizes.predicted)]
+        yield parse(self.top), [(None, "", sizes.top)]
+        yield parse(self.layer, _LAYER), layers
+        yield parse(self.dense, _LAYER), [layer for layer in layers if layer[0] not in sizes.sparse]
+        yield parse(self.sparse, _LAYER), [layer for layer in layers if layer[0] in sizes.sparse]
+        yield parse(self.prediction) + parse(self.layer + self.sparse, _INNER), predicted
 
     def relation(self, sizes: Sizes, padded: int, copies: Mapping[str, str]) -> Relation:
         """The relation from the Hub's tensors to Megatron's, whose vocabulary has `padded` rows.
 
         `copies` maps Hub tensors that are second copies to their originals: those of `Table.copies` that are there.
+        Raises LossError for a tensor of the Hub's that Megatron has no place for.
         """
+        places = list(self.places(sizes))
+        _check_all_placed(self.family, sizes, places)
+        _check_biases(places)
         links: list[Link] = []
         hub: dict[str, Shape] = {}
         megatron: dict[str, Shape] = {}
         padding: dict[str, tuple[Box, ...]] = {}
-        rows, hidden = sizes.dims["v"], sizes.dims["h"]
-        stored = Box((0, 0), (rows, hidden))
-        for name, ours in ((EMBEDDING, self.embedding), (OUTPUT, self.output)):
-            if name == OUTPUT and sizes.tied:
+        for place in places:
+            row, pattern, shape = place.row, place.pattern, place.pattern.shape
+            if row.kind == COPY:
                 continue
-            links.append(Link(ours, stored, name, stored, (0, 1)))
-            hub[ours], megatron[name] = stored.sizes, (padded, hidden)
-            if padded > rows:
-                padding[name] = (Box((rows, 0), (padded - rows, hidden)),)
-        for row in rows_of(self.rows + (self.mtp_rows if sizes.num_mtp else ()), sizes):
-            pattern = row.kind(sizes, sizes.shape(row.dims))
-            for name, hubs, expert in _instances(row, sizes):
+            if row.kind == PADDED and padded > shape[0]:
+                padding[row.megatron] = (Box((shape[0], 0), (padded - shape[0], *shape[1:])),)
+            megatron_name, hub_names = place.megatron, place.hubs
+            for expert in range(sizes.num_experts if "{e}" in row.megatron else 1):
+                number = str(expert)
+                name = megatron_name.replace("{e}", number)
+                hubs = [one.replace("{e}", number) for one in hub_names]
                 filled = stacked(pattern, expert, sizes.num_experts) if row.is_stacked else pattern
-                megatron[name] = filled.shape
-                hub.update(zip(hubs, filled.hub_shapes, strict=True))
+                megatron[name] = (padded, *shape[1:]) if row.kind == PADDED else shape
+                hub.update(zip(hubs, place.shapes, strict=True))
                 links += [Link(hubs[p.part], p.hub_box, name, p.box, p.dims) for p in filled.pieces]
         hub |= {copy: hub[owner] for copy, owner in copies.items()}
         return Relation(tuple(links), hub, megatron, b_padding=padding, a_copies=dict(copies))
 
     def copies(self, sizes: Sizes) -> dict[str, str]:
         """Hub names that are second copies of a tensor, mapped to the name of the original."""
-        output = self.embedding if sizes.tied else self.output
-        found = {self.output: self.embedding} if sizes.tied else {}
-        for layer in range(sizes.num_layers, sizes.num_layers + sizes.num_mtp):
-            found[self.mtp_embedding.format(n=layer)] = self.embedding
-            found[self.mtp_output.format(n=layer)] = output
+        owners = {name: self.hub_name(name) for name in (EMBEDDING, OUTPUT)}
+        found = {}
+        if sizes.tied:
+            found[owners[OUTPUT]] = owners[EMBEDDING]
+            owners[OUTPUT] = owners[EMBEDDING]
+        for place in self.places(sizes):
+            if place.row.kind == COPY:
+                found[place.hubs[0]] = owners[place.row.megatron]
         return found
 
 
-def rows_of(rows: Iterable[Row], sizes: Sizes) -> Iterator[Row]:
-    """Those of a table's rows that a model of these sizes has."""
-    kinds = {"", DENSE, SPARSE, *sizes.holds}
-    yield from (row for row in rows if row.only in kinds)
+def _check_all_placed(family: Family, sizes: Sizes, places: Iterable[Place]) -> None:
+    """Megatron has a place for every tensor of the Hub's."""
+    placed = {name for place in places for name in place.hubs}
+    layers = enumerate((*sizes.layers, *sizes.predicted))
+    held = [("", sizes.top), *((family.prefix(number), layer) for number, layer in layers)]
+    for prefix, shapes in held:
+        for name, shape in shapes.items():
+            if prefix + name not in placed:
+                raise LossError(
+                    "Megatron has no place for this tensor", fqn=prefix + name, found=f"shape {list(shape)}"
+                )
 
 
-def _instances(row: Row, sizes: Sizes) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    """Megatron's name, the hub's names and the expert, for each layer and expert that the row stands for."""
-    num_experts = sizes.num_experts if "{e}" in row.megatron else 1
-    for layer, hub_layer in layers_of(row, sizes):
-        for expert in range(num_experts):
-            hubs = tuple(hub.format(n=hub_layer, e=expert) for hub in row.hubs)
-            yield row.megatron.format(n=layer, e=expert), hubs, expert
-
-
-def layers_of(row: Row, sizes: Sizes) -> Iterator[tuple[int, int]]:
-    """(Megatron's number, the hub's number) of each layer; once (0, 0) for a row outside all layers."""
-    if "{n}" not in row.megatron:
-        yield 0, 0
-    elif row.megatron.startswith("mtp."):
-        yield from ((number, sizes.num_layers + number) for number in range(sizes.num_mtp))
-    else:
-        for number in range(sizes.num_layers):
-            if row.only not in (DENSE, SPARSE) or (number in sizes.sparse) == (row.only == SPARSE):
-                yield number, number
-
-
-def inside_mtp(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The rows of a sparse decoder layer as those of the layer inside an MTP layer."""
-    layer, inner = "decoder.layers.{n}.", f"mtp.layers.{{n}}.{MTP_INNER}."
-    return tuple(
-        replace(row, megatron=row.megatron.replace(layer, inner), only="" if row.only == SPARSE else row.only)
-        for row in rows
-        if row.megatron.startswith(layer) and row.only != DENSE
-    )
+def _check_biases(places: Iterable[Place]) -> None:
+    """Megatron has biases in all linear layers or in none, besides those of queries, keys and values alone."""
+    linear = {place.row.megatron: place for place in reversed(list(places)) if _LINEAR.search(place.row.megatron)}
+    biases = [place for name, place in linear.items() if name.endswith("bias")]
+    bare = [
+        place
+        for name, place in linear.items()
+        if name.endswith("weight") and name.removesuffix("weight") + "bias" not in linear
+    ]
+    if biases and bare:
+        raise LossError(
+            "Megatron has biases in all linear layers or in none",
+            fqn=biases[-1].hubs[0],
+            found=f"no bias beside {bare[-1].hubs[0]}",
+        )

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from converters.names.families.config import architectures
+
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
 _TIED = re.compile(r"^    _tied_weights_keys(?::[^=\n]*)? = ", re.MULTILINE)
@@ -66,14 +68,6 @@ def model_types(config: Mapping[str, Any]) -> Iterator[str]:
     for value in config.values():
         if isinstance(value, Mapping):
             yield from model_types(value)
-
-
-def architectures(config: Mapping[str, Any]) -> list[str]:
-    """Class names of the model, without the prefix under which FSDP1 wraps them."""
-    named = config.get("architectures")
-    if not isinstance(named, list):
-        return []
-    return [re.sub(r"^FSDP(?=[A-Z])", "", name) for name in named if isinstance(name, str)]
 
 
 def is_base_model(config: Mapping[str, Any]) -> bool:

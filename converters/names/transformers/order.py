@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from converters.names.families.rows import Family
+from converters.names.families.tables import FAMILIES
+
 #: What is in the modules of a layer: those of all architectures, where these do not differ.
 _ATTENTION = (
     "sinks",
@@ -35,9 +38,10 @@ _PREFIX = re.compile(r"(model|transformer|gpt_neox)\.")
 _LAYER = re.compile(r"(?:layers|h)\.(\d+)\.(.*)")
 
 
-def as_registered(names: Iterable[str], layer: tuple[str, ...], experts: tuple[str, ...]) -> list[str]:
-    """Names of parameters, as memory has them, in the order of the modules of a `layer` and of `experts` in its MLP."""
-    mlp = experts + _MLP
+def as_registered(names: Iterable[str], model_type: str) -> list[str]:
+    """Names of parameters, as memory has them, in the order of the architecture's modules, or of Llama's."""
+    family = FAMILIES.get(model_type, Family)
+    layer, mlp = family.modules, family.expert_modules + _MLP
 
     def key(name: str) -> tuple[object, ...]:
         inside = _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name

@@ -19,8 +19,8 @@ from ckpt.plan.checkpoint import HUB, TRANSFORMERS, Checkpoint, Layout
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Shape
+from converters.names.families.config import architectures
 from converters.names.transformers.installed import (
-    architectures,
     base_prefixes,
     class_names,
     converted_identifiers,
@@ -298,12 +298,9 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 def from_hub(checkpoint: Checkpoint, layout: Layout | None = None) -> Checkpoint:
     """`checkpoint`, which has the Hub's names, under those of transformers' modules, param groups in their order."""
-    from converters.names.megatron.relation import module_order  # only here: most names need no table of Megatron's
-
     named = _renamed(checkpoint, TRANSFORMERS, "to_memory")
     model_type, state = str((named.config or {}).get("model_type")), named.state
-    modules = module_order(model_type)
-    groups = tuple(replace(group, fqns=tuple(as_registered(group.fqns, *modules))) for group in state.param_groups)
+    groups = tuple(replace(group, fqns=tuple(as_registered(group.fqns, model_type))) for group in state.param_groups)
     return replace(named, state=replace(state, param_groups=groups))
 
 

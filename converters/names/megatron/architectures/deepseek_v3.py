@@ -6,97 +6,57 @@ the output layer again in each.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ckpt.base.errors import LossError
-from converters.names.megatron.architectures import llama
-from converters.names.megatron.architectures.qwen3_moe import EXPERTS
+from converters.names.families.config import Config
+from converters.names.families.rows import Sizes
+from converters.names.families.tables import FAMILIES
+from converters.names.megatron.architectures import llama, qwen3_moe
 from converters.names.megatron.args import common, experts, silu
-from converters.names.megatron.rows import SPARSE, Row, gated_mlp, same
-from converters.names.megatron.sizes import Config, Sizes
-from converters.names.megatron.table import inside_mtp
+from converters.names.megatron.table import Table
 
-_M, _H = "decoder.layers.{n}", "model.layers.{n}"
-_A, _HA = f"{_M}.self_attention", f"{_H}.self_attn"
-_P = "mtp.layers.{n}"
-
-ATTENTION = (
-    Row(f"{_M}.input_layernorm.weight", f"{_H}.input_layernorm.weight", "h", same),
-    Row(f"{_A}.linear_q_proj.weight", f"{_HA}.q_proj.weight", "q h", same, only="whole queries"),
-    Row(f"{_A}.linear_q_down_proj.weight", f"{_HA}.q_a_proj.weight", "qr h", same, only="latent queries"),
-    Row(f"{_A}.linear_q_up_proj.layer_norm_weight", f"{_HA}.q_a_layernorm.weight", "qr", same, only="latent queries"),
-    Row(f"{_A}.linear_q_up_proj.weight", f"{_HA}.q_b_proj.weight", "q qr", same, only="latent queries"),
-    Row(f"{_A}.linear_kv_down_proj.weight", f"{_HA}.kv_a_proj_with_mqa.weight", "kd h", same),
-    Row(f"{_A}.linear_kv_up_proj.layer_norm_weight", f"{_HA}.kv_a_layernorm.weight", "kr", same),
-    Row(f"{_A}.linear_kv_up_proj.weight", f"{_HA}.kv_b_proj.weight", "ku kr", same),
-    Row(f"{_A}.linear_proj.weight", f"{_HA}.o_proj.weight", "h a", same),
-)
-
-SHARED = (
-    Row(f"{_M}.mlp.router.expert_bias", f"{_H}.mlp.gate.e_score_correction_bias", "e", same, only=SPARSE),
-    *gated_mlp(f"{_M}.mlp.shared_experts", f"{_H}.mlp.shared_experts", "s", SPARSE),
-)
-
-MTP = (
-    Row(f"{_P}.enorm.weight", f"{_H}.enorm.weight", "h", same),
-    Row(f"{_P}.hnorm.weight", f"{_H}.hnorm.weight", "h", same),
-    Row(f"{_P}.eh_proj.weight", f"{_H}.eh_proj.weight", "h 2h", same),
-    Row(f"{_P}.final_layernorm.weight", f"{_H}.shared_head.norm.weight", "h", same),
-    *inside_mtp(ATTENTION + EXPERTS + SHARED),
-)
+ATTENTION = """
+    input_layernorm.weight                                  input_layernorm.weight                      same
+    self_attention.linear_q_proj.weight                     self_attn.q_proj.weight                     same
+    self_attention.linear_q_down_proj.weight                self_attn.q_a_proj.weight                   same
+    self_attention.linear_q_up_proj.layer_norm_weight       self_attn.q_a_layernorm.weight              same
+    self_attention.linear_q_up_proj.weight                  self_attn.q_b_proj.weight                   same
+    self_attention.linear_kv_down_proj.weight               self_attn.kv_a_proj_with_mqa.weight         same
+    self_attention.linear_kv_up_proj.layer_norm_weight      self_attn.kv_a_layernorm.weight             same
+    self_attention.linear_kv_up_proj.weight                 self_attn.kv_b_proj.weight                  same
+    self_attention.linear_proj.weight                       self_attn.o_proj.weight                     same
+"""
+SHARED = """
+    mlp.router.expert_bias                                  mlp.gate.e_score_correction_bias            same
+    mlp.shared_experts.linear_fc1.weight                    mlp.shared_experts.[gate|up]_proj.weight    joined
+    mlp.shared_experts.linear_fc2.weight                    mlp.shared_experts.down_proj.weight         same
+"""
+PREDICTION = """
+    embedding.word_embeddings.weight                        embed_tokens.weight                         copy
+    output_layer.weight                                     shared_head.head.weight                     copy
+    mtp.layers.{n}.[enorm|hnorm].weight                     [enorm|hnorm].weight                        same
+    mtp.layers.{n}.eh_proj.weight                           eh_proj.weight                              same
+    mtp.layers.{n}.final_layernorm.weight                   shared_head.norm.weight                     same
+"""
 
 
-def sizes(config: Config) -> Sizes:
-    heads, num_experts = config.size("num_attention_heads"), config.count("n_routed_experts")
-    rope, nope, v = (config.size(f"{x}_head_dim") for x in ("qk_rope", "qk_nope", "v"))
-    latent, queries = config.size("kv_lora_rank"), config.get("q_lora_rank")
-    expert = config.size("moe_intermediate_size")
-    dims = {
-        "h": config.size("hidden_size"),
-        "v": config.size("vocab_size"),
-        "f": config.size("intermediate_size"),
-        "a": heads * v,
-        "q": heads * (nope + rope),
-        "qr": 0 if queries is None else config.size("q_lora_rank"),
-        "kr": latent,
-        "kd": latent + rope,
-        "ku": heads * (nope + v),
-        "e": num_experts,
-        "m": expert,
-        "s": expert * config.size("n_shared_experts"),
-    }
-    first = config.get("first_k_dense_replace") or 0
-    return Sizes(
-        config.num_layers,
-        dims,
-        heads,
-        heads,
-        v,
-        tied=config.flag("tie_word_embeddings"),
-        sparse=frozenset(range(first, config.num_layers)),
-        num_experts=num_experts,
-        num_mtp=config.count("num_nextn_predict_layers", default=1) if config.get("num_nextn_predict_layers") else 0,
-        holds=frozenset({"whole queries" if queries is None else "latent queries"}),
-    )
-
-
-def args(config: Config) -> dict[str, Any]:
+def args(sizes: Sizes) -> dict[str, Any]:
+    config = sizes.config
     silu(config)
-    found = sizes(config)
     if not config.flag("norm_topk_prob", True):
         raise LossError("Megatron normalises the scores of the chosen experts", found="norm_topk_prob false")
     if not config.flag("rope_interleave", True):
         raise LossError("Megatron's latent attention interleaves rotary positions", found="rope_interleave false")
     return (
-        common(config, found)
+        common(sizes)
         | _positions(config)
-        | experts(config, found)
+        | experts(sizes)
         | {
             "multi_latent_attention": True,
             "qk_layernorm": True,
-            "q_lora_rank": found.dims["qr"] or None,
-            "kv_lora_rank": found.dims["kr"],
+            "q_lora_rank": sizes.dims["qr"] or None,
+            "kv_lora_rank": sizes.dims["kr"],
             "qk_head_dim": config.size("qk_nope_head_dim"),
             "qk_pos_emb_head_dim": config.size("qk_rope_head_dim"),
             "v_head_dim": config.size("v_head_dim"),
@@ -106,8 +66,8 @@ def args(config: Config) -> dict[str, Any]:
             "moe_router_topk_scaling_factor": config.number("routed_scaling_factor", 2.5),
             "moe_router_num_groups": config.get("n_group"),
             "moe_router_group_topk": config.get("topk_group"),
-            "moe_shared_expert_intermediate_size": found.dims["s"],
-            "mtp_num_layers": found.num_mtp or None,
+            "moe_shared_expert_intermediate_size": sizes.dims["s"],
+            "mtp_num_layers": len(sizes.predicted) or None,
         }
     )
 
@@ -132,13 +92,12 @@ def _positions(config: Config) -> dict[str, Any]:
     return found
 
 
-TABLE = replace(
-    llama.TABLE,
-    rows=llama.FINAL_NORM + ATTENTION + llama.MLP + EXPERTS + SHARED,
-    sizes=sizes,
-    args=args,
-    mtp_rows=MTP,
-    mtp_embedding="model.layers.{n}.embed_tokens.weight",
-    mtp_output="model.layers.{n}.shared_head.head.weight",
-    buffers=(".mlp.router.expert_bias",),
+TABLE = Table(
+    FAMILIES["deepseek_v3"],
+    args,
+    llama.TOP,
+    ATTENTION,
+    dense=llama.MLP,
+    sparse=qwen3_moe.EXPERTS + SHARED,
+    prediction=PREDICTION,
 )

@@ -5,23 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt.base.errors import LossError
+from converters.names.families.config import Config
+from converters.names.families.rows import Sizes
+from converters.names.families.tables import FAMILIES
 from converters.names.megatron.args import common, rotary
-from converters.names.megatron.rows import both, same
-from converters.names.megatron.sizes import Config, Sizes, attention_sizes
 from converters.names.megatron.table import Table
 
-_M, _H = "decoder.layers.{n}", "gpt_neox.layers.{n}"
-_A = f"{_M}.self_attention"
+TOP = """
+    embedding.word_embeddings.weight                        gpt_neox.embed_in.weight                    padded
+    output_layer.weight                                     embed_out.weight                            padded
+    decoder.final_layernorm.[weight|bias]                   gpt_neox.final_layer_norm.[weight|bias]     same
+"""
+LAYER = """
+    self_attention.linear_qkv.layer_norm_[weight|bias]      input_layernorm.[weight|bias]               same
+    self_attention.linear_qkv.[weight|bias]                 attention.query_key_value.[weight|bias]     same
+    self_attention.linear_proj.[weight|bias]                attention.dense.[weight|bias]               same
+    mlp.linear_fc1.layer_norm_[weight|bias]                 post_attention_layernorm.[weight|bias]      same
+    mlp.linear_fc1.[weight|bias]                            mlp.dense_h_to_4h.[weight|bias]             same
+    mlp.linear_fc2.[weight|bias]                            mlp.dense_4h_to_h.[weight|bias]             same
+"""
 
 
-def sizes(config: Config) -> Sizes:
-    values = {k: v for k, v in config.values.items() if k not in ("head_dim", "num_key_value_heads")}
-    return attention_sizes(Config(values))
-
-
-def args(config: Config) -> dict[str, Any]:
-    if not config.flag("attention_bias", True):
-        raise LossError("Megatron has biases in all linear layers or in none", found="attention_bias false")
+def args(sizes: Sizes) -> dict[str, Any]:
+    config = sizes.config
     activation = config.get("hidden_act") or "gelu"
     if activation not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
         raise LossError("Megatron has no such activation", expected="gelu", found=activation)
@@ -31,7 +37,7 @@ def args(config: Config) -> dict[str, Any]:
     if config.get("rotary_emb_base") is not None:
         positions["rotary_base"] = config.size("rotary_emb_base")
     return (
-        common(config, sizes(config))
+        common(sizes)
         | positions
         | {
             "normalization": "LayerNorm",
@@ -50,22 +56,4 @@ def parallel_residual(config: Config) -> dict[str, Any]:
     return {"gpt_j_residual": True} if config.flag("use_parallel_residual", True) else {}
 
 
-TABLE = Table(
-    "gpt_neox.embed_in.weight",
-    "embed_out.weight",
-    (
-        *both("decoder.final_layernorm.", "gpt_neox.final_layer_norm", "h", "h", same),
-        *both(f"{_A}.linear_qkv.layer_norm_", f"{_H}.input_layernorm", "h", "h", same),
-        *both(f"{_A}.linear_qkv.", f"{_H}.attention.query_key_value", "3h h", "3h", same),
-        *both(f"{_A}.linear_proj.", f"{_H}.attention.dense", "h h", "h", same),
-        *both(f"{_M}.mlp.linear_fc1.layer_norm_", f"{_H}.post_attention_layernorm", "h", "h", same),
-        *both(f"{_M}.mlp.linear_fc1.", f"{_H}.mlp.dense_h_to_4h", "f h", "f", same),
-        *both(f"{_M}.mlp.linear_fc2.", f"{_H}.mlp.dense_4h_to_h", "h f", "h", same),
-    ),
-    sizes,
-    args,
-    # The causal mask and the frequencies of rotary positions, which older files hold.
-    derived=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
-    layer_modules=("input_layernorm.", "post_attention_layernorm.", "attention.", "mlp."),
-    saved_again=1,
-)
+TABLE = Table(FAMILIES["gpt_neox"], args, TOP, LAYER)

@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt.base.errors import CorruptError
-from converters.names.hub.rows import DENSE, SPARSE, Family, Saved
-from converters.names.megatron.sizes import Config
-from converters.names.transformers.installed import architectures
+from converters.names.families.config import Config, architectures
+from converters.names.families.rows import DENSE, SPARSE, Family, Saved
 
 # -- rows that many share --------------------------------------------------------------------------------------
 
@@ -35,6 +34,8 @@ SANDWICH = NORMS + "[pre|post]_feedforward_layernorm.weight h \n"
 MLP = """
     mlp.[gate|up]_proj.weight f h ? !sparse
     mlp.down_proj.weight h f ? !sparse
+"""
+MLP_BIASES = """
     mlp.[gate|up]_proj.bias f ? !sparse mlp_bias
     mlp.down_proj.bias h ? !sparse mlp_bias
 """
@@ -75,7 +76,7 @@ LATENT = """
     self_attn.kv_a_proj_with_mqa.bias kd ? attention_bias
     self_attn.kv_a_layernorm.weight kr
     self_attn.kv_b_proj.weight ku kr
-    self_attn.o_proj.weight h o
+    self_attn.o_proj.weight h a
     self_attn.o_proj.bias h ? attention_bias
 """
 PREDICTION = """
@@ -114,7 +115,7 @@ def _latent(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
     rank = config.size("kv_lora_rank")
     queries = config.size("q_lora_rank") if config.get("q_lora_rank") else 0
     found = {"q": heads * (nope + rope), "qr": queries, "kr": rank, "kd": rank + rope, "ku": heads * (nope + value)}
-    return {**found, "o": heads * value, **_experts(config, dims)}
+    return {**found, **_experts(config, dims)}
 
 
 def _linear(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
@@ -130,6 +131,10 @@ def _linear(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
         "ld": config.size("linear_value_head_dim"),
         "lk": config.size("linear_conv_kernel_dim"),
     }
+
+
+def _all_sparse(config: Config, layer: int) -> Collection[str]:
+    return (SPARSE,)
 
 
 def _behind_dense(config: Config, layer: int) -> Collection[str]:
@@ -186,8 +191,8 @@ def _mamba(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
 # -- families --------------------------------------------------------------------------------------------------
 
 _ATTENTION = QKVO + BIASES + OUT_BIAS
-_LLAMA = Family("Llama", _ATTENTION + MLP + NORMS)
-_QWEN2 = Family("Qwen2", QKVO + BIASES + MLP + NORMS, defaults={"attention_bias": True})
+_LLAMA = Family("Llama", _ATTENTION + MLP + MLP_BIASES + NORMS)
+_QWEN2 = Family("Qwen2", QKVO + BIASES.replace("? attention_bias", "") + MLP + NORMS)
 _QWEN3 = Family("Qwen3", _ATTENTION + HEAD_NORMS + MLP + NORMS, defaults={"head_dim": 128})
 _MISTRAL = Family("Mistral", QKVO + MLP + NORMS)
 _OLMO2 = Family("Olmo2", _ATTENTION + WHOLE_NORMS + MLP + AFTER_NORMS)
@@ -195,6 +200,8 @@ _GEMMA2 = Family("Gemma2", _ATTENTION + MLP + SANDWICH, defaults={"head_dim": 25
 _DEEPSEEK = Family(
     "DeepseekV3",
     LATENT + MLP + EXPERTS + SHARED_EXPERTS + CORRECTION + NORMS,
+    spelled={"v_head_dim": "head_dim"},
+    unread=("num_key_value_heads",),
     dims=_latent,
     experts=("n_routed_experts",),
     kinds=_behind_dense,
@@ -222,7 +229,14 @@ FAMILIES: dict[str, Family] = {
     "mistral": _MISTRAL,
     "ministral": replace(_MISTRAL, stem="Ministral"),
     "ministral3": replace(_MISTRAL, stem="Ministral3", defaults={"head_dim": 128}),
-    "mixtral": Family("Mixtral", QKVO + BLOCK_EXPERTS + NORMS, experts=("num_local_experts", "num_experts")),
+    "mixtral": Family(
+        "Mixtral",
+        QKVO + BLOCK_EXPERTS + NORMS,
+        dims=_experts,
+        experts=("num_local_experts", "num_experts"),
+        kinds=_all_sparse,
+        expert_modules=("gate.", "experts."),
+    ),
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
     "qwen2_moe": replace(
@@ -313,8 +327,9 @@ FAMILIES: dict[str, Family] = {
         causal="LMHeadModel",
         defaults=TIED,
         dims=lambda config, dims: {"p": config.size("n_positions", "n_ctx")},
-        ignored=(r"(.*\.)?h\.\d+\.attn\.(bias|masked_bias)",),
+        ignored=(r"(.*\.)?h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask
         unknown=("add_cross_attention",),
+        modules=("ln_1.", "attn.", "ln_2.", "mlp."),
     ),
     "gpt_bigcode": Family(
         "GPTBigCode",
@@ -411,7 +426,7 @@ FAMILIES: dict[str, Family] = {
         self_attn.query_key_value.bias 3h
         self_attn.dense.weight h h
         self_attn.dense.bias h
-        self_attn.[q|k]_layernorm.[weight|bias] hd ? qk_layernorm
+        self_attn.[q|k]_layernorm.[weight|bias] d ? qk_layernorm
         mlp.dense_h_to_4h.weight f h
         mlp.dense_h_to_4h.bias f
         mlp.dense_4h_to_h.weight h f
@@ -420,8 +435,7 @@ FAMILIES: dict[str, Family] = {
         """,
         top=EMBEDDED + "final_layernorm.[weight|bias] h",
         defaults={"qk_layernorm": True, "intermediate_size": 16384},
-        # Whatever the config says of `head_dim`.
-        dims=lambda config, dims: {"hd": dims["h"] // dims["heads"]},
+        unread=("head_dim",),
     ),
     "mamba": Family(
         "Mamba",
@@ -489,7 +503,9 @@ FAMILIES: dict[str, Family] = {
         base="gpt_neox",
         output="embed_out.weight v h",
         defaults={"attention_bias": True},
+        unread=("head_dim", "num_key_value_heads"),
         ignored=(r"(.*\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+        modules=("input_layernorm.", "post_attention_layernorm.", "attention.", "mlp."),
     ),
     "gpt_oss": Family(
         "GptOss",
@@ -505,12 +521,15 @@ FAMILIES: dict[str, Family] = {
         """
         + NORMS,
         defaults={"head_dim": 64, "attention_bias": True},
+        dims=_experts,
         experts=("num_local_experts", "num_experts"),
+        kinds=_all_sparse,
     ),
     "deepseek_v2": replace(
         _DEEPSEEK,
         stem="DeepseekV2",
         layer=_DEEPSEEK.layer.replace(CORRECTION, "")
+        + MLP_BIASES
         + "mlp.shared_experts.[gate|up]_proj.bias s ? sparse mlp_bias \n"
         + "mlp.shared_experts.down_proj.bias h ? sparse mlp_bias",
         prediction="",
@@ -524,7 +543,7 @@ FAMILIES: dict[str, Family] = {
         _ATTENTION + "self_attn.q_norm.weight h \n self_attn.k_norm.weight hk \n" + EXPERTS + NORMS,
         dims=lambda config, dims: {**_experts(config, dims), "hk": dims["h"] // dims["heads"] * dims["groups"]},
         experts=("num_experts",),
-        kinds=lambda config, layer: (SPARSE,),
+        kinds=_all_sparse,
     ),
     "starcoder2": Family(
         "Starcoder2",
@@ -547,8 +566,7 @@ FAMILIES: dict[str, Family] = {
         post_attention_layernorm.[weight|bias] h ? !use_parallel_residual
         """,
         top=NORM_WITH_BIAS,
-        # Whatever the config says of `head_dim`.
-        dims=lambda config, dims: {"a": dims["h"], "k": dims["h"] // dims["heads"] * dims["groups"]},
+        unread=("head_dim",),
         unknown=("qk_layernorm",),
     ),
     "cohere": Family(
@@ -596,11 +614,13 @@ FAMILIES: dict[str, Family] = {
     "smollm3": replace(_LLAMA, stem="SmolLM3", defaults=TIED),
     "arcee": replace(_LLAMA, stem="Arcee", layer=_ATTENTION + UP_DOWN + NORMS),
     "nemotron": Family("Nemotron", _ATTENTION + UP_DOWN + NORMS + NORM_BIASES, top=NORM_WITH_BIAS),
-    "helium": Family("Helium", QKVO.replace("h a", "h h") + BIASES + MLP + NORMS, defaults={"head_dim": 128}),
+    "helium": Family(
+        "Helium", QKVO.replace("h a", "h h") + BIASES + MLP + MLP_BIASES + NORMS, defaults={"head_dim": 128}
+    ),
     "seed_oss": replace(
         _LLAMA,
         stem="SeedOss",
-        layer=QKVO + BIASES + OUT_BIAS.replace("attention_bias", "attention_out_bias") + MLP + NORMS,
+        layer=QKVO + BIASES + OUT_BIAS.replace("attention_bias", "attention_out_bias") + MLP + MLP_BIASES + NORMS,
         defaults={"attention_bias": True, "head_dim": 128},
     ),
     "exaone4": Family("Exaone4", QKVO + HEAD_NORMS + MLP + AFTER_NORMS),
@@ -613,19 +633,12 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": replace(
         _LLAMA,
         stem="Ernie4_5",
-        layer=(_ATTENTION + MLP + NORMS).replace("attention_bias", "use_bias").replace("mlp_bias", "use_bias"),
+        layer=_LLAMA.layer.replace("attention_bias", "use_bias").replace("mlp_bias", "use_bias"),
         defaults={"head_dim": 128, **TIED},
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_Moe",
-        (
-            _ATTENTION
-            + MLP
-            + EXPERTS
-            + SHARED_EXPERTS
-            + NORMS
-            + "mlp.moe_statics.e_score_correction_bias 1 e ? sparse \n"
-        ),
+        (QKVO + MLP + EXPERTS + SHARED_EXPERTS + NORMS + "mlp.moe_statics.e_score_correction_bias 1 e ? sparse \n"),
         defaults={"moe_layer_start_index": 1, **TIED},
         dims=_experts,
         experts=("moe_num_experts",),

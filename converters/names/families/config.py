@@ -1,7 +1,8 @@
-"""What a model's config.json says, as the tables need it: sizes by short names, and which layers are of which kind."""
+"""What a model's config.json says, checked as it is asked for."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,56 +73,9 @@ class Config:
         return {**scaling, "rope_type": kind, **theta}
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What the names of a table are filled with.
-
-    `dims` are sizes of dims by the short names that the rows use; `heads` attention heads in `groups` groups that
-    share keys and values, of `head` elements.  `sparse` are the layers with experts.  `holds` says which rows there
-    are, for those that not every model of the architecture has.
-    """
-
-    num_layers: int
-    dims: Mapping[str, int]
-    heads: int
-    groups: int
-    head: int
-    tied: bool
-    sparse: frozenset[int] = frozenset()
-    num_experts: int = 0
-    num_mtp: int = 0
-    holds: frozenset[str] = frozenset()
-
-    def shape(self, text: str) -> tuple[int, ...]:
-        """`"f h"` as sizes; `2f` is twice `f`."""
-        return tuple(multiple(word, self.dims) for word in text.split())
-
-
-def multiple(word: str, dims: Mapping[str, int]) -> int:
-    """`2f` as twice the size `f`; a number alone is itself."""
-    name = word.lstrip("0123456789")
-    factor = int(word.removesuffix(name) or 1)
-    return factor * dims[name] if name else factor
-
-
-def attention_sizes(config: Config, *, tied: bool = False, **more: Any) -> Sizes:
-    """Sizes of a model with (grouped) attention, under the config entries that most architectures share.
-
-    `tied`: whether the output layer is the embedding where the config does not say.
-    """
-    hidden = config.size("hidden_size", "n_embd")
-    heads = config.size("num_attention_heads", "n_head")
-    groups = config.size("num_key_value_heads", default=heads)
-    if heads % groups:
-        raise CorruptError("heads do not divide among groups", expected=f"a divisor of {heads}", found=groups)
-    if config.get("head_dim") is None and hidden % heads:
-        raise CorruptError(
-            "the hidden size does not divide among heads", expected=f"a divisor of {hidden}", found=heads
-        )
-    head = config.size("head_dim", default=hidden // heads)
-    ffn = config.size("intermediate_size", "n_inner", default=4 * hidden)
-    dims = {"h": hidden, "a": heads * head, "k": groups * head, "d": head, "f": ffn, "v": config.size("vocab_size")}
-    dims |= more.pop("dims", {})
-    holds = frozenset(more.pop("holds", ()))
-    is_tied = config.flag("tie_word_embeddings", tied)
-    return Sizes(config.num_layers, dims, heads, groups, head, is_tied, holds=holds, **more)
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """Class names of the model, without the prefix under which FSDP1 wraps them."""
+    named = config.get("architectures")
+    if not isinstance(named, list):
+        return []
+    return [re.sub(r"^FSDP(?=[A-Z])", "", name) for name in named if isinstance(name, str)]

@@ -1,0 +1,262 @@
+"""How the tables of `families` are read: a line for each kind of tensor that `save_pretrained` writes.
+
+    self_attn.[k|v]_proj.bias k ? attention_bias
+    |                         | |
+    names, with alternatives  | conditions: what the config says is true, or the layer's kind; `!` turns one round
+                              the shape, in short names of sizes (`2f` is twice `f`, a number is itself)
+
+`{e}` in a name is an expert's number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from ckpt.base.errors import CorruptError
+from ckpt.plan.tensors import Shape
+from converters.names.families.config import Config
+
+#: Kinds of layers: with one MLP, with experts.
+DENSE, SPARSE = "dense", "sparse"
+
+_CHOICE = re.compile(r"\[([^]]+)\]")
+#: Frequencies of rotary positions, which older files hold and no model needs.
+DERIVED = (r"(.*\.)?rotary_emb\.inv_freq",)
+
+Kinds = Callable[[Config, int], Collection[str]]
+Dims = Callable[[Config, Mapping[str, int]], Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `save_pretrained` of the class `cls` writes: every name of `required`, and no other.
+
+    `optional` may be there as well (a tied output layer once more), `ignored` are patterns of what loading passes over.
+    `base` is what the names of the model without its head begin with.
+    """
+
+    cls: str
+    required: Mapping[str, Shape]
+    optional: Mapping[str, Shape] = field(default_factory=dict)
+    ignored: tuple[str, ...] = DERIVED
+    base: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    dims: tuple[str, ...]
+    conditions: tuple[str, ...]
+
+
+@cache
+def parse(text: str) -> tuple[Row, ...]:
+    """The rows of a table, alternatives in full."""
+    return tuple(_rows(text))
+
+
+def _rows(text: str) -> Iterator[Row]:
+    for line in filter(None, map(str.strip, text.splitlines())):
+        what, _, conditions = line.partition("?")
+        name, *dims = what.split()
+        for spelled in choices(name):
+            yield Row(spelled, tuple(dims), tuple(conditions.split()))
+
+
+def choices(name: str) -> Iterator[str]:
+    """`[k|v]_proj` as `k_proj` and `v_proj`."""
+    match = _CHOICE.search(name)
+    if match is None:
+        yield name
+        return
+    for choice in match[1].split("|"):
+        yield from choices(name[: match.start()] + choice + name[match.end() :])
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a family reads from a config: sizes by short names, and which tensors are where.
+
+    `top` has the names of what is in no layer.  `layers` and `predicted` (of multi-token prediction, numbered behind
+    the others) have for each layer the rest of its tensors' names, where `{e}` is the expert.
+    """
+
+    config: Config
+    dims: Mapping[str, int]
+    top: Mapping[str, Shape]
+    layers: tuple[Mapping[str, Shape], ...]
+    sparse: frozenset[int]
+    predicted: tuple[Mapping[str, Shape], ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_experts(self) -> int:
+        return self.dims.get("e", 0)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return self.config.flag("tie_word_embeddings")
+
+    def has(self, name: str) -> bool:
+        """Whether a layer has the tensor with this rest of a name."""
+        return any(name in layer for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`: `stem` begins the names of its classes (`LlamaForCausalLM`), `base` those of its tensors.
+
+    `layer` are the rows of each layer, `top` all others but those of heads.  `defaults` are what the class takes where
+    the config is silent, `unread` what it takes from no config.  `spelled` maps the config's own words to the common
+    ones (`{"d_model": "hidden_size"}`).  `kinds` says what a layer is, `dims` adds sizes to those of attention.  The
+    table has no answer for a config in which one of `unknown` is true.
+    """
+
+    stem: str
+    layer: str
+    top: str = "embed_tokens.weight v h \n norm.weight h"
+    base: str = "model"
+    layers: str = "layers"
+    causal: str = "ForCausalLM"
+    output: str = "lm_head.weight v h"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    kinds: Kinds = lambda config, layer: (DENSE,)
+    dims: Dims = lambda config, dims: {}
+    experts: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    #: Rows of a layer of multi-token prediction, beside those of a sparse one: it stands behind the others in the
+    #: files of a release, and transformers leaves it out.
+    prediction: str = ""
+    #: Modules of a layer, and of an MLP with experts, in the order in which transformers registers them.
+    modules: tuple[str, ...] = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
+    expert_modules: tuple[str, ...] = ("router.", "experts.", "gate.", "shared_experts.")
+
+    def saved(self, config: Mapping[str, Any], cls: str) -> Saved | None:
+        """What the class `cls` of this family writes; None where the table has no answer.
+
+        Raises CorruptError where the config lacks a size, or has one that is none.
+        """
+        read = self._config(config)
+        heads = {
+            self.causal: self.output,
+            "ForSequenceClassification": "score.weight labels h",
+            "Model": "",
+        }
+        head = cls.removeprefix(self.stem)
+        if head not in heads or not cls.startswith(self.stem) or any(read.flag(name) for name in self.unknown):
+            return None
+        sizes = self._sizes(read, heads[head])
+        required = dict(sizes.top)
+        for number, layer in enumerate(sizes.layers):
+            required.update(spelled_out(layer, self.prefix(number), sizes.num_experts))
+        optional: dict[str, Shape] = {}
+        if head == self.causal and sizes.tied:
+            tied = parse(self.output)[0]
+            optional[tied.name] = shape_of(tied, sizes.dims)
+        for number, layer in enumerate(sizes.predicted, sizes.num_layers):
+            optional.update(spelled_out(layer, self.prefix(number), sizes.num_experts))
+        if head == "Model":
+            required = {name.removeprefix(f"{self.base}."): shape for name, shape in required.items()}
+            optional = {}
+        return Saved(cls, required, optional, (*DERIVED, *self.ignored), self.base)
+
+    def sizes(self, config: Mapping[str, Any]) -> Sizes:
+        """What a config says of a model with an output layer.  Raises CorruptError where it lacks a size."""
+        return self._sizes(self._config(config), self.output)
+
+    def prefix(self, layer: int | str) -> str:
+        """What the names of a layer's tensors begin with."""
+        return f"{self.base}.{self.layers}.{layer}."
+
+    def _config(self, config: Mapping[str, Any]) -> Config:
+        """The config with the class's defaults, under the common words."""
+        stated = {name: value for name, value in config.items() if value is not None and name not in self.unread}
+        common = {name: stated[own] for own, name in self.spelled.items() if own in stated}
+        return Config({**self.defaults, **stated, **common})
+
+    def _sizes(self, config: Config, head: str) -> Sizes:
+        dims = _attention_sizes(config)
+        if self.experts:
+            dims["e"] = config.count(*self.experts)
+        dims |= self.dims(config, dims)
+        kinds = [self.kinds(config, number) for number in range(config.num_layers)]
+        top = dict(filled(self.top, config, dims, prefix=f"{self.base}."))
+        top |= dict(filled(head, config, dims))
+        if config.flag("tie_word_embeddings") and head == self.output:
+            del top[parse(self.output)[0].name]
+        layers = tuple(dict(filled(self.layer, config, dims, one)) for one in kinds)
+        predicted = config.get("num_nextn_predict_layers") if self.prediction else None
+        count = config.count("num_nextn_predict_layers") if predicted else 0
+        behind = dict(filled(f"{self.layer}\n{self.prediction}", config, dims, (SPARSE,))) if count else {}
+        sparse = frozenset(number for number, one in enumerate(kinds) if SPARSE in one)
+        return Sizes(config, dims, top, layers, sparse, (behind,) * count)
+
+
+def filled(
+    text: str, config: Config, dims: Mapping[str, int], kinds: Collection[str] = (), prefix: str = ""
+) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes of those rows of a table that a layer of these `kinds` has."""
+    for row in parse(text):
+        if all(_holds(condition, config, kinds) for condition in row.conditions):
+            yield prefix + row.name, shape_of(row, dims)
+
+
+def shape_of(row: Row, dims: Mapping[str, int]) -> Shape:
+    return tuple(_multiple(word, dims) for word in row.dims)
+
+
+def spelled_out(shapes: Mapping[str, Shape], prefix: str, num_experts: int) -> Iterator[tuple[str, Shape]]:
+    """Names with their prefix and with every expert's number."""
+    for name, shape in shapes.items():
+        before, is_expert, after = name.partition("{e}")
+        if not is_expert:
+            yield prefix + name, shape
+            continue
+        for expert in range(num_experts):
+            yield f"{prefix}{before}{expert}{after}", shape
+
+
+def _holds(condition: str, config: Config, kinds: Collection[str]) -> bool:
+    if condition.startswith("!"):
+        return not _holds(condition[1:], config, kinds)
+    return condition in kinds or config.flag(condition)
+
+
+def _multiple(word: str, dims: Mapping[str, int]) -> int:
+    """`2f` as twice the size `f`; a number alone is itself."""
+    name = word.lstrip("0123456789")
+    factor = int(word.removesuffix(name) or 1)
+    return factor * dims[name] if name else factor
+
+
+def _attention_sizes(config: Config) -> dict[str, int]:
+    """Sizes of a model with (grouped) attention, under the config entries that most architectures share."""
+    hidden = config.size("hidden_size", "n_embd")
+    heads = config.size("num_attention_heads", "n_head")
+    groups = config.size("num_key_value_heads", default=heads)
+    if heads % groups:
+        raise CorruptError("heads do not divide among groups", expected=f"a divisor of {heads}", found=groups)
+    if config.get("head_dim") is None and hidden % heads:
+        raise CorruptError(
+            "the hidden size does not divide among heads", expected=f"a divisor of {hidden}", found=heads
+        )
+    head = config.size("head_dim", default=hidden // heads)
+    ffn = config.size("intermediate_size", "n_inner", default=4 * hidden)
+    dims = {"h": hidden, "a": heads * head, "k": groups * head, "d": head, "f": ffn, "v": config.size("vocab_size")}
+    return {**dims, "heads": heads, "groups": groups, "labels": _labels(config)}
+
+
+def _labels(config: Config) -> int:
+    """transformers writes `id2label`, and of `num_labels` nothing."""
+    return len(config.mapping("id2label")) or config.size("num_labels", default=2)
