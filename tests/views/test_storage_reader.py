@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckpt
-from ckpt import api
 from ckpt.errors import LossError, StorageError, UsageError
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import read_box, read_box_into
@@ -28,6 +27,7 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, TRANSFORMERS, WEIGHT, Layout
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
 from ckpt.state.naming import plain_states, to_namespace
+from ckpt.views import storage_reader
 from ckpt.views.lazy import LazyTensor
 from tests.support.engines import Truth, launch, raw
 
@@ -307,7 +307,7 @@ def test_replicas_that_disagree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     other = Whole(Extent.contiguous(str(tmp_path / "other"), 0, FLOAT32, (3,)))
     gain = replace(checkpoint.tensors["gain", WEIGHT], replicas=(other,))
     differing = replace(checkpoint, tensors={**checkpoint.tensors, ("gain", WEIGHT): gain})
-    monkeypatch.setattr(api, "open", lambda *_, **__: differing)
+    monkeypatch.setattr(storage_reader, "open_checkpoint", lambda *_, **__: differing)
     with pytest.raises(Exception, match="should hold the same tensor disagree"):
         load({"gain": torch.zeros(3)}, DCP)
 
