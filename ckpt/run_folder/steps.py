@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -31,14 +30,16 @@ ANY_STEP = re.compile(r"(?:checkpoint|step|global_step|iter|epoch)[-_]?(\d+)")
 
 
 def recorded_step(path: Path) -> str | None:
-    """What the file `latest` or a tracker says, "" included, as is said of a link to nothing; None without such a file.
+    """What the file `latest` or a tracker says, "" included; None without such a file.
+
+    A link to nothing says "", and a folder in the place of Megatron's tracker; one that is called `latest` is a step.
 
     Raises UnsafeError for a link out of its folder.
     """
-    if path.is_dir() or not os.path.lexists(path):
-        return None
+    if path.is_dir():
+        return "" if path.name == TRACKER else None
     if not path.exists():
-        return ""
+        return "" if path.is_symlink() else None
     return read_file(confined(path.parent, path.name), _MAX_RECORDED).decode("utf-8", "replace").strip()
 
 

@@ -197,7 +197,7 @@ IN_ITS_PLACE: dict[str, Callable[[Path], None]] = {
 
 
 #: Files that no other one names; of `training_args.bin` it is only in what the run computes.
-_NAMED_NOWHERE = ("optimizer.bin", "training_state.pt", "optimizer.pt", "training_args.bin")
+_NAMED_NOWHERE = ("optimizer.bin", "training_state.pt", "optimizer.pt", "scheduler.pt", "training_args.bin")
 
 
 def in_its_place(sample: Sample, random: Random) -> Iterator[Case]:

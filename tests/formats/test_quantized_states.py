@@ -416,3 +416,19 @@ def test_a_state_whose_parts_do_not_fit_each_other_is_damaged_where_those_of_oth
     done = ckpt("convert", format, "full", run, "-o", tmp_path / "out", "-q")
     assert (done.code, (tmp_path / "out").exists()) == (4, False)
     assert "do not fit each other" in done.err and name in done.err
+
+
+def test_a_state_that_one_rank_calls_otherwise_is_refused_wherever_it_goes(tmp_path: Path) -> None:
+    """What is written as plain storages of codes ended with an AssertionError."""
+    run = Path(shutil.copytree(FIXTURES / "quantized-ranks/ao8", tmp_path / "run"))
+    file = run / "optim_world_size_2_rank_1.pt"
+    content = file.read_bytes()
+    at = content.index(b"exp_avgq")
+    record = next(record for record in pickles_in(content) if at in record)
+    changed = content[:at] + b"another" + content[at + 7 :]
+    old, new = (zlib.crc32(one[record.start : record.stop]) for one in (content, changed))
+    file.write_bytes(changed.replace(struct.pack("<I", old), struct.pack("<I", new)))
+    for options in ((), ("--flat-optimizer",)):
+        done = ckpt("convert", "fsdp-ranks", "dcp", run, "-o", tmp_path / "out", "--world-size", "2", *options)
+        assert (done.code, (tmp_path / "out").exists()) == (4, False), done.err
+        assert "part of a tensor is stored nowhere" in done.err

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpt.base.errors import LossError
+from ckpt.base.errors import CorruptError, LossError
 from ckpt.containers.torchfile.pickler import TensorRef, dumps
 from ckpt.containers.torchfile.scalars import scalar_to_bytes
 from ckpt.containers.torchfile.values import StoredTensor
@@ -233,7 +233,8 @@ class _Layout:
         reached = 0
         for part in sorted(storage.fill, key=lambda part: part.start):
             numel = len(part.data) // itemsize if isinstance(part, Bytes) else part.numel
-            assert part.start == reached, f"{self.path}: parts of a storage leave a hole or overlap at {reached}"
+            if part.start != reached:
+                break
             reached += numel
             if isinstance(part, FromSource):
                 self.slot(part, storage.dtype)
@@ -242,7 +243,9 @@ class _Layout:
             elif numel:
                 self.zeros.append((self.at, numel * itemsize))
                 self.at += numel * itemsize
-        assert reached == storage.numel, f"{self.path}: parts fill {reached} of {storage.numel} elements of a storage"
+        if reached != storage.numel:  # as the source has only some of its pieces
+            found = f"pieces that make up {reached} of {storage.numel} elements in order"
+            raise CorruptError("part of a tensor is stored nowhere, or twice", path=self.path or None, found=found)
         self.finish(storage.numel * itemsize, crc32)
 
     def slot(self, part: FromSource, dtype: DType) -> None:
