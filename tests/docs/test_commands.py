@@ -86,8 +86,7 @@ NOT_COMPARED = {
     ("CONTRIBUTING", "The house"),
     ("out-of-memory", ""),  # an error of torch's
     ("out-of-memory", "TRL on several nodes under Slurm"),
-    ("new-architecture", "The table"),
-    ("new-architecture", "The test"),
+    ("new-architecture", "Megatron's table"),
 }
 #: What a line of a terminal begins with, where a block has no `$`.
 PROGRAMS = r"(make|pip|ckpt|python|torchrun|srun|sbatch|accelerate|axolotl) |  "

@@ -49,9 +49,10 @@ def kept(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, En
         resume = partial(ckpt.resume, run, format=way.format, world_size=way.layout.world_size, say=lambda _: None)
         place = Path(resume())
         what = f"{sample.name} to {target}: {_damaged(place, random)}"
-        yield what, _ending(lambda resuming, resume=resume: resume(), place, expected)
+        ending = _ending(lambda resuming, resume=resume: resume(), place, expected)
         for path in folder.iterdir():
             shutil.rmtree(path)
+        yield what, ending
 
 
 def _damaged(folder: Path, random: Random) -> str:
