@@ -7,7 +7,6 @@ unread (`ckpt.run_folder.not_read`).
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -252,12 +251,12 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
     recorded = _recorded(path)
     for name in (LATEST, LATEST_UNIVERSAL, TRACKER):
         said = recorded_step(path / name)
-        if said == "":
+        if said == "" and (path / name).is_file():
             yield Problem(INCOMPLETE, name, "the file is empty")
+        elif said == "":
+            yield Problem(DAMAGED, name, "it is no file")
         elif said and (not said.isdecimal() and said != _RELEASE if name == TRACKER else name not in recorded):
             yield Problem(DAMAGED, name, f"it names no step: {said[:40]!r}")
-    if os.path.lexists(path / TRACKER) and not (path / TRACKER).is_file():
-        yield Problem(DAMAGED, TRACKER, "it is no file")
     for name, tag in recorded.items():
         if not (path / tag).exists():
             yield Problem(INCOMPLETE, name, f"it names {tag}, which is not there")
