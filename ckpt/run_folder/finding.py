@@ -55,18 +55,15 @@ def find_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
         return None
     if steps.is_step(path) and (tag is None or (tag == path.name and steps.record is not None)):
         return path
-    if (named := named_step(path, tag, steps)) is not None or tag is not None:
+    folders = meant(path, tag, steps)
+    named = next((folder for folder in folders if folder.is_dir() and steps.is_step(folder)), None)
+    if named is not None or tag is not None:
         return named
     said = recorded_step(path / steps.record) if steps.record is not None else None
     if said is not None or steps.needs_record:
-        _check_record(path, said, steps)
+        _check_record(path, said, folders, steps)
         return None
     return _newest(path, steps)
-
-
-def named_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
-    """The step in the folder `path` that a tag names, or without one the record; None where there is none."""
-    return next((folder for folder in meant(path, tag, steps) if folder.is_dir() and steps.is_step(folder)), None)
 
 
 def meant(path: Path, tag: str | None, steps: Steps) -> list[Path]:
@@ -80,10 +77,12 @@ def meant(path: Path, tag: str | None, steps: Steps) -> list[Path]:
     return [confined(path, name) for name in names]
 
 
-def _check_record(path: Path, said: str | None, steps: Steps) -> None:
-    """Raise where the record in `path` names no step of the format, although it should: it is damaged, or lost."""
+def _check_record(path: Path, said: str | None, named: Sequence[Path], steps: Steps) -> None:
+    """Raise where the record in `path` names no step of the format, although it should: it is damaged, or lost.
+
+    `said` is the record's text, `named` the folders that it may mean.
+    """
     others = newest_first(filter(steps.is_step, folders_in(path)))
-    named = meant(path, None, steps)
     if steps.owns_record and said is not None:
         if not others and any(map(steps.may_be_others, named)):
             return
