@@ -11,8 +11,8 @@ import pytest
 from benchmarks import cold, dcp, hash_peer, hashing, lora, measure, megatron, reshard, runner, zero
 from benchmarks.measure import Measured, Run
 from benchmarks.runner import Bench, Table
-from tests.support.engines import REPOSITORY
 from tests.support.pages import blocks
+from tests.support.places import REPOSITORY
 
 
 @pytest.mark.parametrize("lacking", [(), ("blake3",), ("blake3", "xxhash")])

@@ -17,8 +17,8 @@ from ckpt.check import checking, files
 from ckpt.containers.dcp.metadata import read_metadata
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import snapshot
-from tests.support.engines import REPOSITORY
 from tests.support.golden import agrees
+from tests.support.places import REPOSITORY
 
 GOLDEN = Path(__file__).parent / "golden"
 WHOLE = ("toy-zero1", "toy-zero3", "toy-zero0", "dcp-fsdp2", "megatron-fsdp", "trainer-plain", "trainer-zero2")

@@ -28,7 +28,8 @@ from ckpt.plan.dtypes import FLOAT32
 from tests.support.building import write_stage2
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import process, snapshot
-from tests.support.engines import REPOSITORY, Truth, raw
+from tests.support.engines import Truth, raw
+from tests.support.places import REPOSITORY
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from ckpt.cli.examples import EXAMPLES
 from ckpt.cli.text import coloured
 from tests.support.commands import Result, process
 from tests.support.commands import ckpt as run_ckpt
-from tests.support.engines import REPOSITORY
 from tests.support.golden import agrees
+from tests.support.places import REPOSITORY
 
 GOLDEN = Path(__file__).parent / "golden"
 COMMANDS = [command.name or "" for command in app.registered_commands]

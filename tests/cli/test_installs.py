@@ -17,9 +17,9 @@ import torch
 from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import ckpt
-from tests.support.engines import REPOSITORY
 from tests.support.environments import environment
 from tests.support.pages import commands
+from tests.support.places import REPOSITORY
 
 pytestmark = pytest.mark.slow
 

@@ -6,15 +6,14 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from ckpt import registry
 from tests.support.commands import ckpt_in_order
 from tests.support.pages import commands, differences
+from tests.support.places import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
 README = (REPOSITORY / "README.md").read_text()
 

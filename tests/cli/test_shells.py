@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 _LIMIT = 60.0  # seconds
 _PROMPT = rb"READY"

@@ -15,7 +15,7 @@ import pytest
 from ckpt.errors import CorruptError
 from ckpt.state.adapter import read_config
 from tests.support.commands import ckpt
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 FULL = Path("/dev/full")
 

@@ -24,8 +24,7 @@ from ckpt.containers.torchfile.values import Array, Record, Storage, StoredDict,
 from ckpt.errors import CorruptError
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Extent
-
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+from tests.support.places import FIXTURES
 
 
 def structure(value: Any, seen: dict[int, int] | None = None) -> Any:

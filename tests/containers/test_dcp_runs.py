@@ -22,7 +22,7 @@ from ckpt.containers.dcp import metadata
 from ckpt.containers.dcp.metadata import Metadata, _Numbers, read_metadata
 from ckpt.containers.dcp.runs import IrregularError, Runs
 from ckpt.errors import CkptError
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 FIXTURES = sorted(path.parent for path in REPOSITORY.glob("fixtures/*dcp*/**/.metadata"))
 FIXTURES += [REPOSITORY / "fixtures" / "megatron-fsdp" / "iter_0000002"]

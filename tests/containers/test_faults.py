@@ -29,9 +29,10 @@ from tests.support.building import MODEL_NAME, RANK_MODEL_NAME, Groups, groups_o
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import process, snapshot
 from tests.support.damage import AUDITED, emptied, half, one_byte_short, refused, zeroed_tail
-from tests.support.engines import REPOSITORY, raw
+from tests.support.engines import raw
 from tests.support.hostile import make as hostile
 from tests.support.model_files import edit
+from tests.support.places import REPOSITORY
 
 STAGES = ("zero1", "zero2", "zero3")
 SOURCES = (*STAGES, "hf")

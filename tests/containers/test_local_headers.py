@@ -19,7 +19,7 @@ import torch
 from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.errors import CkptError, CorruptError, UnsafeError
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 #: Storages of a file whose every bit is flipped.
 STORAGES = 3

@@ -14,6 +14,7 @@ import pytest
 from ckpt.errors import CorruptError
 from ckpt.run_folder.companions import MAX_JSON_DEPTH, read_json
 from tests.support.commands import Result, ckpt
+from tests.support.places import REPOSITORY
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,6 @@ KINDS: dict[str, Callable[[Path], None]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the Hub's kind with an index, and what may stand beside weights."""
-    from tests.support.engines import REPOSITORY
 
     folder = tmp_path_factory.mktemp("model") / "model"
     options = ("--max-shard-size", "2KB", "--no-manifest")

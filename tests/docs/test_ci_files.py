@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import ckpt
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 ACTION: dict[str, Any] = yaml.safe_load((REPOSITORY / "action.yml").read_text())
 HOOKS: list[dict[str, Any]] = yaml.safe_load((REPOSITORY / ".pre-commit-hooks.yaml").read_text())

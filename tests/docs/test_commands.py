@@ -16,13 +16,12 @@ from transformers import models
 import ckpt as api
 from tests.estimate.models import PUBLIC
 from tests.support.commands import ckpt, ckpt_in_order, process
-from tests.support.engines import REPOSITORY
 from tests.support.hub_server import TOKEN, HubServer
 from tests.support.pages import Command, blocks, commands, differences, row_differs
+from tests.support.places import FIXTURES, REPOSITORY
 from tests.support.run_folders import in_the_order_of_steps
 
 DOCS = REPOSITORY / "docs"
-FIXTURES = REPOSITORY / "fixtures"
 
 RUN = {"trl-zero3/outputs/qwen3-sft": "outputs"}
 #: What stands in the folder that a page is read in, by the heading from which on it is another: fixtures, and the names

@@ -13,9 +13,8 @@ import pytest
 
 from ckpt.plan.checkpoint import MASTER
 from tests.support.adapters import load_base, same, weights
-from tests.support.engines import REPOSITORY, Truth
-
-FIXTURES = REPOSITORY / "fixtures"
+from tests.support.engines import Truth
+from tests.support.places import FIXTURES, REPOSITORY
 
 
 @pytest.fixture

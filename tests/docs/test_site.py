@@ -21,7 +21,7 @@ from ckpt.cli import app
 from converters.names.families.tables import FAMILIES
 from converters.names.hub.composites import COMPOSITES
 from tests.support.commands import ckpt as ckpt_command
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
 

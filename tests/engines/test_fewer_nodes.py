@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tests.support.commands import ckpt
-from tests.support.engines import REPOSITORY, fork, forked
+from tests.support.engines import fork, forked
+from tests.support.places import REPOSITORY
 from tests.support.resuming import losses
 from train.config import STRATEGIES
 

@@ -24,8 +24,9 @@ from typing import Any
 import pytest
 
 from tests.support.commands import ckpt
-from tests.support.engines import REPOSITORY, launch
+from tests.support.engines import launch
 from tests.support.pages import row_differs
+from tests.support.places import REPOSITORY
 from tests.support.resuming import BOUNDS, Row, Run, apart, losses, options, shown, side_by_side, title
 from train import models
 from train.config import Config

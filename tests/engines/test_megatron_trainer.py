@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.engines import Truth, launch_in_turn
+from tests.support.places import FIXTURES
 from train import folders
 from train.config import Config, UserError
 from train.megatron.truth import Piece, Place, assemble
@@ -131,7 +132,7 @@ def test_what_no_conversion_changes_is_refused_with_the_option_that_helps(
 
 
 def test_megatron_fsdps_checkpoints_are_converted_first() -> None:
-    fixture = Path(__file__).parents[2] / "fixtures" / "megatron-fsdp"
+    fixture = FIXTURES / "megatron-fsdp"
     with pytest.raises(UserError, match=r"hint: ckpt convert megatron-dist megatron-dist"):
         folders.find_checkpoint(Config(strategy="megatron", model="llama", resume=str(fixture)))
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from tests.support.commands import ckpt
-from tests.support.engines import REPOSITORY, fork, forked
+from tests.support.engines import fork, forked
 from tests.support.pages import blocks, differences
+from tests.support.places import REPOSITORY
 
 pytestmark = pytest.mark.slow
 

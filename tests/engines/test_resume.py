@@ -34,8 +34,9 @@ import pytest
 from ckpt import api
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Layout
 from tests.support.commands import ckpt
-from tests.support.engines import REPOSITORY, launch_in_turn
+from tests.support.engines import launch_in_turn
 from tests.support.pages import row_differs
+from tests.support.places import REPOSITORY
 from tests.support.resuming import BOUNDS, Row, Run, apart, format_of, losses, options, shown, side_by_side, title
 
 pytestmark = pytest.mark.slow

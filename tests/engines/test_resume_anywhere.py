@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines import REPOSITORY, Truth, fork, launch_in_turn, raw
+from tests.support.engines import Truth, fork, launch_in_turn, raw
+from tests.support.places import REPOSITORY
 from tests.support.resuming import losses
 
 pytestmark = pytest.mark.slow

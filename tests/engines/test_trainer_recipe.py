@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from tests.support.commands import process
-from tests.support.engines import REPOSITORY, fork, launch, launch_in_turn
+from tests.support.engines import fork, launch, launch_in_turn
 from tests.support.pages import Command, blocks, commands, differences, row_differs
+from tests.support.places import REPOSITORY
 
 pytestmark = pytest.mark.slow
 

@@ -43,8 +43,9 @@ from converters.names.parameters import in_memory, megatron_stages
 from converters.names.transformers import installed
 from tests.estimate.models import LLM_JP_13B, PUBLIC
 from tests.support.commands import ckpt, process
-from tests.support.engines import REPOSITORY, launch
+from tests.support.engines import launch
 from tests.support.pages import row_differs
+from tests.support.places import REPOSITORY
 from train.config import ARCHITECTURES
 from train.models import sizes_of
 

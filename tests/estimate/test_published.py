@@ -12,7 +12,7 @@ from ckpt.estimate.parameters import num_elements
 from ckpt.estimate.setup import DDP, FSDP2, MEGATRON, ZERO2, ZERO3, ZERO3_OFFLOAD, Setup
 from converters.names.parameters import in_memory
 from tests.estimate.models import LLM_JP_13B, LLM_JP_175B, PUBLIC
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 GB, GIB = 10**9, 1 << 30
 TITLE = "published runs: GiB on each GPU, or whether it fits"

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+from tests.support.places import FIXTURES
+
 _MEMORY = Path("/dev/shm")
 #: Of one input: seconds, and megabytes of the process.
 _TIMEOUT, _RSS = 10, 2000

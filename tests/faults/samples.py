@@ -26,8 +26,8 @@ from ckpt.state.naming import plain_states
 from ckpt.testing.conformance import digests
 from ckpt.testing.describing import Content, content
 from ckpt.verify.manifest import MANIFEST
+from tests.support.places import FIXTURES
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 WRITTEN_BY_FRAMEWORKS = (
     *("toy-zero0", "toy-zero1", "toy-zero2", "toy-zero3", "lora-zero3", "moe-zero3", "trainer-zero2", "dcp-fsdp2"),
     *("dcp-torch21-fsdp1", "dcp-torch23-fsdp1", "torchtitan-llama3-0.3", "megatron-dist-flattened", "megatron-fsdp"),

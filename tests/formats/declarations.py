@@ -15,12 +15,11 @@ from ckpt.plan.checkpoint import MEGATRON, WEIGHT, Checkpoint
 from ckpt.testing import Declaration, Refusal, Tensors
 from tests.support import megatron_runs, pipeline_runs
 from tests.support.engines import Truth, raw
+from tests.support.places import FIXTURES
 from tests.support.universal import ds_to_universal
 
 if TYPE_CHECKING:
     import torch
-
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 def from_fixture(name: str) -> Callable[[Path], tuple[Path, Tensors]]:

@@ -17,8 +17,8 @@ from ckpt.errors import LossError
 from ckpt.plan.checkpoint import Layout, Target
 from ckpt.plan.planner import make_plan
 from ckpt.testing.forgetful import forgotten, tampered
+from tests.support.places import FIXTURES
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 #: What is converted to each format: a fixture whose tensors it has a place for, optimizer states among them.
 SOURCES = {
     "megatron": "megatron-dist-flattened",

@@ -26,9 +26,10 @@ from tests.support import commands
 from tests.support.describing import content
 from tests.support.engines import Truth
 from tests.support.megatron_runs import check_read, sample, truth
+from tests.support.places import FIXTURES
 
 FOLDER = "iter_0000002"
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "megatron-dist-flattened"
+FIXTURE = FIXTURES / "megatron-dist-flattened"
 
 
 def test_reads_flattened_ranges() -> None:

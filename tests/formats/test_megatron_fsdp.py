@@ -17,8 +17,9 @@ import ckpt
 from ckpt.errors import CorruptError, NotFoundError
 from tests.support import commands
 from tests.support.describing import content
-from tests.support.engines import REPOSITORY, Truth, raw
+from tests.support.engines import Truth, raw
 from tests.support.megatron_runs import check_read, without_rounded
+from tests.support.places import REPOSITORY
 
 FOLDER = "iter_0000002"
 FIXTURE = REPOSITORY / "fixtures" / "megatron-fsdp"

@@ -26,9 +26,9 @@ from ckpt.plan.tensors import Extent
 from ckpt.views.lazy import LazyTensor
 from tests.faults.kinds import pickles_in
 from tests.support.commands import ckpt
-from tests.support.engines import REPOSITORY, raw
+from tests.support.engines import raw
+from tests.support.places import FIXTURES
 
-FIXTURES = REPOSITORY / "fixtures"
 METHODS = {
     "ao8": "torchao OptimState8bit",
     "ao4": "torchao OptimState4bit",

@@ -23,10 +23,9 @@ from ckpt.hub.recorded import recorded_repo
 from ckpt.plan.checkpoint import Layout
 from converters.names.hub import asked
 from tests.support.commands import ckpt, process
-from tests.support.engines import REPOSITORY
 from tests.support.hub_server import LARGE, File, HubServer, Repo
+from tests.support.places import FIXTURES, REPOSITORY
 
-FIXTURES = REPOSITORY / "fixtures"
 REPO = "me/merged"
 
 

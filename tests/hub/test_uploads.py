@@ -15,8 +15,8 @@ from ckpt.errors import CorruptError, StorageError, UsageError
 from ckpt.hub import push as hub
 from ckpt.plan.checkpoint import Layout
 from tests.support.commands import process
-from tests.support.engines import REPOSITORY
 from tests.support.hub_server import File, HubServer, Repo
+from tests.support.places import REPOSITORY
 
 MODEL = REPOSITORY / "fixtures" / "moe-zero3"
 REPO = "me/model"

@@ -19,7 +19,7 @@ from ckpt.resume.resuming import RECORD
 from ckpt.testing.conformance import digests
 from ckpt.verify.manifest import MANIFEST, _own_digest
 from tests.support.commands import ckpt as run_ckpt
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 DEEP = b"[" * 200_000
 Hostile = Callable[[Path], None]

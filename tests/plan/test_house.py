@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 ROOMS = sorted(path.parent for root in ("ckpt", "converters") for path in (REPOSITORY / root).glob("*/__init__.py"))
 

@@ -17,8 +17,9 @@ from ckpt.plan.checkpoint import Layout, TargetFile
 from ckpt.processes.group import Alone, check_alike
 from ckpt.processes.parts import Part, deal
 from tests.support.commands import contents
-from tests.support.engines import REPOSITORY, forked
+from tests.support.engines import forked
 from tests.support.group_worker import SIZE
+from tests.support.places import REPOSITORY
 
 RANKS = 3
 

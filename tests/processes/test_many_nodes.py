@@ -17,7 +17,7 @@ import pytest
 from ckpt.errors import UsageError
 from ckpt.processes.launch import Launch, joined, launch
 from tests.support.commands import contents, process
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 ZERO3 = REPOSITORY / "fixtures" / "toy-zero3"
 PAGE = (REPOSITORY / "docs" / "many-nodes.md").read_text()

@@ -25,9 +25,7 @@ from ckpt.resume.resuming import RECORD
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import contents, snapshot
 from tests.support.dcp_folders import edit
-from tests.support.engines import REPOSITORY
-
-FIXTURES = REPOSITORY / "fixtures"
+from tests.support.places import FIXTURES, REPOSITORY
 
 
 @pytest.fixture

@@ -21,9 +21,7 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.steps import ANY_STEP
 from tests.support.commands import Result
 from tests.support.commands import ckpt as run_ckpt
-from tests.support.engines import REPOSITORY
-
-FIXTURES = REPOSITORY / "fixtures"
+from tests.support.places import FIXTURES
 
 
 def steps() -> Iterator[Path]:

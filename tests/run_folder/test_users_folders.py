@@ -17,11 +17,11 @@ from ckpt.plan.checkpoint import WEIGHT
 from ckpt.testing import content
 from tests.support.commands import ckpt
 from tests.support.describing import expected_weights
-from tests.support.engines import REPOSITORY, Truth, raw
+from tests.support.engines import Truth, raw
+from tests.support.places import FIXTURES, REPOSITORY
 from tests.support.run_folders import in_the_order_of_steps
 from tests.support.stored import stored
 
-FIXTURES = REPOSITORY / "fixtures"
 #: The fixture, and what its folder is read as.
 FULL = {"trl-zero3": "zero3", "trl-zero2": "zero2", "trl-fsdp2": "dcp", "axolotl-fsdp2": "dcp"}
 LORA = {"trl-lora-zero3": "zero3"}

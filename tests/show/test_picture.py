@@ -33,8 +33,8 @@ from converters.deepspeed.partitions import InSlots
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import process, snapshot
 from tests.support.drawing import SVG, Drawn, parsed
-from tests.support.engines import REPOSITORY
 from tests.support.golden import agrees
+from tests.support.places import REPOSITORY
 from tests.support.strategies import indices, shapes, tilings
 
 

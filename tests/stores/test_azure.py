@@ -9,7 +9,6 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -18,8 +17,9 @@ import ckpt
 from ckpt import api
 from ckpt.errors import CorruptError
 from ckpt.stores import objects
+from tests.support.places import FIXTURES
 
-RUN = Path(__file__).parents[2] / "fixtures" / "toy-zero3"
+RUN = FIXTURES / "toy-zero3"
 WHEN = "Mon, 23 Nov 2026 07:15:30 GMT"
 
 

@@ -18,8 +18,9 @@ from ckpt import api
 from ckpt.errors import CorruptError, NotFoundError, StorageError
 from ckpt.stores import objects
 from tests.support.object_store import BUCKET, Faults, ObjectStore
+from tests.support.places import FIXTURES
 
-RUN = Path(__file__).parents[2] / "fixtures" / "toy-zero3"
+RUN = FIXTURES / "toy-zero3"
 
 
 @pytest.fixture

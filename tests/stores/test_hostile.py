@@ -13,8 +13,9 @@ from ckpt.stores import ranges
 from tests.support.commands import ckpt as command
 from tests.support.commands import process
 from tests.support.object_store import BUCKET, Faults, ObjectStore
+from tests.support.places import FIXTURES
 
-RUN = Path(__file__).parents[2] / "fixtures" / "toy-zero3"
+RUN = FIXTURES / "toy-zero3"
 
 
 def test_a_store_without_etags_is_read_and_a_change_is_seen(store: ObjectStore) -> None:

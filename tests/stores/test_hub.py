@@ -15,8 +15,7 @@ from ckpt.hub import push
 from ckpt.stores import objects, ranges
 from tests.support.commands import ckpt as command
 from tests.support.hub_server import TOKEN, File, HubServer, Repo
-
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+from tests.support.places import FIXTURES
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import ckpt
 from tests.support.commands import process
 from tests.support.hub_server import TOKEN, HubServer
 from tests.support.object_store import BUCKET, Faults, ObjectStore
+from tests.support.places import FIXTURES
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 REPO = "org/name"
 
 

@@ -33,9 +33,9 @@ from ckpt.stores import objects, places, ranges, standins
 from tests.support.commands import ckpt as command
 from tests.support.commands import process
 from tests.support.object_store import BUCKET, Faults, ObjectStore
+from tests.support.places import FIXTURES
 from tests.views.test_mount import no_fuse, unmount
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 SAMPLES = (
     *("toy-zero0", "toy-zero1", "toy-zero2", "toy-zero3", "toy-zero0-fp32", "moe-zero3", "lora-zero3", "trainer-zero2"),
     *("dcp-fsdp2", "dcp-torch21-fsdp1", "dcp-torch23-fsdp1", "trl-fsdp2", "axolotl-fsdp2", "trainer-plain"),

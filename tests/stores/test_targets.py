@@ -17,11 +17,9 @@ from ckpt.errors import CkptError, CorruptError, StorageError, UsageError
 from ckpt.stores import upload
 from ckpt.views.files import Views
 from tests.support.commands import ckpt as command
-from tests.support.engines import REPOSITORY, forked
+from tests.support.engines import forked
 from tests.support.object_store import BUCKET, Faults, ObjectStore
-
-FIXTURES = Path(__file__).parents[2] / "fixtures"
-
+from tests.support.places import FIXTURES, REPOSITORY
 
 _LARGE = 24 << 20  # bytes of a tensor
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.cli import app
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 
 @dataclass(frozen=True)

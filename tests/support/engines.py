@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+from tests.support.places import REPOSITORY
 from train.config import ARCHITECTURES
-
-REPOSITORY = Path(__file__).parents[2]
 
 #: How numpy holds the raw bits of an element of so many bytes.
 RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

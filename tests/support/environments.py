@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 
 def closure(*names: str) -> dict[str, metadata.Distribution]:

@@ -18,7 +18,8 @@ from typing import Any
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.plan.planner import check_source
 from tests.support.describing import content
-from tests.support.engines import REPOSITORY, Truth
+from tests.support.engines import Truth
+from tests.support.places import REPOSITORY
 
 RANKS = 4
 PLAIN = {"no_distributed_optimizer": True}

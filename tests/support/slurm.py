@@ -21,7 +21,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 NODES = ("n1", "n2")
 _HOSTS, _LINE = Path("/etc/hosts"), "127.0.0.1 n1 n2 # a test cluster\n"

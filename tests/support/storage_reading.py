@@ -28,12 +28,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
+from tests.support.places import FIXTURES
 from train import launch, truth
 from train.config import Config
 from train.engines import native
 from train.optimizers import param_groups
-
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 def build(job: dict[str, Any]) -> nn.Module:

@@ -18,7 +18,7 @@ import pytest
 
 from ckpt.containers.torchfile.unpickle import load_pickle
 from ckpt.errors import UnsafeError
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 pytestmark = pytest.mark.slow
 

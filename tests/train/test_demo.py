@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import REPOSITORY, forked, launch
+from tests.support.engines import forked, launch
 from tests.support.pages import blocks, commands, differences
+from tests.support.places import REPOSITORY
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.support.engines import REPOSITORY
+from tests.support.places import FIXTURES
 from train import folders, operations
 from train.config import Config, UserError
-
-FIXTURES = REPOSITORY / "fixtures"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import fields
 
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 from train import config
 
 PAGE = (REPOSITORY / "docs" / "operations.md").read_text()

@@ -9,8 +9,8 @@ import pytest
 
 import ckpt
 from ckpt.plan.checkpoint import Layout
-from tests.support.engines import REPOSITORY
 from tests.support.pages import Command, commands, differences
+from tests.support.places import REPOSITORY
 from train import config, folders
 
 PAGE = (REPOSITORY / "docs" / "resume.md").read_text()

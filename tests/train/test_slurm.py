@@ -16,7 +16,8 @@ import pytest
 import ckpt as toolkit
 from fixtures import users
 from tests.support.commands import contents, process
-from tests.support.engines import REPOSITORY, launch
+from tests.support.engines import launch
+from tests.support.places import REPOSITORY
 from tests.support.resuming import losses
 from tests.support.slurm import Cluster
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from tests.support.engines import REPOSITORY
 from tests.support.pages import commands, differences
+from tests.support.places import REPOSITORY
 from train import config, preflight
 
 PAGE = (REPOSITORY / "docs" / "training.md").read_text()

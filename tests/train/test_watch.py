@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 from train.watch import is_waiting, main_stack
 
 #: A rank that beats, is in a "collective" or in its own code, and goes on when its standard input says so.

@@ -27,10 +27,10 @@ from ckpt.verify.digest import MASTERS, OPTIMIZER, WEIGHTS, row_major
 from ckpt.verify.manifest import MANIFEST
 from tests.support.commands import ckpt
 from tests.support.engines import Truth
+from tests.support.places import FIXTURES
 from tests.support.strategies import Store, shapes, stored, tensor_of
 
 UINT8 = BY_NAME["uint8"]
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 TARGETS = ("zero1", "zero2", "zero3", "universal", "dcp", "full")
 
 

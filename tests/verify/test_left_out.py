@@ -17,9 +17,8 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.verify import transformers_loads
 from ckpt.verify.compare import number_text
 from tests.support.commands import ckpt
-from tests.support.engines import REPOSITORY
+from tests.support.places import FIXTURES
 
-FIXTURES = REPOSITORY / "fixtures"
 WHY = "they belong neither to the model nor to the optimizer; `ckpt verify --run` compares them"
 
 

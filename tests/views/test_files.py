@@ -30,8 +30,9 @@ from ckpt.plan.tensors import Extent, Tensor, Whole, whole
 from ckpt.views import files as views
 from ckpt.views.files import Views
 from tests.move.test_run import copies, expected_after, make_case, open_files
+from tests.support.places import FIXTURES
 
-TOY = Path(__file__).parents[2] / "fixtures" / "toy-zero3"
+TOY = FIXTURES / "toy-zero3"
 FILLER = 0xAB
 
 

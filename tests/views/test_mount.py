@@ -22,8 +22,8 @@ from ckpt.plan.checkpoint import WEIGHT, Layout
 from ckpt.testing.conformance import digests
 from ckpt.views import mount
 from tests.support.engines import Truth, raw
+from tests.support.places import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 ZERO3 = REPOSITORY / "fixtures" / "moe-zero3"
 
 

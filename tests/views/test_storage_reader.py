@@ -30,8 +30,8 @@ from ckpt.state.naming import plain_states, to_namespace
 from ckpt.views import storage_reader
 from ckpt.views.lazy import LazyTensor
 from tests.support.engines import Truth, launch, raw
+from tests.support.places import FIXTURES
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 ZERO2, ZERO3, DCP = FIXTURES / "trainer-zero2", FIXTURES / "moe-zero3", FIXTURES / "dcp-fsdp2"
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support.engines import REPOSITORY
+from tests.support.places import REPOSITORY
 
 #: Keeps torch from being imported, as where it is not installed.
 WITHOUT = """
