@@ -148,7 +148,7 @@ def test_a_name_that_is_too_long_is_damage(model: Path, tmp_path: Path) -> None:
 def test_a_link_out_of_the_folder_is_refused_and_one_within_it_followed(
     fixtures: Path, tmp_path: Path, name: str, file: str
 ) -> None:
-    """The rule of every format; the cache of the Hub's own links are in test_hf.py."""
+    """The rule of every format; the cache of the Hub's own links are in tests/formats/huggingface/test_hf.py."""
     run = Path(shutil.copytree(fixtures / name, tmp_path / "run"))
     path = run / file
     for target, code in ((path.with_name("kept"), 0), (tmp_path / "elsewhere", 5)):

@@ -40,6 +40,7 @@ from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.run_folder.companions import companions
 from converters.huggingface.hf import HF
 from converters.names.transformers.ties import kept_names
+from tests.support.places import REPOSITORY
 
 PT = {"format": "pt"}
 
@@ -918,6 +919,5 @@ def test_a_llama_is_read_and_laid_out_without_torch(llama: Path) -> None:
         "assert relation(c.config, shapes, 'to_hub') is None and relation(c.config, shapes, 'to_memory') is None\n"
         "print(sorted({'torch', 'transformers', 'safetensors', 'numpy'} & set(sys.modules)))\n"
     )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

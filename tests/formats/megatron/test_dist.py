@@ -1,6 +1,6 @@
 """Megatron's `torch_dist` format: forms of older and newer versions, keys, and faults.
 
-What is read and written is held against megatron-core itself in tests/formats/test_megatron_matrix.py.
+What is read and written is held against megatron-core itself in tests/formats/megatron/test_matrix.py.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def test_dcp_leaves_it_alone(tmp_path: Path) -> None:
 def test_megatrons_plain_dcp_is_told_from_torch_dist(tmp_path: Path) -> None:
     """By hand: `torch_dcp` is DCP's files in Megatron-LM's run folder, without megatron-core's.
 
-    So is `fsdp_dtensor`, which has other names: see tests/formats/test_megatron_fsdp.py.
+    So is `fsdp_dtensor`, which has other names: see tests/formats/megatron/test_fsdp.py.
     """
     run = _copy(tmp_path)
     for name in ("common.pt", "metadata.json"):

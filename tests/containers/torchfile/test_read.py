@@ -23,8 +23,7 @@ from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import Array, Record, Storage, StoredDict, StoredTensor
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnsafeError
 from tests.support.hostile import make
-
-ROOT = Path(__file__).parents[2]
+from tests.support.places import REPOSITORY
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -441,7 +440,7 @@ def test_every_truncation_bit_and_zeroed_tail(tmp_path: Path, container: str) ->
     value = {"w": torch.arange(4.0), "b": torch.ones(2, dtype=torch.bfloat16), "step": 3}
     path = save(value, tmp_path / "a.pt", container)
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(ROOT), path],
+        [sys.executable, "-c", CHILD, str(REPOSITORY), path],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """Megatron's `fsdp_dtensor` format: what Megatron-FSDP wrote, forms of other versions, and faults.
 
-Further runs, and what megatron-core loads of them, are in tests/formats/test_megatron_matrix.py.
+Further runs, and what megatron-core loads of them, are in tests/formats/megatron/test_matrix.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Every run is a real one, whose tensors megatron-core gathered over its process g
 conversion is compared with that, bit for bit, in one of two ways.  What is written for megatron-core, an unmodified one
 loads strictly in processes that know nothing of the converter, and gathers (the optimizer's state too).  What is
 written for the Hub is compared, as the files say, with the gathered tensors under the names of the Hub; that those
-names and their arrangement are right follows from the logits of both models, in tests/names/test_megatron_names.py.
+names and their arrangement are right follows from the logits of both models, in tests/names/test_megatron.py.
 """
 
 from __future__ import annotations

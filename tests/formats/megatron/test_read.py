@@ -1,6 +1,6 @@
 """Megatron-LM's `torch` format: what its files hold, layer specs, faults and layouts that do not fit.
 
-What is read and written is held against megatron-core itself in tests/formats/test_megatron_matrix.py.  Files that no
+What is read and written is held against megatron-core itself in tests/formats/megatron/test_matrix.py.  Files that no
 CPU can write (Transformer Engine's layers, grouped experts) are made from real ones by hand, after megatron-core
 0.16.1's sources; a test that does so says it.
 """
