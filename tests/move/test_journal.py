@@ -25,8 +25,8 @@ from ckpt.plan.checkpoint import Checkpoint, Slot, SourceFile, Target, TargetFil
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.planner import Plan, make_plan
 from ckpt.plan.tensors import Extent, Tensor, Whole, whole
-from tests.move.test_run import Case, listing, make_case
 from tests.support.killing import killed_before_call
+from tests.support.moving import Case, listing, make_case
 
 UINT8 = BY_NAME["uint8"]
 SOURCE = random.Random(3).randbytes(200 << 17)
