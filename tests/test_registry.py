@@ -1,4 +1,6 @@
-"""What other packages register: formats before ours, namespaces over the Hub's names, and what is refused."""
+"""`ckpt/registry.py`, `ckpt/plan/namespace.py`: what other packages register: formats before ours, namespaces over the
+Hub's names, and what is refused.
+"""
 
 from __future__ import annotations
 

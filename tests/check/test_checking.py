@@ -1,4 +1,6 @@
-"""`ckpt check`: what interrupted saves and damage leave is told with its reason; what is whole is said to be."""
+"""`ckpt/check/checking.py`, `files.py`: `ckpt check`: what interrupted saves and damage leave is told with its reason;
+what is whole is said to be.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Broken, hostile and odd checkpoints through the command line: what it says, its exit code, and that nothing changes.
+"""`converters/deepspeed/zero.py`, `converters/huggingface/hf.py`, `ckpt/move/files.py`: broken, hostile and odd
+checkpoints through the command line: what it says, its exit code, and that nothing changes.
 
 The numbers are those of the table of faults: each names what happens and what must happen then.  Faults of the disk
 while writing (1, 2, 24, 28) are tested beside the code that writes, single flipped bits (8) beside verify.

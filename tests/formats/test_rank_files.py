@@ -1,4 +1,6 @@
-"""Files of ranks that were exchanged, or copied one over another: found by what the files themselves record."""
+"""`converters/deepspeed/rank_files.py`, `converters/megatron/entries.py`: files of ranks that were exchanged, or copied
+one over another: found by what the files themselves record.
+"""
 
 from __future__ import annotations
 

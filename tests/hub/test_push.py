@@ -1,4 +1,6 @@
-"""Pushing to a server on the loopback that speaks the Hub's protocol, through huggingface_hub as users run it."""
+"""`ckpt/hub/push.py`, `card.py`, `recorded.py`: pushing to a server on the loopback that speaks the Hub's protocol,
+through huggingface_hub as users run it.
+"""
 
 from __future__ import annotations
 

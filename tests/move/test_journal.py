@@ -1,4 +1,6 @@
-"""Conversions that are killed and go on: what is moved again, what is checked, and what is refused."""
+"""`ckpt/move/journal.py`: conversions that are killed and go on: what is moved again, what is checked, and what is
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The byte mover against numpy, on every path it can take, and with every call to the system failing once."""
+"""`ckpt/move/run.py`, `blocks.py`, `workers.py`, `source.py`: the byte mover against numpy, on every path it can take,
+and with every call to the system failing once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Nothing is written as `hf` under names that the config's architecture does not have, unless it is asked for."""
+"""`converters/names/hub/proof.py`: nothing is written as `hf` under names that the config's architecture does not have,
+unless it is asked for.
+"""
 
 from __future__ import annotations
 

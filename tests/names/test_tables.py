@@ -1,4 +1,6 @@
-"""The tables of what the Hub's files hold, against what transformers' models of the same config really save."""
+"""`converters/names/families/tables.py`, `rows.py`, `converters/names/hub/asked.py`: the tables of what the Hub's files
+hold, against what transformers' models of the same config really save.
+"""
 
 from __future__ import annotations
 

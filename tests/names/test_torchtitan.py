@@ -1,4 +1,6 @@
-"""torchtitan's checkpoints, against what its own adapters make of them; see `fixtures/make_torchtitan.py`."""
+"""`converters/names/torchtitan.py`: torchtitan's checkpoints, against what its own adapters make of them; see
+`fixtures/make_torchtitan.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""transformers' names in memory against the Hub's, with `save_pretrained` and `from_pretrained` as the oracle."""
+"""`converters/names/transformers/relation.py`, `installed.py`, `ties.py`: transformers' names in memory against the
+Hub's, with `save_pretrained` and `from_pretrained` as the oracle.
+"""
 
 from __future__ import annotations
 

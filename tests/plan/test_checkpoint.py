@@ -1,4 +1,6 @@
-"""What crosses between formats of a run's state: fields by name, and nothing lost on the way."""
+"""`ckpt/plan/checkpoint.py`: what crosses between formats of a run's state: fields by name, and nothing lost on the
+way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Relations between namespaces against numpy: whatever the pieces, translating is what the array operation says."""
+"""`ckpt/plan/relation.py`: relations between namespaces against numpy: whatever the pieces, translating is what the
+array operation says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Quantized weights: carried bit for bit, and dequantized to the bits of transformers and bitsandbytes themselves."""
+"""`converters/quantized/dequantize.py`, `carry.py`, `bitsandbytes.py`, `mxfp4.py`, `fp8.py`: quantized weights: carried
+bit for bit, and dequantized to the bits of transformers and bitsandbytes themselves.
+"""
 
 from __future__ import annotations
 

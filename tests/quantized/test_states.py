@@ -1,4 +1,5 @@
-"""Optimizer states of 8 and 4 bits (torchao, bitsandbytes), as torch, FSDP2 and DeepSpeed saved them, and what is odd.
+"""`converters/quantized/states.py`: optimizer states of 8 and 4 bits (torchao, bitsandbytes), as torch, FSDP2 and
+DeepSpeed saved them, and what is odd.
 
 The checkpoints, and what the libraries compute of them, are made by `fixtures/make_quantized.py`.
 """

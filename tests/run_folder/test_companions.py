@@ -1,4 +1,6 @@
-"""Pipes, devices, folders and impossible names where a file should be: refused at once, never waited for."""
+"""`ckpt/run_folder/companions.py`: pipes, devices, folders and impossible names where a file should be: refused at
+once, never waited for.
+"""
 
 from __future__ import annotations
 

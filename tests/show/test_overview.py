@@ -1,4 +1,6 @@
-"""The description of one checkpoint: what it counts, and that nothing in it can harm a terminal or a JSON reader."""
+"""`ckpt/show/overview.py`, `parts.py`: the description of one checkpoint: what it counts, and that nothing in it can
+harm a terminal or a JSON reader.
+"""
 
 from __future__ import annotations
 

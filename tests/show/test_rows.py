@@ -1,4 +1,6 @@
-"""The picture of who holds what: its boxes against known layouts and against counting, and that nothing is left out."""
+"""`ckpt/show/rows.py`, `sketch.py`, `canvas.py`, `svg.py`, `summary.py`: the picture of who holds what: its boxes
+against known layouts and against counting, and that nothing is left out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Checkpoints in a store: the same as local ones, only what is needed is fetched, and faults leave nothing wrong."""
+"""`ckpt/stores/objects.py`, `ranges.py`, `standins.py`: checkpoints in a store: the same as local ones, only what is
+needed is fetched, and faults leave nothing wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`ckpt hash`: one digest for one content, whatever holds it; `ckpt-manifest.json`, which finds every flipped bit."""
+"""`ckpt/verify/digest.py`, `manifest.py`: `ckpt hash`: one digest for one content, whatever holds it;
+`ckpt-manifest.json`, which finds every flipped bit.
+"""
 
 from __future__ import annotations
 

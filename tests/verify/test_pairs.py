@@ -1,4 +1,6 @@
-"""Verification of whole checkpoints: what is paired with what, what counts as a difference, what the report says."""
+"""`ckpt/verify/pairs.py`: verification of whole checkpoints: what is paired with what, what counts as a difference,
+what the report says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt verify --run`: what two runs recorded beside their tensors."""
+"""`ckpt/verify/training.py`, `beside.py`: `ckpt verify --run`: what two runs recorded beside their tensors."""
 
 from __future__ import annotations
 

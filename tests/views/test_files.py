@@ -1,4 +1,4 @@
-"""A target that is read without being written, against what is written and what numpy says.
+"""`ckpt/views/files.py`: a target that is read without being written, against what is written and what numpy says.
 
 Every format's views are compared with what `run` writes in the suite of `ckpt.testing`.
 """

@@ -1,4 +1,6 @@
-"""`ckpt mount`: a folder of another format that is read and not written.  What takes FUSE is skipped without it."""
+"""`ckpt/views/mount.py`: `ckpt mount`: a folder of another format that is read and not written. What takes FUSE is
+skipped without it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Single flipped bits of DCP's `.metadata`, which has no checksum: what is converted is the same, or nothing is."""
+"""`ckpt/containers/dcp/metadata.py`: single flipped bits of DCP's `.metadata`, which has no checksum: what is converted
+is the same, or nothing is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Runs of alike items of a DCP `.metadata`, read at once, against the machine that reads step by step."""
+"""`ckpt/containers/dcp/runs.py`, `metadata.py`: runs of alike items of a DCP `.metadata`, read at once, against the
+machine that reads step by step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal pickles of many ranks: parsed once, and each file's own tensors."""
+"""`ckpt/containers/torchfile/alike.py`: equal pickles of many ranks: parsed once, and each file's own tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every bit around the storages of files that torch.save wrote: refused, or every tensor is where it was.
+"""`ckpt/containers/torchfile/read.py`: every bit around the storages of files that torch.save wrote: refused, or every
+tensor is where it was.
 
 A local header has the length of its extra field, which nothing repeats: a wrong bit of it moved a whole tensor.
 """

@@ -1,4 +1,6 @@
-"""The pickle writer against Python's own unpickler, torch's restricted one, and ours."""
+"""`ckpt/containers/torchfile/pickler.py`, `calls.py`: the pickle writer against Python's own unpickler, torch's
+restricted one, and ours.
+"""
 
 from __future__ import annotations
 

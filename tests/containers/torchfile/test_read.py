@@ -1,4 +1,6 @@
-"""torch's containers: what torch writes is found bit for bit, and nothing else is accepted."""
+"""`ckpt/containers/torchfile/read.py`, `values.py`: torch's containers: what torch writes is found bit for bit, and
+nothing else is accepted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Torch files written by streaming: what torch.load and our own reader make of them."""
+"""`ckpt/containers/torchfile/write.py`: torch files written by streaming: what torch.load and our own reader make of
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""DeepSpeed's AutoEP: committed runs against what the live engines held, and the state dict of one at autoep_size 1."""
+"""`converters/deepspeed/autoep.py`: DeepSpeed's AutoEP: committed runs against what the live engines held, and the
+state dict of one at autoep_size 1.
+"""
 
 from __future__ import annotations
 

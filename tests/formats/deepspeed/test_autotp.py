@@ -1,4 +1,6 @@
-"""DeepSpeed's AutoTP, tensor parallel ranks without a pipeline: a committed run against what the engine gathered."""
+"""`converters/deepspeed/autotp.py`: DeepSpeed's AutoTP, tensor parallel ranks without a pipeline: a committed run
+against what the engine gathered.
+"""
 
 from __future__ import annotations
 

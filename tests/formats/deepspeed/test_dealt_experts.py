@@ -1,4 +1,6 @@
-"""DeepSpeed's MoE layers as a target: other ranks and `ep_size`, loaded by its own engine."""
+"""`converters/deepspeed/dealt_experts.py`, `experts.py`: DeepSpeed's MoE layers as a target: other ranks and `ep_size`,
+loaded by its own engine.
+"""
 
 from __future__ import annotations
 

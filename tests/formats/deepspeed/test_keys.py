@@ -1,4 +1,6 @@
-"""The table of DeepSpeed's entries against the files that DeepSpeed wrote and those that are written here."""
+"""`converters/deepspeed/keys.py`: the table of DeepSpeed's entries against the files that DeepSpeed wrote and those
+that are written here.
+"""
 
 from __future__ import annotations
 

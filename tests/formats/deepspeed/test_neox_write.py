@@ -1,4 +1,6 @@
-"""Models with a parallel residual (Pythia, GPT-NeoX-20B) as files of GPT-NeoX's, loaded by DeepSpeed's pipeline."""
+"""`converters/deepspeed/pipeline/write.py`: models with a parallel residual (Pythia, GPT-NeoX-20B) as files of
+GPT-NeoX's, loaded by DeepSpeed's pipeline.
+"""
 
 from __future__ import annotations
 

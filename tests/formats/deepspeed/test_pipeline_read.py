@@ -1,4 +1,5 @@
-"""Megatron-DeepSpeed's pipelines, against what DeepSpeed's PipelineEngine itself holds.
+"""`converters/deepspeed/pipeline/read.py`, `format.py`: Megatron-DeepSpeed's pipelines, against what DeepSpeed's
+PipelineEngine itself holds.
 
 Files of real runs are read bit for bit, and turned into models that transformers computes the same logits from.
 GPT-NeoX itself runs on no CPU: its names are put into real files by hand, after its sources; a test that does so says

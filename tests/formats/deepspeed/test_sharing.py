@@ -1,4 +1,6 @@
-"""DeepSpeed's MoE layers, whose experts ranks share: committed runs against what the live engines held."""
+"""`converters/deepspeed/sharing.py`: DeepSpeed's MoE layers, whose experts ranks share: committed runs against what the
+live engines held.
+"""
 
 from __future__ import annotations
 

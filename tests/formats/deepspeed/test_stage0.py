@@ -1,4 +1,6 @@
-"""DeepSpeed without ZeRO: the committed runs against the live engine's truth, and names that shapes prove."""
+"""`converters/deepspeed/stage0.py`: DeepSpeed without ZeRO: the committed runs against the live engine's truth, and
+names that shapes prove.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Universal checkpoints: written and read again, read as DeepSpeed's own converter writes them, and damaged ones.
+"""`converters/deepspeed/universal.py`: universal checkpoints: written and read again, read as DeepSpeed's own converter
+writes them, and damaged ones.
 
 What engines make of them is in test_zero_reshard.py.
 """

@@ -1,4 +1,5 @@
-"""ZeRO files for another number of ranks or another stage, without an engine: arithmetic, and identity on fixtures.
+"""`converters/deepspeed/write.py`, `layout.py`, `partitions.py`: ZeRO files for another number of ranks or another
+stage, without an engine: arithmetic, and identity on fixtures.
 
 What real engines make of such files is in test_zero_reshard.py.
 """

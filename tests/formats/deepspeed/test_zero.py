@@ -1,4 +1,6 @@
-"""The ZeRO reader on the committed checkpoints, and on layouts built by hand that today's DeepSpeed does not write."""
+"""`converters/deepspeed/zero.py`, `folder.py`, `model.py`, `model_file.py`, `rank_files.py`: the ZeRO reader on the
+committed checkpoints, and on layouts built by hand that today's DeepSpeed does not write.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Stages x world sizes x dtypes x models, as DeepSpeed itself writes them, against what the live engine gathered."""
+"""`converters/deepspeed/zero.py`: stages x world sizes x dtypes x models, as DeepSpeed itself writes them, against what
+the live engine gathered.
+"""
 
 from __future__ import annotations
 

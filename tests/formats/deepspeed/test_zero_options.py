@@ -1,4 +1,6 @@
-"""What DeepSpeed's options do to its files: one run per option, against what the live engine gathered."""
+"""`converters/deepspeed/zero.py`, `states.py`: what DeepSpeed's options do to its files: one run per option, against
+what the live engine gathered.
+"""
 
 from __future__ import annotations
 

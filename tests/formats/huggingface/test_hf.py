@@ -1,4 +1,6 @@
-"""The Hugging Face reader and writer, against safetensors, huggingface_hub and transformers themselves."""
+"""`converters/huggingface/hf.py`: the Hugging Face reader and writer, against safetensors, huggingface_hub and
+transformers themselves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Megatron's `torch_dist` format: forms of older and newer versions, keys, and faults.
+"""`converters/megatron/dist/read.py`, `keys.py`, `optimizer.py`, `format.py`: Megatron's `torch_dist` format: forms of
+older and newer versions, keys, and faults.
 
 What is read and written is held against megatron-core itself in tests/formats/megatron/test_matrix.py.
 """

@@ -1,4 +1,5 @@
-"""Megatron's `fsdp_dtensor` format: what Megatron-FSDP wrote, forms of other versions, and faults.
+"""`converters/megatron/dist/fsdp.py`: Megatron's `fsdp_dtensor` format: what Megatron-FSDP wrote, forms of other
+versions, and faults.
 
 Further runs, and what megatron-core loads of them, are in tests/formats/megatron/test_matrix.py.
 """

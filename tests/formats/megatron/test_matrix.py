@@ -1,4 +1,5 @@
-"""Megatron's formats to each other, to the Hub and to other engines, and back: architecture x layout x direction.
+"""`converters/megatron/write.py`, `optimizer_write.py`, `dist/write.py`, `dist/read.py`: Megatron's formats to each
+other, to the Hub and to other engines, and back: architecture x layout x direction.
 
 Every run is a real one, whose tensors megatron-core gathered over its process groups while it held them.  Every
 conversion is compared with that, bit for bit, in one of two ways.  What is written for megatron-core, an unmodified one

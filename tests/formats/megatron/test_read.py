@@ -1,4 +1,5 @@
-"""Megatron-LM's `torch` format: what its files hold, layer specs, faults and layouts that do not fit.
+"""`converters/megatron/read.py`, `optimizer_read.py`, `optimizer.py`, `chunks.py`: Megatron-LM's `torch` format: what
+its files hold, layer specs, faults and layouts that do not fit.
 
 What is read and written is held against megatron-core itself in tests/formats/megatron/test_matrix.py.  Files that no
 CPU can write (Transformer Engine's layers, grouped experts) are made from real ones by hand, after megatron-core

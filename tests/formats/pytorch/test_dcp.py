@@ -1,4 +1,5 @@
-"""DCP: what torch writes is read bit for bit, what is written torch loads, and what is broken is refused.
+"""`converters/pytorch/dcp.py`, `keys.py`, `ckpt/containers/dcp/write.py`: DCP: what torch writes is read bit for bit,
+what is written torch loads, and what is broken is refused.
 
 Fast tests use committed checkpoints of several versions of torch, and files that torch's own classes make in this
 process.  Slow ones train with FSDP1, FSDP2, HSDP and TP + FSDP on several processes.

@@ -1,4 +1,5 @@
-"""Broken and hostile checkpoints of FSDP and of DeepSpeed's universal form through the command line.
+"""`converters/pytorch/dcp.py`, `converters/deepspeed/universal.py`: broken and hostile checkpoints of FSDP and of
+DeepSpeed's universal form through the command line.
 
 As tests/formats/test_faults.py for ZeRO and safetensors: the exit code, what is said, and that neither the source
 nor a destination, be there one or not, is touched.

@@ -1,4 +1,6 @@
-"""Files by rank as verl writes them: what is written at another size loads there as verl loads it, and is the same."""
+"""`converters/pytorch/fsdp_ranks_write.py`: files by rank as verl writes them: what is written at another size loads
+there as verl loads it, and is the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Full state dicts: what torch, Accelerate's functions and transformers write and read, against ours."""
+"""`converters/pytorch/full.py`, `state_dicts.py`, `state.py`, `ckpt/containers/weights.py`: full state dicts: what
+torch, Accelerate's functions and transformers write and read, against ours.
+"""
 
 from __future__ import annotations
 

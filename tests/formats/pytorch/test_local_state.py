@@ -1,4 +1,6 @@
-"""FSDP1's LOCAL_STATE_DICT: committed runs of Accelerate's own functions against what the live models gathered."""
+"""`converters/pytorch/local_state.py`: FSDP1's LOCAL_STATE_DICT: committed runs of Accelerate's own functions against
+what the live models gathered.
+"""
 
 from __future__ import annotations
 

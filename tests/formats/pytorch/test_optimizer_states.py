@@ -1,5 +1,5 @@
-"""Optimizers of torch's own other than Adam: their states numbered in a script's file, through other formats, as torch
-saved them.
+"""`converters/pytorch/optimizer_states.py`: optimizers of torch's own other than Adam: their states numbered in a
+script's file, through other formats, as torch saved them.
 """
 
 from __future__ import annotations

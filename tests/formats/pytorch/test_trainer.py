@@ -1,4 +1,6 @@
-"""HF Trainer's own folders: the committed run against what the live optimizer held, and names that shapes prove."""
+"""`converters/pytorch/trainer.py`: HF Trainer's own folders: the committed run against what the live optimizer held,
+and names that shapes prove.
+"""
 
 from __future__ import annotations
 
