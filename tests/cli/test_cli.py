@@ -1,4 +1,6 @@
-"""The command line as users type it: options, exit codes, stdout against stderr, and the Python API beside it."""
+"""`ckpt/cli/convert.py`, `look.py`, `verify.py`, `options.py`, `text.py`, `ckpt/api.py`: the command line as users type
+it: options, exit codes, stdout against stderr, and the Python API beside it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The help texts, the shells' completion, and what is said to who types something else than was meant."""
+"""`ckpt/cli/examples.py`, `complete.py`, `quick.py`, `options.py`: the help texts, the shells' completion, and what is
+said to who types something else than was meant.
+"""
 
 from __future__ import annotations
 

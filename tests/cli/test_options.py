@@ -1,4 +1,6 @@
-"""Options that formats declare: in the help under their names, read back typed, refused where they do not belong."""
+"""`ckpt/cli/options.py`, `ckpt/plan/options.py`: options that formats declare: in the help under their names, read back
+typed, refused where they do not belong.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The README shows what `ckpt` prints, and the options and formats that README and docs name exist."""
+"""`ckpt/cli/convert.py`, `look.py`: the README shows what `ckpt` prints, and the options and formats that README and
+docs name exist.
+"""
 
 from __future__ import annotations
 

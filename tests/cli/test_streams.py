@@ -1,4 +1,6 @@
-"""Standard streams that are closed or full, signals, and errors of ckpt itself: a line and an exit code, never 1."""
+"""`ckpt/base/streams.py`, `ckpt/__main__.py`: standard streams that are closed or full, signals, and errors of ckpt
+itself: a line and an exit code, never 1.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What docs/operations.md says, with real engines: killed and hung ranks, checked resumes, spikes, kept checkpoints."""
+"""`ckpt/resume/resuming.py`: what docs/operations.md says, with real engines: killed and hung ranks, checked resumes,
+spikes, kept checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What formats say that they can do (`ckpt.plan.checkpoint.Format`), and that nobody asks for their names instead."""
+"""`ckpt/plan/checkpoint.py`: what formats say that they can do, and that nobody asks for their names instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formats in `converters` through the suite that other packages test theirs with."""
+"""`ckpt/testing/conformance.py`: the formats in `converters` through the suite that other packages test theirs with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a writer has to know of a source is in fields with a meaning: no note, no format's name, no framework's text."""
+"""`ckpt/plan/checkpoint.py`: what a writer has to know of a source is in fields with a meaning: no note, no format's
+name, no framework's text.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What ckpt writes and later reads, replaced by something hostile: it starts over or refuses, and never waits."""
+"""`ckpt/move/journal.py`, `ckpt/verify/manifest.py`, `ckpt/resume/resuming.py`: what ckpt writes and later reads,
+replaced by something hostile: it starts over or refuses, and never waits.
+"""
 
 from __future__ import annotations
 

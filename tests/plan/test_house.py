@@ -1,4 +1,4 @@
-"""What each folder's `__init__` says of its imports is what it imports: of all of `ckpt` and `converters`."""
+"""The order of the house: what each folder may import, and which test module is about which module."""
 
 from __future__ import annotations
 
@@ -38,3 +38,27 @@ def test_a_room_says_what_it_imports(room: Path) -> None:
 
 def test_five_modules_at_most_stand_at_the_top() -> None:
     assert len([path for path in (REPOSITORY / "ckpt").glob("*.py") if path.name != "_version.py"]) <= 5
+
+
+def about(test: Path) -> set[str]:
+    """The modules that a test module is about: its docstring begins with them, the first of a folder in full."""
+    found, folder = set(), ""
+    first = (ast.get_docstring(ast.parse(test.read_text())) or "").partition(": ")[0]
+    for name in re.findall(r"`([\w/]+\.py)`", first):
+        in_full = name.startswith(("ckpt/", "converters/"))
+        folder = name.rpartition("/")[0] if in_full else folder
+        found.add(name if in_full else f"{folder}/{name}")
+    return found
+
+
+def test_every_large_module_has_a_test_module_that_names_it() -> None:
+    tests = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if path != Path(__file__)]
+    named = set().union(*map(about, tests))
+    modules = {
+        str(path.relative_to(REPOSITORY)): path
+        for root in ("ckpt", "converters")
+        for path in (REPOSITORY / root).rglob("*.py")
+    }
+    assert sorted(named - modules.keys()) == [], "what a test module names is there"
+    large = {name for name, path in modules.items() if len(path.read_text().splitlines()) > 150}
+    assert sorted(large - named) == []

@@ -1,4 +1,6 @@
-"""Several processes that write one checkpoint: the same bytes, the same error, and an end when one of them dies."""
+"""`ckpt/processes/group.py`, `parts.py`: several processes that write one checkpoint: the same bytes, the same error,
+and an end when one of them dies.
+"""
 
 from __future__ import annotations
 

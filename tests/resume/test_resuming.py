@@ -1,4 +1,6 @@
-"""The folder to go on from: as it is, converted, found again, and the same for every process that asks."""
+"""`ckpt/resume/resuming.py`, `caller.py`: the folder to go on from: as it is, converted, found again, and the same for
+every process that asks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Config and tokenizer beside what is written, whatever the target."""
+"""`ckpt/run_folder/carried.py`: config and tokenizer beside what is written, whatever the target."""
 
 from __future__ import annotations
 

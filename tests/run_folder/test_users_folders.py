@@ -1,4 +1,6 @@
-"""Run folders that the released trainers left (fixtures/make_trl.py, make_axolotl.py), against the live trainers."""
+"""`ckpt/run_folder/opening.py`: run folders that the released trainers left (fixtures/make_trl.py, make_axolotl.py),
+against the live trainers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Stores and URLs that are not as they should be: `ckpt.stores.objects`, `places`, `standins`, and the command line."""
+"""`ckpt/stores/objects.py`, `places.py`, `standins.py`: stores and URLs that are not as they
+should be, and what the command line says of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`hf://org/name`: a repository of the Hub is read without being downloaded."""
+"""`ckpt/run_folder/from_hub.py`, `ckpt/stores/places.py`: `hf://org/name`: a repository of the Hub is read without
+being downloaded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Checkpoints in a store: the same as local ones, only what is needed is fetched, and faults leave nothing wrong."""
+"""`ckpt/stores/objects.py`, `ranges.py`, `standins.py`: checkpoints in a store: the same as local ones, only what is
+needed is fetched, and faults leave nothing wrong.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ from ckpt.show import overview
 from ckpt.stores import objects, places, ranges, standins
 from tests.support.commands import ckpt as command
 from tests.support.commands import process
+from tests.support.mounting import no_fuse, unmount
 from tests.support.object_store import BUCKET, Faults, ObjectStore
 from tests.support.places import FIXTURES
-from tests.views.test_mount import no_fuse, unmount
 
 SAMPLES = (
     *("toy-zero0", "toy-zero1", "toy-zero2", "toy-zero3", "toy-zero0-fp32", "moe-zero3", "lora-zero3", "trainer-zero2"),

@@ -1,4 +1,5 @@
-"""Packages outside bring a format and a store: installed by pip in an environment of their own, used, and tested.
+"""`ckpt/registry.py`, `ckpt/testing/conformance.py`: packages outside bring a format and a store: installed by pip in
+an environment of their own, used, and tested.
 
 Tests `ckpt.registry`, `ckpt.base.entries` and `ckpt.testing`.
 """

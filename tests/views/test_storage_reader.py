@@ -1,4 +1,6 @@
-"""`ckpt.StorageReader`: what torch's `dcp.load` gets of checkpoints of any format, against what live engines held."""
+"""`ckpt/views/storage_reader.py`, `state_keys.py`: what torch's `dcp.load` gets of checkpoints of any format, against
+what live engines held.
+"""
 
 from __future__ import annotations
 
