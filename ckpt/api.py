@@ -9,12 +9,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt import registry
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError, shown
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, scheme_of
 from ckpt.move.files import check_destination, is_filled, lies_in
 from ckpt.move.listing import listed_once
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,

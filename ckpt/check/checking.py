@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt import api, registry
+from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, printable
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
@@ -34,6 +34,7 @@ from ckpt.check.files import (
 )
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import listed_once
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.not_read import STATE, not_read
 from ckpt.run_folder.opening import AUTO, is_run

@@ -8,7 +8,7 @@ A module for each few commands, `options` and `text` for what they share.  May i
 slow to import only in the command that needs it: `ckpt --help` imports neither numpy nor torch.
 
 May import: `ckpt.api`, `ckpt.base`, `ckpt.check`, `ckpt.estimate`, `ckpt.hub`, `ckpt.lora`, `ckpt.move`, `ckpt.plan`,
-`ckpt.processes`, `ckpt.registry`, `ckpt.resume`, `ckpt.run_folder`, `ckpt.show`, `ckpt.state`, `ckpt.stores`,
+`ckpt.processes`, `ckpt.resume`, `ckpt.run_folder`, `ckpt.show`, `ckpt.state`, `ckpt.stores`,
 `ckpt.verify`, `ckpt.views`.
 """
 

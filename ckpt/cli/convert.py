@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt import registry
 from ckpt.base.errors import UsageError, printable, shown
 from ckpt.base.progress import progress
 from ckpt.base.sizes import parse_size
@@ -20,6 +19,7 @@ from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_and_config
 from ckpt.cli.text import carry_out, say_source
+from ckpt.plan import registry
 from ckpt.state.naming import plain_states
 
 if TYPE_CHECKING:

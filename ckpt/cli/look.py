@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ckpt import registry
 from ckpt.base.errors import CorruptError, UnsafeError, UsageError, printable, shown
 from ckpt.base.sizes import parse_size
 from ckpt.base.text import did_you_mean
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import print_table, say_notes, terminal_width
+from ckpt.plan import registry
 
 if TYPE_CHECKING:
     from ckpt.check.checking import Checked

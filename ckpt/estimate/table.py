@@ -9,7 +9,7 @@ from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
-from ckpt import api, registry
+from ckpt import api
 from ckpt.base.errors import NotFoundError, UsageError
 from ckpt.base.sizes import show_size
 from ckpt.base.text import HUB_ID
@@ -33,6 +33,7 @@ from ckpt.estimate.setup import (
     Setup,
 )
 from ckpt.move.files import translate_os_errors
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.run_folder import from_hub
 from ckpt.run_folder.companions import CONFIG, read_config, read_object

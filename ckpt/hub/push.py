@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt import registry
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
 from ckpt.base.text import HUB_ID
 from ckpt.hub.card import CARD, is_ours
 from ckpt.move.files import OpenFiles, confined, translate_os_errors
 from ckpt.move.source import open_stream, read_into
 from ckpt.move.threads import in_threads
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.state.adapter import CONFIG as ADAPTER_CONFIG
 from ckpt.stores import places, standins

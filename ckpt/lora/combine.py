@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ckpt import registry
 from ckpt.base.errors import LossError, UsageError
 from ckpt.lora.find import Adapter, Factor
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
 from ckpt.plan.precision import choices
 from ckpt.state import adapter as names

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt import api, registry
+from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID
 from ckpt.move.files import translate_os_errors
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Shape, Tensor

@@ -21,12 +21,13 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt import api, registry
+from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, LossError, UsageError
 from ckpt.base.text import counted
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.find import Adapter, Factor, open_adapter
 from ckpt.move.workers import Resources
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import make_plan

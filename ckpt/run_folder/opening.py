@@ -8,11 +8,11 @@ from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 
-from ckpt import registry
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, did_you_mean
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import listed_once, names_in
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import (
     OWN,
     TRANSFORMERS,

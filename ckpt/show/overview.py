@@ -13,9 +13,9 @@ from itertools import islice
 from math import prod
 from typing import Any
 
-from ckpt import registry
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, one_line
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import AXES, BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from ckpt import registry
 from ckpt.base.errors import NotFoundError
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint, Layout
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN, in_words
 
