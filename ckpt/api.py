@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ckpt.move.workers import FileDigests, Progress, Resources
     from ckpt.plan.planner import Plan
     from ckpt.processes.group import Alone
-    from ckpt.show.rows import Only, Picture
     from ckpt.verify.digest import Digests
     from ckpt.verify.pairs import Report
     from ckpt.verify.training import RunReport
@@ -324,15 +323,6 @@ def _namespace(target: Format, layout: Layout) -> str | None:
     if layout.options.get("flat_optimizer") and not target.carries_optimizer:
         raise UsageError(f"the format {target.name!r} holds no optimizer", found="--flat-optimizer")
     return target.namespace
-
-
-def picture(checkpoint: Checkpoint, only: Only = "all") -> Picture:
-    """Who holds what, to be drawn by `ckpt.show.svg.draw`; what is damaged about the description is in it."""
-    from ckpt.show.rows import picture as picture_of
-
-    space = checkpoint.namespace
-    padding = {} if space in OF_THE_MODEL else registry.namespace(space).padding(checkpoint)
-    return picture_of(checkpoint, padding, only)
 
 
 def digests(checkpoint: Checkpoint, **options: Any) -> Digests:

@@ -20,7 +20,6 @@ from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_and_config
 from ckpt.cli.text import carry_out, say_source
 from ckpt.plan import registry
-from ckpt.state.naming import plain_states
 
 if TYPE_CHECKING:
     from ckpt.plan.checkpoint import Checkpoint
@@ -104,7 +103,7 @@ def convert(
             if dequantize:
                 checkpoint = api.dequantized(checkpoint, layout.dtype)
             if optimizer_dtype == "fp32":
-                checkpoint = plain_states(checkpoint)
+                checkpoint = checkpoint.with_plain_states()
             conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
         say_source(checkpoint, quiet=quiet)
         if output is None and not overwrite:

@@ -33,11 +33,12 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
+from ckpt.run_folder.adapter_config import AdapterConfig
 from ckpt.run_folder.companions import CONFIG, PATTERNS, TEMPLATES, companions, dump_config, parse_json
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.run_folder.steps import trainer_steps
 from ckpt.state import adapter as names
-from ckpt.state.adapter import AdapterConfig, AdapterName, parse_name
+from ckpt.state.adapter import AdapterName, parse_name
 from ckpt.state.naming import to_namespace
 
 if TYPE_CHECKING:

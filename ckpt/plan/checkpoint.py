@@ -7,8 +7,9 @@ data, and neither knows which other formats exist.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
@@ -279,6 +280,15 @@ class Checkpoint:
         """Names of the optimizer's states, sorted: `exp_avg`, `momentum_buffer`, ..."""
         roles = {role for _, role in self.tensors}.difference(MODEL_ROLES)
         return tuple(sorted(roles | set(self.state.scalars)))
+
+    def with_plain_states(self) -> Checkpoint:
+        """This with fp32 values in place of optimizer states that are stored quantized (torchao, bitsandbytes).
+
+        They have the bits that the library computes.
+        """
+        counts = Counter(self.quantized.values())
+        notes = [f"{count} optimizer states dequantized from {method} to float32" for method, count in counts.items()]
+        return replace(self, quantized={}, blocks={}, notes=(*self.notes, *notes))
 
 
 @dataclass(frozen=True, slots=True)

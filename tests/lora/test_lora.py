@@ -21,8 +21,8 @@ from ckpt.lora import find as adapters
 from ckpt.lora import merge as lora
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Layout
-from ckpt.state import adapter as adapter_names
-from ckpt.state.adapter import parse_config, parse_name
+from ckpt.run_folder.adapter_config import CONFIG, parse_config
+from ckpt.state.adapter import parse_name
 from tests.support.adapters import load_base, same, save_adapter, weights
 from tests.support.commands import ckpt, process
 from tests.support.engines import launch
@@ -792,7 +792,7 @@ def test_patterns_match_as_pefts_do() -> None:
     config = parse_config({"peft_type": "LORA", "r": 8, "rank_pattern": patterns}, Path("adapter_config.json"))
     for key in ("model.layers.0.q_proj", "model.layers.1.k_proj", "x.mlp.up_proj", "xmlp.up_proj", "my_q_proj"):
         assert config.rank_of(key) == patterns.get(get_pattern_key(patterns, key), 8)
-    assert adapter_names.CONFIG == "adapter_config.json"
+    assert CONFIG == "adapter_config.json"
 
 
 def test_verify_loads_names_what_is_wrong(
