@@ -105,7 +105,8 @@ def open_adapter(where: str, *, config: str | None = None, tag: str | None = Non
         folder = found.parent  # of a sharded checkpoint: the run's files stand beside the config
     with translate_os_errors(found):
         files = (*checkpoint.files, SourceFile.stat(str(found)))
-    checkpoint = replace(checkpoint, files=files, origins=(*checkpoint.origins, str(path)))
+    given = replace(checkpoint.given, places=(*checkpoint.given.places, str(path)))
+    checkpoint = replace(checkpoint, files=files, given=given)
     factors = {fqn: Factor.stored(fqn, choice, checkpoint) for fqn, choice in chosen.items()}
     return Adapter(where, folder, settings, checkpoint, factors, checkpoint.notes)
 

@@ -133,8 +133,8 @@ def _plan(
 def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpoint:
     """`merged` with what `adapters` were read from: to be watched for changes, and not to be written over or into."""
     files = {file.path: file for one in (merged, *adapters) for file in one.files}
-    origins = dict.fromkeys(place for one in (merged, *adapters) for place in (one.path, *one.origins))
-    return replace(merged, files=tuple(files.values()), origins=tuple(origins))
+    places = dict.fromkeys(place for one in (merged, *adapters) for place in (one.path, *one.given.places))
+    return replace(merged, files=tuple(files.values()), given=replace(merged.given, places=tuple(places)))
 
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:

@@ -191,7 +191,7 @@ class _Contents:
         for keys in self.all():
             if all(key in keys for key in asked):
                 left = keys.left(asked)
-                notes = self.checkpoint.with_plain_states().notes if self.checkpoint.quantized else ()
+                notes = self.checkpoint.with_plain_states().notes if self.checkpoint.quantized.methods else ()
                 self.say(*self.checkpoint.passed_over, *notes, *([f"there and not asked for: {left}"] if left else ()))
                 if len(self.missing) > 1:  # one was named
                     self.say(f"asked for, not there and left as they were: {', '.join(self.missing)}")

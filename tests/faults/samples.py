@@ -198,7 +198,7 @@ def tensors(sample: Sample) -> Counter[Content]:
 
 def tensors_of(checkpoint: Checkpoint) -> Counter[Content]:
     """What the tensors of a checkpoint hold, by whatever names; of those that are stored quantized how, and no more."""
-    quantized = checkpoint.quantized
+    quantized = checkpoint.quantized.methods
     return Counter(
         (quantized[key], tensor.shape, b"") if key in quantized else content(tensor)
         for key, tensor in checkpoint.tensors.items()

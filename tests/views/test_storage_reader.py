@@ -90,7 +90,7 @@ def emptied(value: Any) -> Any:
 def test_it_gives_what_torch_reads_of_the_converted_folder(name: str, tmp_path: Path) -> None:
     """All there is: model, optimizer, param groups, training state, each leaf."""
     checkpoint = ckpt.open(FIXTURES / name)
-    plain = checkpoint.with_plain_states() if checkpoint.quantized else checkpoint
+    plain = checkpoint.with_plain_states() if checkpoint.quantized.methods else checkpoint
     ckpt.plan(plain, "dcp", Layout(world_size=2)).run(tmp_path / "out")
     folders = {path.parent for path in (tmp_path / "out").rglob(".metadata")}
     expected: dict[str, Any] = {}
