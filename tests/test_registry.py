@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 
 import ckpt
-from ckpt import registry
 from ckpt.errors import NotFoundError, UsageError
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, OWN, Checkpoint
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate

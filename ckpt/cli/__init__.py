@@ -8,8 +8,7 @@ A module for each few commands, `options` and `text` for what they share.  May i
 slow to import only in the command that needs it: `ckpt --help` imports neither numpy nor torch.
 
 May import: `ckpt.api`, `ckpt.base`, `ckpt.check`, `ckpt.estimate`, `ckpt.hub`, `ckpt.lora`, `ckpt.move`, `ckpt.plan`,
-`ckpt.processes`, `ckpt.registry`, `ckpt.resume`, `ckpt.run_folder`, `ckpt.show`, `ckpt.state`, `ckpt.stores`,
-`ckpt.verify`, `ckpt.views`.
+`ckpt.processes`, `ckpt.resume`, `ckpt.run_folder`, `ckpt.show`, `ckpt.stores`, `ckpt.verify`, `ckpt.views`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt import __version__
+from ckpt.base.version import __version__
 from ckpt.cli import complete, quick
 from ckpt.cli.convert import convert
 from ckpt.cli.look import estimate_, formats, inspect

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt import registry
 from ckpt.base.errors import UsageError, printable, shown
 from ckpt.base.progress import progress
 from ckpt.base.sizes import parse_size
@@ -20,7 +19,7 @@ from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_and_config
 from ckpt.cli.text import carry_out, say_source
-from ckpt.state.naming import plain_states
+from ckpt.plan import registry
 
 if TYPE_CHECKING:
     from ckpt.plan.checkpoint import Checkpoint
@@ -104,7 +103,7 @@ def convert(
             if dequantize:
                 checkpoint = api.dequantized(checkpoint, layout.dtype)
             if optimizer_dtype == "fp32":
-                checkpoint = plain_states(checkpoint)
+                checkpoint = checkpoint.with_plain_states()
             conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
         say_source(checkpoint, quiet=quiet)
         if output is None and not overwrite:

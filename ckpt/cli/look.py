@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ckpt import registry
 from ckpt.base.errors import CorruptError, UnsafeError, UsageError, printable, shown
 from ckpt.base.sizes import parse_size
 from ckpt.base.text import did_you_mean
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import print_table, say_notes, terminal_width
+from ckpt.plan import registry
 
 if TYPE_CHECKING:
     from ckpt.check.checking import Checked
@@ -56,6 +56,7 @@ def inspect(
     """Show what a checkpoint holds, and with --picture which ranks hold which parts of it."""
     from ckpt import api
     from ckpt.move.listing import listed_once
+    from ckpt.run_folder.not_read import not_read
     from ckpt.show import overview as inspection
     from ckpt.show.parts import part_lines, parts_of
 
@@ -72,12 +73,13 @@ def inspect(
         damaged = _draw(checkpoint, picture, only, overwrite) if picture is not None else None
         wanted = _matching(checkpoint, tensor or [])
         run = _run(path, tag, everything)
+        left = [one.to_json() for one in not_read(checkpoint)]
         if as_json:
-            found = inspection.describe(checkpoint, tensors=tensors, everything=everything)
+            found = inspection.describe(checkpoint, left, tensors=tensors, everything=everything)
             parts = {"parts": [parts_of(one) for one in wanted]} if tensor else {}
             _print_run(run, found | parts)
         else:
-            for line in inspection.lines(checkpoint, everything=everything, width=terminal_width()):
+            for line in inspection.lines(checkpoint, left, everything=everything, width=terminal_width()):
                 print(shown(line))
             if run:
                 print()
@@ -128,6 +130,7 @@ def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool
     """Write the picture; the error is about what is damaged."""
     from ckpt import api
     from ckpt.move import files
+    from ckpt.show.rows import picture as picture_of
     from ckpt.show.svg import draw
 
     if picture.suffix.lower() != ".svg":
@@ -141,7 +144,7 @@ def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool
         raise UsageError(
             "the file is no picture, and --overwrite would replace it", path=picture, expected="an SVG file"
         )
-    drawn = api.picture(checkpoint, only)
+    drawn = picture_of(checkpoint, only=only)
     files.write_file(picture, draw(drawn, checkpoint).encode(), overwrite=overwrite)
     if not drawn.damaged:
         return None

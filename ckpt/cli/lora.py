@@ -83,6 +83,7 @@ def merge_lora(
     from ckpt.move.workers import Resources
     from ckpt.plan.checkpoint import Layout
     from ckpt.plan.dtypes import CASTABLE
+    from ckpt.stores import places
 
     given = [run_of(where, quiet=quiet) for where in sources or ["."]]
     wanted, base = [where for where, _ in given], base or given[0][1]
@@ -131,7 +132,7 @@ def merge_lora(
     if report is None:
         return
     if to is not None:
-        report["pushed"] = _push(destination, to, None, quiet).to_json()
+        report["pushed"] = _push(places.local(destination), to, None, quiet).to_json()
     print(json.dumps(report, indent=2) if as_json else printable(str(destination)))
     if to is not None and not as_json:
         print(printable(report["pushed"]["url"]))

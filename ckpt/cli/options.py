@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ckpt import registry
 from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
 from ckpt.base.streams import say_ended
 from ckpt.base.text import scheme_of
 from ckpt.cli import complete
 from ckpt.cli.examples import EXAMPLES
 from ckpt.cli.text import coloured
+from ckpt.plan import registry
 from ckpt.plan.options import MAX_SIZE, Option, options_of
 
 DIFFERENT = 1

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ckpt import registry
 from ckpt.base.errors import UsageError, printable, shown
 from ckpt.base.progress import progress
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import say_notes, say_source
+from ckpt.plan import registry
 
 
 def verify(

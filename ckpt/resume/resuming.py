@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
-from ckpt import api, registry
+from ckpt import api
 from ckpt.base.errors import (
     CkptError,
     CorruptError,
@@ -30,6 +30,7 @@ from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, scheme_of
 from ckpt.move.files import Staging, is_filled, staging_folder, translate_os_errors
 from ckpt.move.listing import listed_once
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import AXES, Checkpoint, Format, Layout, SourceFile
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.processes.group import Alone, check_alike, the_callers

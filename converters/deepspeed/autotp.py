@@ -84,7 +84,7 @@ def together(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> Che
             tensors[key] = cut.joined(held, ranks)
     config = dict(first.state.ds_config or {})
     config.pop("tensor_parallel", None)  # what is read are whole tensors
-    quantized = next((method for each in slices for method in each.checkpoint.quantized.values()), None)
+    quantized = next((method for each in slices for method in each.checkpoint.quantized.methods.values()), None)
     if quantized is not None:
         raise NotFoundError(
             f"optimizer states of AutoTP's ranks that are stored quantized ({quantized}) are not supported",

@@ -27,6 +27,7 @@ from ckpt.plan.checkpoint import (
     Key,
     Layout,
     ParamGroup,
+    QuantizedStates,
     ReadRequest,
     Target,
 )
@@ -35,6 +36,7 @@ from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from converters.deepspeed import model_file
 from converters.deepspeed.autoep import experts_of, routers, sharers_under_stage3, sharing_under_stage3
 from converters.deepspeed.autotp import Slice, sharing_of, together
+from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.folder import (
     StepFolder,
     experts_unsupported,
@@ -498,11 +500,11 @@ def _checkpoint(reading: _Reading, inners: list[RankFile], stage: int, world_siz
         tag=folder.name,
         world_size=world_size,
         ties=reading.ties,
-        own_module_order=reading.own_order,
+        facts=DeepSpeedFacts(reading.own_order),
         state=state,
         folders=(str(folder.parent),),
         notes=(*_step_note(reading), *left_out, *reading.sources.notes),
         computed=reading.others.computed,
-        quantized=reading.others.quantized,
+        quantized=QuantizedStates(reading.others.quantized),
         unread=reading.others.unread.sentences,
     )

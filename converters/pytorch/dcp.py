@@ -36,6 +36,7 @@ from ckpt.plan.checkpoint import (
     Layout,
     OneElement,
     ParamGroup,
+    QuantizedStates,
     ReadRequest,
     Target,
     TrainingState,
@@ -48,6 +49,7 @@ from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from converters.names.options import NameOptions
 from converters.names.registered import registered_shapes
 from converters.names.transformers.ties import tied_names
+from converters.pytorch.facts import TorchFacts
 from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, SHARD, find_folder, other_models, parts, run_folders
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand
 from converters.pytorch.local_state import read_local
@@ -268,7 +270,7 @@ class _Reading:
             tensors=tensors,
             files=tuple(self.data.files.values()),
             framework="torch",
-            is_state_dict=True,
+            facts=TorchFacts(is_state_dict=True),
             world_size=self.data.ranks or None,
             namespace=OWN,
             ties=ties,
@@ -276,8 +278,7 @@ class _Reading:
             folders=folders,
             notes=(*self.notes, *self.data.notes),
             computed=self.states.computed,
-            quantized=self.states.quantized,
-            blocks=self.states.blocks,
+            quantized=QuantizedStates(self.states.quantized, self.states.blocks),
             unread=self.states.left_out(),
         )
 

@@ -33,13 +33,24 @@ from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
 from ckpt.move.files import confined
 from ckpt.move.listing import names_in
 from ckpt.plan.assemble import assemble
-from ckpt.plan.checkpoint import TRANSFORMERS, WEIGHT, Checkpoint, Format, Layout, ParamGroup, ReadRequest, Target
+from ckpt.plan.checkpoint import (
+    TRANSFORMERS,
+    WEIGHT,
+    Checkpoint,
+    Format,
+    Layout,
+    ParamGroup,
+    QuantizedStates,
+    ReadRequest,
+    Target,
+)
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.steps import ANY_STEP, TRACKER
 from ckpt.state.wrapped import clean_names
+from converters.pytorch.facts import TorchFacts
 from converters.pytorch.flat_parameters import Units, in_turn, read_flat, same_numbers
 from converters.pytorch.optimizer_states import OptimizerStates
 from converters.pytorch.state_dicts import Reading, read_optimizer, tie_as_declared
@@ -96,9 +107,11 @@ class FsdpRanks(Format):
             files=reading.sources.files,
             framework="verl" if "huggingface" in {p.name for p in folders} else None,
             world_size=len(models),
-            flat_parameters=units,
-            dtensor=next(
-                (v for v in models[0].content.values() if isinstance(v, Record) and v.name == "DTensor"), None
+            facts=TorchFacts(
+                dtensor=next(
+                    (v for v in models[0].content.values() if isinstance(v, Record) and v.name == "DTensor"), None
+                ),
+                flat_parameters=units,
             ),
             ties=reading.ties,
             state=reading.state(step),
@@ -106,8 +119,7 @@ class FsdpRanks(Format):
             folders=tuple(map(str, folders)),
             notes=(*reading.notes, *reading.sources.notes),
             computed=reading.states.computed,
-            quantized=reading.states.quantized,
-            blocks=reading.states.blocks,
+            quantized=QuantizedStates(reading.states.quantized, reading.states.blocks),
             unread=reading.states.left_out(),
         )
 

@@ -49,6 +49,7 @@ from ckpt.plan.checkpoint import (
     Checkpoint,
     Format,
     Layout,
+    QuantizedStates,
     ReadRequest,
     Target,
     TargetFile,
@@ -156,8 +157,7 @@ class Full(Format):
             folders=tuple(str(p) for p in folders),
             notes=tuple(reading.notes),
             computed=reading.states.computed,
-            quantized=reading.states.quantized,
-            blocks=reading.states.blocks,
+            quantized=QuantizedStates(reading.states.quantized, reading.states.blocks),
             unread=reading.states.left_out(),
         )
 

@@ -30,6 +30,7 @@ from ckpt.plan.checkpoint import (
     Format,
     Layout,
     ParamGroup,
+    QuantizedStates,
     ReadRequest,
     Target,
 )
@@ -98,7 +99,7 @@ class Trainer(Format):
             state=reading.state(step if (recorded := trainer_step(path)) is None else recorded),
             notes=tuple(reading.notes),
             computed=reading.states.computed,
-            quantized=reading.states.quantized,
+            quantized=QuantizedStates(reading.states.quantized),
             unread=reading.states.left_out(),
         )
 

@@ -59,8 +59,8 @@ class _Piece:
 
 def as_stored(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` with the tensors that quantized states are stored as, in place of the values computed of them."""
-    tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in checkpoint.blocks}
-    for key, stored in checkpoint.blocks.items():
+    tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in checkpoint.quantized.blocks}
+    for key, stored in checkpoint.quantized.blocks.items():
         for number, extents in enumerate(_extents(stored)):
             for name, extent in extents.items():
                 part = _key(key, name, number)

@@ -17,10 +17,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckpt import registry
 from ckpt.cli import app, complete
 from ckpt.cli.examples import EXAMPLES
 from ckpt.cli.text import coloured
+from ckpt.plan import registry
 from tests.support.commands import Result, process
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.golden import agrees

@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 
 import ckpt
-from ckpt import registry
 from ckpt.errors import UsageError
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import Layout
 from ckpt.plan.options import Option, option, options_of
 from converters.names.megatron.options import MegatronOptions

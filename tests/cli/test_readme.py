@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from ckpt import registry
+from ckpt.plan import registry
 from tests.support.commands import ckpt_in_order
 from tests.support.pages import commands, differences
 from tests.support.places import REPOSITORY

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import CorruptError
-from ckpt.state.adapter import read_config
+from ckpt.run_folder.adapter_config import read_config
 from tests.support.commands import ckpt
 from tests.support.places import REPOSITORY
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt import registry
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import Format
 
 ROOMS = ("resume/resuming.py", "run_folder", "show", "check", "views", "state", "move", "containers")

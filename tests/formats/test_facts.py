@@ -14,8 +14,8 @@ import pytest
 
 import ckpt
 import converters
-from ckpt import registry
 from ckpt.errors import CkptError
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint, Layout, ReadRequest
 from ckpt.state.naming import to_namespace
 from ckpt.testing.conformance import Declaration

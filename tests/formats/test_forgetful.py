@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt import registry
 from ckpt.errors import LossError
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import Layout, Target
 from ckpt.plan.planner import make_plan
 from ckpt.testing.forgetful import forgotten, tampered

@@ -15,9 +15,9 @@ import pytest
 
 import ckpt
 from ckpt.errors import UsageError
+from ckpt.move.parts import Part, deal
 from ckpt.plan.checkpoint import Layout, TargetFile
 from ckpt.processes.group import Alone, check_alike
-from ckpt.processes.parts import Part, deal
 from tests.support.commands import contents
 from tests.support.engines import forked
 from tests.support.group_worker import SIZE

@@ -69,7 +69,7 @@ def lazy(checkpoint: Checkpoint, fqn: str, role: str) -> torch.Tensor:
 def test_values_are_those_that_the_library_computes(source: str) -> None:
     checkpoint = api.open(FIXTURES / source)
     assert_states_equal(checkpoint, truth(source))
-    assert set(checkpoint.quantized.values()) == {METHODS[Path(source).stem]}
+    assert set(checkpoint.quantized.methods.values()) == {METHODS[Path(source).stem]}
     assert not checkpoint.unread
 
 
@@ -113,7 +113,7 @@ def test_states_become_plain_only_where_that_is_asked_for(source: str, to: str, 
 def as_stored(checkpoint: Checkpoint) -> dict[tuple[str, str], dict[str, Any]]:
     """The bytes of each quantized state in the order of its elements: codes, factors, and the values of codes."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for key, stored in checkpoint.blocks.items():
+    for key, stored in checkpoint.quantized.blocks.items():
         parts = [stored.parts[box] for box in sorted(stored.parts, key=lambda box: box.offsets)]
         fragments = sorted(stored.plain, key=lambda fragment: fragment.region.offsets)
         found[key] = {
@@ -151,7 +151,7 @@ def test_blocks_are_carried_bit_for_bit_where_they_fall_on_the_cuts(
     assert not any("optimizer state" in line for line in conversion.plan.target.not_written)
     conversion.run(tmp_path / "out")
     again = api.open(tmp_path / "out", to)
-    assert again.quantized == checkpoint.quantized and again.quantized
+    assert again.quantized.methods == checkpoint.quantized.methods and again.quantized.methods
     assert as_stored(again) == as_stored(checkpoint)
     assert_states_equal(again, truth(source))
 
@@ -172,7 +172,9 @@ def test_blocks_that_cannot_be_carried_are_refused(source: str, to: str, ranks: 
 
 def test_parts_with_other_values_of_codes_are_not_put_together(tmp_path: Path) -> None:
     run = Path(shutil.copytree(FIXTURES / "quantized-ranks/ao8", tmp_path / "run"))
-    (part,) = (one for box, one in api.open(run).blocks["up.weight", "exp_avg"].parts.items() if box.offsets[0])
+    (part,) = (
+        one for box, one in api.open(run).quantized.blocks["up.weight", "exp_avg"].parts.items() if box.offsets[0]
+    )
     with open(part.values.path, "r+b") as file:
         file.seek(part.values.offset)
         file.write(b"\1")
@@ -188,7 +190,7 @@ def test_zero_for_another_number_of_ranks_holds_plain_values(tmp_path: Path) -> 
     done = ckpt("convert", "zero3", "zero2", FIXTURES / source, "-o", tmp_path / "out", *args)
     assert done.code == 0, done.err
     again = api.open(tmp_path / "out")
-    assert again.world_size == 3 and not again.quantized
+    assert again.world_size == 3 and not again.quantized.methods
     assert_states_equal(again, truth(source))
 
 
@@ -267,7 +269,10 @@ def test_what_is_quantized_in_an_unknown_way_is_listed(tmp_path: Path) -> None:
         states[NESTED]["qmap1"] = torch.ones(16)
 
     checkpoint = api.open(bundle(tmp_path / "model.pt", another_table))
-    assert ("up.weight", "state1") not in checkpoint.quantized and ("up.weight", "state2") in checkpoint.quantized
+    assert ("up.weight", "state1") not in checkpoint.quantized.methods and (
+        "up.weight",
+        "state2",
+    ) in checkpoint.quantized.methods
     assert any("qmap1 of up.weight" in line for line in checkpoint.unread)
 
 

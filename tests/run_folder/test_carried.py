@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckpt
-from ckpt import registry
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32, DType
 

@@ -270,9 +270,9 @@ def test_the_padding_of_slots_follows_the_tensor() -> None:
 def test_a_rank_has_as_many_bytes_as_inspect_says(fixtures: Path, name: str) -> None:
     """Padding behind tensors is of none, and neither counts it."""
     found = api.open(fixtures / name)
-    sizes = {str(rank): size for rank, size in api.picture(found).holders.items()}
+    sizes = {str(rank): size for rank, size in picture.picture(found).holders.items()}
     assert sizes == describe(found)["bytes_per_rank"]
-    assert any(row.sketch.padding for row in api.picture(found).rows)
+    assert any(row.sketch.padding for row in picture.picture(found).rows)
 
 
 def test_padding_within_a_tensor_lies_on_top_of_what_holds_it() -> None:

@@ -1,4 +1,4 @@
-"""`ckpt/state/adapter.py`: an adapter's config, and the names of its tensors in memory and in files."""
+"""`ckpt/state/adapter.py` and `ckpt/run_folder/adapter_config.py`: an adapter's config, and the names of its tensors in memory and in files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.state import adapter as adapter_names
-from ckpt.state.adapter import parse_config, parse_name
+from ckpt.run_folder.adapter_config import CONFIG, parse_config
+from ckpt.state.adapter import parse_name
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_patterns_match_as_pefts_do() -> None:
     config = parse_config({"peft_type": "LORA", "r": 8, "rank_pattern": patterns}, Path("adapter_config.json"))
     for key in ("model.layers.0.q_proj", "model.layers.1.k_proj", "x.mlp.up_proj", "xmlp.up_proj", "my_q_proj"):
         assert config.rank_of(key) == patterns.get(get_pattern_key(patterns, key), 8)
-    assert adapter_names.CONFIG == "adapter_config.json"
+    assert CONFIG == "adapter_config.json"

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from ckpt import api
 from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import Layout
+from converters.deepspeed.facts import DeepSpeedFacts
 from tests.support.engines import fork, raw
 from tests.support.expert_runs import RUNS
 
@@ -114,7 +115,7 @@ def test_groups_that_no_engine_makes_are_refused(fixtures: Path) -> None:
     with pytest.raises(LossError, match="not one of experts alone"):
         api.plan(odd, "zero1")
     with pytest.raises(UsageError, match="from files of their own"):
-        api.plan(replace(source, own_module_order=True), "zero1")
+        api.plan(replace(source, facts=DeepSpeedFacts(own_module_order=True)), "zero1")
 
 
 def test_without_the_optimizers_groups_nothing_is_written(fixtures: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from ckpt.errors import CkptError, LossError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import WEIGHT, Layout
 from ckpt.plan.tiling import check_tiling
 from converters.megatron.buffers import find_buffer, stored_buffer
+from converters.megatron.facts import MegatronFacts
 from converters.megatron.optimizer_read import read_optimizers
 from converters.megatron.read import OTHER_ORDER, RankFile, Reading
 from converters.names.megatron.model.axes import Grid, Rank, Stages, expert_range, parse_layout
@@ -294,7 +295,7 @@ def test_modules_in_another_order(tmp_path: Path) -> None:
     """By hand: read as they stand, and no optimizer written for them, which would be that of other parameters."""
     run = _copy("llama", tmp_path)
     with pytest.raises(LossError, match="knows parameters by their order alone"):
-        ckpt.plan(replace(ckpt.open(run), own_module_order=True), "megatron", Layout(tp=1))
+        ckpt.plan(replace(ckpt.open(run), facts=MegatronFacts(own_module_order=True)), "megatron", Layout(tp=1))
 
     def turn(state: dict[str, Any], file: Path) -> None:
         del state["optimizer"]
@@ -302,7 +303,7 @@ def test_modules_in_another_order(tmp_path: Path) -> None:
 
     _edit(run, turn)
     checkpoint = ckpt.open(run)
-    assert OTHER_ORDER in checkpoint.notes and checkpoint.own_module_order
+    assert OTHER_ORDER in checkpoint.notes and checkpoint.facts == MegatronFacts(own_module_order=True)
     assert ckpt.verify(ckpt.open(sample("llama")), checkpoint, only="weights").equal
     assert ckpt.plan(checkpoint, "megatron", Layout(tp=1))
 

@@ -17,6 +17,7 @@ from ckpt.containers.torchfile.values import Record
 from ckpt.errors import CorruptError, LossError, UsageError
 from ckpt.plan.checkpoint import Checkpoint, Layout
 from converters.pytorch.dtensors import DTensors
+from converters.pytorch.facts import TorchFacts
 from converters.pytorch.flat_parameters import find_units, slice_length, slice_pieces
 from tests.support.describing import content
 from tests.support.engines import raw
@@ -47,7 +48,7 @@ def test_verls_folders_are_read_with_the_optimizer(fixtures: Path, name: str) ->
     checkpoint = api.open(fixtures / name)
     assert (checkpoint.format, checkpoint.state.step, checkpoint.world_size) == ("fsdp-ranks", 3, 2)
     assert_is_truth(checkpoint, fixtures / name)
-    units = checkpoint.flat_parameters
+    units = checkpoint.facts_of(TorchFacts).flat_parameters
     assert [len(unit) for unit in units] == ([2, 5, 5] if name == "verl-fsdp1" else [])
     assert checkpoint.ties == {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -61,7 +62,7 @@ def test_written_at_another_size_it_is_the_same(fixtures: Path, tmp_path: Path, 
     assert (written.world_size, written.state.step) == (ranks, 3)
     assert_is_truth(written, fixtures / name)
     assert written.state.lr_scheduler == api.open(fixtures / name).state.lr_scheduler
-    assert len(written.flat_parameters) == (3 if name == "verl-fsdp1" else 0)
+    assert len(written.facts_of(TorchFacts).flat_parameters) == (3 if name == "verl-fsdp1" else 0)
     config = json.loads((tmp_path / "out" / ACTOR / "fsdp_config.json").read_text())
     assert config == {"FSDP_version": int(name[-1]), "world_size": ranks}
     assert (tmp_path / "out" / ACTOR / "huggingface/config.json").is_file()
@@ -144,7 +145,7 @@ def test_flat_parameters_are_those_of_the_only_choice_that_fits() -> None:
 
 
 def test_a_mesh_of_an_unknown_form_is_refused(fixtures: Path) -> None:
-    like = api.open(fixtures / "verl-fsdp2").dtensor
+    like = api.open(fixtures / "verl-fsdp2").facts_of(TorchFacts).dtensor
     spec = like.attributes["_spec"]
     assert DTensors(like, None, 3, 1)
     strange = Record(like.module, like.name, like.args, state={"_spec": spec})
