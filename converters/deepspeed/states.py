@@ -14,10 +14,9 @@ from ckpt.base.errors import CorruptError
 from ckpt.containers.sources import RankFile
 from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.plan.checkpoint import Key
 from ckpt.plan.tensors import Extent, Rule
-from ckpt.state.unread import Unread
 from converters.deepspeed.rank_files import base_state, check_same, flat_extent
+from converters.optimizers.states import OptimizerStates
 from converters.quantized.states import InBlocks, Quantized, understood
 
 #: Elements that a rank's part of a state may have: as many as are in use, or with the padding.
@@ -43,28 +42,18 @@ class GroupStates:
         paths = frozenset(one.path for one in self.quantized.get(name, ()))
         return InBlocks(rule, paths) if paths else rule
 
-
-@dataclass
-class Others:
-    """What flat buffers have beside plain elements, for `Checkpoint` and `TrainingState`: see there."""
-
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    computed: dict[str, Callable[[], memoryview]] = field(default_factory=dict)
-    quantized: dict[Key, str] = field(default_factory=dict)
-    unread: Unread = field(default_factory=Unread)
-
-    def add(self, states: GroupStates, fqns: Iterable[str], file: RankFile, who: str = "ranks") -> None:
-        """Add those of a buffer of these parameters, in `file` among others.
+    def add_to(self, found: OptimizerStates, fqns: Iterable[str], file: RankFile, who: str = "ranks") -> None:
+        """Add what a buffer of these parameters, in `file` among others, has beside plain elements.
 
         CorruptError where a parameter has had another number before, of another of `who` share it.
         """
         fqns = list(fqns)
-        for name, parts in states.quantized.items():
+        for name, parts in self.quantized.items():
             for one in parts:
-                self.computed |= one.blocks()
-            self.quantized |= dict.fromkeys(((fqn, name) for fqn in fqns), parts[0].method)
-        for name, value in states.numbers.items():
-            known = self.scalars.setdefault(name, {})
+                found.computed |= one.blocks()
+            found.quantized |= dict.fromkeys(((fqn, name) for fqn in fqns), parts[0].method)
+        for name, value in self.numbers.items():
+            known = found.scalars.setdefault(name, {})
             for fqn in fqns:
                 if known.setdefault(fqn, value) != value:
                     raise CorruptError(
@@ -74,8 +63,8 @@ class Others:
                         expected=known[fqn],
                         found=value,
                     )
-        for name, what in states.left.items():
-            self.unread.add(name, f"it is {what}, which is no part of any one parameter", fqns)
+        for name, what in self.left.items():
+            found.unread.add(name, f"it is {what}, which is no part of any one parameter", fqns)
 
 
 def group_states(

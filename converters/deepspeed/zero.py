@@ -7,7 +7,7 @@ runtime/zero/stage_1_and_2.py and runtime/zero/stage3.py (`state_dict`), runtime
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -50,20 +50,22 @@ from converters.deepspeed.folder import (
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from converters.deepspeed.rank_files import (
+    base_groups,
     check_lengths,
     check_same,
     check_same_options,
     expect_groups,
     flat_extent,
-    hyperparameters,
     in_group_order,
+    in_sub_groups,
     inner_file,
     known_structure,
     parameter_starts,
     partition_counts,
     partition_size,
 )
-from converters.deepspeed.states import Others, flat_group_states, group_states
+from converters.deepspeed.states import flat_group_states, group_states
+from converters.optimizers.states import OptimizerStates
 
 #: Ranks and files that a message lists at most.
 _SHOWN = 16
@@ -116,10 +118,9 @@ class _Reading:
     sources: Sources = field(default_factory=Sources)
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     version: object = None
-    others: Others = field(default_factory=Others)
+    states: OptimizerStates = field(default_factory=OptimizerStates)
     models: list[RankFile] = field(default_factory=list)  # rank 0's first
     ties: dict[str, str] = field(default_factory=dict)
-    param_groups: tuple[ParamGroup, ...] = ()
     own_order: bool = False  # ranks have experts in another order than the model's
 
     def load(self, path: str, rank: int) -> RankFile:
@@ -252,7 +253,7 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> None:
     counts = partition_counts(inners[0])
     counts = counts if len(counts) == len(groups) else (max(counts),) * len(groups)
 
-    options = hyperparameters(inners[0].content.get("base_optimizer_state"))
+    options = [group.options for group in base_groups(inners[0])]
     for number, (recorded, count) in enumerate(zip(groups, counts, strict=True)):
         order: list[str] = []
         parts: list[dict[Key, Tensor]] = []
@@ -264,7 +265,7 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> None:
             parts.append(_read_flat_group(reading, number, [inners[rank] for rank in ranks], ranks, shapes))
         reading.tensors |= {t.key: t for t in sharing.together(parts, [range(num_ranks)] * len(parts))}
         group = ParamGroup(sharing.in_order(order), options[number] if number < len(options) else {})
-        reading.param_groups += (group,)
+        reading.states.groups += (group,)
 
 
 def _read_flat_group(
@@ -283,7 +284,7 @@ def _read_flat_group(
             weight = reading.tensors.get((fqn, WEIGHT))
             source = states.in_blocks(InFlatGroup(group, starts[fqn], nexts[fqn] - starts[fqn] - prod(shape)), role)
             found[fqn, role] = Tensor(fqn, role, extents[0].dtype, shape, source, weight.dtype if weight else None)
-    reading.others.add(states, shapes, inners[0], _EXPERT_RANKS)
+    states.add_to(reading.states, shapes, inners[0], _EXPERT_RANKS)
     return found
 
 
@@ -318,7 +319,7 @@ def _read_stage3(reading: _Reading, inners: list[RankFile]) -> None:
         parts = [_read_sub_group(reading, number, [inners[r] for r in ranks], shapes, natives) for ranks in groups]
         reading.tensors |= {tensor.key: tensor for tensor in sharing.together(parts, groups)}
     _check_placeholders(reading, module)
-    reading.param_groups = _stage3_groups(inners[0], sub_groups)
+    reading.states.groups = _stage3_groups(inners[0], sub_groups)
 
 
 def _read_sub_group(
@@ -341,7 +342,7 @@ def _read_sub_group(
             source = states.in_blocks(InSlots(extents, offset), role)
             found[fqn, role] = Tensor(fqn, role, extents[0].dtype, shape, source, natives.get(fqn))
             offset += slot_size(prod(shape), len(inners))
-    reading.others.add(states, shapes, inners[0], _EXPERT_RANKS)
+    states.add_to(reading.states, shapes, inners[0], _EXPERT_RANKS)
     return found
 
 
@@ -434,13 +435,11 @@ def _offloaded(reading: _Reading, inner: RankFile, stored: Any, state: str | Non
 
 def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple[ParamGroup, ...]:
     """Param groups by fqn: a group lists its sub-groups where torch lists parameters."""
-    optimizer = inner.content.get("optimizer_state_dict") or {}
-    options = hyperparameters(optimizer)
-    members = [group.get("params") or [] for group in optimizer.get("param_groups") or []]
+    groups = base_groups(inner)
+    members: list[Sequence[Any]] = [group.fqns for group in groups]
     if sorted(i for ids in members for i in ids) != list(range(len(sub_groups))):
         raise CorruptError("param groups do not list every sub-group once", path=inner.path, found=members)
-    fqns = [tuple(fqn for i in ids for fqn in sub_groups[i]) for ids in members]
-    return tuple(ParamGroup(names, opts) for names, opts in zip(fqns, options, strict=True))
+    return in_sub_groups(groups, sub_groups)
 
 
 # -- what the stages share ---------------------------------------------------------------------------------------------
@@ -454,7 +453,7 @@ def _step_note(reading: _Reading) -> tuple[str, ...]:
     """
     file = reading.models[0]
     recorded, skipped = (file.content.get(name) for name in ("global_steps", "skipped_steps"))
-    taken = max(reading.others.scalars.get("step", {}).values(), default=None)
+    taken = max(reading.states.scalars.get("step", {}).values(), default=None)
     if not (isinstance(recorded, int) and isinstance(skipped, int)) or taken in (None, recorded - skipped):
         return ()
     named = _DEFAULT_TAG.fullmatch(reading.folder.path.name)
@@ -484,11 +483,10 @@ def _checkpoint(reading: _Reading, inners: list[RankFile], stage: int, world_siz
     state = model_file.training_state(
         file,
         inners[0].content,
-        param_groups=reading.param_groups,
-        scalars=reading.others.scalars,
         engine_version=reading.version,
         zero_stage=stage,
         frozen_saved=model_file.frozen_saved(file, stage),
+        **reading.states.recorded(),
     )
     left_out = (model_file.FROZEN_LEFT_OUT,) if state.frozen_saved is False else ()
     return Checkpoint(
@@ -504,7 +502,7 @@ def _checkpoint(reading: _Reading, inners: list[RankFile], stage: int, world_siz
         state=state,
         folders=(str(folder.parent),),
         notes=(*_step_note(reading), *left_out, *reading.sources.notes),
-        computed=reading.others.computed,
-        quantized=QuantizedStates(reading.others.quantized),
-        unread=reading.others.unread.sentences,
+        computed=reading.states.computed,
+        quantized=QuantizedStates(reading.states.quantized),
+        unread=reading.states.left_out(),
     )

@@ -41,22 +41,22 @@ from ckpt.plan.checkpoint import (
     Target,
     TrainingState,
 )
-from ckpt.plan.dtypes import FLOAT32, DType
-from ckpt.plan.tensors import Box, Extent, Fragment, Shape, Source, Tensor, Whole
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole
 from ckpt.run_folder.carried import run_companions, trainer_folder
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from converters.names.options import NameOptions
 from converters.names.registered import registered_shapes
 from converters.names.transformers.ties import tied_names
+from converters.optimizers.state_dicts import GROUPS
+from converters.optimizers.states import OptimizerStates
 from converters.pytorch.facts import TorchFacts
 from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, SHARD, find_folder, other_models, parts, run_folders
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand
 from converters.pytorch.local_state import read_local
-from converters.pytorch.optimizer_states import OptimizerStates
 from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
-from converters.quantized.states import check_place, torchao
 
 _Error = TypeVar("_Error", bound=CkptError)
 #: Where trainers record the number of steps taken: torch's recipes and Lightning, torchtitan.
@@ -222,7 +222,7 @@ class _Reading:
         files = [sources.of_rank(confined(folder, name), rank, "state dict") for rank, name in names]
         sources.check_distinct((file.rank, file.path) for file in files)
         self.notes += sources.notes
-        known = understand(nest(self.leaves, self.metadata)) if self.leaves else Understood()
+        known = understand(nest(self.leaves, self.metadata), self.metadata) if self.leaves else Understood()
         found = read_local(files, _recorded_shapes(known), registered_shapes(config) if config else {})
         found.ties |= tied_names(config, found.tensors) if config else {}
         for fqn, tensor in found.tensors.items():
@@ -237,7 +237,8 @@ class _Reading:
     # -- what it all means ---------------------------------------------------------------------------------------
 
     def checkpoint(self, path: Path, request: ReadRequest) -> Checkpoint:
-        found = understand(nest(self.leaves, self.metadata or str(path)))
+        file = self.metadata or str(path)
+        found = understand(nest(self.leaves, file), file)
         if not found.weights and not found.states:
             raise CorruptError("there is no tensor of a model or an optimizer", path=self.metadata or path)
         self.notes += found.notes
@@ -262,8 +263,8 @@ class _Reading:
         step = _step(found.rest)
         if step is None:  # Accelerate's folders hold the model and the optimizer alone
             step = next((n for folder in folders if (n := trainer_step(Path(folder))) is not None), None)
-        groups = tuple(map(_plain_group, found.groups))
-        state = TrainingState.of_entries("torch", entries, step=step, param_groups=groups, scalars=self.states.scalars)
+        self.states.groups = tuple(map(_plain_group, found.groups))
+        state = TrainingState.of_entries("torch", entries, step=step, **self.states.recorded())
         return Checkpoint(
             path=str(path),
             format=DCP.name,
@@ -293,16 +294,18 @@ class _Reading:
         said: dict[str, set[Any]] = {}
         for (fqn, name), value in found.states.items():
             if isinstance(value, _Stored) and value.wrapped:
-                self._add_wrapped(fqn, name, value)
+                parts: list[tuple[Box, Record | Extent]] = [*value.wrapped.items(), *value.placed]
+                held = ((box, part, None, self.metadata) for box, part in parts)
+                states.add_parts(fqn, name, value.shape, held)
             elif isinstance(value, _Stored) and (value.shape or name in shaped):
                 states.tensors[fqn, name] = value.tensor(fqn, name)
             elif isinstance(value, _Stored):
                 number = value.number if name == "step" else OneElement(value.number or 0, value.dtype, ())
-                states.scalars.setdefault(name, {})[fqn] = number
+                states.add_number(fqn, name, number)
                 if name == "step":
                     said.setdefault(value.path, set()).add((fqn, value.number))
             elif isinstance(value, int | float):
-                states.scalars.setdefault(name, {})[fqn] = value
+                states.add_number(fqn, name, value)
             elif isinstance(value, Mapping | Record):
                 weight = tensors.get((fqn, WEIGHT))
                 values = _values({name: value}, name, self.spread)
@@ -317,22 +320,6 @@ class _Reading:
             tensors[key] = tensor
         _check_steps(said)
         return odd
-
-    def _add_wrapped(self, fqn: str, name: str, stored: _Stored) -> None:
-        """A state of which some ranks' parts, or all of them, are objects of a tensor subclass."""
-        parts = {box: torchao(record) for box, record in stored.wrapped.items()}
-        known = {box: one for box, one in parts.items() if one is not None}
-        for box, one in known.items():
-            check_place(one, box, self.metadata, fqn, name)
-            self.states.know(fqn, name, one)
-        if odd := [record for box, record in stored.wrapped.items() if box not in known]:
-            self.states.add_unknown(fqn, name, odd[0], self.metadata)
-            return
-        if plain := {str(extent.dtype) for _, extent in stored.placed if extent.dtype != FLOAT32}:
-            self.states.unread.add(name, f"parts of it are {', '.join(sorted(plain))}, others quantized", [fqn])
-            return
-        rest = tuple(Fragment(box, extent) for box, extent in stored.placed)
-        self.states.add_quantized(fqn, name, stored.shape, known, rest)
 
     def _entries(self, found: Understood, odd: dict[str, Any]) -> dict[str, Any]:
         """Training state by name, with tensors as values of it; those spread over ranks are said to be left."""
@@ -527,7 +514,7 @@ def _refuse_flat(metadata: Metadata) -> None:
     """Without recorded paths, nothing says where a name ends in `optimizer.state.<fqn>.exp_avg`."""
     if metadata.is_nested:
         return
-    if any("param_groups" in key.split(".") for key in metadata.keys):
+    if any(GROUPS in key.split(".") for key in metadata.keys):
         raise CorruptError(
             "the metadata does not record how the optimizer's keys are made up",
             path=metadata.path,

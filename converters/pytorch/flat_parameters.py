@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -26,8 +26,10 @@ from ckpt.containers.sources import RankFile
 from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.assemble import assemble
-from ckpt.plan.checkpoint import Key, ParamGroup
+from ckpt.plan.checkpoint import Key
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Shape, Tensor
+from converters.optimizers.state_dicts import take_apart
+from converters.optimizers.states import OptimizerStates
 
 #: A parameter of an element of a list of modules: the list's name, and the element's number.
 _IN_LIST = re.compile(r"(?P<list>.*?)\.(?P<number>\d+)\.")
@@ -87,25 +89,17 @@ def _units(fqns: Mapping[str, Shape], wrapped: frozenset[str]) -> Units:
     return tuple(tuple(unit) for unit in found.values() if unit)
 
 
-@dataclass(frozen=True, slots=True)
-class FlatOptimizer:
-    """The states of an optimizer of flat parameters, by those of the model."""
-
-    units: Units
-    tensors: Mapping[Key, Tensor]
-    scalars: Mapping[str, dict[str, Any]]
-    groups: tuple[ParamGroup, ...]
-
-
-def read_flat(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> FlatOptimizer | None:
+def read_flat(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> tuple[Units, OptimizerStates] | None:
     """The optimizer in ranks' files, if it is one of flat parameters that `find_units` tells; otherwise None."""
-    ranks = [_numbered(file) for file in files]
-    first = ranks[0]
-    if first is None or not first[1] or any(one is None or one[1].keys() != first[1].keys() for one in ranks):
+    ranks = [take_apart(file.content, file.path) for file in files]
+    first, states = ranks[0], [one.states for one in ranks]
+    numbers = list(range(len(first.states)))
+    if not numbers or any(len(one.groups) != 1 or one.members != numbers for one in ranks):
         return None
-    states = [one[1] for one in ranks if one is not None]
+    if any(held.keys() != set(numbers) for held in states):
+        return None
     lengths: list[int] = []
-    for number in range(len(first[1])):
+    for number in numbers:
         held = {v.shape for one in states for v in one[number].values() if isinstance(v, StoredTensor) and v.shape}
         if len(held) != 1 or len(shape := held.pop()) != 1:
             return None
@@ -113,36 +107,22 @@ def read_flat(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> FlatOpt
     units = find_units(shapes, lengths, len(files))
     if units is None:
         return None
-    tensors: dict[Key, Tensor] = {}
-    scalars: dict[str, dict[str, Any]] = {}
+    found = OptimizerStates()
     for number, unit in enumerate(units):
-        for name in first[1][number]:
+        for name in first.states[number]:
             values = [one[number].get(name) for one in states]
             if any(isinstance(value, Mapping | Record | None) for value in values):
                 return None
             if all(isinstance(value, StoredTensor) and value.shape for value in values):
-                tensors |= _tensors(files, unit, name, values, shapes)
+                found.tensors |= _tensors(files, unit, name, values, shapes)
                 continue
-            numbers = same_numbers(unit[0], name, list(zip(files, values, strict=True)))
-            if any(value != numbers[0] for value in numbers):
+            same = same_numbers(unit[0], name, list(zip(files, values, strict=True)))
+            if any(value != same[0] for value in same):
                 return None
-            scalars.setdefault(name, {}).update(dict.fromkeys(unit, numbers[0]))
-    options = {name: value for name, value in first[0].items() if name not in ("params", "param_names")}
-    group = ParamGroup(tuple(fqn for unit in units for fqn in unit), options)
-    return FlatOptimizer(units, tensors, scalars, (group,))
-
-
-def _numbered(file: RankFile) -> tuple[Mapping[str, Any], Mapping[int, Mapping[str, Any]]] | None:
-    """A rank's only param group and its states, where each parameter of the group has some."""
-    groups, states = file.content.get("param_groups"), file.content.get("state")
-    if not isinstance(groups, list) or len(groups) != 1 or not isinstance(states, Mapping):
-        return None
-    (group,) = groups
-    if not isinstance(group, Mapping) or group.get("params") != list(range(len(states))):
-        return None
-    if any(type(key) is not int or not isinstance(value, Mapping) for key, value in states.items()):
-        return None
-    return (group, states) if states.keys() == set(range(len(states))) else None
+            for fqn in unit:
+                found.add_number(fqn, name, same[0])
+    found.groups = (replace(first.without_names()[0], fqns=tuple(fqn for unit in units for fqn in unit)),)
+    return units, found
 
 
 def _tensors(

@@ -44,17 +44,17 @@ from ckpt.plan.checkpoint import (
     ReadRequest,
     Target,
 )
-from ckpt.plan.dtypes import FLOAT32, DType
+from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.steps import ANY_STEP, TRACKER
 from ckpt.state.wrapped import clean_names
+from converters.optimizers.state_dicts import Optimizer, read_optimizer, take_apart
+from converters.optimizers.states import OptimizerStates
 from converters.pytorch.facts import TorchFacts
 from converters.pytorch.flat_parameters import Units, in_turn, read_flat, same_numbers
-from converters.pytorch.optimizer_states import OptimizerStates
-from converters.pytorch.state_dicts import Reading, read_optimizer, tie_as_declared
-from converters.quantized.states import Quantized, check_place, torchao
+from converters.pytorch.state_dicts import Reading, tie_as_declared
 
 #: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks.
 _FILES = (
@@ -411,53 +411,47 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
     owned = {fqn: shape for fqn, shape in parameters.items() if fqn not in reading.ties}
     if (flat := read_flat(files, owned)) is not None:
         reading.sources.check_distinct((file.rank, file.path) for file in files)  # flat ranges record no ranks
-        reading.tensors |= flat.tensors
-        reading.scalars, reading.groups = dict(flat.scalars), flat.groups
-        return flat.units
+        units, reading.states = flat
+        reading.tensors |= reading.states.tensors
+        return units
     order = [fqn for fqn, role in reading.tensors if role == WEIGHT]
-    states: list[Mapping[str, Mapping[str, Any]]] = []
-    groups: tuple[ParamGroup, ...] = ()
+    optimizers: list[Optimizer] = []
     for file in files:
         optimizer = read_optimizer(file.content, file.path, order)
-        if optimizer is None or (_is_numbered(file) and not _fits(reading, optimizer.states)):
+        is_numbered = take_apart(file.content, file.path).names() is None
+        if optimizer is None or (is_numbered and not _fits(reading, optimizer.states)):
             reading.notes.append(_left_out(file.path))
             return ()
-        groups = groups or optimizer.groups
-        _check_options(file, groups, optimizer.groups)
-        states.append(optimizer.states)
-    found = list(dict.fromkeys(fqn for one in states for fqn in one))
-    tensors, scalars, is_cut = {}, dict[str, dict[str, Any]](), False
-    others = OptimizerStates()
-    for fqn in found:
+        optimizers.append(optimizer)
+        _check_options(file, optimizers[0].groups, optimizer.groups)
+    found, is_cut = OptimizerStates(groups=optimizers[0].groups), False
+    held = [(file, optimizer.states) for file, optimizer in zip(files, optimizers, strict=True)]
+    for fqn in dict.fromkeys(fqn for _, states in held for fqn in states):
         shape = _weight_shape(reading, fqn, files[0])
-        for name in dict.fromkeys(name for one in states for name in one.get(fqn, ())):
-            values = [
-                (file, one[fqn][name]) for file, one in zip(files, states, strict=True) if name in one.get(fqn, ())
-            ]
+        for name in dict.fromkeys(name for _, states in held for name in states.get(fqn, ())):
+            values = [(file, states[fqn][name]) for file, states in held if name in states.get(fqn, ())]
             if any(_is_wrapped(value) for _, value in values):
-                _read_wrapped(others, fqn, name, values)
-                continue
-            if odd := [v for _, v in values if isinstance(v, Mapping | Record) and not is_part(v)]:
+                opened = [_opened(file, value, fqn) for file, value in values]
+                found.add_parts(fqn, name, opened[0][0], (part for _, part in opened))
+            elif odd := [v for _, v in values if isinstance(v, Mapping | Record) and not is_part(v)]:
                 kind = f"an object {odd[0].typename}" if isinstance(odd[0], Record) else "a dict"
-                others.unread.add(name, f"each rank has {kind} of its own", [fqn])
-                continue
-            if _is_scalar(name, values[0][1], shape):
+                found.unread.add(name, f"each rank has {kind} of its own", [fqn])
+            elif _is_scalar(name, values[0][1], shape):
                 numbers = same_numbers(fqn, name, values)
                 if all(number == numbers[0] for number in numbers):
-                    scalars.setdefault(name, {})[fqn] = numbers[0]
+                    found.add_number(fqn, name, numbers[0])
                 else:
-                    others.unread.add(name, "each rank has a number of its own", [fqn])
-                continue
-            tensor = _state_tensor(fqn, name, shape, values)
-            if tensor is None:
+                    found.unread.add(name, "each rank has a number of its own", [fqn])
+            elif (tensor := _state_tensor(fqn, name, shape, values)) is None:
                 reading.notes.append(_left_out(files[0].path))
                 return ()
-            tensors[fqn, name] = tensor
-            is_cut |= any(isinstance(value, StoredTensor) and value.shape != shape for _, value in values)
+            else:
+                found.add_tensor(tensor, files[0].path)
+                is_cut |= any(isinstance(value, StoredTensor) and value.shape != shape for _, value in values)
     if is_cut:
         reading.sources.check_distinct((file.rank, file.path) for file in files)
-    reading.tensors |= tensors | others.tensors
-    reading.scalars, reading.groups, reading.states = scalars, groups, others
+    reading.tensors |= found.tensors
+    reading.states = found
     return ()
 
 
@@ -465,15 +459,6 @@ def _left_out(path: str) -> str:
     return (
         f"{Path(path).name}: the optimizer's states are left out: they are numbered, and nothing in the files says "
         "which parameter has which number"
-    )
-
-
-def _is_numbered(file: RankFile) -> bool:
-    """Whether the file numbers parameters and has no names for them."""
-    groups = file.content.get("param_groups") or []
-    keys = [key for group in groups for key in group["params"]]
-    return any(not isinstance(key, str) or key.isdigit() for key in keys) and not all(
-        "param_names" in group for group in groups
     )
 
 
@@ -526,29 +511,12 @@ def _is_wrapped(value: Any) -> bool:
     return isinstance(value, Record) and value.name == "DTensor" and isinstance(value.get("_local_tensor"), Record)
 
 
-def _read_wrapped(found: OptimizerStates, fqn: str, name: str, values: list[tuple[RankFile, Any]]) -> None:
-    """A state of which some ranks' parts, or all of them, are torchao's."""
-    parts: dict[Box, Quantized] = {}
-    plain: dict[Box, Fragment] = {}
-    shape: Shape = ()
-    for file, value in values:
-        what = "this state is not built as those of any known version of torch and torchao"
-        with structure(what, file.path, rank=file.rank, fqn=fqn):
-            shape, box, local = _placed(value)
-            quantized = torchao(local)
-            if quantized is not None:
-                check_place(quantized, box, file.path, fqn, name)
-                found.know(fqn, name, quantized)
-                parts[box] = quantized
-            elif isinstance(local, StoredTensor) and local.dtype == FLOAT32:
-                plain[box] = Fragment(box, _extent(local, box), file.rank)
-            elif isinstance(local, StoredTensor):
-                found.unread.add(name, f"parts of it are {local.dtype}, others quantized", [fqn])
-                return
-            else:
-                found.add_unknown(fqn, name, local, file.path)
-                return
-    found.add_quantized(fqn, name, shape, parts, tuple(one for one in plain.values() if one.extent.numel))
+def _opened(file: RankFile, value: Any, fqn: str) -> tuple[Shape, tuple[Box, Record | Extent, int, str]]:
+    """The shape of the whole of a DTensor, and the rank's part of it, which may be an object of a tensor subclass."""
+    what = "this state is not built as those of any known version of torch and torchao"
+    with structure(what, file.path, rank=file.rank, fqn=fqn):
+        shape, box, local = _placed(value)
+        return shape, (box, local if isinstance(local, Record) else _extent(local, box), file.rank, file.path)
 
 
 def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile, Any]]) -> Tensor | None:

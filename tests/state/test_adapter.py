@@ -1,4 +1,4 @@
-"""`ckpt/state/adapter.py` and `ckpt/run_folder/adapter_config.py`: an adapter's config, and the names of its tensors in memory and in files."""
+"""`ckpt/state/adapter.py` and `ckpt/run_folder/adapter_config.py`: PEFT's adapters, their config and their names."""
 
 from __future__ import annotations
 

@@ -105,16 +105,15 @@ class MegatronDeepSpeed(Format):
                 "deepspeed",
                 _entries(reading, slices, optimizer, config),
                 step=step if isinstance(step, int) else None,
-                param_groups=reading.param_groups(),
-                scalars=reading.others.scalars,
                 engine_version=version,
+                **reading.states.recorded(),
             ),
             config=config,
             folders=tuple(str(p) for p in folders if p.is_dir()),
             notes=(*reading.notes, *reading.sources.notes),
-            computed=reading.others.computed,
-            quantized=QuantizedStates(reading.others.quantized),
-            unread=reading.others.unread.sentences,
+            computed=reading.states.computed,
+            quantized=QuantizedStates(reading.states.quantized),
+            unread=reading.states.left_out(),
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:

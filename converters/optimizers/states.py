@@ -1,23 +1,29 @@
-"""The optimizer's states of single parameters, as state dicts have them: tensors of any shape, numbers, quantized ones.
-
-Shared by the readers of full state dicts and of DCP.
-"""
+"""What has been read of an optimizer, by parameter: tensors of any shape, numbers, quantized ones, and param groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.base.errors import CorruptError
 from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.plan.checkpoint import Key
+from ckpt.plan.checkpoint import Key, ParamGroup
 from ckpt.plan.dtypes import FLOAT32
-from ckpt.plan.tensors import Box, Fragment, Pieces, Shape, Tensor, Whole, whole
+from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor, Whole, whole
 from ckpt.state.unread import Unread
 from converters.quantized.carry import Stored
-from converters.quantized.states import NESTED, Quantized, is_unfinished, kind_of, pieces, understood
+from converters.quantized.states import (
+    NESTED,
+    Quantized,
+    check_place,
+    is_unfinished,
+    kind_of,
+    pieces,
+    torchao,
+    understood,
+)
 
 _UNFINISHED = (
     "the file was written before FSDP had gathered it, and may hold anything there (torch waits for plain tensors "
@@ -29,6 +35,7 @@ _UNFINISHED = (
 class OptimizerStates:
     """The states that have been read: for the fields of `Checkpoint` and of `TrainingState` with these names."""
 
+    groups: tuple[ParamGroup, ...] = ()
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     computed: dict[str, Callable[[], memoryview]] = field(default_factory=dict)
@@ -39,6 +46,10 @@ class OptimizerStates:
     odd: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     #: Those of which a part at least was, by kind: the parameter and the name of one of each.
     known: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def recorded(self) -> dict[str, Any]:
+        """What of it is training state, by the fields of that."""
+        return {"param_groups": self.groups, "scalars": self.scalars}
 
     def add(self, fqn: str, shape: Shape, states: Mapping[str, Any], path: str) -> None:
         """Add all states of a parameter of `shape`; `path` is their file, for messages."""
@@ -58,15 +69,18 @@ class OptimizerStates:
             elif isinstance(value, Mapping | Record):
                 self.add_unknown(fqn, name, value, path)
             else:
-                self.scalars.setdefault(name, {})[fqn] = value
+                self.add_number(fqn, name, value)
+
+    def add_number(self, fqn: str, name: str, value: Any) -> None:
+        self.scalars.setdefault(name, {})[fqn] = value
 
     def add_stored(self, fqn: str, name: str, shape: Shape, value: StoredTensor, path: str) -> None:
         """Add a tensor; one of a single element is a number, but where the parameter itself has no more."""
         extent = value.extent
         if extent.numel == 1 and len(extent.shape) <= 1 and (name == "step" or extent.shape != shape):
-            self.scalars.setdefault(name, {})[fqn] = number_state(name, extent)
+            self.add_number(fqn, name, number_state(name, extent))
         else:
-            self._add(Tensor(fqn, name, extent.dtype, extent.shape, Whole(extent)), path)
+            self.add_tensor(Tensor(fqn, name, extent.dtype, extent.shape, Whole(extent)), path)
 
     def add_quantized(
         self,
@@ -81,9 +95,36 @@ class OptimizerStates:
         for one in parts.values():
             self.computed |= one.blocks()
             self.know(fqn, name, one)
-        self._add(Tensor(fqn, name, FLOAT32, shape, Pieces((*source.pieces, *plain))), "")
+        self.add_tensor(Tensor(fqn, name, FLOAT32, shape, Pieces((*source.pieces, *plain))), "")
         self.quantized[fqn, name] = next(iter(parts.values())).method
         self.blocks[fqn, name] = Stored(shape, parts, plain)
+
+    def add_parts(
+        self, fqn: str, name: str, shape: Shape, parts: Iterable[tuple[Box, Record | Extent, int | None, str]]
+    ) -> None:
+        """Add a tensor of which some parts, or all of them, are objects of a tensor subclass.
+
+        Each part has its box, what is stored, the rank that has it and the path of its file.
+        """
+        quantized: dict[Box, Quantized] = {}
+        plain: list[Fragment] = []
+        odd: list[tuple[Record, str]] = []
+        for box, value, rank, path in parts:
+            if isinstance(value, Extent):
+                plain.append(Fragment(box, value, rank))
+            elif (one := torchao(value)) is None:
+                odd.append((value, path))
+            else:
+                check_place(one, box, path, fqn, name)
+                self.know(fqn, name, one)
+                quantized[box] = one
+        if odd:
+            self.add_unknown(fqn, name, *odd[0])
+        elif dtypes := {str(part.extent.dtype) for part in plain} - {str(FLOAT32)}:
+            self.unread.add(name, f"parts of it are {', '.join(sorted(dtypes))}, others quantized", [fqn])
+        else:
+            held = {part.region: part for part in plain if part.extent.numel}
+            self.add_quantized(fqn, name, shape, quantized, tuple(held.values()))
 
     def know(self, fqn: str, name: str, part: Quantized) -> None:
         """Remember that this part of a state is understood, even if another is not."""
@@ -116,7 +157,7 @@ class OptimizerStates:
                 )
         return self.unread.sentences
 
-    def _add(self, tensor: Tensor, path: str) -> None:
+    def add_tensor(self, tensor: Tensor, path: str) -> None:
         if tensor.key in self.tensors:
             raise CorruptError("a parameter has the same state twice", path=path, fqn=tensor.fqn, found=tensor.role)
         self.tensors[tensor.key] = tensor
