@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Processes that test at once; each may start engines of eight ranks.
-WORKERS ?= 2
+WORKERS ?= $(shell nproc)
+# COLD=1: engines train and load anew, and nothing that they wrote in an earlier run is taken.
+COLD ?=
 export OMP_NUM_THREADS ?= 1
+SHELL := bash
 
 .PHONY: help env demo test test-fast lint format docs gpu-check faults fuzz bench table clean
 
@@ -23,8 +26,11 @@ env: $(VENV)/.installed  ## make the environment
 demo: env  ## train with ZeRO-3, convert to Hugging Face, verify, load
 	$(BIN)/python -m train.demo
 
-test: env lint  ## lint, type check, and the whole test suite
-	$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: env lint  ## lint, type check, and the whole test suite; COLD=1: with engines that all run anew
+	@mkdir -p build
+	set -o pipefail; $(if $(COLD),CKPT_TEST_CACHE= )$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile \
+		--no-loadscope-reorder --durations=100 | tee build/test.log; result=$$?; \
+		sed -n '/slowest 100 durations/,/^=.*=$$/p' build/test.log >build/durations.txt; exit $$result
 
 test-fast: env  ## the tests that start no engine
 	$(BIN)/python -m pytest

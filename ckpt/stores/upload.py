@@ -38,7 +38,7 @@ _CLAIM = ".ckpt-uploading"  # an object that is there as long as a process write
 _MAX_PARTS = 9000  # of an object: S3 takes 10,000
 
 #: What tells a loader that a checkpoint is there, and which: it is sent when all else has arrived.
-_LAST = re.compile(
+LAST_FILES = re.compile(
     r"config\.json|metadata\.json|.*\.index\.json|\.metadata|latest(_universal|_checkpointed_iteration\.txt)?"
 )
 
@@ -144,7 +144,7 @@ def _removal(url: str) -> str:
 
 def _in_order(files: Sequence[TargetFile]) -> tuple[list[TargetFile], list[TargetFile]]:
     """Those that hold data, and those that tell of it, which come last."""
-    last = [file for file in files if not file.slots and _LAST.fullmatch(Path(file.name).name)]
+    last = [file for file in files if not file.slots and LAST_FILES.fullmatch(Path(file.name).name)]
     names = {file.name for file in last}
     return [file for file in files if file.name not in names], last
 

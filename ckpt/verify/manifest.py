@@ -64,7 +64,7 @@ def make_manifest(folder: Path, format: Format, files: FileDigests) -> bytes:
         },
         "tensors": [tensor.to_json() for tensor in tensors.tensors],
     }
-    return _dump(content | {"digest": _own_digest(content)})
+    return _dump(content | {"digest": own_digest(content)})
 
 
 def _dump(content: dict[str, Any]) -> bytes:
@@ -82,7 +82,7 @@ def _dump(content: dict[str, Any]) -> bytes:
     return ("{\n " + ",\n ".join(lines) + "\n}\n").encode()
 
 
-def _own_digest(content: dict[str, Any]) -> str:
+def own_digest(content: dict[str, Any]) -> str:
     rest = {name: value for name, value in content.items() if name != "digest"}
     return xxh3_128(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -179,7 +179,7 @@ def _load(folder: Path) -> dict[str, Any]:
             hint="`ckpt convert` writes one; give a second checkpoint to compare with",
         )
     content = read_json(path)
-    if not isinstance(content, dict) or content.get("digest") != _own_digest(content):
+    if not isinstance(content, dict) or content.get("digest") != own_digest(content):
         raise CorruptError("the manifest itself is damaged: its own digest does not fit", path=path)
     if content.get("version") != _VERSION or content.get("algorithm") != ALGORITHM:
         raise CorruptError(

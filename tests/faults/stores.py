@@ -15,7 +15,7 @@ from unittest import mock
 import ckpt
 from ckpt.base.errors import CkptError
 from ckpt.stores import objects
-from ckpt.stores.upload import _LAST
+from ckpt.stores.upload import LAST_FILES
 from ckpt.testing.conformance import digests
 from tests.faults.running import Ending
 from tests.faults.samples import TARGETS, How, Sample, some_target
@@ -42,9 +42,9 @@ def stores(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, 
         moment = objects.timedelta(milliseconds=1)
         backoff = {"init_backoff": moment, "max_backoff": moment, "base": 2}
         stack.enter_context(mock.patch.dict(os.environ, server.environment()))
-        stack.enter_context(mock.patch.object(objects, "_FIRST_WAIT", 0.001))
-        stack.enter_context(mock.patch.dict(objects._RETRIES, {"backoff": backoff}))
-        stack.enter_context(mock.patch.object(objects, "_LISTING", 5.0))
+        stack.enter_context(mock.patch.object(objects, "FIRST_WAIT", 0.001))
+        stack.enter_context(mock.patch.dict(objects.RETRIES, {"backoff": backoff}))
+        stack.enter_context(mock.patch.object(objects, "LISTING", 5.0))
         while True:
             target, expected = some_target(sample, random, {How.WRITTEN})
             how, writes = random.choice(list(_FAULTS)), random.random() < 0.5
@@ -62,7 +62,7 @@ def stores(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, 
             elif (
                 wrong is None
                 and name != "equal to the truth"
-                and any(map(_LAST.fullmatch, map(os.path.basename, found)))
+                and any(map(LAST_FILES.fullmatch, map(os.path.basename, found)))
             ):
                 wrong = f"what says that it is complete is there: {sorted(found)}"
             for path in folder.iterdir():

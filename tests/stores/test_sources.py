@@ -398,7 +398,7 @@ def test_a_store_that_stalls_is_given_up(store: ObjectStore, monkeypatch: pytest
     """In the middle of an answer, and before it."""
     url = store.upload(FIXTURES / "toy-zero3", "stalls")
     monkeypatch.setitem(objects._TIMEOUT, "read_timeout", timedelta(milliseconds=50))
-    monkeypatch.setitem(objects._RETRIES, "retry_timeout", timedelta(milliseconds=200))
+    monkeypatch.setitem(objects.RETRIES, "retry_timeout", timedelta(milliseconds=200))
     store.faults, start = faults, time.monotonic()
     with pytest.raises(StorageError, match="the store could not be used"):
         ckpt.open(url)

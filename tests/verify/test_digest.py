@@ -323,7 +323,7 @@ def test_a_manifest_of_somebody_elses(name: str, tmp_path: Path) -> None:
     """Its own digest fits; it is not what ckpt writes."""
     folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
     content = json.loads((folder / MANIFEST).read_text()) | HOSTILE[name]
-    content["digest"] = manifest._own_digest(content)
+    content["digest"] = manifest.own_digest(content)
     (folder / MANIFEST).write_text(json.dumps(content))
     report = ckpt("verify", folder)
     assert report.code == 4 and "not one that ckpt writes" in report.err
@@ -334,7 +334,7 @@ def test_a_manifest_that_leads_out_of_its_folder(file: str, tmp_path: Path) -> N
     folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
     content = json.loads((folder / MANIFEST).read_text())
     content["files"][file] = {"bytes": 1, "rest": "", "pieces": []}
-    content["digest"] = manifest._own_digest(content)
+    content["digest"] = manifest.own_digest(content)
     (folder / MANIFEST).write_text(json.dumps(content))
     assert ckpt("verify", folder).code == 5
 

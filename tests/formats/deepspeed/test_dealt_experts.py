@@ -18,6 +18,7 @@ from ckpt.plan.checkpoint import Layout
 from converters.deepspeed.facts import DeepSpeedFacts
 from tests.support.engines import fork, raw
 from tests.support.expert_runs import RUNS
+from tests.support.kept import made
 
 STEP = "global_step2"
 #: ep_size and ranks.
@@ -28,13 +29,14 @@ TARGETS = ((2, 4), (4, 4), (1, 4), (2, 2), (1, 2), (1, 1))
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each engine held as it saved, and what those of other ranks held as they had loaded."""
     folder = tmp_path_factory.mktemp("experts")
-    fork([(4, "tests.support.expert_runs", ["save", str(folder)])], ["deepspeed"])
+    worker = "tests.support.expert_runs"
+    made(folder, (worker,), "save", lambda: fork([(4, worker, ["save", str(folder)])], ["deepspeed"]))
     for name in RUNS:
         for size, ranks in TARGETS:
             plan = api.plan(api.open(folder / name), name, Layout(world_size=ranks, ep_size=size))
             plan.run(folder / f"{name}-ep-{size}-on-{ranks}")
     numbers = dict.fromkeys(ranks for _, ranks in TARGETS)
-    fork([(ranks, "tests.support.expert_runs", ["load", str(folder)]) for ranks in numbers], ["deepspeed"])
+    fork([(ranks, worker, ["load", str(folder)]) for ranks in numbers], ["deepspeed"])
     return folder
 
 
