@@ -11,7 +11,6 @@ masters takes it as it is.  What is written holds the source's fp32 masters, bit
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed, writer_of
 from ckpt.containers.dcp.write import Writing
-from ckpt.containers.sources import Sources
+from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import (
@@ -48,6 +47,7 @@ from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from converters.names.options import NameOptions
 from converters.names.registered import registered_shapes
 from converters.names.transformers.ties import tied_names
+from converters.optimizers.ranks import check_same
 from converters.optimizers.state_dicts import GROUPS
 from converters.optimizers.states import OptimizerStates
 from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, SHARD, find_folder, other_models, parts, run_folders
@@ -489,24 +489,8 @@ def _check_steps(said: Mapping[str, set[tuple[str, Any]]]) -> None:
     steps = {path: {step for _, step in pairs} for path, pairs in said.items() if len(pairs) > 1}
     if any(len(found) > 1 for found in steps.values()):
         return
-    by_step: dict[Any, list[str]] = {}
-    for path, found in steps.items():
-        by_step.setdefault(next(iter(found)), []).append(path)
-    if len(by_step) < 2:
-        return
-    common = max(by_step, key=lambda step: len(by_step[step]))
-    odd = next(path for step, paths in by_step.items() for path in paths if step != common)
-    listed = (
-        f"step {step:g} in {', '.join(os.path.basename(path) for path in sorted(paths)[:8])}"
-        for step, paths in by_step.items()
-    )
-    raise CorruptError(
-        "ranks of different steps in one folder",
-        path=odd,
-        rank=writer_of(odd),
-        expected=f"step {common:g}, as in {len(by_step[common])} of {len(steps)} files",
-        found="; ".join(listed),
-    )
+    files = ((RankFile(path, writer_of(path) or 0, {}), found) for path, found in sorted(steps.items()))
+    check_same("step", [(file, next(iter(found))) for file, found in files])
 
 
 def _refuse_flat(metadata: Metadata) -> None:
