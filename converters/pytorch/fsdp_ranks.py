@@ -379,12 +379,13 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
         if optimizer is None or (is_numbered and not _fits(reading, optimizer.states, file)):
             reading.notes.append(_left_out(file.path))
             return ()
+        optimizer.check_known({*order, *reading.ties}, file.path)
         optimizers.append(optimizer)
     check_same_options([(file, one.groups) for file, one in zip(files, optimizers, strict=True)])
     found, is_cut = OptimizerStates(groups=optimizers[0].groups), False
     held = [(file, optimizer.states) for file, optimizer in zip(files, optimizers, strict=True)]
     for fqn in dict.fromkeys(fqn for _, states in held for fqn in states):
-        shape = _weight_shape(reading, fqn, files[0])
+        shape = reading.tensors[reading.ties.get(fqn, fqn), WEIGHT].shape
         for name in dict.fromkeys(name for _, states in held for name in states.get(fqn, ())):
             values = [(file, states[fqn][name]) for file, states in held if name in states.get(fqn, ())]
             if any(_is_wrapped(value) for _, value in values):
@@ -434,13 +435,6 @@ def _fits(reading: Reading, states: Mapping[str, Mapping[str, Any]], file: RankF
         ):
             return False
     return True
-
-
-def _weight_shape(reading: Reading, fqn: str, file: RankFile) -> Shape:
-    tensor = reading.tensors.get((reading.ties.get(fqn, fqn), WEIGHT))
-    if tensor is None:
-        raise CorruptError("the optimizer has a parameter that the model does not have", path=file.path, fqn=fqn)
-    return tensor.shape
 
 
 def _is_scalar(name: str, value: Any, shape: Shape) -> bool:
