@@ -25,9 +25,9 @@ from ckpt.plan.tensors import Box, Shape, Tensor, contiguous_strides, whole
 from ckpt.state.unread import Unread
 from converters.deepspeed.folder import tensor_parallel
 from converters.deepspeed.keys import UNIVERSAL_INFO
-from converters.deepspeed.rank_files import check_same
 from converters.deepspeed.sharing import Cut, Sharing
 from converters.deepspeed.sums import added_up
+from converters.optimizers.ranks import check_same
 
 _MAP_VERSION = 1
 

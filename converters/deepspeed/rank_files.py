@@ -19,9 +19,6 @@ from ckpt.plan.checkpoint import ParamGroup
 from ckpt.plan.tensors import Extent, Shape
 from converters.optimizers.state_dicts import GROUPS, groups_of
 
-#: Files that a message lists at most.
-_SHOWN = 16
-
 
 def known_structure(path: Path, framework: Callable[[], str] = lambda: "deepspeed") -> AbstractContextManager[None]:
     """Errors of files that are built in another way than those of known versions become CorruptError."""
@@ -157,29 +154,6 @@ def flat_extent(stored: Any, inner: RankFile) -> Extent:
     return stored.extent
 
 
-def check_same(name: str, said: list[tuple[RankFile, Any]]) -> None:
-    """Raise CorruptError, with which file says what, unless all say the same."""
-    by_value: dict[Any, list[RankFile]] = {}
-    for file, value in said:
-        by_value.setdefault(value, []).append(file)
-    if len(by_value) <= 1:
-        return
-    common = max(by_value, key=lambda value: len(by_value[value]))
-    odd = next(file for file, value in said if value != common)
-
-    def listed(value: Any) -> str:
-        names = [Path(file.path).name for file in by_value[value]]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return f"{name} {value} in {', '.join(names[:_SHOWN])}{more}"
-
-    raise CorruptError(
-        "ranks of different steps in one folder",
-        **odd.where,
-        expected=f"{name} {common}, as in {len(by_value[common])} of {len(said)} files",
-        found="; ".join(listed(value) for value in by_value),
-    )
-
-
 def base_groups(inner: RankFile) -> tuple[ParamGroup, ...]:
     """The param groups of the optimizer within a rank's, which list flat buffers where torch lists parameters."""
     return groups_of(inner.content.get("base_optimizer_state") or inner.content.get("optimizer_state_dict"), inner.path)
@@ -188,23 +162,6 @@ def base_groups(inner: RankFile) -> tuple[ParamGroup, ...]:
 def in_sub_groups(groups: Iterable[ParamGroup], sub_groups: Sequence[Mapping[str, Shape]]) -> tuple[ParamGroup, ...]:
     """The groups with the parameters of the sub-groups of stage 3 that they list."""
     return tuple(replace(group, fqns=tuple(fqn for i in group.fqns for fqn in sub_groups[int(i)])) for group in groups)
-
-
-def check_same_options(inners: Sequence[RankFile]) -> None:
-    """Raise CorruptError where ranks have different hyperparameters, which a schedule moves from step to step."""
-    options = [_plain_options(inner) for inner in inners]
-    for name in options[0]:
-        check_same(name, [(inner, found.get(name)) for inner, found in zip(inners, options, strict=True)])
-
-
-def _plain_options(inner: RankFile) -> dict[str, Any]:
-    """Hyperparameters that are plain values (a tensor `lr` is an extent, which says nothing about its value)."""
-    return {
-        f"{name} of group {number}": value
-        for number, group in enumerate(base_groups(inner))
-        for name, value in group.options.items()
-        if isinstance(value, int | float | str | tuple)
-    }
 
 
 def check_lengths(files: Sequence[RankFile], extents: Sequence[Extent], length: int, role: str) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError
 from ckpt.containers.sources import RankFile
-from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.tensors import Extent, Rule
-from converters.deepspeed.rank_files import base_state, check_same, flat_extent
+from converters.deepspeed.rank_files import base_state, flat_extent
+from converters.optimizers.ranks import different_numbers
 from converters.optimizers.states import OptimizerStates
 from converters.quantized.states import InBlocks, Quantized, understood
 
@@ -87,7 +87,11 @@ def group_states(
             if quantized := [value for value in values if isinstance(value, Quantized)]:
                 found.quantized[name] = quantized
         elif there and all(_is_number(value) for _, value in there):
-            _add_number(found, name, there)
+            numbers = different_numbers(name, there)
+            if len(numbers) == 1:
+                found.numbers[name] = numbers[0]
+            else:
+                found.left[name] = "a number of its own on each rank"
         elif there:
             found.left[name] = f"{_kind(there[0][1])} on each rank"
     return found
@@ -116,19 +120,6 @@ def _extent(value: Any, inner: RankFile) -> Extent:
 
 def _is_number(value: Any) -> bool:
     return value.shape in ((), (1,)) if isinstance(value, StoredTensor) else isinstance(value, int | float | bool)
-
-
-def _add_number(found: GroupStates, name: str, said: list[tuple[RankFile, Any]]) -> None:
-    """All ranks took the same steps; of other kinds each may have a number of its own."""
-    numbers = [
-        (inner, number_state(name, value.extent) if isinstance(value, StoredTensor) else value) for inner, value in said
-    ]
-    if name.endswith("step"):
-        check_same(name, numbers)
-    if all(value == numbers[0][1] for _, value in numbers):
-        found.numbers[name] = numbers[0][1]
-    else:
-        found.left[name] = "a number of its own on each rank"
 
 
 def _kind(value: Any) -> str:

@@ -52,8 +52,6 @@ from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slo
 from converters.deepspeed.rank_files import (
     base_groups,
     check_lengths,
-    check_same,
-    check_same_options,
     expect_groups,
     flat_extent,
     in_group_order,
@@ -65,6 +63,7 @@ from converters.deepspeed.rank_files import (
     partition_size,
 )
 from converters.deepspeed.states import flat_group_states, group_states
+from converters.optimizers.ranks import check_same, check_same_options
 from converters.optimizers.states import OptimizerStates
 
 #: Ranks and files that a message lists at most.
@@ -473,7 +472,7 @@ def _step_note(reading: _Reading) -> tuple[str, ...]:
 def _checkpoint(reading: _Reading, inners: list[RankFile], stage: int, world_size: int) -> Checkpoint:
     file, folder = reading.models[0], reading.folder.path
     check_same("step", [(model, model.content.get("global_steps")) for model in reading.models])
-    check_same_options(inners)
+    check_same_options([(inner, base_groups(inner)) for inner in inners])
     found = {fqn for fqn, _ in reading.tensors}
     for alias, owner in reading.ties.items():
         if owner not in found:  # an alias is not read itself

@@ -58,6 +58,12 @@ class Optimizer:
                 fqn=min(map(str, strangers)),
             )
 
+    def check_known(self, fqns: Collection[str], path: str) -> None:
+        """Raise CorruptError where a parameter is none of the model's, which are called `fqns`."""
+        if strangers := {*self.members, *self.states}.difference(fqns):
+            what = "the optimizer has a parameter that the model does not have"
+            raise CorruptError(what, path=path, fqn=min(strangers))
+
     def names(
         self, given: Sequence[str] | None = None, proof: Mapping[str, Shape] | None = None
     ) -> dict[Any, str] | None:

@@ -9,7 +9,7 @@ from typing import Any
 from ckpt.base.errors import CorruptError
 from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.plan.checkpoint import Key, ParamGroup
+from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor, Whole, whole
 from ckpt.state.unread import Unread
@@ -158,6 +158,10 @@ class OptimizerStates:
         return self.unread.sentences
 
     def add_tensor(self, tensor: Tensor, path: str) -> None:
+        if tensor.role == WEIGHT:
+            raise CorruptError(
+                "an optimizer state has the name of a role", path=path, fqn=tensor.fqn, found=tensor.role
+            )
         if tensor.key in self.tensors:
             raise CorruptError("a parameter has the same state twice", path=path, fqn=tensor.fqn, found=tensor.role)
         self.tensors[tensor.key] = tensor

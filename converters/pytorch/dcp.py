@@ -11,7 +11,6 @@ masters takes it as it is.  What is written holds the source's fp32 masters, bit
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,10 +20,10 @@ from ckpt.base.errors import CkptError, CorruptError, IncompleteError, LossError
 from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
-from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed, writer_of
+from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, writer_of
 from ckpt.containers.dcp.write import Writing
-from ckpt.containers.sources import Sources
-from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.containers.sources import RankFile, Sources
+from ckpt.containers.torchfile.values import Record
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import (
     OWN,
@@ -41,14 +40,14 @@ from ckpt.plan.checkpoint import (
     Target,
     TrainingState,
 )
-from ckpt.plan.dtypes import DType
-from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole
+from ckpt.plan.tensors import Box, Extent, Shape, Tensor
 from ckpt.run_folder.carried import run_companions, trainer_folder
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from converters.names.options import NameOptions
 from converters.names.registered import registered_shapes
 from converters.names.transformers.ties import tied_names
+from converters.optimizers.ranks import check_same
 from converters.optimizers.state_dicts import GROUPS
 from converters.optimizers.states import OptimizerStates
 from converters.pytorch.facts import TorchFacts
@@ -122,37 +121,6 @@ def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
 # -- where tensors are -----------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Stored(Leaf):
-    """A tensor that is stored.
-
-    `number` is its value where it is one number; `same_as` the key of a tensor that is stored in the very same items.
-    `wrapped` are the chunks of a subclass's, `placed` all others.
-    """
-
-    key: str
-    dtype: DType
-    shape: Shape
-    source: Source
-    path: str
-    replicas: tuple[Source, ...] = ()
-    number: int | float | bool | None = None
-    same_as: str | None = None
-    wrapped: Mapping[Box, Record] = field(default_factory=dict)
-    placed: Placed = field(default_factory=list)
-
-    def tensor(self, fqn: str, role: str) -> Tensor:
-        return Tensor(fqn, role, self.dtype, self.shape, self.source, None, self.replicas)
-
-    def alone(self) -> StoredTensor | None:
-        """The tensor as a value of training state, if it lies in one piece."""
-        if isinstance(self.source, Whole):
-            return StoredTensor(self.source.extent)
-        if 0 in self.shape:
-            return StoredTensor(Extent.contiguous(self.path, 0, self.dtype, self.shape))
-        return None
-
-
 @dataclass
 class _Reading:
     """What has been read so far of one checkpoint."""
@@ -178,12 +146,12 @@ class _Reading:
         self.leaves += [(path, leaves[number]) for number, _, path in metadata.paths()]
         self.data.count_ranks(folder)
 
-    def _stored(self, tensor: FoundTensor) -> _Stored:
+    def _stored(self, tensor: FoundTensor) -> Leaf:
         entry = tensor.entry
         path = tensor.placed[0][1].path if tensor.placed else self.metadata
         source = self.data.source(entry.dtype, entry.shape, tensor.placed)
         replicas = self.data.replicas(tensor) if not tensor.wrapped else ()
-        stored = _Stored(entry.key, entry.dtype, entry.shape, source, path, replicas, tensor.number)
+        stored = Leaf(entry.key, entry.dtype, entry.shape, source, path, replicas, tensor.number)
         stored.wrapped, stored.placed = tensor.wrapped, tensor.placed
         return stored
 
@@ -204,7 +172,7 @@ class _Reading:
             )
         for tensor in read_shards(folder, names):
             source = self.data.source(tensor.dtype, tensor.shape, tensor.placed)
-            stored = _Stored(tensor.fqn, tensor.dtype, tensor.shape, source, tensor.path)
+            stored = Leaf(tensor.fqn, tensor.dtype, tensor.shape, source, tensor.path)
             self.leaves.append((("model", tensor.fqn), stored))
         for name in names:
             self.data.add_file(str(folder / name))
@@ -226,7 +194,7 @@ class _Reading:
         found = read_local(files, _recorded_shapes(known), registered_shapes(config) if config else {})
         found.ties |= tied_names(config, found.tensors) if config else {}
         for fqn, tensor in found.tensors.items():
-            leaf = _Stored(fqn, tensor.dtype, tensor.shape, tensor.source, files[0].path, tensor.replicas)
+            leaf = Leaf(fqn, tensor.dtype, tensor.shape, tensor.source, files[0].path, tensor.replicas)
             self.leaves.append((("model", fqn), leaf))
             for alias in (alias for alias, owner in found.ties.items() if owner == fqn):
                 self.leaves.append((("model", alias), replace(leaf, key=alias, same_as=fqn)))
@@ -245,7 +213,6 @@ class _Reading:
         _check_states(found, self.metadata)
         tensors: dict[Key, Tensor] = {}
         for fqn, leaf in found.weights.items():
-            assert isinstance(leaf, _Stored)
             if leaf.wrapped:
                 raise NotFoundError(
                     "a weight is of a tensor subclass, which is not supported",
@@ -288,18 +255,18 @@ class _Reading:
 
         A state whose tensors all have no dims is one of numbers (`step`), also for a parameter without dims.
         """
-        shaped = {name for (_, name), value in found.states.items() if isinstance(value, _Stored) and value.shape}
+        shaped = {name for (_, name), value in found.states.items() if isinstance(value, Leaf) and value.shape}
         states = self.states
         odd: dict[str, Any] = {}
         said: dict[str, set[Any]] = {}
         for (fqn, name), value in found.states.items():
-            if isinstance(value, _Stored) and value.wrapped:
+            if isinstance(value, Leaf) and value.wrapped:
                 parts: list[tuple[Box, Record | Extent]] = [*value.wrapped.items(), *value.placed]
                 held = ((box, part, None, self.metadata) for box, part in parts)
                 states.add_parts(fqn, name, value.shape, held)
-            elif isinstance(value, _Stored) and (value.shape or name in shaped):
-                states.tensors[fqn, name] = value.tensor(fqn, name)
-            elif isinstance(value, _Stored):
+            elif isinstance(value, Leaf) and (value.shape or name in shaped):
+                states.add_tensor(value.tensor(fqn, name), value.path)
+            elif isinstance(value, Leaf):
                 number = value.number if name == "step" else OneElement(value.number or 0, value.dtype, ())
                 states.add_number(fqn, name, number)
                 if name == "step":
@@ -312,12 +279,7 @@ class _Reading:
                 states.add(fqn, weight.shape if weight else (), values, self.metadata)
             else:
                 odd.setdefault(fqn, {})[name] = value
-        for key, tensor in states.tensors.items():
-            if key in tensors:
-                raise CorruptError(
-                    "an optimizer state has the name of a role", path=self.metadata, fqn=key[0], found=key[1]
-                )
-            tensors[key] = tensor
+        tensors |= states.tensors
         _check_steps(said)
         return odd
 
@@ -347,7 +309,7 @@ _LEFT = object()
 
 def _values(value: Any, name: str, spread: list[str]) -> Any:
     """A value of training state without what refers to the reader."""
-    if isinstance(value, _Stored):
+    if isinstance(value, Leaf):
         alone = value.alone()
         if alone is None:
             spread.append(name)
@@ -366,7 +328,7 @@ def _plain_group(group: ParamGroup) -> ParamGroup:
     """A group whose tensors are values of training state: an optimizer with a tensor for `lr` takes no number."""
     options = {}
     for name, value in group.options.items():
-        if isinstance(value, _Stored):
+        if isinstance(value, Leaf):
             alone = value.alone()
             value = value.number if alone is None else alone
         options[name] = value
@@ -377,7 +339,7 @@ def _recorded_shapes(known: Understood) -> dict[str, Shape]:
     """Shapes of parameters whose states are all as long as they are, in the order of the param groups."""
     shapes: dict[str, set[Shape]] = {}
     for (fqn, _), value in known.states.items():
-        if isinstance(value, _Stored) and value.shape:
+        if isinstance(value, Leaf) and value.shape:
             shapes.setdefault(fqn, set()).add(value.shape)
     order = dict.fromkeys(fqn for group in known.groups for fqn in group.fqns)
     return {fqn: next(iter(shapes[fqn])) for fqn in order if len(shapes.get(fqn, ())) == 1}
@@ -401,12 +363,8 @@ def _same_items(metadata: Metadata, found: Sequence[Any]) -> dict[int, str]:
 
 def _stored_ties(weights: Mapping[str, Leaf]) -> dict[str, str]:
     """Aliases to owners, by the items that are stored once for both (which is what is written here)."""
-    names = {leaf.key: fqn for fqn, leaf in weights.items() if isinstance(leaf, _Stored)}
-    return {
-        fqn: names[leaf.same_as]
-        for fqn, leaf in weights.items()
-        if isinstance(leaf, _Stored) and leaf.same_as is not None
-    }
+    names = {leaf.key: fqn for fqn, leaf in weights.items()}
+    return {fqn: names[leaf.same_as] for fqn, leaf in weights.items() if leaf.same_as is not None}
 
 
 def _config(request: ReadRequest, folders: Iterable[str]) -> Mapping[str, Any] | None:
@@ -419,7 +377,7 @@ def _step(rest: Mapping[str, Any]) -> int | None:
         value: Any = rest
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None
-        if isinstance(value, _Stored):
+        if isinstance(value, Leaf):
             value = value.number
         if type(value) is int:
             return value
@@ -434,7 +392,7 @@ def _check_states(found: Understood, path: str) -> None:
     """
     states: dict[str, dict[str, Any]] = {}
     for (fqn, name), value in found.states.items():
-        states.setdefault(fqn, {})[name] = value.dtype if isinstance(value, _Stored) else None
+        states.setdefault(fqn, {})[name] = value.dtype if isinstance(value, Leaf) else None
     strange = [fqn for fqn in states if fqn not in found.weights]
     if strange and len(strange) < len(states):  # where all are, the optimizer spells names in a way of its own
         raise CorruptError(
@@ -490,24 +448,8 @@ def _check_steps(said: Mapping[str, set[tuple[str, Any]]]) -> None:
     steps = {path: {step for _, step in pairs} for path, pairs in said.items() if len(pairs) > 1}
     if any(len(found) > 1 for found in steps.values()):
         return
-    by_step: dict[Any, list[str]] = {}
-    for path, found in steps.items():
-        by_step.setdefault(next(iter(found)), []).append(path)
-    if len(by_step) < 2:
-        return
-    common = max(by_step, key=lambda step: len(by_step[step]))
-    odd = next(path for step, paths in by_step.items() for path in paths if step != common)
-    listed = (
-        f"step {step:g} in {', '.join(os.path.basename(path) for path in sorted(paths)[:8])}"
-        for step, paths in by_step.items()
-    )
-    raise CorruptError(
-        "ranks of different steps in one folder",
-        path=odd,
-        rank=writer_of(odd),
-        expected=f"step {common:g}, as in {len(by_step[common])} of {len(steps)} files",
-        found="; ".join(listed),
-    )
+    files = ((RankFile(path, writer_of(path) or 0, {}), found) for path, found in sorted(steps.items()))
+    check_same("step", [(file, next(iter(found))) for file, found in files])
 
 
 def _refuse_flat(metadata: Metadata) -> None:

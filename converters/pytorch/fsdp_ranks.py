@@ -39,7 +39,6 @@ from ckpt.plan.checkpoint import (
     Checkpoint,
     Format,
     Layout,
-    ParamGroup,
     QuantizedStates,
     ReadRequest,
     Target,
@@ -50,10 +49,11 @@ from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.steps import ANY_STEP, TRACKER
 from ckpt.state.wrapped import clean_names
+from converters.optimizers.ranks import check_same, check_same_options, different_numbers
 from converters.optimizers.state_dicts import Optimizer, read_optimizer, take_apart
 from converters.optimizers.states import OptimizerStates
 from converters.pytorch.facts import TorchFacts
-from converters.pytorch.flat_parameters import Units, in_turn, read_flat, same_numbers
+from converters.pytorch.flat_parameters import Units, in_turn, read_flat
 from converters.pytorch.state_dicts import Reading, tie_as_declared
 
 #: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks.
@@ -97,8 +97,7 @@ class FsdpRanks(Format):
         units: Units = ()
         if optimizers := of("optim"):
             units = _read_optimizers(reading, optimizers, parameters)
-        for file in of("extra"):
-            _read_extra(reading, file)
+        _read_extras(reading, of("extra"))
         step = next((int(m[1]) for p in (path, path.parent) if (m := re.search(r"step[-_](\d+)$", p.name))), None)
         return Checkpoint(
             path=str(path),
@@ -342,65 +341,34 @@ def _cut(offsets: list[int], sizes: list[int], dim: int, count: int, index: int)
 
 
 def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
-    """Add the model's tensors.  Returns the shapes of those that are parts on the ranks: no buffer is."""
+    """Add the model's tensors and ties.  Returns the shapes of tensors that are parts on the ranks: no buffer is."""
     first = models[0]
     names = clean_names(first.content, first.path)
     for model in models[1:]:
         if set(model.content) != set(first.content):
             odd = min(map(str, set(model.content) ^ set(first.content)))
             raise CorruptError("ranks hold different tensors", **model.where, fqn=odd, expected=first.path)
-    reading.ties = _ties(models, names)
     extra: dict[str, Any] = {}
     parameters: list[str] = []
+    owners: dict[Any, str] = {}
     for name, fqn in names.items():
-        if fqn in reading.ties:
-            continue
         values = [model.content[name] for model in models]
         if not all(isinstance(value, StoredTensor) or is_part(value) for value in values):
             extra[fqn] = values[0]
             continue
         parts = [p for value, model in zip(values, models, strict=True) for p in _parts(value, model, fqn)]
+        # The files record that two names have the same elements of the same storages on every rank that has any.
+        elements = tuple(part.extent for _, part in parts if part.extent.numel)
+        owner = owners.setdefault((elements, parts[0][0]), fqn) if elements else fqn
+        if owner != fqn:
+            reading.ties[fqn] = owner
+            continue
         reading.tensors[fqn, WEIGHT] = assemble(fqn, WEIGHT, parts)
         if all(map(is_part, values)):
             parameters.append(fqn)
     if extra:
         reading.items["extra_state"] = extra
     return {fqn: reading.tensors[fqn, WEIGHT].shape for fqn in parameters}
-
-
-def _ties(models: list[RankFile], names: Mapping[str, str]) -> dict[str, str]:
-    """Names that have the same elements of the same storage on every rank that has any: the files record that."""
-    places: dict[Any, str] = {}
-    ties: dict[str, str] = {}
-    for name, fqn in names.items():
-        parts = [p for model in models for p in _local_extents(model.content[name]) if p.numel]
-        if parts:
-            owner = places.setdefault((tuple(parts), _shape_of(models[0].content[name])), fqn)
-            if owner != fqn:
-                ties[fqn] = owner
-    return ties
-
-
-def _local_extents(value: Any) -> list[Extent]:
-    if isinstance(value, StoredTensor):
-        return [value.extent]
-    if not is_part(value):
-        return []
-    if value.name == "ShardedTensor":
-        tensors = [shard.get("tensor") for shard in value.state[0]] if isinstance(value.state, tuple) else []
-    else:
-        tensors = [value.get("_local_tensor")]
-    return [tensor.extent for tensor in tensors if isinstance(tensor, StoredTensor)]
-
-
-def _shape_of(value: Any) -> Any:
-    """What tells a tensor from another view of the same local elements."""
-    if isinstance(value, StoredTensor):
-        return value.shape
-    if value.name == "ShardedTensor":
-        return value.state[1].get("size")
-    meta = value.attributes["_spec"].get("tensor_meta")
-    return meta.attributes.get("shape") if isinstance(meta, Record) else None
 
 
 # -- the optimizer -------------------------------------------------------------------------------------------
@@ -419,15 +387,16 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
     for file in files:
         optimizer = read_optimizer(file.content, file.path, order)
         is_numbered = take_apart(file.content, file.path).names() is None
-        if optimizer is None or (is_numbered and not _fits(reading, optimizer.states)):
+        if optimizer is None or (is_numbered and not _fits(reading, optimizer.states, file)):
             reading.notes.append(_left_out(file.path))
             return ()
+        optimizer.check_known({*order, *reading.ties}, file.path)
         optimizers.append(optimizer)
-        _check_options(file, optimizers[0].groups, optimizer.groups)
+    check_same_options([(file, one.groups) for file, one in zip(files, optimizers, strict=True)])
     found, is_cut = OptimizerStates(groups=optimizers[0].groups), False
     held = [(file, optimizer.states) for file, optimizer in zip(files, optimizers, strict=True)]
     for fqn in dict.fromkeys(fqn for _, states in held for fqn in states):
-        shape = _weight_shape(reading, fqn, files[0])
+        shape = reading.tensors[reading.ties.get(fqn, fqn), WEIGHT].shape
         for name in dict.fromkeys(name for _, states in held for name in states.get(fqn, ())):
             values = [(file, states[fqn][name]) for file, states in held if name in states.get(fqn, ())]
             if any(_is_wrapped(value) for _, value in values):
@@ -437,8 +406,8 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
                 kind = f"an object {odd[0].typename}" if isinstance(odd[0], Record) else "a dict"
                 found.unread.add(name, f"each rank has {kind} of its own", [fqn])
             elif _is_scalar(name, values[0][1], shape):
-                numbers = same_numbers(fqn, name, values)
-                if all(number == numbers[0] for number in numbers):
+                numbers = different_numbers(name, values, fqn)
+                if len(numbers) == 1:
                     found.add_number(fqn, name, numbers[0])
                 else:
                     found.unread.add(name, "each rank has a number of its own", [fqn])
@@ -462,42 +431,21 @@ def _left_out(path: str) -> str:
     )
 
 
-def _fits(reading: Reading, states: Mapping[str, Mapping[str, Any]]) -> bool:
+def _fits(reading: Reading, states: Mapping[str, Mapping[str, Any]], file: RankFile) -> bool:
     """Whether the states can be those of the parameters that their numbers are taken for, by their shapes.
 
     Of sharded states one at least must have the parameter's own shape; a slice is at most as long as it.
     """
     for fqn, values in states.items():
         tensor = reading.tensors[fqn, WEIGHT]
-        shapes = [tuple(_shape_of(value) or ()) for value in values.values() if is_part(value)]
-        if shapes and tensor.shape not in shapes:
+        parts = [value for value in values.values() if is_part(value) and not _is_wrapped(value)]
+        if parts and not any(shape == tensor.shape for part in parts for shape, _ in _parts(part, file, fqn)):
             return False
         if any(
             isinstance(value, StoredTensor) and value.extent.numel > max(1, tensor.numel) for value in values.values()
         ):
             return False
     return True
-
-
-def _check_options(file: RankFile, groups: tuple[ParamGroup, ...], found: tuple[ParamGroup, ...]) -> None:
-    """Ranks of one step have the same hyperparameters; a schedule moves them from step to step."""
-    for number, (a, b) in enumerate(zip(groups, found, strict=False)):
-        for name, value in a.options.items():
-            other = b.options.get(name)
-            if isinstance(value, int | float) and isinstance(other, int | float) and value != other:
-                raise CorruptError(
-                    "ranks of different steps in one folder",
-                    **file.where,
-                    expected=f"{name} {value} of group {number}, as on the first rank",
-                    found=f"{name} {other}",
-                )
-
-
-def _weight_shape(reading: Reading, fqn: str, file: RankFile) -> Shape:
-    tensor = reading.tensors.get((reading.ties.get(fqn, fqn), WEIGHT))
-    if tensor is None:
-        raise CorruptError("the optimizer has a parameter that the model does not have", path=file.path, fqn=fqn)
-    return tensor.shape
 
 
 def _is_scalar(name: str, value: Any, shape: Shape) -> bool:
@@ -537,23 +485,15 @@ def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile
 # -- the rest ------------------------------------------------------------------------------------------------
 
 
-def _read_extra(reading: Reading, file: RankFile) -> None:
+def _read_extras(reading: Reading, files: Sequence[RankFile]) -> None:
     """`{lr_scheduler, rng}`: one scheduler for all, and each rank's random state."""
-    for name, value in file.content.items():
-        if value is None:
-            continue
-        if name == "rng":
-            reading.per_rank.setdefault("rng_state", {})[str(file.rank)] = value
-        else:
-            known = reading.items.setdefault(str(name), value)
-            if name == "lr_scheduler" and _epoch(known) != _epoch(value):
-                raise CorruptError(
-                    "ranks of different steps in one folder",
-                    **file.where,
-                    expected=f"lr_scheduler after {_epoch(known)} steps",
-                    found=f"{_epoch(value)} steps",
-                )
-
-
-def _epoch(scheduler: Any) -> Any:
-    return scheduler.get("last_epoch") if isinstance(scheduler, Mapping) else None
+    schedulers = [(file, file.content.get("lr_scheduler")) for file in files]
+    check_same(
+        "last_epoch of the lr_scheduler", [(f, s.get("last_epoch")) for f, s in schedulers if isinstance(s, Mapping)]
+    )
+    for file in files:
+        for name, value in file.content.items():
+            if name == "rng" and value is not None:
+                reading.per_rank.setdefault("rng_state", {})[str(file.rank)] = value
+            elif value is not None:
+                reading.items.setdefault(str(name), value)

@@ -338,8 +338,7 @@ def _add_optimizer(reading: _Reading, content: Any, path: str) -> None:
     reading.has_optimizer = True
     order = [fqn for fqn, role in reading.tensors if role == WEIGHT]  # in which modules register
     reading.add_optimizer(content, path, reading.tensors, reading.ties, order)
-    for tensor in reading.states.tensors.values():
-        reading.add(tensor, path)
+    reading.tensors |= reading.states.tensors
 
 
 def _read_beside(reading: _Reading) -> None:

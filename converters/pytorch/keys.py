@@ -18,7 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.base.errors import CorruptError
+from ckpt.containers.dcp.tensors import Placed
+from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import ParamGroup
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole
 from ckpt.state.wrapped import stripper
 from converters.optimizers.state_dicts import STATE, is_optimizer, take_apart
 
@@ -27,10 +31,35 @@ OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "
 _MAX_DEPTH = 32
 
 
+@dataclass(slots=True)
 class Leaf:
-    """A tensor in the nested state dict.  Subclassed by the reader, which knows where it is."""
+    """A tensor in the nested state dict.
 
-    shape: tuple[int, ...]
+    `number` is its value where it is one number; `same_as` the key of a tensor that is stored in the very same items.
+    `wrapped` are the chunks of a subclass's, `placed` all others.
+    """
+
+    key: str
+    dtype: DType
+    shape: Shape
+    source: Source
+    path: str
+    replicas: tuple[Source, ...] = ()
+    number: int | float | bool | None = None
+    same_as: str | None = None
+    wrapped: Mapping[Box, Record] = field(default_factory=dict)
+    placed: Placed = field(default_factory=list)
+
+    def tensor(self, fqn: str, role: str) -> Tensor:
+        return Tensor(fqn, role, self.dtype, self.shape, self.source, None, self.replicas)
+
+    def alone(self) -> StoredTensor | None:
+        """The tensor as a value of training state, if it lies in one piece."""
+        if isinstance(self.source, Whole):
+            return StoredTensor(self.source.extent)
+        if 0 in self.shape:
+            return StoredTensor(Extent.contiguous(self.path, 0, self.dtype, self.shape))
+        return None
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, NotFoundError
+from ckpt.base.errors import NotFoundError
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import is_part
 from ckpt.plan.checkpoint import WEIGHT, Key, TrainingState
@@ -48,9 +48,7 @@ class Reading:
         if optimizer is None:
             self.notes.append(_UNPROVED.format(Path(path).name))
             return False
-        for fqn in {*optimizer.members, *optimizer.states}:
-            if ties.get(fqn, fqn) not in shapes:
-                raise CorruptError("the optimizer has a parameter that the model does not have", path=path, fqn=fqn)
+        optimizer.check_known({*shapes, *ties}, path)
         for fqn, values in optimizer.states.items():
             owner = ties.get(fqn, fqn)
             if any(map(is_part, values.values())):

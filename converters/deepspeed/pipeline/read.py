@@ -25,8 +25,6 @@ from converters.deepspeed.parts import Joined, Part
 from converters.deepspeed.pipeline.args import attributes
 from converters.deepspeed.rank_files import (
     base_groups,
-    check_same,
-    check_same_options,
     expect_groups,
     flat_extent,
     inner_file,
@@ -45,6 +43,7 @@ from converters.names.megatron.model.splits import (
     rank_boxes,
     second_linear,
 )
+from converters.optimizers.ranks import check_same, check_same_options
 from converters.optimizers.states import OptimizerStates
 
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_states\.pt")
@@ -500,7 +499,7 @@ def _check_partitions(inners: Sequence[RankFile]) -> None:
                 expected=f"{len(inners)} data parallel ranks",
                 found=", ".join(map(str, counts)),
             )
-    check_same_options(inners)
+    check_same_options([(inner, base_groups(inner)) for inner in inners])
 
 
 def _check_shape(reading: Reading, file: RankFile, fqn: str, shape: Shape) -> None:
