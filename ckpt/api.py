@@ -268,7 +268,7 @@ def plan(
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
     layout = layout or Layout()
     registry.check_options(target.name, layout.options)
-    # What the reader has said is known; a writer sees no notes, and what is said on the way from names to names is new.
+    # The reader's notes are known already.  A writer sees no notes, so those of the renaming are new.
     if target.carries_optimizer:
         _check_states_are_plain(checkpoint, target, layout)
     named = to_namespace(replace(checkpoint, notes=()), _namespace(target, layout), layout)
@@ -327,7 +327,7 @@ def _namespace(target: Format, layout: Layout) -> str | None:
 
 
 def picture(checkpoint: Checkpoint, only: Only = "all") -> Picture:
-    """Who holds what, to be drawn by `ckpt.show.svg.draw`; what is damaged about the description is in it."""
+    """What each rank holds, for `ckpt.show.svg.draw` to draw; what is damaged about the description is in it."""
     from ckpt.show.rows import picture as picture_of
 
     space = checkpoint.namespace

@@ -72,7 +72,7 @@ def _each_once(entries: Iterable[Entry], url: str) -> Iterator[Entry]:
 
 
 def _files(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Those that can be files; UnsafeError for a name that leads elsewhere."""
+    """The entries that can be files; UnsafeError for a name that leads elsewhere."""
     for entry in entries:
         if not {"", ".", ".."}.isdisjoint(entry.key.split("/")) or "\0" in entry.key:
             if entry.key.endswith("/") and not entry.size:  # what consoles make of a folder

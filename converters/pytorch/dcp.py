@@ -107,7 +107,7 @@ DCP = DistributedCheckpoint()
 
 
 def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Of the folders to be written, model first.  A step of HF Trainer or Accelerate stays one, to be resumed from.
+    """Prefixes of the folders to write, model first.  A step of HF Trainer or Accelerate keeps its form, for resuming.
 
     Accelerate 1.15, `utils/fsdp_utils.py`.
     """
@@ -318,7 +318,7 @@ class _Reading:
         return odd
 
     def _add_wrapped(self, fqn: str, name: str, stored: _Stored) -> None:
-        """A state of which some ranks' parts, or all of them, are objects of a tensor subclass."""
+        """Add a state whose parts are, on some ranks or all, objects of a tensor subclass."""
         parts = {box: torchao(record) for box, record in stored.wrapped.items()}
         known = {box: one for box, one in parts.items() if one is not None}
         for box, one in known.items():

@@ -1,4 +1,4 @@
-"""The help texts, the shells' completion, and what is said to who types something else than was meant."""
+"""The help texts, the shells' completion, and the hints for mistyped commands and options."""
 
 from __future__ import annotations
 
