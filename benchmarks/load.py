@@ -28,6 +28,6 @@ def measure(bench: Bench) -> str:
             f"{'from ZeRO-3 (8 ranks), ckpt.StorageReader':<42}{found['ckpt']:>8.2f} s  {ratio:.2f} x torch's "
             f"{verdict(ratio <= 1.5, '<= 1.5')}; each rank reads {share:.4f} x the bytes of its shards "
             f"{verdict(share <= 1.1, '<= 1.1')}; peak {found['peak_mb']:.0f} MB, "
-            f"of which the shards are {found['bytes_held'] / 1e6:.0f}",
+            f"including shards of {found['bytes_held'] / 1e6:.0f}",
         ]
     )

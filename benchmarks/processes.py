@@ -17,7 +17,7 @@ from benchmarks.runner import Bench, Goal, Table
 SOURCES = ()
 FOLDER = Path("/dev/shm/ckpt-benchmarks")
 TIMES = 21  # as many layers as the other sections have
-CHECKED_LAYERS = 1  # of the model with random masters of which one process and two are compared
+CHECKED_LAYERS = 1  # of the model with random masters on which one process and two are compared
 ONE, ONE_CORE, ONE_WORKER = "ckpt, 1 process", "ckpt, 1 process on 1 core", "ckpt, 1 process, --workers 1"
 TWO, TWO_WORKERS = "ckpt, 2 processes", "ckpt, 2 processes, --workers 1 each"
 TORCHRUN = "ckpt, 2 processes by torchrun"

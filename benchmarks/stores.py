@@ -52,7 +52,7 @@ def measure(bench: Bench) -> Table:
 
 
 def _transfers(bench: Bench, prefix: str, size: int) -> list[str]:
-    """Of what moves the bytes alone, without the start of Python and the look at the checkpoint, in turn."""
+    """Time what moves the bytes alone, without the start of Python and the look at the checkpoint, in turn."""
     seconds: dict[str, list[float]] = {name: [] for pair in _ALIKE.items() for name in reversed(pair)}
     for _ in range(bench.num_rounds):
         for name, found in seconds.items():

@@ -267,7 +267,7 @@ def plan(
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
     layout = layout or Layout()
     registry.check_options(target.name, layout.options)
-    # What the reader has said is known; a writer sees no notes, and what is said on the way from names to names is new.
+    # The reader's notes are known already.  A writer sees no notes, so those of the renaming are new.
     if target.carries_optimizer:
         _check_states_are_plain(checkpoint, target, layout)
     named = to_namespace(replace(checkpoint, notes=()), _namespace(target, layout), layout)

@@ -35,7 +35,7 @@ class Engine(Protocol):
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """Which part of every batch is this rank's, of how many parts."""
+        """This rank's part of every batch, and the number of parts."""
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
         """One optimizer step on this rank's micro batches; returns the mean loss over them."""

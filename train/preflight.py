@@ -59,7 +59,7 @@ def look(folder: Path, data: Sequence[Path], need_gb: float) -> dict[str, Any]:
 
 
 def digest(path: Path) -> str:
-    """Of a file, or of all files of a folder: names, sizes, and the first and the last MiB of each."""
+    """A digest of a file or of a folder's files: their names, sizes, and the first and the last MiB of each."""
     total = hashlib.sha256()
     files = sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]
     for file in files:

@@ -22,7 +22,7 @@ SETTINGS = (
     *("model", "dtype", "precision", "dropout", "batch", "length", "seed", "optimizer", "scheduler", "schedule_steps"),
     *("lr", "weight_decay", "freeze", "lora", "vocab", "layers", "mtp_layers"),
 )
-#: What of a DeepSpeed config says what is computed; the rest says where it lies.
+#: The entries of a DeepSpeed config that change the computation; the rest is about places.
 _DS_CONFIG = ("gradient_clipping", "optimizer", "scheduler", "fp16", "bf16", "data_types", "train_batch_size")
 #: Losses that are held against those recorded.
 FIRST = 3

@@ -223,7 +223,7 @@ class Watched:
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """Which part of the batch is this rank's, of how many."""
+        """This rank's part of the batch, and the number of parts."""
         return dist.get_rank(), dist.get_world_size()
 
 

@@ -57,7 +57,7 @@ class CkptError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[object, ...]:
-        """As the parts that are known, whatever the arguments of the class: processes tell each other what failed."""
+        """Pickle the known parts, whatever the class's arguments are: processes send each other their errors."""
         return _restored, (type(self), self.args), self.__dict__
 
     def facts(self) -> dict[str, str]:
@@ -90,7 +90,7 @@ class UsageError(CkptError):
 
 
 class SeveralRunsError(UsageError):
-    """A folder holds several run folders, `runs`, the newest first, of which one is to be given."""
+    """A folder holds several run folders, `runs`, the newest first; the user has to name one."""
 
     def __init__(self, path: os.PathLike[str], runs: Sequence[os.PathLike[str]]) -> None:
         found = ", ".join(os.path.relpath(run, path) for run in runs[:8]) + (", ..." if len(runs) > 8 else "")

@@ -13,7 +13,7 @@ _EVERY = 10.0  # seconds between lines
 
 
 class Meter:
-    """Of bytes; called with the number of those done since the last call.  It shows nothing where it is `quiet`."""
+    """A progress bar for bytes.  Call it with the bytes done since the last call; it shows nothing if `quiet`."""
 
     def __init__(self, total: int, phase: str, *, quiet: bool) -> None:
         self._total, self._phase, self._done = total, phase, 0
@@ -53,7 +53,7 @@ class Meter:
             self._bar.close()
 
     def line(self) -> str:
-        """What there is to say now: phase, bytes, rate, time that remains; or the time since the phase began."""
+        """The line to show now: phase, bytes, rate and remaining time; or the time since the phase began."""
         seconds = max(time.monotonic() - self._start, 1e-3)
         if not self._total or not self._done:
             return f"{self._phase}: {seconds:.0f} s"

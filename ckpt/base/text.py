@@ -32,7 +32,7 @@ def counted(number: int, what: str, spec: str = "") -> str:
 
 
 def did_you_mean(typed: str, known: Sequence[str]) -> str | None:
-    """A hint that names what of `known` is nearly what was typed; None where nothing is."""
+    """A hint that names the entry of `known` that is closest to what was typed; None if none is close."""
     spelled = {name.lower(): name for name in known}
     near = [spelled[name] for name in difflib.get_close_matches(typed.lower(), spelled, 2)]
     return f"did you mean {' or '.join(near)}?" if near else None

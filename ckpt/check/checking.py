@@ -82,7 +82,7 @@ class Checked:
 
     @property
     def exit_code(self) -> int:
-        """That of the first error that told nothing about it."""
+        """The exit code of the first error that left it open whether the checkpoint is whole; 0 if there was none."""
         return next((problem.exit_code for problem in self.problems if problem.kind == UNKNOWN), 0)
 
     @property
@@ -308,7 +308,7 @@ def _check_one(
     if checkpoint is not None:
         problems += _not_read(checkpoint, place)
     told: dict[str, Problem] = {}
-    # what the reader says of a file, and not what is said of it again
+    # the reader's own problem with a file comes before a second one about the same file
     for problem in sorted(problems, key=lambda problem: problem.kind == LEFT):
         told.setdefault(problem.where, problem)
     return Checked(
@@ -330,7 +330,7 @@ def _own_formats(place: Path, format: str, others: list[Path]) -> Iterator[str]:
         if one.reads and format in (AUTO, one.name):
             try:
                 found = one.find(place, None)
-            except CkptError:  # of this format, and damaged: that is said as it is opened
+            except CkptError:  # of this format, and damaged: opening it will report that
                 found = place
             if found is not None:
                 if not any(found.is_relative_to(other) for other in below):
@@ -372,7 +372,7 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """That ZeRO's model and optimizer count different steps: a save was cut off in a folder that is used again.
+    """Report a ZeRO model and optimizer that count different steps: a save into a reused folder was cut off.
 
     It is no proof of damage, as the optimizer begins anew where weights alone were loaded.  Stage 0 counts otherwise.
     """

@@ -59,7 +59,7 @@ _ZIP = b"PK\x03\x04"
 class Problem:
     """What is wrong with a file, or with a set of them; `where` is relative to the folder that was looked at.
 
-    `exit_code` is of the error that told it, 0 where none did.
+    `exit_code` is that of the error behind it, 0 if there was no error.
     """
 
     kind: str
@@ -116,7 +116,7 @@ def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Proble
 
 
 def _left(error: CkptError, root: Path, path: Path) -> Problem | None:
-    """That a file was not looked into: it is another kind of pickle, or one of objects in a sound zip archive."""
+    """Report a file that was not looked into: another kind of pickle, or one of objects in a sound zip archive."""
     is_pickle = isinstance(error, NotFoundError | UnsafeError) and path.suffix in _TORCH
     if not is_pickle or any(words in error.what for words in _NEVER_LEFT):
         return None

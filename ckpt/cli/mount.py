@@ -62,7 +62,7 @@ def mount(
     if dequantize:
         checkpoint = api.dequantized(checkpoint, layout.dtype)
     conversion = api.plan(checkpoint, target, layout)
-    check_free(conversion, view)  # what is said from here on comes true: another process serves it then
+    check_free(conversion, view)  # from here on the messages hold: another process will serve the files
     say_source(checkpoint, quiet=quiet)
     if not quiet:
         for line in lost_lines(plan_report(conversion, view)):

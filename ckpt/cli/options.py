@@ -127,7 +127,7 @@ _TEXTS = ("commit_message", "tensor")
 
 
 def _with_urls(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """`arguments` with a place for what is at each URL.  UsageError where none is taken: it would be a local path."""
+    """Replace each URL in `arguments` by a local stand-in.  UsageError where the argument takes no URL."""
 
     def placed(value: Any, is_taken: bool) -> Any:
         if isinstance(value, list):

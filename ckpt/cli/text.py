@@ -84,7 +84,7 @@ def carry_out(
         if not quiet:
             options["clearing"] = clearing
         num_done = conversion.run(destination, manifest=manifest, resume=bool(resume), **options)
-    if quiet:  # what may be lost is said all the same
+    if quiet:  # what may be lost is reported even then
         state = [one for one in report["not_read"] if one["kind"] == not_read.STATE]
         for line in not_read.lines(state):
             print(line, file=sys.stderr)

@@ -187,7 +187,7 @@ def structure(what: str, path: str | Path, found: Callable[[], str] = str, **whe
 def check_all_there(
     what: str, found: Collection[Any], expected: int | Sequence[Any], path: Path, example: str = ""
 ) -> None:
-    """IncompleteError that names what of `expected`, ranks or their number as a file says it, is not in `found`."""
+    """IncompleteError that names the ranks of `expected` (or of their number, from a file) that `found` lacks."""
     count, expected = (expected, range(expected)) if isinstance(expected, int) else (len(expected), expected)
     missing = list(islice((rank for rank in expected if rank not in found), _SHOWN + 1))
     if missing:

@@ -104,7 +104,7 @@ def _made(layers: Sequence[int], loss: int, again: int, inputs: int, setup: Setu
 
 
 def transformers(blocks: Sequence[Block], vocabulary: int, setup: Setup) -> Activations:
-    """Of a micro batch on one GPU that has all layers."""
+    """The activations of a micro batch on one GPU that has all layers."""
     item, tokens, hidden = setup.itemsize, setup.tokens, blocks[0].hidden
     keys = setup.length if setup.eager_attention else 0
     layers = [tokens * per_token(block, item, keys) for block in blocks]
@@ -118,7 +118,7 @@ def transformers(blocks: Sequence[Block], vocabulary: int, setup: Setup) -> Acti
 def megatron(
     blocks: Sequence[Block], in_flight: int, hidden: int, vocabulary: int, setup: Setup, tp: int, has_loss: bool
 ) -> Activations:
-    """Of a pipeline stage with the layers `blocks`, which holds `in_flight` micro batches.
+    """The activations of a pipeline stage with the layers `blocks`, which holds `in_flight` micro batches.
 
     `vocabulary` is padded; `has_loss`: it is the last stage.
     """
@@ -138,9 +138,9 @@ def megatron(
 
 
 def _fused(block: Block, setup: Setup, tp: int, outside: int, recompute: Sequence[str]) -> int:
-    """Of a token in a layer of fused modules: inputs of norms, of linear layers, of attention and of the activation.
+    """Bytes per token of a layer of fused modules: inputs of norms, linear layers, attention and the activation.
 
-    Without the outputs of those that are computed again.
+    The outputs of modules that are recomputed do not count.
     """
     norms = 2 if "layernorm" in recompute else 4
     inside = block.queries + block.keys + block.values + block.attended + 2 * block.latent

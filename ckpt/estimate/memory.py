@@ -297,7 +297,7 @@ def _chunks(parameters: Iterable[Parameter], ranks: int) -> int:
 
 
 def _flat_parts(parameters: Iterable[Parameter], setup: Setup) -> int:
-    """Elements of one rank's parts of flat parameters, of which each unit has one."""
+    """Elements of one rank's parts of the flat parameters; each unit has one flat parameter."""
     aligned = _FLAT_ALIGNMENT // setup.itemsize
     units: dict[int | None, int] = {}
     for parameter in parameters:

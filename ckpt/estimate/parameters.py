@@ -47,7 +47,7 @@ class Block:
     the model's dtype, and in float32 where `scores_fp32`.  `latent`
     the low-rank queries, keys and values of latent attention.  `qk_norms` is the number of heads whose queries or keys
     are normalised.  `ffn` is the width of a dense MLP or of shared experts, `ffn_saved` the number of tensors of that
-    width that the backward pass needs; the same of one expert, of which each token takes `top`.
+    width that the backward pass needs; the same of one expert.  Each token goes through `top` experts.
     """
 
     hidden: int

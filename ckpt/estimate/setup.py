@@ -102,16 +102,16 @@ class Setup:
 
     @property
     def itemsize(self) -> int:
-        """Of what the model computes in, in bytes."""
+        """Bytes per element of the dtype that the model computes in."""
         return ITEMSIZES[self.dtype]
 
     @property
     def tokens(self) -> int:
-        """Of a micro batch, on one GPU."""
+        """Tokens of a micro batch on one GPU."""
         return ceil(self.batch * self.length / self.context_parallel)
 
     def state_bytes(self, numel: int, itemsize: int) -> int:
-        """Of all optimizer states of one tensor with `numel` elements, which are kept in elements of `itemsize`."""
+        """Bytes of all optimizer states of a tensor with `numel` elements, if states have elements of `itemsize`."""
         states = OPTIMIZER_STATES[self.optimizer]
         if not self.optimizer.endswith("_8bit"):
             return states * itemsize * numel

@@ -52,7 +52,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is estimated: the model, its config where there is one, and what there is to say of how it was found."""
+    """What is estimated: the model, its config where there is one, and notes on how it was found."""
 
     path: str
     model: Model

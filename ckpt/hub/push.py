@@ -210,7 +210,7 @@ def check_room(files: Set[str], to: Push) -> None:
         try:
             remote = _remote_files(HfApi(), to.repo_id, to.revision or _MAIN)
         except RevisionNotFoundError:
-            remote = _remote_files(HfApi(), to.repo_id, _MAIN)  # of which the branch will be made
+            remote = _remote_files(HfApi(), to.repo_id, _MAIN)  # the branch will be made from it
         except RepositoryNotFoundError:
             return
         _check_what_is_there(files, remote.keys(), to)

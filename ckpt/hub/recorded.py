@@ -21,7 +21,7 @@ _IN_CARD = re.compile(rb"^hub_model_id:[ \t]*[\"']?([\w./-]+)", re.MULTILINE)
 def recorded_repo(folders: Sequence[Path], suffix: str = "") -> str:
     """The `hub_model_id` that the run which `folders` belong to records, with `suffix` behind it.
 
-    It is in the run's training arguments or model card.  UsageError where none is recorded, which asks for it.
+    It is in the run's training arguments or model card.  If it is not recorded, the UsageError asks for it.
     """
     places: list[Path] = []
     for folder in folders:

@@ -13,7 +13,7 @@ What decides the bits:
   targeted parameters and attention round the delta to the weight's dtype first, and then the sum: two.
 - DoRA divides in fp32 and rounds once; its norm is taken over the views that PEFT takes it over.
 
-Every function takes a weight of which it may reuse the memory, and returns the merged one in the same dtype.
+Every function takes a weight whose memory it may reuse, and returns the merged weight in the same dtype.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A merge is a conversion of the base in which some tensors are computed: each adapted one is read, merged and written by
 itself, everything else is copied as in any other conversion.  So memory is bounded by the largest adapted tensor (its
-base, and its delta in fp32).  `ckpt.lora.arithmetic` is the arithmetic; here is what it is applied to.
+base, and its delta in fp32).  `ckpt.lora.arithmetic` has the arithmetic; this module applies it to tensors.
 
 Names are transformers' in memory, which is what an adapter's are; a base with the Hub's names is taken through the
 relation of the two, and the result back.

@@ -1,4 +1,4 @@
-"""Copies of a target file in batches, each of which a thread carries out in a moment and in buffers of bounded size.
+"""Copies of a target file, in batches: a thread carries out a batch in a moment, in buffers of bounded size.
 
 Like-for-like ranges are read and written as they are, a window at a time.  Small ones that are neighbours in the
 target, and those that are cast, are gathered: few reads that scatter, and one write.
@@ -351,7 +351,7 @@ class _Slab:
 
 
 def _slab(copies: list[Copy], at_most: int) -> _Slab | None:
-    """For copies with gaps that fill a range of the target together; None if they do not, or it is too large."""
+    """A buffer for copies with gaps that together fill a range of the target; None if not, or if it is too large."""
     if all(copy.target.is_contiguous for copy in copies):
         return None
     start, stop = min(copy.target.offset for copy in copies), max(copy.target.end for copy in copies)

@@ -61,7 +61,7 @@ def digest_of_bytes(content: bytes) -> FileDigest:
 
 
 def jobs(pieces: Iterable[Piece]) -> Iterator[list[Piece] | None]:
-    """What is to be hashed, in portions of some size for several threads: lists of pieces, and None for the rest."""
+    """The work of hashing, in portions for several threads: lists of pieces, and None for the rest of the file."""
     job: list[Piece] = []
     size = 0
     for piece in pieces:

@@ -94,7 +94,7 @@ class Journal:
 
 
 def remove_journals(folder: Path, size: int) -> None:
-    """Those of `size` processes: the conversion is complete."""
+    """Remove the journals of `size` processes when the conversion is complete."""
     for path in (_place(folder, rank) for rank in range(size)):
         with translate_os_errors(path):
             path.unlink()
@@ -187,7 +187,7 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
 
 
 def still_there(folder: Path, claimed: Digests, pieces: Pieces, memory: int) -> Digests:
-    """Those pieces that are claimed to be in files of `folder`, and are as their digests say.
+    """The pieces that `claimed` says are in files of `folder`, and that have the digests it gives.
 
     `memory` are the bytes of all buffers together.
     """

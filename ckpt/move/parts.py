@@ -1,4 +1,4 @@
-"""What of a plan is still to be done, and by which process: target files in pieces, dealt out by bytes."""
+"""The parts of a plan that are still to be done, dealt out to processes: target files in pieces, by bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Part:
         object.__setattr__(self, "is_whole", all(is_todo))
 
     def spans(self, plan: Plan) -> Iterator[Spans]:
-        """As `Plan.spans`, what is to be done of it."""
+        """`Plan.spans`, without what is done."""
         for spans in plan.spans(self.file):
             if self.is_whole:
                 yield spans
@@ -51,11 +51,11 @@ class Part:
                 yield found
 
     def copies(self, plan: Plan) -> Iterator[tuple[Slot, list[Copy]]]:
-        """As `Plan.copies`, what is to be done of it."""
+        """`Plan.copies`, without what is done."""
         return plan.copies(self.file, self._wants)
 
     def computed_copies(self, plan: Plan) -> dict[str, list[Copy]]:
-        """As `Plan.computed_copies`, what is to be done of it."""
+        """`Plan.computed_copies`, without what is done."""
         return plan.computed_copies(self.file, self._wants)
 
     def _wants(self, slot: Slot) -> bool:

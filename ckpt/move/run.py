@@ -81,7 +81,7 @@ def execute(
         workers = Workers(resources, progress, hashing=hashing, hashed=hashed, num_here=num_here)
 
         def last() -> list[Output]:
-            """Files of which the content is told by all others, when no process has any of those open any more."""
+            """Write the files that need the digests of all others, when every process has closed its own."""
             if not is_first:
                 return []
             found = group.gather(workers.digests())
@@ -116,7 +116,7 @@ def _prepare(
     hashing: bool,
     resume: bool,
 ) -> tuple[list[Part], Digests, Journal | None]:
-    """What is to be done here, the pieces that are there already, and a journal where there is `hashing`."""
+    """This process's part of the work, the pieces that are there already, and a journal where there is `hashing`."""
     files = plan.target.files
     if not hashing:
         return [Part(file, None) for file in files], {}, None

@@ -32,7 +32,7 @@ class Remote(Protocol):
 
 
 class Stores(Protocol):
-    """Which files stand for objects in a store (`ckpt.stores.standins`)."""
+    """Knows the files that stand for objects in a store (`ckpt.stores.standins`)."""
 
     def is_standin(self, path: str) -> bool: ...
     def in_use(self) -> bool: ...

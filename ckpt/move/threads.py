@@ -103,7 +103,7 @@ class Jobs(Generic[_Job]):
             yield job
 
     def _next(self) -> deque[_Job] | None:
-        """Of which the next may be taken."""
+        """The queue to take the next job from: a heavy job only while few enough of those run."""
         if self._heavy and self._num_running < self._num_heavy:
             return self._heavy
         return self._light or None

@@ -120,7 +120,7 @@ class Output:
             return not self._pending
 
     def written(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[Piece]:
-        """The pieces of which the last part has now been written: so many bytes at each of these offsets."""
+        """The pieces that are complete now that `sizes` bytes have been written at `offsets`."""
         if not self.pieces:
             return []
         places = self._places(offsets[sizes > 0])
@@ -339,7 +339,7 @@ class Workers:
         self._leave()
 
     def digests(self) -> tuple[dict[str, dict[Piece, str]], dict[str, tuple[int, str]]]:
-        """By file, the digests of the pieces that have been filled; the size, and the digest of the rest."""
+        """The digests of the filled pieces by file; and each file's size, with the digest of what is in no piece."""
         return self._pieces, self._rests
 
     def _release(self, output: Output, uses: int = 1) -> None:

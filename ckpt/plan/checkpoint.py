@@ -350,7 +350,7 @@ class Layout:
         return declaration(**{name: value for name, value in self.options.items() if name in names})
 
     def num_ranks(self, checkpoint: Checkpoint) -> int:
-        """For how many ranks files are written that are made for each.  UsageError where nothing tells."""
+        """The number of ranks to write files for.  UsageError if neither the source nor the user gives it."""
         found = self.world_size or checkpoint.world_size
         if found is None:
             what, hint = "the source has no number of ranks of its own", "--world-size says how many there are"
@@ -372,7 +372,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TargetFile:
-    """One file to be written: its size, the bytes that are known now, by offset, and the slots to be filled.
+    """A file of the target: its size, the bytes that are known now, by offset, and the slots to be filled.
 
     `zeros` are ranges (offset, length) that stay zero: padding between and behind tensors.
     """

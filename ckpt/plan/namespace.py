@@ -32,6 +32,6 @@ class Namespace:
 
 
 def in_words(namespace: str) -> str:
-    """Whose names they are, for a message."""
+    """The namespace in the words of a message."""
     known = {OWN: "the checkpoint's own names", HUB: "the Hub's names", TRANSFORMERS: "transformers' names"}
     return known.get(namespace, f"{namespace}'s names")

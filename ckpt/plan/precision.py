@@ -1,4 +1,4 @@
-"""Which stored tensor a weights-only target takes for each parameter, and in which dtype.
+"""The choice of the stored tensor, and of the dtype, that a weights-only target takes for each parameter.
 
 The rules are those of the frameworks themselves: weights that are stored in the model's dtype are taken as
 they are; where only fp32 masters are stored (a ZeRO optimizer), the model's weights are their rounding to the
@@ -62,7 +62,7 @@ def choices(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
 
 
 def kept_in_training(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
-    """As engines keep what an optimizer steps: `choices`, but without a `dtype` the masters, where there are any."""
+    """The tensors that an optimizer steps: `choices`, or, without a `dtype`, the masters where there are any."""
     masters = {} if dtype is not None else {t.fqn: Choice(t, t.dtype) for t in checkpoint.with_role(MASTER)}
     return choices(checkpoint, dtype) | masters
 

@@ -109,7 +109,7 @@ class Relation:
 
     @classmethod
     def renaming(cls, names: Mapping[str, str], shapes: Mapping[str, Shape]) -> Relation:
-        """Of `names` by those that they become, each of a tensor of `shapes`."""
+        """The relation that renames each tensor of `names` (old to new name) and changes nothing in it."""
         links = tuple(Link.rename(name, new, shapes[name]) for name, new in names.items())
         return cls(links, {link.a: shapes[link.a] for link in links}, {link.b: shapes[link.a] for link in links})
 

@@ -336,7 +336,7 @@ class Rule(Source, Protocol):
 
 
 def runs_of(source: Source, shape: Shape, start: int, stop: int) -> Sequence[Run] | None:
-    """As `Rule.runs`, for any source."""
+    """Same as `Rule.runs`, for any source."""
     if hasattr(source, "runs"):
         return cast(Rule, source).runs(shape, start, stop)
     found: list[Run] = []

@@ -1,7 +1,7 @@
 """The processes that carry something out together, over torch.distributed.
 
-In each of them a thread exchanges what there is to say with all others, a few times a second: values that are gathered,
-bytes that are done, an error.  So a process that fails or dies is known to all within that time, whatever they are at,
+In each of them a thread exchanges news with all others a few times a second: values that are gathered, bytes that are
+done, an error.  So a process that fails or dies is known to all within that time, whatever they are at,
 and no process waits for one that is no more.
 """
 
@@ -47,7 +47,7 @@ class Alone:
         return [value]
 
     def counted(self, progress: Callable[[int], None]) -> Callable[[int], None]:
-        """What is to be called instead of `progress`, which the first process then hears of all of them."""
+        """A function to call instead of `progress`: the first process's `progress` then hears of all processes."""
         return progress
 
 
@@ -97,7 +97,7 @@ class TorchGroup(Alone):
             raise self._error from None
 
     def gather(self, value: T) -> list[T]:
-        """As `Alone.gather`.  Raises what another process raised, StorageError where one has died."""
+        """Same as `Alone.gather`.  Raises what another process raised, StorageError where one has died."""
         with self._changed:
             self._outgoing.append(value)
             self._wake.set()
@@ -115,7 +115,7 @@ class TorchGroup(Alone):
         return any(has_left and not values for has_left, values in zip(self._left, self._values, strict=True))
 
     def counted(self, progress: Callable[[int], None]) -> Callable[[int], None]:
-        """As `Alone.counted`.  It raises what another process raised."""
+        """Same as `Alone.counted`.  It raises what another process raised."""
         self._progress = progress if self.rank == 0 else self._progress
         return self._count
 
@@ -192,7 +192,7 @@ def check_alike(given: Mapping[str, str], group: Alone) -> None:
 
 
 def _portable(error: BaseException | None, rank: int, size: int) -> BaseException | None:
-    """`error` as it can be told to other processes, and with the rank that it is of."""
+    """`error` in a form that can be sent to other processes, with the rank where it happened."""
     if error is None or getattr(error, "is_told", False):
         return error
     portable: Any = error

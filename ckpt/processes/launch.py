@@ -65,7 +65,7 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def _first_host(nodes: str) -> str:
-    """Of `rack[03-05,7]n[1-2],other`: rack03n1."""
+    """The first host of a list of nodes in Slurm's spelling: rack03n1 of `rack[03-05,7]n[1-2],other`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else ""
 

@@ -58,7 +58,7 @@ def _deepspeed_config(environment: Mapping[str, str]) -> Any:
 
 
 def _format(environment: Mapping[str, str]) -> str | None:
-    """As Accelerate's launcher records it (accelerate/utils/launch.py, 1.15), or its plugin of FSDP."""
+    """The format that Accelerate's launcher (accelerate/utils/launch.py, 1.15) or its FSDP plugin names."""
     if _is_true(environment.get("ACCELERATE_USE_DEEPSPEED")):
         stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         return f"zero{stage}" if stage in ("0", "1", "2", "3") else None
@@ -90,7 +90,7 @@ def _zero(config: Any) -> str | None:
 
 
 def _precision(config: Any) -> str | None:
-    """In which DeepSpeed keeps the model under `config`; None where that is not decided yet ("auto")."""
+    """The precision in which DeepSpeed keeps the model under `config`; None if not decided yet ("auto")."""
     sections = {name: config.get(name) for name in ("bf16", "fp16")} if isinstance(config, Mapping) else {"": "auto"}
     enabled = {name: one.get("enabled", False) if isinstance(one, Mapping) else one for name, one in sections.items()}
     if "auto" in enabled.values():

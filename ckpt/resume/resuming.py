@@ -363,7 +363,7 @@ def _convert(
 
 @contextlib.contextmanager
 def _hinting_at_what_to_do(way: _Way, path: Path) -> Iterator[None]:
-    """Who resumes has chosen no place, and has no -o."""
+    """Replace hints about `-o` in errors: `ckpt resume` has no such option."""
     try:
         yield
     except (StorageError, UsageError) as error:

@@ -77,7 +77,7 @@ def read_json(path: Path, *, unique: bool = False, max_bytes: int = MAX_JSON) ->
 
 
 def parse_json(content: bytes, path: Path, *, unique: bool = False, max_bytes: int = MAX_JSON) -> Any:
-    """As `read_json`, of bytes at hand; `path` is for messages."""
+    """Same as `read_json`, from bytes in memory; `path` is for messages."""
     if len(content) > max_bytes:
         raise CorruptError("the JSON file is too large", path=path, expected=f"at most {max_bytes} bytes")
     if content.count(b",") + content.count(b"[") + content.count(b"{") > MAX_JSON_ITEMS:
@@ -271,5 +271,5 @@ def _true_dtypes(config: Mapping[str, Any], main: str, names: set[str]) -> dict[
 
 
 def dump_config(config: Mapping[str, Any]) -> bytes:
-    """As transformers writes it, but with the keys in the order in which they stand."""
+    """The bytes of a config file as transformers writes it, but with the keys in their given order."""
     return (json.dumps(config, indent=2) + "\n").encode()

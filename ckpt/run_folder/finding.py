@@ -38,7 +38,7 @@ class Steps:
     #: folder that may be another format's, where there is no step of this one.
     owns_record: bool = False
     may_be_others: Callable[[Path], bool] = _never
-    #: Names of steps of which the newest is meant where nothing is recorded, and the folders in the run's with steps.
+    #: The names of steps, if the newest is meant where nothing is recorded; and of folders in the run's with steps.
     newest: re.Pattern[str] | None = None
     places: Sequence[str] = ("",)
     #: Whether a step was written to its end, where that is told by names.

@@ -1,4 +1,4 @@
-"""What of a run has no place in a folder of weights, said to the user."""
+"""Notes to the user on the parts of a run that have no place in a folder of weights."""
 
 from __future__ import annotations
 

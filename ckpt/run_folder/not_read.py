@@ -1,7 +1,7 @@
 """Files in a checkpoint's folder that no reader opened: what they look like, by their names and first bytes.
 
-The checkpoint's own folder is looked at, and its subfolders; never what stands beside it.  A subfolder of which no file
-was read is named as a whole, where its files look like training state; these may be another checkpoint.
+The checkpoint's own folder and its subfolders are looked at, never what stands beside it.  A subfolder without any file
+that was read is named as a whole, if its files look like training state: it may be another checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.companions import PATTERNS, SHARED_RUN_PATTERNS
 from ckpt.run_folder.steps import ANY_STEP, RECORDS
 
-#: Kinds of files of which it is known that they hold no tensors: texts, tokenizers, pictures.
+#: Kinds of files that hold no tensors: texts, tokenizers, pictures.
 _NO_TENSORS = (
     *("*.txt", "*.md", "*.rst", "*.json", "*.jsonl", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.csv", "*.tsv"),
     *("*.xml", "*.html", "*.log", "*.out", "*.err", "*.py", "*.sh", "*.jinja", "*.lock", "*.sha256", "*.parquet"),
@@ -114,7 +114,7 @@ def not_read(checkpoint: Checkpoint) -> tuple[NotRead, ...]:
 
 
 def judged(listing: Iterable[Entry], opened: Collection[str], ends: Callable[[str], bytes]) -> Iterator[NotRead]:
-    """As `not_read`, of a listing and the names that were opened; `ends` gives a file's first and last bytes."""
+    """Same as `not_read`, for a listing and the opened names; `ends` gives a file's first and last bytes."""
     used = {place for name in opened for place in _around(name)}
     models = {found.group("stem", "suffix", "count") for name in opened if (found := _WEIGHTS.fullmatch(_base(name)))}
     weights_alone = bool(models) and not {*_OPTIMIZER} & {*opened}

@@ -103,7 +103,7 @@ def _neighbour(path: Path) -> str | None:
 def _open_first(path: Path, formats: list[Format], request: ReadRequest, training: bool = False) -> Checkpoint | None:
     """The checkpoint that `path` is or records; otherwise, in a run folder, the newest complete `checkpoint-N`.
 
-    A newer one that was not written to its end is passed over, which is said; one that is damaged is an error.  A tag
+    A newer one that was not written to its end is passed over with a note; one that is damaged is an error.  A tag
     names a step in `path`, a `checkpoint-N`, or a step inside one: what the run would open if it had no other step.
 
     With `training` it is the newest complete one with an optimizer, of the folder itself and all of its steps.
@@ -195,7 +195,7 @@ def _newer_of_all(path: Path, checkpoint: Checkpoint | None, formats: list[Forma
 
 
 def _is_ruled_out(one: Format, path: Path, step: Path) -> bool:
-    """Whether `step` is of the format `one`, of which a record in `path` names another step."""
+    """Whether `step` is of the format `one`, but the format's record in `path` names another step."""
     if not _has_record(path) or _has_record(step):
         return False
     recorded = one.find(path, None)
@@ -257,9 +257,9 @@ def _is_for_the_step(found: Path, path: Path) -> bool:
 
 
 def has_optimizer(checkpoint: Checkpoint) -> bool:
-    """Whether there is an optimizer, also one of which nothing tells whose its states are.
+    """Whether there is an optimizer, even if nothing tells which parameters its states belong to.
 
-    Its engine takes these by number: it can be gone on with as it is, and not be converted (`knows_optimizer`).
+    Its engine takes such states by number: training can go on from them, but they cannot be converted.
     """
     is_beside = any(Path(file.path).name.startswith("optim") for file in checkpoint.files)
     return knows_optimizer(checkpoint) or is_beside or registry.get(checkpoint.format).always_has_optimizer

@@ -197,7 +197,7 @@ def _training(checkpoint: Checkpoint, bounds: Bounds) -> dict[str, JSON]:
 
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[str]:
-    """That states are smaller in the files than the plain values which everything else here is of."""
+    """Notes that quantized states are smaller in the files than the plain values that are shown here."""
     for method, count in Counter(checkpoint.quantized.methods.values()).items():
         yield f"{count} optimizer states are stored quantized by {method}; here they are the values computed of them"
 

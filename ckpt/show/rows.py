@@ -1,4 +1,4 @@
-"""Who holds what of a checkpoint: its tensors as rows of slices with their ranks.  What `ckpt inspect --picture` draws.
+"""The rows that `ckpt inspect --picture` draws: a checkpoint's tensors as slices with the ranks that hold them.
 
 Pure, and of the description alone.  Tensors that look the same are one row: a model of a hundred layers is drawn with
 as many rows as one layer has tensors, and each row says which layers it stands for.
@@ -79,7 +79,7 @@ class Picture:
 
 
 def picture(checkpoint: Checkpoint, padding: Mapping[str, Box] | None = None, only: Only = "all") -> Picture:
-    """What is to be drawn of the tensors that `only` asks for, and what is damaged about their description.
+    """The picture of the tensors that `only` asks for.
 
     `padding` are rows of tensors that mean nothing; None: those that the names' own namespace tells of.
     """
@@ -114,7 +114,7 @@ def _wanted(checkpoint: Checkpoint, only: Only) -> list[Tensor]:
 
 
 def _naming(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Callable[[Fragment], Holder]:
-    """Who holds a fragment: its rank, or its file; one name for all files where there are too many of them."""
+    """Names a fragment's holder: its rank, or its file; one name for all files if there are too many."""
     first = (fragment for tensor in tensors for fragment in islice(tensor.fragments(), 1))
     files = {fragment.extent.path for fragment in first if fragment.rank is None}
     common = f"{len(files)} files" if len(files) > _MAX_FILES else None

@@ -33,7 +33,7 @@ from ckpt.plan.tensors import (
 from ckpt.plan.tiling import TilingFault, tiling_faults
 from ckpt.show.overview import ranks_text
 
-#: Who holds a slice: a rank or, where none is known, a file.
+#: The holder of a slice: a rank or, if no rank is known, a file.
 Holder = int | str
 #: `several` are slices of different holders that are drawn as one, being too narrow each.
 Kind = Literal["held", "several", "padding", "hole", "overlap"]
@@ -41,7 +41,7 @@ Kind = Literal["held", "several", "padding", "hole", "overlap"]
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A part of a row: edges as fractions of the row's width and height, and what of the tensor it is."""
+    """A part of a row: edges as fractions of the row's width and height, and the part of the tensor it shows."""
 
     kind: Kind
     left: float
@@ -179,7 +179,7 @@ def _place(region: Region, shape: Shape) -> Region:
 
 
 def _cut_otherwise(parts: Sequence[_Part], copies: Sequence[Sequence[_Part]], shape: Shape) -> Iterator[str]:
-    """What of the copies cannot be shown as stripes of the tensor's own slices."""
+    """Notes on copies that cannot be shown as stripes of the tensor's own slices."""
     drawn = {_place(part.region, shape) for part in parts}
     for number, copy in enumerate(copies, 2):
         others = [part.holder for part in copy if _place(part.region, shape) not in drawn]

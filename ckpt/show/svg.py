@@ -84,7 +84,7 @@ class _Drawing:
         if any(row.sketch.down and not row.is_grid for row in self.picture.rows):
             texts.append("Where “↓ dim 1” stands beside a bar, slices are cut in that dim too: it runs downwards.")
         if any(row.is_grid for row in self.picture.rows):
-            texts.append("Where a bar is said to be tensors side by side, each of its cells is one whole tensor.")
+            texts.append("In a bar with the words “tensors side by side”, each cell is one whole tensor.")
         if not self.has_tooltips:
             texts.append("There are too many slices for tooltips.")
         for text in texts:

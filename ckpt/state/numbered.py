@@ -1,4 +1,4 @@
-"""Which parameter has which number in an optimizer's state that records none of their names.
+"""Numbers of parameters in an optimizer's state that records no names: found by order, proved by shapes.
 
 An optimizer numbers parameters as they are handed to it: group after group, and in each in the order in which the model
 registers them (torch/optim/optimizer.py, `state_dict`).  Three ways to deal them to groups are known: all in one, and

@@ -51,5 +51,5 @@ def megatron_schedule(sequences: int) -> dict[str, Any]:
 
 
 def deepspeed_schedule(steps: int) -> dict[str, Any]:
-    """The state of DeepSpeed's own schedules after so many steps, and of torch's, of which each takes its own part."""
+    """The state after so many steps of DeepSpeed's own schedules and of torch's: each reads the entries it knows."""
     return {"last_batch_iteration": steps - 1, "last_epoch": steps, "_step_count": steps + 1}

@@ -303,7 +303,7 @@ def _s3_options(bucket: str) -> dict[str, Any]:
 
 
 def _told(entry: Entry, listed: Entry) -> tuple[str | None, int, int]:
-    """What tells a version of an object from others: its ETag, or where none was listed its size and second."""
+    """What tells a version of an object from others: its ETag, or, if not listed, its size and time in seconds."""
     if listed.identity is not None:
         return entry.identity, 0, 0
     return None, entry.size, entry.modified_ns // 10**9

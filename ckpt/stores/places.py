@@ -62,7 +62,7 @@ def local(where: str | os.PathLike[str]) -> Path:
 
 
 def _files(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Those that can be files; UnsafeError for a name that leads elsewhere."""
+    """The entries that can be files; UnsafeError for a name that leads elsewhere."""
     for entry in entries:
         if not {"", ".", ".."}.isdisjoint(entry.key.split("/")) or "\0" in entry.key:
             if entry.key.endswith("/") and not entry.size:  # what consoles make of a folder

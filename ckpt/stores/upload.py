@@ -143,7 +143,7 @@ def _removal(url: str) -> str:
 
 
 def _in_order(files: Sequence[TargetFile]) -> tuple[list[TargetFile], list[TargetFile]]:
-    """Those that hold data, and those that tell of it, which come last."""
+    """The files that hold data, and the files that describe it, which are uploaded last."""
     last = [file for file in files if not file.slots and LAST_FILES.fullmatch(Path(file.name).name)]
     names = {file.name for file in last}
     return [file for file in files if file.name not in names], last

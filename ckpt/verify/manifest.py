@@ -245,7 +245,7 @@ def _explain(folder: Path, changes: list[_Change], format: str, formats: Iterabl
 
 
 def _tensors_in(checkpoint: Checkpoint, folder: Path, changes: list[_Change]) -> dict[_Change, list[Tensor]]:
-    """Which tensors have elements in the pieces that changed."""
+    """The tensors with elements in each changed piece."""
     by_path: dict[str, list[tuple[_Change, Piece]]] = {}
     for change in changes:
         if change.piece is not None:

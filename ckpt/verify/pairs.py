@@ -264,7 +264,7 @@ class _Side:
 
 @dataclass
 class _Work:
-    """What is to be compared, and what is known without comparing."""
+    """The pairs that are still to be compared, and the results that are known without comparing."""
 
     a: _Side
     b: _Side
@@ -291,7 +291,7 @@ class _Work:
 def _match(
     a: _Side, b: _Side, a_ties: Mapping[str, str], b_ties: Mapping[str, str]
 ) -> Iterator[tuple[str | None, str | None]]:
-    """Which name of A is which name of B; None where a side has none.
+    """Pairs of a name of A and its name in B; None where a side has no such tensor.
 
     A name that one side stores and the other records as tied is the other side's owner of that tie.
     """

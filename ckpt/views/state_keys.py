@@ -28,7 +28,7 @@ class StateKeys:
     """What can be asked for of a checkpoint under its names.
 
     `leaves` has all there is, a tensor of the checkpoint as `Sharded`, anything else by its value; `paths` their places
-    in a nested state dict.  Param groups, which the one who asks may have others of, are in `find` and `value`.
+    in a nested state dict.  Param groups are in `find` and `value`, as the caller's may differ.
     """
 
     checkpoint: Checkpoint

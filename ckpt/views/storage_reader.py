@@ -105,7 +105,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return replace(plan, storage_data=_Share(*_identity(opened.checkpoint), found, tuple(opened.missing)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raise StorageError where a rank has opened other contents than the first, LossError where none are wanted."""
+        """Raise StorageError if a rank has opened other contents than the first, LossError if nothing is asked for."""
         first, *others = shares = [plan.storage_data for plan in plans]
         for rank, other in enumerate(others, 1):
             if (other.name, other.contents) != (first.name, first.contents):
@@ -225,7 +225,7 @@ class _Contents:
         return [name for name in self.first.leaves if ".param_groups." not in name]
 
     def say_missing(self, key: str) -> None:
-        if not self.missing:  # of all others it is said later, if torch goes on without them
+        if not self.missing:  # the others are reported together, if torch goes on without them
             names = self._names()
             self.say(
                 f"{key!r} is asked for and not there; what is, is called {', '.join(names[:3])}, ... ({len(names)})"
@@ -271,7 +271,7 @@ def _identity(checkpoint: Checkpoint) -> tuple[str, str]:
 
 
 def _description(leaf: Any) -> Any:
-    """A leaf as torch describes it: a tensor in one piece, of which each rank asks for its part; or a value."""
+    """A leaf as torch describes it: a tensor in one piece, whose parts the ranks ask for; or a value."""
     if not isinstance(leaf, Sharded | NewTensor | StoredTensor):
         return described.BytesStorageMetadata()
     shape = torch.Size(leaf.shape)

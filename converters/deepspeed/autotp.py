@@ -125,7 +125,7 @@ def _check_alike(first: Slice, other: Slice) -> None:
 
 
 def _check_distinct(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> None:
-    """Of files with parts that ranks do not share: a partition of an embedding may well be the same on each."""
+    """Refuse equal files where ranks hold different parts.  A partition of an embedding may well be equal on each."""
     own = {fqn for fqn, one in sharing.cuts.items() if not one.is_replicated}
     parts = (t for one in slices for (fqn, _), t in one.checkpoint.tensors.items() if fqn in own)
     with_own = {fragment.extent.path for part in parts for fragment in part.fragments()}

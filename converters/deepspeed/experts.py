@@ -28,7 +28,7 @@ Files = Mapping[tuple[int, int], str]
 
 
 def counted(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing, dict[Key, Tensor]]:
-    """The experts of which a step's folder has `files`, by their numbers, and what is in these files.
+    """The experts in the `files` of a step's folder, by their numbers, and the tensors of these files.
 
     Raises IncompleteError where an expert's file is missing, CorruptError where one holds something else.
     """

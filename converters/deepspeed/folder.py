@@ -131,7 +131,7 @@ _STEPS = Steps(
 
 
 def tensor_parallel_ranks(path: Path) -> list[int]:
-    """The tensor parallel ranks of which a step folder has files."""
+    """The tensor parallel ranks that have files in a step folder."""
     patterns = ((OPTIMIZER, 2), (_MODEL_PER_RANK, 2), (MODEL, 1))
     names = names_in(path)
     return sorted({int(m[group]) for name in names for pattern, group in patterns if (m := pattern.fullmatch(name))})
@@ -195,7 +195,7 @@ def _is_of(tp_rank: int | None, found: int, path: str) -> bool:
 
 
 def tensor_parallel(path: str, what: str = "") -> NotFoundError:
-    """The error for files of tensor parallel ranks of which nothing says how they share tensors."""
+    """The error for files of tensor parallel ranks that do not record how they share tensors."""
     return _unsupported(
         path,
         "parts of tensors on tensor-parallel ranks (mp_rank other than 00) without a pipeline's files of layers" + what,

@@ -136,7 +136,7 @@ class Model:
 
     @property
     def dropped(self) -> list[str]:
-        """What of the optimizer is no tensor and has no place in flat buffers."""
+        """Notes on optimizer states that are numbers and have no place in flat buffers."""
         why = "parameters of one group have different numbers, and ZeRO's flat buffers have one"
         return [f"optimizer state {name}: {why}" for name in self.uneven_numbers]
 
@@ -474,7 +474,7 @@ def optimizer_items(model: Model) -> dict[str, Any]:
 
 
 def client_state(model: Model) -> tuple[dict[str, Any], list[str]]:
-    """The user's own entries of a model file, and what of the training state has no place there.
+    """The user's own entries of a model file, and the training state that has no place there.
 
     What other engines record and DeepSpeed has no place for is handed to the user as client state.
     """

@@ -103,7 +103,7 @@ def is_dealt(model: RankFile, inner: RankFile) -> bool:
     return bool(isinstance(options, Mapping) and options.get("round_robin_gradients"))
 
 
-#: What is said of a run that was saved by `save_checkpoint(exclude_frozen_parameters=True)`.
+#: The error for a run that was saved by `save_checkpoint(exclude_frozen_parameters=True)`.
 FROZEN_LEFT_OUT = (
     "the run was saved without its frozen parameters, which are in none of these files (DeepSpeed's "
     "exclude_frozen_parameters, as HF Trainer has it with PEFT)"
@@ -111,7 +111,7 @@ FROZEN_LEFT_OUT = (
 
 
 def frozen_saved(model: RankFile, stage: int) -> bool | None:
-    """Whether frozen parameters were saved, too: stages 2 and 3 record a dict then, an empty one where none are frozen.
+    """Whether frozen parameters were saved, too: stages 2 and 3 then record a dict, empty if no parameter is frozen.
 
     After deepspeed 0.19.8, runtime/engine.py, `_common_checkpoint_state`; None where nothing tells.
     """

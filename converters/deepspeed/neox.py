@@ -104,7 +104,7 @@ def _are_added(folders: Sequence[Path]) -> bool | None:
 
 
 def _cut(fqn: str, canonical: str, split: Split, local: Shape, size: int, sizes: dict[str, int], file: RankFile) -> Cut:
-    """How ranks share a tensor of which each has `local`; `sizes` learns the MLP's of the first that has it."""
+    """How ranks share a tensor if each holds a part of shape `local`; `sizes` learns the MLP's size from the first."""
     shape = full_shape(split, local, size)
     dims = _DIMS.get(".".join(canonical.split(".")[-2:]), "h").split()
     if "f" in dims and len(shape) == len(dims):

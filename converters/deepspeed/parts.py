@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A tensor of which each tensor or expert parallel rank has a part."""
+    """A tensor that tensor or expert parallel ranks hold in parts."""
 
     parts: tuple[Part, ...]
 

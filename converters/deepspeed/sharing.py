@@ -73,9 +73,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which of `num_ranks` ranks have which boxes of each tensor, by its name in the whole model.
+    """The boxes of each tensor that each of `num_ranks` ranks holds, by the tensor's name in the whole model.
 
-    `cuts` has the tensors of which that is recorded, or known by their names.  `counts` has the number of experts of
+    `cuts` has the tensors whose boxes are recorded, or known by their names.  `counts` has the number of experts of
     each MoE layer of DeepSpeed's, by what their names begin with: an expert is whole on one rank, which numbers its own
     from 0.  Every rank has all of any other tensor.  `path` is the file that tells it.
     """
@@ -163,7 +163,7 @@ class Sharing:
             self._check_counted(shapes, count, world_size)
             return
         if count * self.num_ranks != world_size or not all(fqn in self.cuts for fqn in shapes):
-            raise experts_unsupported(self.path, " (AutoEP) and of which a param group has others beside them")
+            raise experts_unsupported(self.path, " (AutoEP) and whose param group has other parameters beside them")
         for fqn, shape in shapes.items():
             if shape not in self.cuts[fqn].shards:
                 raise CorruptError(

@@ -98,7 +98,7 @@ def group_states(
 
 
 def flat_group_states(inners: Sequence[RankFile], group: int, partition: int) -> GroupStates:
-    """Those of a group of stages 1 and 2: padded as its partitions are, or not with `elastic_checkpoint`."""
+    """The states of a group of stages 1 and 2: padded as its partitions are, or not with `elastic_checkpoint`."""
     sizes: list[Sizes] = []
     for inner in inners:
         kept = flat_extent(inner.need("single_partition_of_fp32_groups")[group], inner).numel

@@ -106,7 +106,7 @@ def _notes(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) 
 
 
 def master_notes(model: Model) -> Iterator[str]:
-    """Which masters are made of weights."""
+    """Notes on masters that are made of weights."""
     upcast = [fqn for fqn, master in model.masters.items() if master.role != MASTER]
     if upcast:
         yield f"{len(upcast)} parameters have no master in the source: their weights are the masters"
@@ -303,7 +303,7 @@ def scalar(value: Any) -> Any:
 
 
 def param_groups(model: Model, members: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """As torch's optimizers record them: hyperparameters, then the numbers of the flat buffers."""
+    """The param groups as torch's optimizers record them: hyperparameters, then the numbers of the flat buffers."""
     return [{**group.options, "params": list(ids)} for group, ids in zip(model.groups, members, strict=True)]
 
 
@@ -394,7 +394,7 @@ def _rank_groups(
 
 
 def stage12_items(model: Model, config: Mapping[str, Any], counts: Sequence[int], stage: int) -> dict[str, Any]:
-    """What an optimizer file of stages 1 and 2 says beside its partitions, of which each group has a number.
+    """The entries of an optimizer file of stages 1 and 2 beside its partitions; each group has several partitions.
 
     What the source did not record is left to the engine (`_load_global_state`), which has its config for it.
     """
@@ -453,7 +453,7 @@ def _elastic(model: Model, states: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _slice_mapping(group: Group, rank: int) -> StoredDict:
-    """Which elements of the rank's partition are of which parameter.
+    """The place of each parameter's elements in the rank's partition.
 
     True also with `round_robin_gradients`, where DeepSpeed's own are those of the order before dealing.
     """

@@ -183,7 +183,8 @@ def _understand(reading: _Reading) -> Slice:
     world_size = max(counts)
     there = sorted(rank for rank in folder.optimizer if rank < world_size)
     inners = [first if rank == first_rank else inner_file(reading.load(folder.optimizer[rank], rank)) for rank in there]
-    for inner in inners:  # first: a number of ranks of which the others know nothing makes no file a missing one
+    # before files are missed: a number of ranks that the others do not record makes no file a missing one
+    for inner in inners:
         if _stage(inner) != stage or sorted(partition_counts(inner)) != sorted(counts):
             raise CorruptError(
                 "files of different runs in one folder",

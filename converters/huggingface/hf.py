@@ -94,8 +94,8 @@ class HuggingFace(Format):
         beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen))
         if all(file.name != CONFIG for file in beside):
             notes = [
-                "no config.json was found, so none is written and nothing vouches for the names, which are the "
-                "checkpoint's own; from_pretrained does not load a folder without it: --config names one that has it"
+                "no config.json was found, so none is written and the names, which are the checkpoint's own, are not "
+                "checked; from_pretrained does not load a folder without it: --config names one that has it"
             ]
         notes = (
             describe(chosen, checkpoint, layout.dtype, run.record if run else None)
@@ -211,12 +211,12 @@ def _tie_notes(checkpoint: Checkpoint, names: Mapping[str, str]) -> list[str]:
 
 
 def _name_notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: Layout) -> list[str]:
-    """What vouches for the names.  LossError or UsageError where a config names an architecture of other ones."""
+    """Notes on how the names were checked.  LossError or UsageError if the config's architecture has other names."""
     config = checkpoint.config
     if config is None or checkpoint.namespace not in OF_THE_MODEL:
         return []
     if not names_architecture(config):
-        return ["the config names no architecture, so nothing vouches for the names: they are the checkpoint's own"]
+        return ["the config names no architecture, so the names are not checked: they are the checkpoint's own"]
     if layout.read(NameOptions).names == OWN_NAMES:
         return ["the names are not compared with those of the config's architecture, as --names own asks"]
     return prove(config, {name: choice.tensor.shape for name, choice in chosen.items()}, checkpoint.path)

@@ -1,4 +1,4 @@
-"""Where parameters lie in the flat buffers of Megatron's distributed optimizer, as `distrib_optim.pt` stores them.
+"""The places of parameters in the flat buffers of Megatron's distributed optimizer, as `distrib_optim.pt` stores them.
 
 Pure.  A buffer holds the parameters of one model chunk that have the same dtype, in the reverse of their order in the
 model.  It is cut into buckets whose ends are padded; the file has the buckets one behind the other without that
@@ -86,7 +86,7 @@ def bucket_sizes(args: Mapping[str, Any], pp: int, vp: int, numel: int) -> Itera
 def find_buffer(
     numels: Sequence[int], shared: Sequence[bool], sizes: Sequence[int | None], stored: int
 ) -> Buffer | None:
-    """The buffer of `stored` elements that one of the bucket `sizes` gives; None where none does."""
+    """The buffer of `stored` elements that one of the bucket `sizes` gives; None if no size fits."""
     for alignment in (ALIGNMENT, 1):
         for size in sizes:
             buffer = stored_buffer(numels, shared, size, alignment)

@@ -183,7 +183,7 @@ class Model:
     def chunks(self, rank: Rank) -> list[Chunk]:
         """What a rank's chunks hold.
 
-        Raises LossError for a tensor of which nothing is known, UsageError for one that does not divide.
+        Raises LossError for an unknown tensor, UsageError for one that does not divide.
         """
         return [self._chunk(rank, vp) for vp in range(self.grid.vpp)]
 

@@ -213,7 +213,7 @@ class Optimizer:
         return options | {"is_expert_parallel": expert}
 
     def kind(self, name: str, fqn: str, ndim: int) -> tuple[bool, bool, bool]:
-        """Which group a parameter is in: `Group.kind`."""
+        """The kind of the param group that a parameter is in (`Group.kind`)."""
         return self.apart and is_expert(fqn), is_decayed(name, ndim, self.args), is_decoupled(name, self.args)
 
     @property

@@ -83,7 +83,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A tensor of one chunk of a rank, under the chunk's own name, and what of the whole model it holds.
+    """A tensor of one chunk of a rank, under the chunk's own name, and the part of the whole model that it holds.
 
     `shared` marks a copy of the embedding that is kept equal on two stages.
     """
@@ -412,7 +412,7 @@ class _Chunk:
         return (args.get("num_experts") or args.get("num_moe_experts") or 0) // self.reading.grid.ep
 
     def tensors(self) -> Iterator[Local]:
-        """The chunk's tensors; CorruptError for what is none, LossError for one of which nothing is known."""
+        """The chunk's tensors; CorruptError for an entry that is no tensor, LossError for an unknown one."""
         self._check_layers()
         for name, value in self.state.items():
             if name.endswith("_extra_state"):

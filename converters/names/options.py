@@ -1,4 +1,4 @@
-"""Which names are written, as several formats ask, and in which nesting."""
+"""The option `--names` of several formats: the namespace that is written, and its nesting."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ DCP = DistributedCheckpoint()
 
 
 def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Of the folders to be written, model first.  A step of HF Trainer or Accelerate stays one, to be resumed from.
+    """Prefixes of the folders to write, model first.  A step of HF Trainer or Accelerate keeps its form, for resuming.
 
     Accelerate 1.15, `utils/fsdp_utils.py`.
     """

@@ -37,7 +37,7 @@ class DTensors:
     """Makes one rank's DTensors: all of them on one mesh of `num_ranks` devices.
 
     `like` is a DTensor of the source's files, or None; `device` the mesh's type of device, or None for the source's.
-    Raises LossError for a source of a form of which nothing is known.
+    Raises LossError for a source in an unknown form.
     """
 
     def __init__(self, like: Record | None, device: str | None, num_ranks: int, rank: int) -> None:

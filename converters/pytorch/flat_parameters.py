@@ -151,7 +151,7 @@ def from_slices(
 
 
 def in_turn(shape: Shape, held: Sequence[tuple[RankFile, Extent]]) -> list[tuple[Shape, Fragment]]:
-    """The parts of a parameter of which each rank has the elements that follow those of the one before."""
+    """The parts of a parameter whose elements are dealt out to the ranks in turn."""
     parts, at = [], 0
     for file, extent in held:
         parts.append((shape, Fragment(FlatRange(at, at := at + extent.numel), extent, file.rank)))

@@ -93,7 +93,7 @@ _STEPS = Steps(
 
 
 def parts(path: Path) -> Parts:
-    """What is to be read for the checkpoint that `find_folder` has returned."""
+    """The parts to read of the checkpoint that `find_folder` has returned."""
     names = names_in(path)
     if _is_dcp(names):
         shards = tuple(name for name in names if SHARD.fullmatch(name))

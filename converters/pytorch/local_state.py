@@ -141,7 +141,7 @@ def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
 
 
 def _only_fitting(units: Sequence[list[str]], shapes: Shapes, length: int, file: RankFile, name: str) -> Sequence[str]:
-    """The parameters of a flat one, where those that know some agree; NotFoundError where none is of its `length`."""
+    """The parameters of a flat one, if the ranks that know some agree; NotFoundError if no unit has its `length`."""
     fitting = [unit for unit in units if unit and sum(prod(shapes[fqn]) for fqn in unit) == length]
     if not fitting:
         raise _unknown(file, f"which parameters are in {name}, {length} elements")
@@ -167,7 +167,7 @@ def _unknown(file: RankFile, what: str) -> NotFoundError:
 
 
 def _from_rows(fqn: str, own: Sequence[tuple[RankFile, Extent]], shape: Shape) -> Tensor:
-    """A parameter of which each rank, in turn, has the next elements."""
+    """A parameter whose elements are dealt out to the ranks in turn."""
     numel = sum(extent.numel for _, extent in own)
     if numel != prod(shape):
         raise CorruptError(

@@ -137,7 +137,7 @@ def _number(value: Any) -> Any:
 
 
 def _rest(checkpoint: Checkpoint) -> tuple[list[tuple[Path_, Any]], list[str]]:
-    """Training state, and what of it cannot be written: objects of a framework's own classes."""
+    """The training state, and notes on what cannot be written: objects of a framework's own classes."""
     own, state = checkpoint.facts_of(TorchFacts).is_state_dict, checkpoint.state
     entries = replace(state, extra_state=None).entries()
     if not own and state.step is not None and "train_state" not in entries:

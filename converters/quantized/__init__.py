@@ -24,7 +24,7 @@ _PARTS = (
 
 
 def parts(names: Iterable[str]) -> frozenset[str]:
-    """Those of `names` that are tensors of quantized weights, the packed ones too: none is a plain parameter."""
+    """The `names` of tensors that belong to quantized weights, packed ones too: none of them is a plain parameter."""
     every = frozenset(names)
     found: set[str] = set()
     for name in every:

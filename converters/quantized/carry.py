@@ -1,8 +1,8 @@
 """Quantized optimizer states carried as they are stored: codes and factors, bit for bit, where blocks fall on the cuts.
 
 A target's part of a state can have the source's blocks if each lies in it as a whole: the part begins and ends between
-blocks of every part that the source has of it.  torchao's and bitsandbytes' optimizers count blocks from the beginning
-of what they have on a rank, in row-major order (`converters.quantized.states`).
+blocks of every part that the source has of it.  torchao's and bitsandbytes' optimizers count blocks from the first
+element that a rank holds, in row-major order (`converters.quantized.states`).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def carried(key: Key, stored: Stored, box: Box) -> NewTensor | Record | Blocks:
 
 
 def carried_tensor(key: Key, stored: Stored, box: Box) -> NewTensor | Record:
-    """As `carried`, for formats that have a place for tensors alone, so for torchao's states and not bitsandbytes'."""
+    """Same as `carried`, for formats that can hold only tensors: torchao's states, not bitsandbytes'."""
     found = carried(key, stored, box)
     if isinstance(found, Blocks):
         raise _refused(key, "bitsandbytes keeps it in several tensors, which only `full` has places for")
@@ -159,7 +159,7 @@ def _put_together(key: Key, like: Quantized, held: list[_Piece], whole: FlatRang
     state = {name: made.get(name, value) for name, value in like.record.attributes.items()}
     for name, value in state.items():
         if name not in made and type(value) not in (int, bool):
-            raise _refused(key, f"torchao keeps {name} with it, of which nothing is known")
+            raise _refused(key, f"torchao keeps {name} with it, which is unknown here")
     return wrapper(like.record.module, like.record.name, FLOAT32, sizes, state)
 
 

@@ -46,7 +46,7 @@ Computed = dict[str, Callable[[], memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A state of `shape` in blocks of `block_size` elements, of which the last may be cut short.
+    """A state of `shape` in blocks of `block_size` elements; the last block may be shorter.
 
     `codes` are one for each element, or with `num_bits` 4 one byte for two; `factors` one for each block, `values` one
     for each code (None: the codes are numbers themselves).  `record` is torchao's object, None for bitsandbytes.
@@ -94,7 +94,7 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class InBlocks:
-    """A rule of extents of which some are those of a `Quantized`: it names the blocks that are computed."""
+    """A rule with extents of a `Quantized` among others: it names the blocks that are computed."""
 
     rule: Rule
     quantized: frozenset[str]
@@ -122,7 +122,7 @@ def _block(extent: Extent, number: int) -> Extent:
 
 
 def pieces(parts: Mapping[Box, Quantized], shape: Shape) -> Pieces:
-    """The plain values of a tensor of `shape` of which each box is quantized by itself."""
+    """The plain values of a tensor of `shape` whose boxes are quantized one by one."""
     found = []
     for box, one in parts.items():
         flat = one.extent.reshape((one.numel,))
@@ -204,7 +204,7 @@ def _bitsandbytes(codes: Any, values: Any, factors: Any) -> Quantized | None:
 
 
 def is_unfinished(value: Any) -> bool:
-    """Whether a state was written before FSDP2 had gathered its parts, of which the file may hold anything then.
+    """Whether a state was written before FSDP2 had gathered its parts: the file may then hold anything.
 
     torch 2.13, `distributed/_state_dict_utils.py`: it waits for a tensor, but not for those that a subclass wraps.
     """

@@ -1,6 +1,4 @@
-"""`ckpt/check/checking.py`, `files.py`: `ckpt check`: what interrupted saves and damage leave is told with its reason;
-what is whole is said to be.
-"""
+"""`ckpt/check/checking.py`, `files.py`: `ckpt check` gives the reason for what interrupted saves and damage leave."""
 
 from __future__ import annotations
 
@@ -111,7 +109,7 @@ def written(name: str, text: str) -> Damage:
 
 
 TRACKER = "latest_checkpointed_iteration.txt"
-#: The fixture, what was done to it, and what is said: of what, and why.
+#: The fixture, the damage done to it, and the report: the file, and the reason.
 CASES: dict[str, tuple[str, Damage, str, str]] = {
     "half an optimizer": (
         "trainer-plain",

@@ -493,7 +493,7 @@ def test_mistakes_in_python_raise_the_same_errors(run: Path) -> None:
         ckpt.convert  # noqa: B018
 
 
-# -- what a new user types, and what is said ---------------------------------------------------------------------------
+# -- what a new user types, and the answers ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

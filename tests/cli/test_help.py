@@ -1,6 +1,4 @@
-"""`ckpt/cli/examples.py`, `complete.py`, `quick.py`, `options.py`: the help texts, the shells' completion, and what is
-said to who types something else than was meant.
-"""
+"""`ckpt/cli/examples.py`, `complete.py`, `quick.py`, `options.py`: help, completion, hints for mistyped commands."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(folder: Path) -> dict[str, Any]:
-    """A run of two ranks, of which one is stopped, goes on, and is killed; and what the watcher said of it."""
+    """A run of two ranks in which one is stopped, goes on, and is killed; and what the watcher reported."""
     run, jobs = folder / "killed", folder / "endless.jsonl"
     job = TOY | {"output": str(run), "steps": 100_000, "save_every": 10, "keep": 2, "beat": 0.2}
     jobs.write_text(json.dumps(job) + "\n")

@@ -1,4 +1,4 @@
-"""`python -m tests.faults [--seed N] [--cases N]`: the whole campaign; 1 where a case ended as none may."""
+"""`python -m tests.faults [--seed N] [--cases N]`: the whole campaign; exit code 1 if a case ended as it must not."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def _ending(
 
 
 def _unseen(run: Path) -> str | None:
-    """What is wrong with what `ckpt check` and `ckpt.resume` say of a run of which a conversion was refused."""
+    """What is wrong with the reports of `ckpt check` and `ckpt.resume` on a run whose conversion was refused."""
     try:
         checkpoint = ckpt.open(run)
         for tensor in checkpoint.tensors.values():

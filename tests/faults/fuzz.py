@@ -2,7 +2,7 @@
 
 It takes atheris (`pip install atheris`), which nothing else here does.  Whatever the bytes are, a reader returns or
 raises one of ckpt's errors, within bounds of time and memory, and what it returns agrees with itself and with others:
-`TARGETS` says what of each.  `tests/faults/test_fuzz.py` gives them damaged seeds without atheris.
+`TARGETS` says which checks each one has.  `tests/faults/test_fuzz.py` gives them damaged seeds without atheris.
 """
 
 from __future__ import annotations

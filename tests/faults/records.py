@@ -41,7 +41,7 @@ def stopped(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str,
 
 
 def kept(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, Ending]]:
-    """A conversion that `ckpt.resume` made and kept, damaged: it is refused, or what it is said to be."""
+    """A conversion that `ckpt.resume` made and kept, damaged: it is refused, or its bits are right."""
     while any(way.how is How.RESUMED and truth(sample, name) is not None for name, way in TARGETS.items()):
         target, expected = some_target(sample, random, {How.RESUMED})
         way = TARGETS[target]

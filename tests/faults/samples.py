@@ -35,7 +35,7 @@ WRITTEN_BY_FRAMEWORKS = (
     *("quantized-dcp/ao8", "quantized-ranks/ao8", "quantized-zero2/bnb8", "quantized-zero3/ao8", "quantized-gathered"),
     *("trl-fsdp2/outputs/llama-sft", "trl-lora-zero3/outputs/qwen3-lora"),
 )
-#: Of what, in which format, and with what layout.
+#: The source, the format and the layout of each conversion.
 WRITTEN_BY_CKPT = (
     ("trainer-zero2", "hf", Layout(max_shard_size=4096)),
     ("toy-zero2", "full", Layout()),

@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
         output, manifest=False
     )
     config = json.loads((output / "config.json").read_text())
-    # which vouches for no names: these are of a model with adapters
+    # which proves no names: these are of a model with adapters
     (output / "config.json").write_text(json.dumps(config | {"model_type": None, "architectures": None}))
     assert sum(path.stat().st_size >= LARGE for path in output.iterdir()) >= 3
     return output
@@ -202,7 +202,7 @@ def test_a_repository_of_others_that_takes_pull_requests(server: HubServer, fold
     assert set(contents(folder)) < set(server.tree(REPO, "refs/pr/1"))
 
 
-def test_names_that_the_config_does_not_vouch_for(
+def test_names_that_are_not_those_of_the_config(
     server: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asked, "can_be_asked", lambda: False)  # the table is enough

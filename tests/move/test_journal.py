@@ -137,7 +137,7 @@ class TestGoingOn:
         written = staging / "out0.bin"
         written.write_bytes(bytes(len(written.read_bytes())))
         done, _ = run(case.plan, tmp_path / "out")
-        # of what is moved in four tenths, the fifth being under way, one is lost
+        # of four moved tenths, the fifth being under way, one is lost
         assert 0.25 * case.plan.moved_bytes < done < 0.45 * case.plan.moved_bytes
         case.assert_written(tmp_path / "out")
 

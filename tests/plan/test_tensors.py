@@ -322,7 +322,7 @@ class TestZeroRules:
 
     @staticmethod
     def assert_all_told(sources: Sequence[InFlatGroup | InSlots], values: list[np.ndarray], store: Store) -> None:
-        """What no tensor holds of the files is said to be padding, and nothing else is."""
+        """The parts of the files that no tensor holds are called padding, and nothing else is."""
         told = {path: np.zeros(len(part), int) for path, part in store.items()}
         for source, value in zip(sources, values, strict=True):
             for fragment in source.fragments(value.shape):

@@ -241,7 +241,7 @@ def test_a_stray_torch_file_is_not_taken_for_the_checkpoint(
     assert (found.format, found.path, found.tensors.keys()) == (before.format, before.path, before.tensors.keys())
 
 
-#: Of what, and to what: the writers that put more into a folder than their readers have to ask for.
+#: Source and target of conversions whose writers put more into a folder than their readers have to ask for.
 WRITTEN = {
     "a universal checkpoint that all stages load": ("toy-zero0", "universal", ()),
     "a step of HF Trainer": ("trainer-zero2", "trainer", ()),

@@ -62,7 +62,7 @@ def test_nemo_2_is_named(fixtures: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_stand_by_themselves_are_listed(tmp_path: Path) -> None:
-    """As callbacks for an exponential moving average leave them, beside the weights that they are of."""
+    """Files of an exponential moving average, as callbacks leave them beside the averaged weights."""
     for name in ("last.ckpt", "last-EMA.ckpt"):
         torch.save({"state_dict": {"a.weight": torch.ones(2)}}, tmp_path / name)
     with pytest.raises(NotFoundError, match="no checkpoint of a known format") as caught:

@@ -10,7 +10,7 @@ A line has options of the trainer, with `resume` the folder to be loaded and `ou
     full      Accelerate's functions for FULL_STATE_DICT, into FSDP
     hf        `from_pretrained` on the first rank
 
-No step is taken.  Imports nothing of the converter, so that what is said comes from the framework alone.
+No step is taken.  Imports nothing of the converter, so that the report comes from the framework alone.
 """
 
 from __future__ import annotations

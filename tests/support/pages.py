@@ -26,7 +26,7 @@ _PROMPT = "$ "
 
 @dataclass
 class Command:
-    """A command of a page, the code that it ends with, and the lines that it prints; None where none are shown."""
+    """A command of a page, the code that it ends with, and the lines that it prints; None if the page shows none."""
 
     text: str
     heading: str

@@ -43,7 +43,7 @@ def test_a_demo_that_took_the_cpu_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         gpu_check.demo(8)
 
 
-#: Tensors of the truth that were compared with the full state dict of a conversion; None where none is asked for.
+#: Tensors of the truth that were compared with the full state dict of a conversion; None if no number is checked.
 COMPARED = {
     "zero1": 31,
     "zero2": 31,

@@ -82,7 +82,7 @@ class NativeEngine:
         # On a GPU torch updates many parameters at once, and 2.13 fails to where some are DTensors and others are not.
         unlike = self.mesh is not None and bool(whole)
         if unlike and config.fused:
-            raise UserError(f"--fused: torch's kernel takes no model of which a part is not sharded: {self.whole[0]}")
+            raise UserError(f"--fused: torch's kernel takes no model with a part that is not sharded: {self.whole[0]}")
         self.optimizer = build_optimizer(groups, config, foreach=False if unlike and launch.on_gpu() else None)
         self.scheduler: Any = None
         if config.scheduler == "deepspeed":
@@ -92,7 +92,7 @@ class NativeEngine:
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """Which part of the batch is this rank's, of how many: tensor-parallel ranks read the same."""
+        """This rank's part of the batch, and the number of parts: tensor-parallel ranks read the same."""
         tp = self.config.tp if self.config.strategy == "tp-fsdp" else 1
         return dist.get_rank() // tp, dist.get_world_size() // tp
 

@@ -62,7 +62,7 @@ def load(engine: Any, folder: Path) -> None:
         for key in ("lr_scheduler", *_RANDOM.values(), "dataloader"):  # a conversion may leave them out, or this rank's
             if not any(f"{key}.{name}" in saved for name in state.get(key, ())):
                 state.pop(key, None)
-        # Flattening drops FSDP1's tensors of which a rank has no part, and then takes the checkpoint for one of 2.3.
+        # Flattening drops FSDP1's tensors where a rank has no part of them, and takes the checkpoint for one of 2.3.
         dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
         _set_state(engine, state, keys, full=False)
     elif (folder / "model.pt").is_file() or (folder / "pytorch_model_fsdp.bin").is_file():

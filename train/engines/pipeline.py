@@ -88,7 +88,7 @@ class PipelineRun:
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """Which part of the batch is this rank's, of how many: those of one pipeline read the same."""
+        """This rank's part of the batch, and the number of parts: ranks of one pipeline read the same."""
         return int(self.place.data), self.dp
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:

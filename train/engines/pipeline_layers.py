@@ -174,7 +174,7 @@ class Linear(nn.Module):
         self.bias = _parameter(f"{name}.bias", (rows,), "whole" if how == "columns" else how, of) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """By rows: from the whole input to this rank's outputs. By columns: the other way round."""
+        """Compute this rank's outputs of the whole input (`rows`), or all outputs of this rank's inputs (`columns`)."""
         if self.how == "columns":
             x = _Reduce.apply(functional.linear(x, self.weight), self.of.group)
             return x if self.bias is None else x + self.bias

@@ -162,7 +162,7 @@ class ZeroEngine:
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """Which part of the batch is this rank's, of how many."""
+        """This rank's part of the batch, and the number of parts."""
         return dist.get_rank(), dist.get_world_size()
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:

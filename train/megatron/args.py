@@ -246,7 +246,7 @@ _ARCHITECTURES: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def _parallel(config: Config, vocabulary: int) -> dict[str, Any]:
-    """Who holds what."""
+    """The arguments that divide the model among the ranks."""
     multiple = config.vocab_multiple * config.tp
     world_size = dist.get_world_size()
     return {

@@ -134,7 +134,7 @@ def _mesh_by(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
 
 
 class _Absent:
-    """Of which nothing is an instance."""
+    """Stands for a missing class: nothing is an instance of it."""
 
 
 class _CudaIsCpu(TorchFunctionMode):

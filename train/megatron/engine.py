@@ -91,7 +91,7 @@ class MegatronEngine:
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """Which part of the batch is this rank's, of how many: only data-parallel ranks read different ones."""
+        """This rank's part of the batch, and the number of parts: only data-parallel ranks read different ones."""
         from megatron.core import parallel_state
 
         return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -384,7 +384,7 @@ def _train_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
 
 
 def _logits_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
-    """The same without labels: logits, of which each tensor-parallel rank has those of its part of the vocabulary."""
+    """The same without labels.  The logits are those of this tensor-parallel rank's part of the vocabulary."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     _, inputs = _inputs(batches)

@@ -1,4 +1,4 @@
-"""Which of megatron-core's engines a configuration asks for."""
+"""The choice among megatron-core's engines that a configuration makes."""
 
 from typing import Any
 

@@ -90,7 +90,7 @@ class Items:
         return self.files[path].size
 
     def _read(self, offset: int, length: int) -> bytes:
-        """As `read_up_to`, many small items that stand one behind the other with one call."""
+        """Same as `read_up_to`, but many small items that follow each other take one call."""
         start, data = self._ahead
         if offset < start or offset + length > start + len(data):
             if offset != self._reached:
@@ -132,7 +132,7 @@ class Items:
         return (self._path, offset) in self._shards
 
     def _in_shard(self, offset: int, key: str, box: Box, dtype: DType) -> Extent | None:
-        """The elements of a chunk in the file of safetensors that begins at `offset`; None where none does."""
+        """The elements of a chunk in the safetensors file that begins at `offset`; None if no file begins there."""
         where = self._path, offset
         if where not in self._shards:
             head = read_up_to(self._fd, offset, 9)

@@ -46,7 +46,7 @@ DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 #: Where a value stands in the nested state dict: names, and indices of lists.
 Path_ = tuple[str | int, ...]
 
-#: What is said of a tensor: dtype, shape, its chunks' boxes, and how many bytes the item of each has at least.
+#: The description of a tensor: dtype, shape, its chunks' boxes, and the least size of each chunk's item in bytes.
 _Described = tuple[DType, Shape, dict[Box, float]]
 
 _MAX_DIMS = 64
@@ -129,7 +129,7 @@ class Metadata:
         return ((number, self.keys[number], self.steps[number]) for number in self.order)
 
     def owners(self) -> tuple[list[int | None], list[Box | None], set[int]]:
-        """By row, the number of what the item is of, None for one without elements; tensors' boxes; the replicas."""
+        """Per row: the number of the item's owner, None for one without elements; tensors' boxes; the replicas."""
         numbers: list[int | None] = [None] * len(self.places.paths)
         boxes: list[Box | None] = [None] * len(numbers)
         replicas = set()
@@ -224,7 +224,7 @@ def _add_chunks(mine: Entry | None, other: Entry | None, path: str, key: str) ->
 
 
 class _Parser:
-    """Turns the pickled objects, of which nothing is trusted, into `Metadata`."""
+    """Turns the pickled objects into `Metadata`, and trusts none of them."""
 
     def __init__(self, folder: Path, path: str) -> None:
         self.folder = folder
@@ -414,7 +414,7 @@ class _Parser:
     def _paths(
         self, recorded: Columns | None, keys: Sequence[str], numbers: _Numbers
     ) -> tuple[list[Path_] | None, list[int]]:
-        """Every key's path, None where none is recorded and all stand at the top; and the order that is recorded.
+        """Every key's path, or None if no paths are recorded and all keys are at the top; and the recorded order.
 
         A key is its path's steps with dots between them (torch 2.13, `distributed/checkpoint/_nested_dict.py`).
         """

@@ -5,7 +5,7 @@ every item of a dict, with other names and numbers in them, and refers to what i
 while `Machine` runs the pickle, it hands every run of items over to `Runs`, which takes as many as are of the known
 forms and gives back the rest: the first items of a kind, in which its class is named, and whatever else there may be.
 What is taken of `state_dict_metadata` and `planner_data` goes where the machine would have put it; equal descriptions
-become one object, which the machine has made of the first.  Places, of which each item has another, become columns.
+become one object, which the machine has made of the first.  Places differ from item to item and become columns.
 
 Whoever reads a file this way must read it again without where this raises anything: positions in messages are not
 those in the file, and `IrregularError` says only that a pickle is unlike what Python writes.  Forms are those of
@@ -350,7 +350,7 @@ def _are_alike(codes: Sequence[bytes]) -> bool:
 
 
 def _new(steps: Sequence[bytes]) -> _Counts:
-    """Which of the steps push a new text; 1 if all do, 0 if none does."""
+    """Say for each step whether it pushes a new text; 1 if all do, 0 if none does."""
     kinds = set(map(itemgetter(0), steps))
     if len(kinds) == 1 or _NEW[0] not in kinds:
         return int(_NEW[0] in kinds)

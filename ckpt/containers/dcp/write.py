@@ -103,7 +103,7 @@ def _is_terminal(value: list[Any]) -> bool:
 
 @dataclass
 class Writing:
-    """One folder to be written, item by item; `prefix` is the folder's name with a slash, or nothing.
+    """A folder that is filled item by item; `prefix` is the folder's name with a slash, or nothing.
 
     Not `is_nested`, keys are taken as they are, and no paths in a state dict are recorded.
     """

@@ -90,7 +90,7 @@ def _bytearray(machine: Machine, _: Global, args: tuple[Any, ...]) -> bytearray:
         return bytearray(_encode(machine, _, args))
     (data,) = args
     if type(data) is not bytes:  # an int would allocate as many bytes
-        raise MalformedError("a bytearray of what is no bytes")
+        raise MalformedError("a bytearray whose argument is not bytes")
     machine.spend(len(data))
     return bytearray(data)
 
@@ -153,7 +153,7 @@ def _made(kind: Callable[..., Any], num_args: int, types: tuple[type, ...], what
 
 def _path(machine: Machine, cls: Global, args: tuple[Any, ...]) -> PurePosixPath | PureWindowsPath:
     if any(type(part) is not str for part in args):
-        raise MalformedError("a path of what is no text")
+        raise MalformedError("a path whose parts are not text")
     machine.spend(sum(map(len, args)))
     return PureWindowsPath(*args) if "Windows" in cls.name else PurePosixPath(*args)
 
@@ -164,7 +164,7 @@ _TIME_ARGUMENTS = (bytes, int, str, datetime.timedelta, datetime.timezone)
 def _time(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Any:
     """The standard library's own immutable times; their constructors take the pickled bytes and check them."""
     if any(type(arg) not in _TIME_ARGUMENTS for arg in args):
-        raise MalformedError(f"a {cls.name} of what is no number")
+        raise MalformedError(f"a {cls.name} whose arguments are not numbers")
     return TIMES[cls.name](*args)
 
 
@@ -200,7 +200,7 @@ def _size(machine: Machine, _: Global, args: tuple[Any, ...]) -> tuple[Any, ...]
         machine.spend(len(size))
         return tuple(size)
     if type(size) is not tuple:
-        raise MalformedError("a torch.Size of what is no tuple")
+        raise MalformedError("a torch.Size whose argument is not a tuple")
     return size
 
 
@@ -325,9 +325,9 @@ FUNCTIONS: tuple[tuple[str, str, Builder], ...] = (
     ("builtins __builtin__", "frozenset", lambda machine, cls, args: frozenset(_set(machine, cls, args))),
     ("builtins __builtin__", "bytes", _bytes),
     ("builtins __builtin__", "bytearray", _bytearray),
-    ("builtins __builtin__", "complex", _made(complex, 2, (float,), "a complex number of what is no number")),
-    ("builtins __builtin__", "slice", _made(slice, 3, (int, type(None)), "a slice of what is no integer")),
-    ("builtins __builtin__", "range xrange", _made(range, 3, (int,), "a range of what is no integer")),
+    ("builtins __builtin__", "complex", _made(complex, 2, (float,), "a complex number whose parts are not numbers")),
+    ("builtins __builtin__", "slice", _made(slice, 3, (int, type(None)), "a slice whose bounds are not integers")),
+    ("builtins __builtin__", "range xrange", _made(range, 3, (int,), "a range whose bounds are not integers")),
     ("builtins __builtin__", "getattr", _getattr),
     ("copyreg copy_reg", "_reconstructor", _reconstructor),
     ("_codecs", "encode", _encode),

@@ -204,7 +204,7 @@ class _Encoder:
     # Tensors.
 
     def tensor(self, ref: TensorRef) -> None:
-        """As torch's `Tensor.__reduce_ex__` and `Parameter.__reduce_ex__`."""
+        """Write a tensor the way torch's `Tensor.__reduce_ex__` and `Parameter.__reduce_ex__` do."""
         if ref.parameter:
             self.name("torch._utils", "_rebuild_parameter_with_state" if ref.attributes else "_rebuild_parameter")
             self.out += b"("
@@ -414,7 +414,7 @@ _WRAPPERS = frozenset(
 
 
 def _array(encoder: _Encoder, value: Array) -> None:
-    """As numpy's `ndarray.__reduce__`.  numpy has the module's name since 1.26."""
+    """Write an array the way numpy's `ndarray.__reduce__` does.  numpy has the module's name since 1.26."""
     encoder.call("numpy._core.multiarray", "_reconstruct", Global("numpy", "ndarray"), (0,), b"b")
     encoder.put(value)
     data = value.data if value.objects is None else value.objects

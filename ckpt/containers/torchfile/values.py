@@ -262,7 +262,7 @@ def short(value: Any) -> str:
     return f"({', '.join(map(short, value[:8]))}{', ...' if len(value) > 8 else ''})"
 
 
-#: Classes of a tensor of which a file holds a part.
+#: Classes of tensors that are split over several files.
 _PARTS = frozenset({"DTensor", "ShardedTensor"})
 
 

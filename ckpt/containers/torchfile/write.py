@@ -173,7 +173,7 @@ def torch_file(name: str, root: Any) -> TargetFile:
 
 
 def torch_item(root: Any) -> TargetFile:
-    """As `torch_file`, without a name, for a part of a file: its folder is `archive`, as of a stream of torch's."""
+    """Same as `torch_file`, for a part of a file without a name: its folder is `archive`, as in torch's streams."""
     return _Layout("", "archive").write(root)
 
 
@@ -341,7 +341,7 @@ class _Storages:
 
 
 def _wide(fields: bytes) -> bytes:
-    """The extra field of 64-bit sizes and offsets; nothing where none is needed."""
+    """The extra field of 64-bit sizes and offsets; nothing if 32 bits are enough."""
     return struct.pack("<HH", 1, len(fields)) + fields if fields else b""
 
 

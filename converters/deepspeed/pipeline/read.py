@@ -200,7 +200,7 @@ class Reading:
         """The ranks of the run that have a part, by data parallel rank.
 
         runtime/pipe/topology.py, `PipeModelDataParallelTopology`: the axes are pipe, data, model, the last one's ranks
-        being neighbours.  All data parallel ranks have a layer, of which the first writes the file.
+        being neighbours.  All data parallel ranks have a layer, and the first of them writes the file.
         """
         tp = self.folder.tp
         stage = held.slice // tp if held.layer is None else self.stages.get(held.layer)

@@ -322,7 +322,7 @@ def _check_experts(reading: Reading) -> None:
 
 
 def _check_sinks(reading: Reading) -> None:
-    """Those of all heads must be there: megatron-core 0.16.1 does not mark them as shared by tensor parallel ranks."""
+    """Refuse sinks of fewer heads than the model has: megatron-core 0.16.1 does not mark them as tensor parallel."""
     heads = reading.args.get("num_attention_heads")
     for (fqn, _), (shape, _) in reading.shapes.items():
         if fqn.endswith(_SINKS) and heads and shape != (heads,):

@@ -120,7 +120,7 @@ def _refuse_transposed(reading: Reading) -> None:
 
 
 def _note_groups(reading: Reading, found: Optimizers, inner: Mapping[Any, Any]) -> None:
-    """Which parameters a group has is not recorded; it follows from what Megatron puts into it."""
+    """Find the parameters of each param group: they are not recorded, but follow from what Megatron puts into it."""
     groups = [group for group in inner["param_groups"] if isinstance(group, Mapping)]
     if len(groups) != len(inner["param_groups"]):
         raise CorruptError("a param group is no dict", path=reading.folder)

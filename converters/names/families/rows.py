@@ -145,7 +145,7 @@ class Family:
     def saved(self, config: Mapping[str, Any], cls: str) -> Saved | None:
         """What the class `cls` of this family writes; None where the table has no answer.
 
-        Raises CorruptError where the config lacks a size, or has one that is none.
+        Raises CorruptError where the config lacks a size, or has an impossible one.
         """
         read = self._config(config)
         heads = {

@@ -237,7 +237,7 @@ def _rows_behind(vocabulary: int, shape: Shape) -> Box:
 
 
 def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Relation:
-    """Every tensor as it is, but those of the vocabulary with `padded` rows, of which the first are kept."""
+    """Every tensor as it is, but those of the vocabulary with `padded` rows: the first rows are kept."""
     links, after = [], dict(shapes)
     before_padding: dict[str, tuple[Box, ...]] = {}
     after_padding: dict[str, tuple[Box, ...]] = {}

@@ -203,7 +203,7 @@ def _check_counts(config: Mapping[str, Any]) -> None:
 
 
 def _revert(model: Any, traced: Mapping[str, Traced]) -> dict[str, Traced]:
-    """As `save_pretrained` does it with `save_original_format=True`, its default."""
+    """Rename and merge as `save_pretrained` does with `save_original_format=True`, its default."""
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
@@ -229,7 +229,7 @@ def _not_converted(error: Exception, tensor: Traced | None = None) -> LossError:
 
 
 def _load(model: Any, traced: Mapping[str, Traced], memory: Mapping[str, Shape]) -> tuple[dict[str, Traced], set[str]]:
-    """As `convert_and_load_state_dict_in_model` does, without loading; and the names it does not take."""
+    """What `convert_and_load_state_dict_in_model` makes of the tensors, and the names it does not take."""
     from copy import deepcopy
 
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -268,7 +268,7 @@ class _Stack:
     parts: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def shape(self, name: str, shapes: Mapping[str, Shape], num_experts: int | None) -> Shape:
-        """Of the whole.
+        """The shape of the stacked tensor that these parts make up.
 
         Raises CorruptError if a part is missing, LossError if parts have other shapes than the first.
         """

@@ -295,7 +295,7 @@ def declared(config: Mapping[str, Any]) -> Rules | None:
     hidden = (text if isinstance(text, Mapping) else config).get("hidden_size")
     layers, experts = _stated(config, ("num_hidden_layers",)), _stated(config, _NUM_EXPERTS)
     if _stated(config, ("zero_expert_num",)):
-        experts = set()  # LongCat's, of which some matrices have more than others
+        experts = set()  # LongCat's: some of its matrices have more experts than others
     return Rules(
         (*rules, *LEGACY),
         num_layers=max(layers, default=None),

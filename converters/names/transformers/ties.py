@@ -1,4 +1,4 @@
-"""Which of several names of one tied tensor a Hub model's files use.
+"""The name that a Hub model's files use for a tied tensor with several names.
 
 transformers writes a tied tensor once, under the name that `_tied_weights_keys` of the model class does not
 list as an alias (transformers 5.23, `modeling_utils.py`, `remove_tied_weights_from_state_dict`).  Engines
@@ -38,7 +38,7 @@ def declared_ties(config: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """For each owner that the checkpoint records, the name under which a Hub model's files hold its tensor.
+    """The name in a Hub model's files of the tensor of each owner that the checkpoint records.
 
     Of a model that is not the Hub's the owner keeps its own name, and so it does where an alias is stored as
     well.

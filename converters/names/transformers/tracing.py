@@ -291,7 +291,7 @@ def _merge(tensor: Traced, dim: int) -> Traced:
 
 
 def _divide(tensor: Traced, dim: int, row: int) -> Traced:
-    """Dim `dim` becomes two, of which the inner one has size `row`."""
+    """Split dim `dim` into two; the inner one has size `row`."""
     rows = tensor.sizes[dim] // row
     pieces = []
     for piece in tensor.pieces:

@@ -107,7 +107,7 @@ def test_gated_layers_that_are_not_cut_in_halves(tmp_path: Path) -> None:
 def test_grouped_experts(tmp_path: Path) -> None:
     """Transformer Engine's, with bf16 weights and masters that are states, which are not cut in halves.
 
-    Its Adam has the step in the param group, of which each parameter has a copy.
+    Its Adam has the step in the param group, and each parameter has a copy.
     """
     experts = f"{LAYER}mlp.experts.linear_fc"
     model = {f"{experts}1.weight{e}_{h}": t.bfloat16() for e in (0, 1) for h, t in (("w", GATE + e), ("v", UP + e))}

@@ -1,7 +1,7 @@
 """`converters/pytorch/dcp.py`, `converters/deepspeed/universal.py`: broken and hostile checkpoints of FSDP and of
 DeepSpeed's universal form through the command line.
 
-As tests/formats/test_faults.py for ZeRO and safetensors: the exit code, what is said, and that neither the source
+As tests/containers/test_faults.py for ZeRO and safetensors: the exit code, the message, and that neither the source
 nor a destination, be there one or not, is touched.
 """
 
@@ -126,7 +126,7 @@ DRAWN = {"leaves-a-hole": "#ffffff", "overlaps": RED, "runs-past-the-end": None}
 
 @pytest.mark.parametrize("case", DRAWN)
 def test_what_is_damaged_has_a_picture(step: Path, tmp_path: Path, case: str) -> None:
-    """Inspecting proves nothing before it draws; that something is wrong is said all the same, as converting does."""
+    """Inspecting proves nothing before it draws, but reports the same faults as converting does."""
     change, code, words = METADATA[case]
     edit(step, change)
     done = ckpt("inspect", step, "--picture", tmp_path / "out.svg")

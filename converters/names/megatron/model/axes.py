@@ -158,7 +158,7 @@ class Stages:
             ) from None
 
     def with_args(self, args: Mapping[str, Any]) -> Stages:
-        """As many stages, with layers dealt as the entries of `STAGE_ARGS` that `args` has say."""
+        """The same number of stages, with layers dealt out as the `STAGE_ARGS` in `args` say."""
         layout = args.get("pipeline_model_parallel_layout")
         return replace(
             self,
@@ -191,7 +191,7 @@ class Stages:
         return self
 
     def _as_asked(self) -> str | None:
-        """What of the division is not the even one, for a message."""
+        """The options that make the division uneven, for a message."""
         counts = [f"{count} in the {which}" for which, count in (("first", self.first), ("last", self.last)) if count]
         others = [what for what in ("embedding", "loss") if getattr(self, what)]
         return ", ".join(counts + [f"the {what} counted" for what in others]) or None

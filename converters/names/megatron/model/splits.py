@@ -1,4 +1,4 @@
-"""Which part of a tensor a tensor parallel rank holds, told by the tensor's name."""
+"""The part of a tensor that a tensor parallel rank holds, told by the tensor's name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def split_of(name: str, *, gated: bool, local_spec: bool = False) -> Split | Non
 
 
 def known_split(name: str, *, gated: bool, local_spec: bool = False, **where: Any) -> Split:
-    """As `split_of`; LossError for a name without a rule, with what of the error is known (`where`)."""
+    """Same as `split_of`; LossError for a name without a rule, with the place that is known (`where`)."""
     split = split_of(name, gated=gated, local_spec=local_spec)
     if split is None:
         what = "nothing is known of how tensor parallel ranks share this tensor"
@@ -61,7 +61,7 @@ def known_split(name: str, *, gated: bool, local_spec: bool = False, **where: An
 
 
 def second_linear(name: str) -> str | None:
-    """For a first layer of an MLP (weight or bias) the weight of its second, which tells whether it is gated."""
+    """The weight of an MLP's second layer, for a tensor of its first: its shape tells whether the MLP is gated."""
     match = _FIRST_LINEAR.fullmatch(name)
     return f"{match[1]}linear_fc2.weight" if match else None
 
@@ -103,7 +103,7 @@ def rank_shape(split: Split, shape: Shape, size: int) -> Shape:
 
 
 def full_shape(split: Split, shape: Shape, size: int) -> Shape:
-    """The shape of the tensor of which each of `size` ranks has a part of `shape`."""
+    """The shape of a whole tensor if each of `size` ranks has a part of `shape`."""
     if split is Split.WHOLE:
         return shape
     dim = 1 if split is Split.COLUMNS else 0
