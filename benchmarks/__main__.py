@@ -20,6 +20,7 @@ from benchmarks import (
     cold,
     dcp,
     hashing,
+    huge,
     load,
     lora,
     megatron,
@@ -48,13 +49,21 @@ SECTIONS = {
     "stores": stores,
     "processes": processes,
 }
+#: Sections that take long, and are done only where they are named.
+NAMED_ONLY = {"huge": huge}
+ALL = SECTIONS | NAMED_ONLY
 
 _SHORT = readme.RESULTS.relative_to(Path(__file__).parents[1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all without it")
+    parser.add_argument(
+        "sections",
+        nargs="*",
+        metavar="SECTION",
+        help=f"of {', '.join(ALL)}; without it all but {', '.join(NAMED_ONLY)}",
+    )
     parser.add_argument("--folder", type=Path, default=Path("/tmp/ckpt-benchmarks"), help="where checkpoints are kept")
     parser.add_argument("--layers", type=int, default=28, help="28 layers are 0.43 billion parameters")
     parser.add_argument("--rounds", type=int, default=5)
@@ -68,12 +77,12 @@ def main() -> None:
     if options.readme:
         readme.write()
         return
-    if unknown := set(options.sections) - set(SECTIONS):
-        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if unknown := set(options.sections) - set(ALL):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
 
     for package in ("ckpt", "converters"):  # as an installer does, so that no run compiles what it imports
         compileall.compile_dir(package, quiet=1)
-    chosen = [name for name in SECTIONS if name in options.sections or not options.sections]
+    chosen = [name for name in ALL if name in (options.sections or SECTIONS)]
     bench = Bench(options.folder, options.layers, options.rounds, options.keep)
     said: list[str] = []
 
@@ -84,12 +93,12 @@ def main() -> None:
     day = datetime.now(timezone.utc).strftime("%d %B %Y").lstrip("0")
     say(f"{day}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}, {options.rounds} rounds")
     for position, name in enumerate(chosen):
-        measure = partial(zero.measure, large=options.large) if name == "zero" else SECTIONS[name].measure
-        later = {kind for other in chosen[position + 1 :] for kind in SECTIONS[other].SOURCES}
+        measure = partial(zero.measure, large=options.large) if name == "zero" else ALL[name].measure
+        later = {kind for other in chosen[position + 1 :] for kind in ALL[other].SOURCES}
         try:
             say(f"\n{readme.headed(name)}\n{measure(bench)}")
         finally:
-            bench.clear(sources=[kind for kind in SECTIONS[name].SOURCES if kind not in later])
+            bench.clear(sources=[kind for kind in ALL[name].SOURCES if kind not in later])
     if "zero" in chosen:
         started = rounds([Case("ckpt --help", [*CKPT, "--help"])], 5)["ckpt --help"]
         say(f"\nckpt --help: {started.seconds:.2f} s, {started.cpu_seconds:.2f} s of cpu, {started.peak_mb:.0f} MB")
