@@ -9,7 +9,7 @@ COLD ?=
 export OMP_NUM_THREADS ?= 1
 SHELL := bash
 
-.PHONY: help env demo test test-fast lint format docs gpu-check faults fuzz bench table clean
+.PHONY: help env demo test test-fast lint format docs gpu-check fixtures-check faults fuzz bench table clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,9 @@ docs: env  ## the site, into build/docs, every link checked; no network
 
 gpu-check:  ## train, resume and convert on this machine's GPUs, or on DOUBLE=2 made-up ones; needs torch
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu_check $(if $(DOUBLE),--double $(DOUBLE))
+
+fixtures-check: env  ## make the committed checkpoints again and compare
+	$(BIN)/python fixtures/check.py
 
 faults: env  ## damage checkpoints in ten thousand ways
 	$(BIN)/python -m tests.faults
