@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,12 +18,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
-from ckpt.base.streams import say_ended
+from ckpt.base.streams import coloured, say_ended
 from ckpt.base.text import scheme_of
 from ckpt.cli import complete
 from ckpt.cli.examples import EXAMPLES
-from ckpt.cli.text import coloured
-from ckpt.plan import registry
 from ckpt.plan.options import MAX_SIZE, Option, options_of
 
 DIFFERENT = 1
@@ -107,6 +106,57 @@ OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a ch
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors only.")]
 VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Print every tensor or file.")]
+
+
+# Groups of options, which a command takes as one argument each (`with_options`).
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The precision in which weights are written."""
+
+    dtype: DTypeOption = "keep"
+    dequantize: DequantizeOption = False
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The files into which a target is cut."""
+
+    max_shard_size: ShardSizeOption = "5GB"
+    world_size: WorldSizeOption = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is done with a plan, and what is printed of it."""
+
+    manifest: ManifestOption = True
+    dry_run: DryRunOption = False
+    as_json: JsonOption = False
+    overwrite: OverwriteOption = False
+    quiet: QuietOption = False
+    verbose: VerboseOption = False
+
+
+@dataclass(frozen=True)
+class HubTarget:
+    """Where on the Hub a folder is pushed to."""
+
+    repo_id: RepoOption = None
+    private: PrivateOption = False
+    revision: RevisionOption = None
+    create_pr: PullRequestOption = False
+    commit_message: MessageOption = None
+
+
+def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a command, with the options of its groups each by its own name."""
+    return {
+        name: value
+        for key, argument in arguments.items()
+        for name, value in (vars(argument) if is_dataclass(argument) else {key: argument}).items()
+    }
 
 
 #: Arguments that may be URLs, by the function of the command.
@@ -247,18 +297,32 @@ class Commands(_Help, TyperGroup):
 
 @guarded
 def _with_declared(function: Callable[..., Any]) -> Callable[..., Any]:
+    from ckpt.plan import registry
+
     return with_options(function, registry.declared_options())
 
 
-def with_options(function: Callable[..., Any], owners: Mapping[type, Sequence[str]]) -> Callable[..., Any]:
-    """`function` with the options that dataclasses declare, each for the formats given with it.
+def with_options(
+    function: Callable[..., Any], owners: Mapping[type, Sequence[str]] | None = None
+) -> Callable[..., Any]:
+    """`function` with an option for each field of its groups, and for each that the dataclasses of formats declare.
 
-    What was asked for arrives in its argument `options`, by name.  Raises UsageError where two have the same name.
+    A group arrives as one object.  Of the formats' options (`owners` says whose each dataclass is) those that were
+    asked for arrive in the argument `options`, by name.  Raises UsageError where two have the same name.
     """
     signature = inspect.signature(function, eval_str=True)
-    known = {name: parameter for name, parameter in signature.parameters.items() if name != "options"}
+    known: dict[str, inspect.Parameter] = {}
+    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+    for name, parameter in signature.parameters.items():
+        group, is_group = parameter.annotation, is_dataclass(parameter.annotation)
+        if is_group:
+            members = _members(group)
+            groups[name] = group, list(members)
+            known |= members
+        elif name != "options":
+            known[name] = parameter
     declared: dict[str, Option] = {}
-    for owner, formats in owners.items():
+    for owner, formats in (owners or {}).items():
         for one in options_of(owner):
             if one.name in known:
                 raise UsageError(
@@ -272,12 +336,23 @@ def with_options(function: Callable[..., Any], owners: Mapping[type, Sequence[st
     @functools.wraps(function)
     def run(**arguments: Any) -> Any:
         given = {name: arguments.pop(name) for name in declared}
-        options = {name: value for name, value in given.items() if value != declared[name].default}
-        return function(**arguments, options=options)
+        made: dict[str, Any] = {
+            name: group(**{member: arguments.pop(member) for member in members})
+            for name, (group, members) in groups.items()
+        }
+        if "options" in signature.parameters:
+            made["options"] = {name: value for name, value in given.items() if value != declared[name].default}
+        return function(**arguments, **made)
 
-    vars(run)["__signature__"] = signature.replace(parameters=list(known.values()))
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in known.values()]
+    vars(run)["__signature__"] = signature.replace(parameters=keywords)
     run.__annotations__ = {name: parameter.annotation for name, parameter in known.items()}
     return run
+
+
+@functools.cache
+def _members(group: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(group, eval_str=True).parameters
 
 
 def _parameter(one: Option, section: str) -> inspect.Parameter:
