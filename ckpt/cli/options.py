@@ -63,46 +63,17 @@ TagOption = Annotated[
 ConfigOption = Annotated[
     str | None, typer.Option(help="The model's config and tokenizer: a folder, a config.json or a Hub id.")
 ]
-DTypeOption = Annotated[
-    DType,
-    typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
-]
-WorldSizeOption = Annotated[
-    int | None,
-    typer.Option(min=1, max=MAX_SIZE, help="Ranks of a sharded target. [default: as many as the source has]"),
-]
 ShardSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")]
 WorkersOption = Annotated[
     int, typer.Option(min=0, max=256, help="Threads that copy. 0: 8 on a node, to keep a disk busy.")
 ]
-ManifestOption = Annotated[
-    bool, typer.Option(help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`.")
-]
 DequantizeOption = Annotated[
     bool, typer.Option("--dequantize", help="Take the plain values of quantized weights (MXFP4, bitsandbytes, FP8).")
-]
-RepoOption = Annotated[
-    str | None,
-    typer.Option(
-        "--repo-id",
-        metavar="ORG/NAME",
-        help="The repository on the Hub. [default: the run's hub_model_id; for a merge, with -merged behind it]",
-    ),
-]
-PrivateOption = Annotated[bool, typer.Option("--private", help="Make a new repository private.")]
-RevisionOption = Annotated[
-    str | None, typer.Option(metavar="BRANCH", help="The branch to push to, made where it is missing.")
-]
-PullRequestOption = Annotated[bool, typer.Option("--create-pr", help="Push as a pull request against main.")]
-MessageOption = Annotated[
-    str | None, typer.Option("--commit-message", metavar="TEXT", help="Commit message on the Hub.")
 ]
 NamesOption = Annotated[
     Names,
     typer.Option(help="hub: only what the config's architecture saves. own: other names are written as they are."),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at the output.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors only.")]
 VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Print every tensor or file.")]
@@ -115,7 +86,10 @@ VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Print ever
 class Precision:
     """The precision in which weights are written."""
 
-    dtype: DTypeOption = "keep"
+    dtype: Annotated[
+        DType,
+        typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
+    ] = "keep"
     dequantize: DequantizeOption = False
 
 
@@ -124,17 +98,22 @@ class Sharding:
     """The files into which a target is cut."""
 
     max_shard_size: ShardSizeOption = "5GB"
-    world_size: WorldSizeOption = None
+    world_size: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_SIZE, help="Ranks of a sharded target. [default: as many as the source has]"),
+    ] = None
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What is done with a plan, and what is printed of it."""
 
-    manifest: ManifestOption = True
-    dry_run: DryRunOption = False
+    manifest: Annotated[
+        bool, typer.Option(help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`.")
+    ] = True
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False
     as_json: JsonOption = False
-    overwrite: OverwriteOption = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at the output.")] = False
     quiet: QuietOption = False
     verbose: VerboseOption = False
 
@@ -143,11 +122,22 @@ class Outcome:
 class HubTarget:
     """Where on the Hub a folder is pushed to."""
 
-    repo_id: RepoOption = None
-    private: PrivateOption = False
-    revision: RevisionOption = None
-    create_pr: PullRequestOption = False
-    commit_message: MessageOption = None
+    repo_id: Annotated[
+        str | None,
+        typer.Option(
+            "--repo-id",
+            metavar="ORG/NAME",
+            help="The repository on the Hub. [default: the run's hub_model_id; for a merge, with -merged behind it]",
+        ),
+    ] = None
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False
+    revision: Annotated[
+        str | None, typer.Option(metavar="BRANCH", help="The branch to push to, made where it is missing.")
+    ] = None
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Push as a pull request against main.")] = False
+    commit_message: Annotated[
+        str | None, typer.Option("--commit-message", metavar="TEXT", help="Commit message on the Hub.")
+    ] = None
 
 
 def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,13 +98,12 @@ def _verify_loads(path: Path, as_json: bool, quiet: bool) -> None:
 
 
 def _verify_manifest(path: Path, as_json: bool, quiet: bool) -> None:
-    from ckpt.plan import registry
     from ckpt.stores.places import local
     from ckpt.verify import manifest
 
     path = local(path)
     with progress(manifest.expected_bytes(path), "hash", quiet=quiet) as meter:
-        checked = manifest.check(path, registry.all_formats(), meter)
+        checked = manifest.check(path, meter)
     _conclude(checked.to_json, checked.lines, 0 if checked.good else opt.DIFFERENT, as_json, quiet)
 
 
