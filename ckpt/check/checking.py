@@ -358,7 +358,7 @@ def _differing_from_manifest(place: Path) -> list[Problem]:
 
     if not (place / manifest.MANIFEST).is_file():
         return []
-    found = manifest.check(place, registry.all_formats())
+    found = manifest.check(place)
     return [Problem(DAMAGED, manifest.MANIFEST, what) for what in found.problems]
 
 

@@ -47,14 +47,14 @@ app = typer.Typer(
 #: The commands, by the sections of the help.
 _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Convert and go on": {
-        "convert": with_options(convert, {}),
-        "resume": with_options(resume, {}),
-        "mount": with_options(mount, {}),
-        "merge-lora": merge_lora,
-        "push": push,
+        "convert": with_options(convert),
+        "resume": with_options(resume),
+        "mount": with_options(mount),
+        "merge-lora": with_options(merge_lora),
+        "push": with_options(push),
     },
-    "Look and compare": {"inspect": inspect, "check": check, "verify": verify, "hash": hash_},
-    "Know beforehand": {"estimate": estimate_, "formats": formats},
+    "Look and compare": {"inspect": inspect, "check": check, "verify": with_options(verify), "hash": hash_},
+    "Know beforehand": {"estimate": with_options(estimate_), "formats": formats},
 }
 for _section, _members in _COMMANDS.items():
     for _name, _command in _members.items():

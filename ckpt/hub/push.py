@@ -27,7 +27,6 @@ from ckpt.hub.card import CARD, is_ours
 from ckpt.move.files import OpenFiles, confined, translate_os_errors
 from ckpt.move.source import is_standin, open_stream, read_into
 from ckpt.move.threads import in_threads
-from ckpt.plan import registry
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
 from ckpt.verify import manifest
@@ -350,7 +349,7 @@ def _names_in(folder: Path) -> list[str]:
 def _check_manifest(folder: Path, say: Callable[[str], None]) -> None:
     """CorruptError where files are not those of the folder's own manifest; the card may be written anew."""
     say(f"comparing the files with {MANIFEST}")
-    checked = manifest.check(folder, registry.all_formats())
+    checked = manifest.check(folder)
     if problems := [one for one in checked.problems if not one.startswith(f"{CARD}: ")]:
         raise CorruptError(
             "the folder is not what its own manifest says",

@@ -223,22 +223,22 @@ class QuantizedStates:
 class Checkpoint:
     """A lazy description of a checkpoint: which bytes of which files hold which part of which tensor.
 
-    What a writer has to know of it is a field of its own, here or in `state`; those that are for people alone say so,
-    and no writer asks for them.
+    `format` names the format that read it, `framework` who wrote it, as far as it says so.  Both are for people, as
+    `notes` and `passed_over` are: no writer asks for them.  What a writer has to know is a field of its own, here or in
+    `state`.  `ties` maps an alias to the fqn that owns the tensor, as the checkpoint records it.  `passed_over` says
+    which newer checkpoints of the run are not the one that was taken, and why: the user is told even where notes are
+    not wanted.  `unread` is what no tensor is made of, a sentence for each: a plan says that it is not in the target.
     """
 
-    #: Where it lies, and the name of the format that read it, which is for people.
     path: str
     format: str
     tensors: Mapping[Key, Tensor]
     files: tuple[SourceFile, ...]
-    #: For people: who wrote it, as far as it says so.
     framework: str | None = None
     #: The name of the step's folder in the run's, where the engine names steps (DeepSpeed).
     tag: str | None = None
     world_size: int | None = None
     namespace: str = OWN
-    #: The fqn that owns the tensor, by each alias that the checkpoint records.
     ties: Mapping[str, str] = field(default_factory=dict)
     state: TrainingState = field(default_factory=TrainingState)
     #: Whether it is what PEFT saves, under the names of its files, without the model that it adapts.
@@ -249,11 +249,8 @@ class Checkpoint:
     #: Nothing is written into a place that the user named, nor over one.
     given: Given = Given()
     computes_in: ComputesIn | None = None
-    #: For people: what was found, and which newer checkpoints of the run are not the one that was taken, and why.  The
-    #: user is told of these even where notes are not wanted.
     notes: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
-    #: What no tensor is made of, a sentence for each that says why: a plan says that it is not in the target.
     unread: tuple[str, ...] = ()
     #: Functions that return the bytes of made-up paths.  An extent with such a path is computed when it is written; a
     #: merged LoRA weight is one.

@@ -327,7 +327,7 @@ def _check_kept(destination: Path, checkpoint: Checkpoint) -> None:
     if not isinstance(record, dict) or record.get("source") != _sources(checkpoint):
         raise CorruptError("it was not made of the checkpoint that its name says", path=destination / RECORD)
     is_small = manifest.expected_bytes(destination) <= _AFFORDABLE
-    checked = manifest.check(destination, registry.all_formats(), elements=is_small)
+    checked = manifest.check(destination, elements=is_small)
     if checked.problems:
         what = "the conversion is not as its manifest says"
         raise CorruptError(what, path=destination, found="; ".join(checked.problems[:4]))

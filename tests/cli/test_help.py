@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ckpt.base.streams import coloured
 from ckpt.cli import app, complete
 from ckpt.cli.examples import EXAMPLES
-from ckpt.cli.text import coloured
 from ckpt.plan import registry
 from tests.support.commands import Result, process
 from tests.support.commands import ckpt as run_ckpt
