@@ -53,16 +53,7 @@ class GroupStates:
                 found.computed |= one.blocks()
             found.quantized |= dict.fromkeys(((fqn, name) for fqn in fqns), parts[0].method)
         for name, value in self.numbers.items():
-            known = found.scalars.setdefault(name, {})
-            for fqn in fqns:
-                if known.setdefault(fqn, value) != value:
-                    raise CorruptError(
-                        f"{who} disagree in the optimizer's {name!r} of a parameter",
-                        **file.where,
-                        fqn=fqn,
-                        expected=known[fqn],
-                        found=value,
-                    )
+            found.agree(fqns, name, value, who, **file.where)
         for name, what in self.left.items():
             found.unread.add(name, f"it is {what}, which is no part of any one parameter", fqns)
 

@@ -74,6 +74,22 @@ class OptimizerStates:
     def add_number(self, fqn: str, name: str, value: Any) -> None:
         self.scalars.setdefault(name, {})[fqn] = value
 
+    def agree(self, fqns: Iterable[str], name: str, value: Any, who: str = "ranks", **where: Any) -> None:
+        """Add a number of these parameters, which others may have, too: CorruptError where it was another one there.
+
+        `who` have it; `where` is what an error says of the file.
+        """
+        known = self.scalars.setdefault(name, {})
+        for fqn in fqns:
+            if known.setdefault(fqn, value) != value:
+                raise CorruptError(
+                    f"{who} disagree in the optimizer's {name!r} of a parameter",
+                    fqn=fqn,
+                    expected=known[fqn],
+                    found=value,
+                    **where,
+                )
+
     def add_stored(self, fqn: str, name: str, shape: Shape, value: StoredTensor, path: str) -> None:
         """Add a tensor; one of a single element is a number, but where the parameter itself has no more."""
         extent = value.extent

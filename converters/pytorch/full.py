@@ -233,10 +233,6 @@ class _Reading(Reading):
     step: int | None = None
     has_optimizer: bool = False
 
-    def load(self, name: str) -> tuple[str, Any]:
-        path = str(confined(self.folder, name))
-        return path, self.sources.root(path)
-
     def add(self, tensor: Tensor, path: str) -> None:
         if tensor.key in self.tensors:
             raise CorruptError("the tensor stands in two files", path=path, fqn=tensor.fqn)
@@ -361,8 +357,7 @@ def own_state(reading: Reading) -> dict[str, Any]:
     """What our `training_state.pt` holds, by name; nothing where there is none."""
     if first(reading.folder, (STATE,)) is None:
         return {}
-    path = str(confined(reading.folder, STATE))
-    root = reading.sources.root(path)
+    path, root = reading.load(STATE)
     if not isinstance(root, Mapping):
         raise CorruptError("this is no training state", path=path, expected="a dict", found=type(root).__name__)
     return {str(key): value for key, value in root.items()}

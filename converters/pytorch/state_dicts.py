@@ -10,6 +10,7 @@ from typing import Any
 from ckpt.base.errors import NotFoundError
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import is_part
+from ckpt.move.files import confined
 from ckpt.plan.checkpoint import WEIGHT, Key, TrainingState
 from ckpt.plan.tensors import Tensor
 from converters.names.transformers.ties import declared_ties
@@ -34,6 +35,11 @@ class Reading:
     per_rank: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     states: OptimizerStates = field(default_factory=OptimizerStates)
+
+    def load(self, name: str) -> tuple[str, Any]:
+        """The path of a torch file in the folder, and the object in it."""
+        path = str(confined(self.folder, name))
+        return path, self.sources.root(path)
 
     def add_optimizer(
         self, content: Any, path: str, model: Mapping[Key, Tensor], ties: Mapping[str, str], order: Iterable[str] | None

@@ -79,7 +79,7 @@ class Trainer(Format):
         reading.items |= own_state(reading)
         step = reading.items.pop("step", None)
         if scheduler := first(path, SCHEDULERS):
-            reading.items["lr_scheduler"] = reading.sources.root(str(confined(path, scheduler)))
+            reading.items["lr_scheduler"] = reading.load(scheduler)[1]
         found = Checkpoint(
             path=str(path),
             format=self.name,
@@ -152,8 +152,7 @@ def _with_optimizer(reading: Reading, weights: Checkpoint) -> Checkpoint:
     """
     name = first(reading.folder, OPTIMIZERS)
     assert name is not None
-    path = str(confined(reading.folder, name))
-    content = reading.sources.root(path)
+    path, content = reading.load(name)
     try:
         memory = from_hub(weights) if weights.namespace == HUB else weights
     except CkptError as error:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt import api
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Layout
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Layout, OneElement
+from ckpt.plan.dtypes import FLOAT32
 from ckpt.state.numbered import names_by_shapes
 from tests.support.describing import content
 from tests.support.engines import Truth
@@ -117,6 +118,20 @@ def test_states_of_a_parameter_in_no_group_are_no_silent_loss(fixtures: Path, tm
     torch.save(content, path)
     with pytest.raises(CorruptError, match="masters are missing"):
         api.open(run)
+
+
+def test_states_of_other_kinds_than_adams(fixtures: Path, tmp_path: Path) -> None:
+    """What is one number stays the tensor that it is, and what is not of the parameter's shape is said to be left."""
+    run = Path(shutil.copytree(fixtures / "toy-zero0", tmp_path / "run"))
+    path = run / "global_step2" / "mp_rank_00_model_states.pt"
+    content = torch.load(path, weights_only=False)
+    state = content["optimizer"]["optimizer_state_dict"]["state"][0]
+    state |= {"mu_product": torch.tensor(0.25), "row": torch.ones(3)}
+    torch.save(content, path)
+    checkpoint, name = api.open(run), "embed.weight"
+    assert checkpoint.state.scalars["mu_product"] == {name: OneElement(0.25, FLOAT32, ())}
+    assert (name, "row") not in checkpoint.tensors and (name, "exp_avg") in checkpoint.tensors
+    assert checkpoint.unread == (f"optimizer state row of {name}: it is not of the parameter's shape",)
 
 
 def test_a_file_without_the_entry_of_its_optimizer_is_said(fixtures: Path, tmp_path: Path) -> None:

@@ -170,6 +170,11 @@ def test_states_by_number_are_named_where_names_are_recorded_and_else_left(tmp_p
     state["optimizer"] = named.state_dict()
     assert_true(read(save(state, tmp_path / "names")), expected(model, named))
 
+    state["optimizer"]["state"][99] = state["optimizer"]["state"].pop(0)
+    with pytest.raises(CorruptError, match="in no param group") as caught:
+        read(save(state, tmp_path / "stranger"))
+    assert caught.value.fqn == "99"
+
 
 def test_dtypes_shapes_and_strides_survive(tmp_path: Path) -> None:
     import torch

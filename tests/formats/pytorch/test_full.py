@@ -365,6 +365,12 @@ def test_faults_of_single_files(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": 3}, path)
     with pytest.raises(CorruptError, match="no optimizer's state"):
         api.open(tmp_path)
+    state = by_name(optimizer, model)
+    first = next(iter(state["state"].values()))
+    first["weight"] = first.pop("exp_avg")
+    torch.save({"model": model.state_dict(), "optimizer": state}, path)
+    with pytest.raises(CorruptError, match="name of a role"):
+        api.open(tmp_path)
 
 
 class Opens:
