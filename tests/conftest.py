@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,10 @@ settings.load_profile("shared machine")
 TABLES: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", metavar="FILE", help="where the seconds of files and tests are written")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start engines go first, so that none of them is left for the end where several processes test."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
@@ -56,7 +60,23 @@ def pytest_testnodedown(node: Any) -> None:
             TABLES[title][name].update(row)
 
 
+def seconds_of(reports: list[pytest.TestReport]) -> Iterator[str]:
+    """All files and the hundred slowest tests, the slowest first."""
+    files, tests = Counter[str](), Counter[str]()
+    for report in reports:
+        files[report.nodeid.partition("::")[0]] += report.duration
+        tests[report.nodeid] += report.duration
+    for title, found in (("files", files.most_common()), ("tests", tests.most_common(100))):
+        yield f"{title}, {sum(seconds for _, seconds in found):.0f} s"
+        yield from (f"{seconds:9.2f}  {name}" for name, seconds in found)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if file := terminalreporter.config.getoption("--seconds"):
+        reports = [one for found in terminalreporter.stats.values() for one in found]
+        lines = seconds_of([one for one in reports if isinstance(one, pytest.TestReport)])
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text("".join(f"{line}\n" for line in lines))
     for title, rows in TABLES.items():
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
         head = max(len(name) for name in rows)
