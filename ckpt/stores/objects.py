@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import lru_cache
@@ -228,6 +228,16 @@ class _Obstore:
             if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
                 raise NotFoundError("there is no such store", path=self._url) from error
             raise _failed(error, url) from error
+
+
+def each_once(entries: Iterable[Entry], url: str) -> Iterator[Entry]:
+    """Yield the objects of a listing.  Raises StorageError where one comes twice: such a listing may have no end."""
+    known: set[str] = set()
+    for entry in entries:
+        if entry.key in known:
+            raise StorageError("the store lists an object twice", path=url, found=repr(entry.key))
+        known.add(entry.key)
+        yield entry
 
 
 def _heard(action: Callable[[], T], limit: float | None = None) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -31,6 +32,9 @@ _FAULTS: dict[str, Callable[[Random], dict[str, Any]]] = {
 }
 
 
+_NUMBERS = itertools.count()
+
+
 def stores(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, Ending]]:
     """A conversion from or to a store in which requests fail: all of it, or nothing that says that it is complete."""
     with ExitStack() as stack:
@@ -41,11 +45,10 @@ def stores(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, 
         stack.enter_context(mock.patch.object(objects, "FIRST_WAIT", 0.001))
         stack.enter_context(mock.patch.dict(objects.RETRIES, {"backoff": backoff}))
         stack.enter_context(mock.patch.object(objects, "LISTING", 5.0))
-        number = 0
         while True:
             target, expected = some_target(sample, random, {How.WRITTEN})
-            how, writes, number = random.choice(list(_FAULTS)), random.random() < 0.5, number + 1
-            prefix, out = f"{sample.name}/{number}", folder / "out"
+            how, writes = random.choice(list(_FAULTS)), random.random() < 0.5
+            prefix, out = f"{sample.name}/{next(_NUMBERS)}", folder / "out"  # moto keeps objects beyond a server's end
             url = f"s3://{BUCKET}/{prefix}" if writes else server.upload(sample.path, prefix)
             objects.store.cache_clear()
             server.faults = Faults(**_FAULTS[how](random), writes=writes)

@@ -41,6 +41,13 @@ def test_a_listing_that_never_ends_is_an_error(store: ObjectStore) -> None:
     assert done.code == 7 and "lists an object twice" in done.err
 
 
+def test_a_destination_of_which_the_listing_never_ends_is_an_error(store: ObjectStore) -> None:
+    url = store.upload(RUN, "endless/out")
+    store.faults = Faults(never_ends=True)
+    done = command("convert", "zero3", "zero3", RUN, "-o", url)
+    assert done.code == 7 and "lists an object twice" in done.err
+
+
 @pytest.mark.parametrize("url", ["s3://{}/a//run", "s3://{}/a/./run", "s3://{}//run", "s3://{}/a/run//"])
 def test_a_key_that_would_be_folded_into_another_is_refused(store: ObjectStore, tmp_path: Path, url: str) -> None:
     """In a store they are other folders; a path on a disk has no such parts."""
