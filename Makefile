@@ -3,12 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Processes that test at once; each may start engines of eight ranks.
-WORKERS ?= $(shell nproc)
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 # COLD=1: engines train and load anew, and nothing that they wrote in an earlier run is taken.
 COLD ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-fast lint format docs gpu-check faults fuzz bench table clean
+.PHONY: help env demo test test-fast wheel lint format docs gpu-check faults fuzz bench table clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +31,9 @@ test: env lint  ## lint, type check, and the whole test suite; COLD=1: with engi
 
 test-fast: env  ## the tests that start no engine
 	$(BIN)/python -m pytest
+
+wheel:  ## build the package, and try it on every Python at hand
+	.ci/wheel
 
 lint: env  ## ruff, mypy, import-linter, codespell
 	$(BIN)/ruff check .

@@ -49,6 +49,9 @@ def tables() -> dict[str, dict[str, dict[str, str]]]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and unlisted_skips(reporter) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if (output := getattr(session.config, "workeroutput", None)) is not None:  # one of several processes that test
         output["tables"] = {title: dict(rows) for title, rows in TABLES.items()}
 
@@ -58,6 +61,16 @@ def pytest_testnodedown(node: Any) -> None:
     for title, rows in getattr(node, "workeroutput", {}).get("tables", {}).items():
         for name, row in rows.items():
             TABLES[title][name].update(row)
+
+
+def unlisted_skips(reporter: pytest.TerminalReporter) -> list[str]:
+    """Where CI is set, the tests that are skipped for a reason that `tests/skips.txt` does not have."""
+    if not os.environ.get("CI"):
+        return []
+    lines = Path(__file__).with_name("skips.txt").read_text().splitlines()
+    listed = [line for line in lines if not line.startswith("#")]
+    reasons = [(one.nodeid, one.longrepr[2]) for one in reporter.stats.get("skipped", []) if one.longrepr]
+    return [f"{name}: {reason}" for name, reason in reasons if not any(line in reason for line in listed)]
 
 
 def seconds_of(reports: list[pytest.TestReport]) -> Iterator[str]:
@@ -77,6 +90,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         lines = seconds_of([one for one in reports if isinstance(one, pytest.TestReport)])
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text("".join(f"{line}\n" for line in lines))
+    if unlisted := unlisted_skips(terminalreporter):
+        terminalreporter.section("skipped, but tests/skips.txt does not have the reason", red=True)
+        terminalreporter.write_line("\n".join(unlisted))
     for title, rows in TABLES.items():
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
         head = max(len(name) for name in rows)
