@@ -3,13 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Processes that test at once; each may start engines of eight ranks.
-WORKERS ?= $(shell nproc)
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 # COLD=1: engines train and load anew, and nothing that they wrote in an earlier run is taken.
 COLD ?=
 export OMP_NUM_THREADS ?= 1
-SHELL := bash
 
-.PHONY: help env demo test test-fast lint format docs gpu-check fixtures-check faults fuzz bench table clean
+.PHONY: help env demo test test-fast wheel lint format docs gpu-check fixtures-check faults fuzz bench clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,13 +26,14 @@ demo: env  ## train with ZeRO-3, convert to Hugging Face, verify, load
 	$(BIN)/python -m train.demo
 
 test: env lint  ## lint, type check, and the whole test suite; COLD=1: with engines that all run anew
-	@mkdir -p build
-	set -o pipefail; $(if $(COLD),CKPT_TEST_CACHE= )$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile \
-		--no-loadscope-reorder --durations=100 | tee build/test.log; result=$$?; \
-		sed -n '/slowest 100 durations/,/^=.*=$$/p' build/test.log >build/durations.txt; exit $$result
+	$(if $(COLD),CKPT_TEST_CACHE= )$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		--seconds build/durations.txt
 
 test-fast: env  ## the tests that start no engine
 	$(BIN)/python -m pytest
+
+wheel:  ## build the package, and try it on every Python at hand
+	.ci/wheel
 
 lint: env  ## ruff, mypy, import-linter, codespell
 	$(BIN)/ruff check .

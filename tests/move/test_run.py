@@ -700,11 +700,9 @@ class TestInterrupt:
             out.mkdir()
             (out / "old").write_bytes(b"old")
         before = listing(tmp_path)
-        pressed_at: list[float] = []
 
         def press() -> None:
             hanging.wait()
-            pressed_at.append(time.monotonic())
             self.interrupt()
 
         presser = threading.Thread(target=press)
@@ -713,7 +711,6 @@ class TestInterrupt:
         try:
             with pytest.raises(KeyboardInterrupt):
                 execute(case.plan, out, overwrite=True, resources=Resources(workers=2))
-            assert time.monotonic() - pressed_at[0] < 10, "at once, but for a machine that is busy"
             assert listing(tmp_path) == before
             assert not existing or listing(out) == ["old"]
         finally:
