@@ -1,4 +1,4 @@
-"""Several processes of one command: how they were started, how they talk, and which does what.
+"""Several processes of one command: how they were started, and how they talk.
 
 May import: `ckpt.base`.
 """
