@@ -27,6 +27,8 @@ from ckpt.state.wrapped import clean_names
 from converters.quantized.states import Quantized, understood
 
 STATE, GROUPS, MEMBERS, NAMES = "state", "param_groups", "params", "param_names"
+#: More digits than the number of any parameter has.
+_LONGEST = 20
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def groups_of(node: Any, path: str) -> tuple[ParamGroup, ...]:
 
 def _key(key: Any) -> Any:
     """A parameter's name, or its number, of which DCP makes text."""
-    return int(key) if isinstance(key, str) and key.isdecimal() else key
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < _LONGEST else key
 
 
 def take_apart(node: Mapping[str, Any], path: str, fqns: Collection[str] = ()) -> Optimizer:
@@ -143,23 +145,27 @@ def take_apart(node: Mapping[str, Any], path: str, fqns: Collection[str] = ()) -
             states[_key(key)] = dict(values)
         else:
             left.setdefault(STATE, {})[key] = values
-    options: dict[str, dict[str, Any]] = {}
+    options: dict[Any, dict[str, Any]] = {}
     for key in [key for key in left if isinstance(key, str)]:
         kind, _, rest = key.partition(".")
         if kind in (STATE, GROUPS) and "." in rest:
             fqn, name = _split(rest, fqns)
-            (states if kind == STATE else options).setdefault(fqn, {})[name] = left.pop(key)
-    members: list[tuple[dict[str, Any], list[str]]] = []
-    for fqn, chosen in options.items():  # which are repeated for every parameter: those with the same make a group
-        same = next((params for known, params in members if _same(known, chosen)), None)
-        if same is None:
-            members.append((chosen, [fqn]))
-        else:
-            same.append(fqn)
-    groups = (*groups_of(node, path), *(ParamGroup(tuple(params), chosen) for chosen, params in members))
+            (states if kind == STATE else options).setdefault(_key(fqn), {})[name] = left.pop(key)
+    groups = (*groups_of(node, path), *with_same_options(options))
     if odd := [key for group in groups for key in group.fqns if not isinstance(key, str | int)]:
         raise CorruptError("a param group lists what is no parameter", path=path, found=repr(odd[0])[:40])
     return Optimizer(states, groups, left)
+
+
+def with_same_options(options: Mapping[Any, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
+    """The param groups of parameters that each have their options: those with the same are a group."""
+    found: list[tuple[Mapping[str, Any], list[Any]]] = []
+    for fqn, chosen in options.items():
+        members = next((members for known, members in found if _same(known, chosen)), None)
+        if members is None:
+            found.append((chosen, members := []))
+        members.append(fqn)
+    return tuple(ParamGroup(tuple(members), chosen) for chosen, members in found)
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

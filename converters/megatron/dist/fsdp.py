@@ -47,6 +47,7 @@ from converters.megatron.optimizer import Optimizers, plain
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import Spelling, is_expert, layer_kinds, split_layer
 from converters.names.megatron.model.splits import is_gated, second_linear
+from converters.optimizers.state_dicts import with_same_options
 
 _MARK = re.compile(
     rb"model\.module\.(embedding\.word_embeddings\.|decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.)))"
@@ -408,17 +409,13 @@ def _note_state(stored: _Stored, found: Optimizers, key: str, name: TensorKey, s
 
 
 def _note_groups(stored: _Stored, found: Optimizers) -> None:
-    """Parameters with the same options are a group."""
+    """Add the param groups, of which each parameter has the options."""
     optimizer = stored.rest.get(_OPTIMIZER, {})  # values that are dicts are stored by their items
     for name, nested in optimizer.get(_GROUPS, {}).items():
         options = stored.options.setdefault(name, {})
         if not isinstance(nested, Mapping) or nested.keys() & options.keys():
             raise stored.strange(f"{_OPTIMIZER}.{_GROUPS}.{name}", "the options of a param group")
         options.update(nested)
-    alike: dict[tuple[Any, ...], tuple[dict[str, Any], list[str]]] = {}  # equal values are mostly one object
-    for name, described in stored.options.items():
-        key = (*described, *map(id, described.values()))
-        alike.setdefault(key, (described, []))[1].append(stored.names[str(name)].name)
-    for described, names in alike.values():
-        options = {option: plain(value) for option, value in described.items()}
-        found.note_group(options, names, stored.metadata.path, by_all=True)
+    for group in with_same_options({stored.names[str(name)].name: own for name, own in stored.options.items()}):
+        options = {option: plain(value) for option, value in group.options.items()}
+        found.note_group(options, group.fqns, stored.metadata.path, by_all=True)

@@ -354,10 +354,11 @@ def test_faults_of_single_files(tmp_path: Path) -> None:
         api.open(tmp_path)
     model, optimizer = trained()
     state = by_name(optimizer, model)
-    state["state"]["stranger"] = {}
-    torch.save({"model": model.state_dict(), "optimizer": state}, path)
-    with pytest.raises(CorruptError, match="in no param group"):
-        api.open(tmp_path)
+    for stranger in ("9" * 5000, "stranger"):
+        state["state"] = {**by_name(optimizer, model)["state"], stranger: {}}
+        torch.save({"model": model.state_dict(), "optimizer": state}, path)
+        with pytest.raises(CorruptError, match="in no param group"):
+            api.open(tmp_path)
     state["param_groups"][0]["params"].append("stranger")
     torch.save({"model": model.state_dict(), "optimizer": state}, path)
     with pytest.raises(CorruptError, match="does not have"):
