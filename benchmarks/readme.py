@@ -8,10 +8,16 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results.txt"
 PAGES = ("README.md", "README.ja.md")
-#: The sections that the README shows: of each, what `cp` and what ckpt took.
-SHOWN = ("zero", "cold", "reshard", "dcp", "megatron", "lora")
-_ROWS = re.compile(r"(?:cp|ckpt) ")
-_BLOCK = re.compile(r"(?<=<!-- python -m benchmarks --readme -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
+#: The sections that the README shows, and which of their rows.
+SHOWN = {
+    "zero": ("cp ", "ckpt "),
+    "cold": ("cp ", "ckpt "),
+    "reshard": ("cp ", "ckpt "),
+    "dcp": ("ckpt ",),
+    "megatron": ("ckpt ",),
+    "lora": ("ckpt ",),
+}
+_BLOCK = re.compile(r"(?<=<!-- python -m benchmarks --readme -->\n\n).*?(?=\n\n## )", re.DOTALL)
 
 
 def headed(name: str) -> str:
@@ -27,8 +33,8 @@ def rows(results: str) -> str:
 def _shown(results: str, name: str) -> Iterator[str]:
     table = results.partition(f"{headed(name)}\n")[2].partition("\n\n")[0].splitlines()
     title, header, *lines = table
-    yield from (title, header) if name == SHOWN[0] else (title,)
-    yield from (line for line in lines if _ROWS.match(line))
+    yield from (title, header) if name == "zero" else (title,)
+    yield from (line for line in lines if line.startswith(SHOWN[name]))
 
 
 def with_rows(page: str, results: str) -> str:
