@@ -3,7 +3,7 @@ loaded by unmodified DeepSpeed engines.
 
 What an engine gathers after plain `load_checkpoint` must equal, bit for bit, what the engine that saved the source had
 gathered.  One launch of real runs and one of loads per number of ranks.  Here are the options of DeepSpeed; stages,
-numbers of ranks, odd, frozen and tied parameters are in tests/engines/test_matrix.py, and how training goes on in
+numbers of ranks, odd, frozen and tied parameters are in tests/support/matrix.py, and how training goes on in
 tests/engines/test_resume.py.
 """
 

@@ -1,5 +1,4 @@
-"""`converters/deepspeed/zero.py`, `universal.py`, `converters/pytorch/dcp.py`, `full.py`: every format to every other
-one, for other numbers of ranks: against the engine that wrote, and the one that loads.
+"""Every format to every other one, for other numbers of ranks: against the engine that wrote, and the one that loads.
 
 Each source is a real run whose live engine gathered the truth.  Each conversion is compared with it twice, tensor by
 tensor and bit by bit: as the files say (read by `tests.support.describing`, with nothing of the code that converts),
@@ -16,7 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -53,8 +52,6 @@ RANKS_BY = {1: "fsdp2", 2: "fsdp1", 3: "fsdp2", 4: "hsdp"}
 DCP_BY = {1: "fsdp1", 2: "hsdp", 3: "fsdp2", 4: "fsdp1"}
 LOADS_FULL = {1: "fsdp2", 2: "fsdp1", 3: "fsdp1", 4: "fsdp2"}
 SEED = 4321  # of the models that load: where nothing is loaded, nothing is equal
-
-pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -215,7 +212,11 @@ def cells() -> Iterator[Cell]:
 
 
 CELLS = list(cells())
-USED = list({cell.source.name: cell.source for cell in CELLS}.values())
+
+
+def cells_from(formats: Container[str]) -> list[Cell]:
+    """The conversions of these formats' sources."""
+    return [cell for cell in CELLS if cell.source.format in formats]
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
@@ -365,17 +366,16 @@ class Matrix:
     written: dict[str, Checkpoint]
 
 
-@pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+def made(folder: Path, cells: Sequence[Cell], damages: Sequence[Damage] = ()) -> Matrix:
     """One launch of trainers and one of loading engines."""
-    folder = tmp_path_factory.mktemp("matrix")
+    used = {cell.source.name: cell.source for cell in cells}.values()
     launch_in_turn(
-        [(ranks, [source.job(folder) for source in USED if source.ranks == ranks]) for ranks in RANKS], folder
+        [(ranks, [source.job(folder) for source in used if source.ranks == ranks]) for ranks in RANKS], folder
     )
-    written = {cell.name: cell.convert(folder) for cell in CELLS}
-    written |= {damage.name: damage.make(folder) for damage in DAMAGES}
-    loads = [(cell.ranks, cell.job(folder)) for cell in CELLS]
-    loads += [(damage.cell.ranks, damage.job(folder)) for damage in DAMAGES]
+    written = {cell.name: cell.convert(folder) for cell in cells}
+    written |= {damage.name: damage.make(folder) for damage in damages}
+    loads = [(one.ranks, one.job(folder)) for one in cells]
+    loads += [(damage.cell.ranks, damage.job(folder)) for damage in damages]
     launch_in_turn(
         [(ranks, [job for on, job in loads if on == ranks]) for ranks in RANKS],
         folder / "converted",
@@ -384,8 +384,8 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(folder, written)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_equals_the_live_engine(matrix: Matrix, cell: Cell, tables: Any) -> None:
+def check(matrix: Matrix, cell: Cell, tables: Any) -> None:
+    """A conversion equals what the source's live engine gathered, in the files and in the target's engine."""
     truth = cell.source.truth(matrix.folder)
     files = compare_files(cell, matrix.written[cell.name], truth)
     engine = compare_engine(cell, matrix.folder / "converted" / cell.name, truth)
@@ -398,8 +398,7 @@ def test_equals_the_live_engine(matrix: Matrix, cell: Cell, tables: Any) -> None
     row[f"{cell.source.ranks}->{cell.ranks}"] = f"{files}/{engine}"
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
-def test_one_bit_and_two_tensors_in_each_others_place_are_seen(matrix: Matrix, damage: Damage) -> None:
+def check_that_it_is_seen(matrix: Matrix, damage: Damage) -> None:
     """The comparison is itself able to fail, in the files and in the engine, and names what differs."""
     truth = damage.cell.source.truth(matrix.folder)
     with pytest.raises(AssertionError, match="not as the source's engine gathered") as in_files:

@@ -1,0 +1,22 @@
+"""`converters/pytorch/dcp.py`, `full.py`, `fsdp_ranks.py`: what torch saved, converted into every format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.matrix import Cell, Matrix, cells_from, check, made
+
+CELLS = cells_from(("dcp", "full", "fsdp-ranks", "hf"))
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return made(tmp_path_factory.mktemp("matrix"), CELLS)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_equals_the_live_engine(matrix: Matrix, cell: Cell, tables: Any) -> None:
+    check(matrix, cell, tables)
