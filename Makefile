@@ -29,12 +29,13 @@ test: env lint  ## lint, type check, and the whole test suite
 test-fast: env  ## the tests that start no engine
 	$(BIN)/python -m pytest
 
-lint: env  ## ruff, mypy, import-linter, codespell
+lint: env  ## ruff, mypy, import-linter, codespell, plain words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python .ci/words
 
 format: env  ## format and sort imports
 	$(BIN)/ruff check --fix .

@@ -139,16 +139,16 @@ def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool
         raise
     if picture.is_file() and not _is_drawing(picture):
         raise UsageError(
-            "the file is no picture, and --overwrite would replace it", path=picture, expected="an SVG file"
+            "the file is not a picture, and --overwrite would replace it", path=picture, expected="an SVG file"
         )
     drawn = api.picture(checkpoint, only)
     files.write_file(picture, draw(drawn, checkpoint).encode(), overwrite=overwrite)
     if not drawn.damaged:
         return None
     first, count = drawn.damaged[0], len(drawn.damaged)
-    what = "what is stored of a tensor" if count == 1 else f"what is stored of each of {count} tensors"
+    what = "a tensor do not cover it" if count == 1 else f"{count} tensors do not cover them"
     return CorruptError(
-        f"{what} does not make it up exactly once",
+        f"the stored parts of {what} exactly once",
         path=checkpoint.path,
         fqn=first.fqn,
         expected="fragments that tile every tensor",
@@ -256,7 +256,7 @@ def estimate_(
             raise UsageError(f"no module called {name!r} is recomputed", expected=", ".join(RECOMPUTED))
     if model.endswith((".yaml", ".yml")):
         if run_config is not None:
-            raise UsageError("a run has one config", found=f"{model} and --run-config {run_config}")
+            raise UsageError("a run can have only one config", found=f"{model} and --run-config {run_config}")
         run_config = Path(model)
         model = configs.model_of(configs.load(run_config), run_config)
     subject = sizing.find(model)
@@ -290,7 +290,7 @@ def estimate_(
     if (setup.lora_targets or setup.quantized) and not setup.lora_rank:
         raise UsageError("--lora-target-modules and --qlora go with --lora-r")
     if (tp or pp or ep) and chosen and "megatron" not in chosen:
-        raise UsageError("--tp, --pp and --ep are of the strategy megatron", found=", ".join(chosen))
+        raise UsageError("--tp, --pp and --ep need the strategy megatron", found=", ".join(chosen))
     axes = {**stated.axes, **{name: size for name, size in (("tp", tp), ("pp", pp), ("ep", ep)) if size}}
     if not quiet:
         say_notes(subject.notes)
@@ -307,7 +307,7 @@ def _gpu_memory(size: str) -> int:
     if not size.strip().replace(".", "", 1).isdecimal():
         return parse_size(size)
     if float(size) >= 1 << 16:
-        raise UsageError("a GPU has no such memory", expected="GB, or a size as 24GB or 24564MiB", found=size)
+        raise UsageError("this is not a size of GPU memory", expected="GB, or a size as 24GB or 24564MiB", found=size)
     return parse_size(f"{size.strip()}GB")
 
 

@@ -88,8 +88,8 @@ def _own_digest(content: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """What came of checking a folder: `problems` with files and tensors, and files that the manifest does not know."""
+class ManifestCheck:
+    """The outcome of a check: `problems` with files and tensors, and files that the manifest does not know."""
 
     path: str
     num_files: int
@@ -128,7 +128,7 @@ def expected_bytes(folder: Path) -> int:
 
 def check(
     folder: Path, formats: Iterable[Format], progress: Progress | None = None, *, elements: bool = True
-) -> Checked:
+) -> ManifestCheck:
     """Hash every file that the manifest in `folder` names, and find which tensors are in those that changed.
 
     Without `elements` the bytes of tensors are not read, only all others.  `formats` are those that may have written
@@ -158,7 +158,7 @@ def check(
         problems += _explain(folder, changes, content["format"], formats)
     there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     unknown = sorted(there - set(expected) - {MANIFEST})
-    return Checked(
+    return ManifestCheck(
         str(folder), len(expected), sum(e["bytes"] for e in expected.values()), tuple(problems), tuple(unknown)
     )
 
@@ -199,7 +199,7 @@ def _load(folder: Path) -> dict[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether this is of a file whose pieces are in order, do not overlap and lie in it."""
+    """Whether this entry describes a file whose pieces are in order, do not overlap and lie in it."""
     if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or not isinstance(entry.get("rest"), str):
         return False
     if not isinstance(entry.get("pieces"), list):
@@ -226,7 +226,7 @@ class _Change:
 def _explain(folder: Path, changes: list[_Change], format: str, formats: Iterable[Format]) -> Iterator[str]:
     """What has changed: tensors by name, or else that it lies outside of all tensors."""
     try:
-        checkpoint = _read(folder, format, formats)
+        checkpoint = _read_checkpoint(folder, format, formats)
         holders = _tensors_in(checkpoint, folder, changes)
     except CkptError as error:
         for name in dict.fromkeys(change.file for change in changes):
@@ -266,7 +266,7 @@ def _tensors_in(checkpoint: Checkpoint, folder: Path, changes: list[_Change]) ->
     return found
 
 
-def _read(folder: Path, name: str, formats: Iterable[Format]) -> Checkpoint:
+def _read_checkpoint(folder: Path, name: str, formats: Iterable[Format]) -> Checkpoint:
     format = next((one for one in formats if one.name == name), None)
     found = None if format is None else format.find(folder, None)
     if format is None or found is None:

@@ -71,7 +71,7 @@ def together(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> Che
     unread = Unread()
     tensors: dict[Key, Tensor] = {}
     for key in first.tensors:
-        (fqn, role), cut = key, _cut(key, slices, sharing)
+        (fqn, role), cut = key, _recorded_cut(key, slices, sharing)
         if cut.is_added and role not in (WEIGHT, MASTER):
             unread.add(role, "ranks add up what they have of it, and that of their sum is not known", [fqn])
             continue
@@ -132,7 +132,7 @@ def _check_distinct(slices: Sequence[Slice], sharing: Sharing, sources: Sources)
     sources.check_distinct((number, file) for number, file in enumerate(sources.storages) if file in with_own)
 
 
-def _cut(key: Key, slices: Sequence[Slice], sharing: Sharing) -> Cut:
+def _recorded_cut(key: Key, slices: Sequence[Slice], sharing: Sharing) -> Cut:
     """How ranks share a tensor; every rank has all of a buffer."""
     fqn, role = key
     if role == BUFFER:
@@ -204,7 +204,7 @@ def _boxes(
             reason = (
                 "a bias that ranks hold divided by their number" if piece.get("scale", 1.0) != 1.0 else "fused parts"
             )
-            raise unsupported(file.path, f": {fqn} is shared in a way that is no cut ({reason})")
+            raise unsupported(file.path, f": {fqn} is shared in a way that is not a cut ({reason})")
         offsets = []
         for stride in strides:
             offset, start = divmod(start, stride) if stride else (0, start)

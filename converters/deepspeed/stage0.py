@@ -53,7 +53,7 @@ from converters.deepspeed.sharing import Sharing
 
 #: What DeepSpeed calls the param groups of experts by.
 _EP_SIZE = re.compile(r"ep_size_(\d+)")
-#: What of an optimizer's entries describes tensors; the others are training state.
+#: The entries of an optimizer that describe tensors; the others are training state.
 _TENSORS = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat", "state", "param_groups")
 
 
@@ -78,7 +78,7 @@ class Stage0(Format):
         return found
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe a step; an optimizer's states under names that the shapes prove, or else left out, which is said."""
+        """Describe a step; an optimizer's states get the names that the shapes prove, or are left out with a note."""
         with known_structure(path):
             return _read(path, [one for one in (request.config, path, path.parent) if one])
 
@@ -314,7 +314,7 @@ def _groups(shapes: Mapping[str, Shape], optimizers: Sequence[_Numbered], sharin
 
 
 def _param_groups(groups: Sequence[_Group], sharing: Sharing) -> tuple[ParamGroup, ...]:
-    """Those of the whole model: what ranks have of one is one."""
+    """The param groups of the whole model: the ranks' parts of a group are joined."""
     found: dict[int, list[str]] = {}
     for group in groups:
         found.setdefault(group.number, []).extend(group.fqns)

@@ -54,9 +54,9 @@ class Others:
     unread: Unread = field(default_factory=Unread)
 
     def add(self, states: GroupStates, fqns: Iterable[str], file: RankFile, who: str = "ranks") -> None:
-        """Add those of a buffer of these parameters, in `file` among others.
+        """Add the states of a buffer of these parameters, in `file` among others.
 
-        CorruptError where a parameter has had another number before, of another of `who` share it.
+        CorruptError if another of `who` has another number for a parameter that they share.
         """
         fqns = list(fqns)
         for name, parts in states.quantized.items():
@@ -94,13 +94,13 @@ def group_states(
             for inner, value in zip(inners, values, strict=True):
                 if value is None:
                     raise CorruptError("a rank lacks an optimizer state", **inner.where, expected=name)
-            found.buffers[name] = [_extent(value, inner) for inner, value in there]
+            found.buffers[name] = [_state_extent(value, inner) for inner, value in there]
             if quantized := [value for value in values if isinstance(value, Quantized)]:
                 found.quantized[name] = quantized
         elif there and all(_is_number(value) for _, value in there):
             _add_number(found, name, there)
         elif there:
-            found.left[name] = f"{_kind(there[0][1])} on each rank"
+            found.left[name] = f"{_kind_of_state(there[0][1])} on each rank"
     return found
 
 
@@ -121,7 +121,7 @@ def _is_part(value: Any, sizes: Sizes) -> bool:
     return value.shape[0] in sizes and (value.shape[0] > 1 or max(sizes) == 1)
 
 
-def _extent(value: Any, inner: RankFile) -> Extent:
+def _state_extent(value: Any, inner: RankFile) -> Extent:
     return value.extent if isinstance(value, Quantized) else flat_extent(value, inner)
 
 
@@ -142,7 +142,7 @@ def _add_number(found: GroupStates, name: str, said: list[tuple[RankFile, Any]])
         found.left[name] = "a number of its own on each rank"
 
 
-def _kind(value: Any) -> str:
+def _kind_of_state(value: Any) -> str:
     if isinstance(value, StoredTensor | Quantized):
         return f"a tensor of shape {list(value.shape)}"
     return value.typename if isinstance(value, Record) else f"a {type(value).__name__}"

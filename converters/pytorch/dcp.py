@@ -74,7 +74,7 @@ class DistributedCheckpoint(Format):
         return find_folder(path, tag)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        reading = _Reading()
+        reading = _DcpReading()
         found = parts(path)
         for folder in found.folders:
             reading.folder(folder)
@@ -121,7 +121,7 @@ def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class _Stored(Leaf):
+class _StoredTensor(Leaf):
     """A tensor that is stored.
 
     `number` is its value where it is one number; `same_as` the key of a tensor that is stored in the very same items.
@@ -152,7 +152,7 @@ class _Stored(Leaf):
 
 
 @dataclass
-class _Reading:
+class _DcpReading:
     """What has been read so far of one checkpoint."""
 
     data: DataFiles = field(default_factory=DataFiles)
@@ -176,12 +176,12 @@ class _Reading:
         self.leaves += [(path, leaves[number]) for number, _, path in metadata.paths()]
         self.data.count_ranks(folder)
 
-    def _stored(self, tensor: FoundTensor) -> _Stored:
+    def _stored(self, tensor: FoundTensor) -> _StoredTensor:
         entry = tensor.entry
         path = tensor.placed[0][1].path if tensor.placed else self.metadata
         source = self.data.source(entry.dtype, entry.shape, tensor.placed)
         replicas = self.data.replicas(tensor) if not tensor.wrapped else ()
-        stored = _Stored(entry.key, entry.dtype, entry.shape, source, path, replicas, tensor.number)
+        stored = _StoredTensor(entry.key, entry.dtype, entry.shape, source, path, replicas, tensor.number)
         stored.wrapped, stored.placed = tensor.wrapped, tensor.placed
         return stored
 
@@ -202,7 +202,7 @@ class _Reading:
             )
         for tensor in read_shards(folder, names):
             source = self.data.source(tensor.dtype, tensor.shape, tensor.placed)
-            stored = _Stored(tensor.fqn, tensor.dtype, tensor.shape, source, tensor.path)
+            stored = _StoredTensor(tensor.fqn, tensor.dtype, tensor.shape, source, tensor.path)
             self.leaves.append((("model", tensor.fqn), stored))
         for name in names:
             self.data.add_file(str(folder / name))
@@ -224,7 +224,7 @@ class _Reading:
         found = read_local(files, _recorded_shapes(known), registered_shapes(config) if config else {})
         found.ties |= tied_names(config, found.tensors) if config else {}
         for fqn, tensor in found.tensors.items():
-            leaf = _Stored(fqn, tensor.dtype, tensor.shape, tensor.source, files[0].path, tensor.replicas)
+            leaf = _StoredTensor(fqn, tensor.dtype, tensor.shape, tensor.source, files[0].path, tensor.replicas)
             self.leaves.append((("model", fqn), leaf))
             for alias in (alias for alias, owner in found.ties.items() if owner == fqn):
                 self.leaves.append((("model", alias), replace(leaf, key=alias, same_as=fqn)))
@@ -242,7 +242,7 @@ class _Reading:
         _check_states(found, self.metadata)
         tensors: dict[Key, Tensor] = {}
         for fqn, leaf in found.weights.items():
-            assert isinstance(leaf, _Stored)
+            assert isinstance(leaf, _StoredTensor)
             if leaf.wrapped:
                 raise NotFoundError(
                     "a weight is of a tensor subclass, which is not supported",
@@ -286,16 +286,16 @@ class _Reading:
 
         A state whose tensors all have no dims is one of numbers (`step`), also for a parameter without dims.
         """
-        shaped = {name for (_, name), value in found.states.items() if isinstance(value, _Stored) and value.shape}
+        shaped = {name for (_, name), value in found.states.items() if isinstance(value, _StoredTensor) and value.shape}
         states = self.states
         odd: dict[str, Any] = {}
         said: dict[str, set[Any]] = {}
         for (fqn, name), value in found.states.items():
-            if isinstance(value, _Stored) and value.wrapped:
+            if isinstance(value, _StoredTensor) and value.wrapped:
                 self._add_wrapped(fqn, name, value)
-            elif isinstance(value, _Stored) and (value.shape or name in shaped):
+            elif isinstance(value, _StoredTensor) and (value.shape or name in shaped):
                 states.tensors[fqn, name] = value.tensor(fqn, name)
-            elif isinstance(value, _Stored):
+            elif isinstance(value, _StoredTensor):
                 number = value.number if name == "step" else OneElement(value.number or 0, value.dtype, ())
                 states.scalars.setdefault(name, {})[fqn] = number
                 if name == "step":
@@ -317,7 +317,7 @@ class _Reading:
         _check_steps(said)
         return odd
 
-    def _add_wrapped(self, fqn: str, name: str, stored: _Stored) -> None:
+    def _add_wrapped(self, fqn: str, name: str, stored: _StoredTensor) -> None:
         """Add a state whose parts are, on some ranks or all, objects of a tensor subclass."""
         parts = {box: torchao(record) for box, record in stored.wrapped.items()}
         known = {box: one for box, one in parts.items() if one is not None}
@@ -359,7 +359,7 @@ _LEFT = object()
 
 def _values(value: Any, name: str, spread: list[str]) -> Any:
     """A value of training state without what refers to the reader."""
-    if isinstance(value, _Stored):
+    if isinstance(value, _StoredTensor):
         alone = value.alone()
         if alone is None:
             spread.append(name)
@@ -378,7 +378,7 @@ def _plain_group(group: ParamGroup) -> ParamGroup:
     """A group whose tensors are values of training state: an optimizer with a tensor for `lr` takes no number."""
     options = {}
     for name, value in group.options.items():
-        if isinstance(value, _Stored):
+        if isinstance(value, _StoredTensor):
             alone = value.alone()
             value = value.number if alone is None else alone
         options[name] = value
@@ -389,7 +389,7 @@ def _recorded_shapes(known: Understood) -> dict[str, Shape]:
     """Shapes of parameters whose states are all as long as they are, in the order of the param groups."""
     shapes: dict[str, set[Shape]] = {}
     for (fqn, _), value in known.states.items():
-        if isinstance(value, _Stored) and value.shape:
+        if isinstance(value, _StoredTensor) and value.shape:
             shapes.setdefault(fqn, set()).add(value.shape)
     order = dict.fromkeys(fqn for group in known.groups for fqn in group.fqns)
     return {fqn: next(iter(shapes[fqn])) for fqn in order if len(shapes.get(fqn, ())) == 1}
@@ -413,11 +413,11 @@ def _same_items(metadata: Metadata, found: Sequence[Any]) -> dict[int, str]:
 
 def _stored_ties(weights: Mapping[str, Leaf]) -> dict[str, str]:
     """Aliases to owners, by the items that are stored once for both (which is what is written here)."""
-    names = {leaf.key: fqn for fqn, leaf in weights.items() if isinstance(leaf, _Stored)}
+    names = {leaf.key: fqn for fqn, leaf in weights.items() if isinstance(leaf, _StoredTensor)}
     return {
         fqn: names[leaf.same_as]
         for fqn, leaf in weights.items()
-        if isinstance(leaf, _Stored) and leaf.same_as is not None
+        if isinstance(leaf, _StoredTensor) and leaf.same_as is not None
     }
 
 
@@ -431,7 +431,7 @@ def _step(rest: Mapping[str, Any]) -> int | None:
         value: Any = rest
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None
-        if isinstance(value, _Stored):
+        if isinstance(value, _StoredTensor):
             value = value.number
         if type(value) is int:
             return value
@@ -446,7 +446,7 @@ def _check_states(found: Understood, path: str) -> None:
     """
     states: dict[str, dict[str, Any]] = {}
     for (fqn, name), value in found.states.items():
-        states.setdefault(fqn, {})[name] = value.dtype if isinstance(value, _Stored) else None
+        states.setdefault(fqn, {})[name] = value.dtype if isinstance(value, _StoredTensor) else None
     strange = [fqn for fqn in states if fqn not in found.weights]
     if strange and len(strange) < len(states):  # where all are, the optimizer spells names in a way of its own
         raise CorruptError(

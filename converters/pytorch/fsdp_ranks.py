@@ -515,7 +515,7 @@ def _is_wrapped(value: Any) -> bool:
 
 
 def _read_wrapped(found: OptimizerStates, fqn: str, name: str, values: list[tuple[RankFile, Any]]) -> None:
-    """A state of which some ranks' parts, or all of them, are torchao's."""
+    """Add a state whose parts are, on some ranks or all, torchao's."""
     parts: dict[Box, Quantized] = {}
     plain: dict[Box, Fragment] = {}
     shape: Shape = ()

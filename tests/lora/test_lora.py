@@ -208,7 +208,7 @@ def test_without_torch_it_says_what_it_takes(fixtures: Path, tmp_path: Path) -> 
     script = "import sys\nsys.modules['torch'] = None\nfrom ckpt.cli import main\nmain()"
     done = process("merge-lora", fixtures / "lora-zero3", "-o", tmp_path / "out", script=script)
     assert (done.code, "Traceback" in done.err, (tmp_path / "out").exists()) == (2, False, False)
-    assert "merging takes torch" in done.err and "pip install torch" in done.err
+    assert "merging needs torch" in done.err and "pip install torch" in done.err
 
 
 def test_an_adapter_in_a_torch_file(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -824,7 +824,7 @@ def test_verify_loads_names_what_is_wrong(
         find = importlib.util.find_spec
         patch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name))
         lacking = ckpt("verify", "--loads", bases["qwen3_moe"])
-    assert lacking.code == UsageError.exit_code and "loading a model takes accelerate" in lacking.err
+    assert lacking.code == UsageError.exit_code and "loading a model needs accelerate" in lacking.err
     assert lacking.err.rstrip().endswith("hint: pip install 'transformers>=5' torch accelerate")
     assert ckpt("verify", "--loads", bases["llama"], bad).code == UsageError.exit_code
     assert ckpt("verify", "--loads", tmp_path).code == NotFoundError.exit_code
