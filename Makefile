@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Processes that test at once; each may start engines of eight ranks.
-WORKERS ?= 2
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+# COLD=1: engines train and load anew, and nothing that they wrote in an earlier run is taken.
+COLD ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test test-fast lint format docs gpu-check faults fuzz bench table clean
+.PHONY: help env demo test test-fast wheel lint format docs gpu-check fixtures-check faults fuzz bench clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,11 +25,15 @@ env: $(VENV)/.installed  ## make the environment
 demo: env  ## train with ZeRO-3, convert to Hugging Face, verify, load
 	$(BIN)/python -m train.demo
 
-test: env lint  ## lint, type check, and the whole test suite
-	$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: env lint  ## lint, type check, and the whole test suite; COLD=1: with engines that all run anew
+	$(if $(COLD),CKPT_TEST_CACHE= )$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		--seconds build/durations.txt
 
 test-fast: env  ## the tests that start no engine
 	$(BIN)/python -m pytest
+
+wheel:  ## build the package, and try it on every Python at hand
+	.ci/wheel
 
 lint: env  ## ruff, mypy, import-linter, codespell, plain words
 	$(BIN)/ruff check .
@@ -46,6 +52,9 @@ docs: env  ## the site, into build/docs, every link checked; no network
 
 gpu-check:  ## train, resume and convert on this machine's GPUs, or on DOUBLE=2 made-up ones; needs torch
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu_check $(if $(DOUBLE),--double $(DOUBLE))
+
+fixtures-check: env  ## make the committed checkpoints again and compare
+	$(BIN)/python fixtures/check.py
 
 faults: env  ## damage checkpoints in ten thousand ways
 	$(BIN)/python -m tests.faults

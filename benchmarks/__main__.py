@@ -2,7 +2,8 @@
 
 The yardstick of a conversion is `cp` of its output followed by `sync` of it, because what ckpt writes is on disk when
 it returns.  Caches are warm, but for the section `cold`, and ckpt is compiled to bytecode.  Every figure is of a whole
-process; a time is the median over the rounds, a ratio the median of the ratios within each round.
+process; a time is the median over the rounds, a ratio the median of the ratios within each round, each with its least
+and its most.
 """
 
 from __future__ import annotations
@@ -11,10 +12,26 @@ import argparse
 import compileall
 import os
 import sys
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
-from benchmarks import cold, dcp, hashing, load, lora, megatron, plans, processes, reshard, stores, universal, zero
+from benchmarks import (
+    cold,
+    dcp,
+    hashing,
+    huge,
+    load,
+    lora,
+    megatron,
+    plans,
+    processes,
+    readme,
+    reshard,
+    stores,
+    universal,
+    zero,
+)
 from benchmarks.measure import CKPT, Case, rounds
 from benchmarks.runner import Bench
 
@@ -32,38 +49,62 @@ SECTIONS = {
     "stores": stores,
     "processes": processes,
 }
+#: Sections that take long, and are done only where they are named.
+NAMED_ONLY = {"huge": huge}
+ALL = SECTIONS | NAMED_ONLY
+
+_SHORT = readme.RESULTS.relative_to(Path(__file__).parents[1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all without it")
+    parser.add_argument(
+        "sections",
+        nargs="*",
+        metavar="SECTION",
+        help=f"of {', '.join(ALL)}; without it all but {', '.join(NAMED_ONLY)}",
+    )
     parser.add_argument("--folder", type=Path, default=Path("/tmp/ckpt-benchmarks"), help="where checkpoints are kept")
     parser.add_argument("--layers", type=int, default=28, help="28 layers are 0.43 billion parameters")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints that are converted for the next time")
     parser.add_argument("--large", action="store_true", help="zero: also memory for a checkpoint three times as large")
+    parser.add_argument("--record", action="store_true", help=f"write what is printed to {_SHORT} as well")
+    parser.add_argument("--readme", action="store_true", help=f"put the rows of {_SHORT} into the README, and end")
     options = parser.parse_args()
     if not sys.flags.safe_path and not Path("ckpt").is_dir():
         parser.error("run it from the checkout")
-    if unknown := set(options.sections) - set(SECTIONS):
-        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if options.readme:
+        readme.write()
+        return
+    if unknown := set(options.sections) - set(ALL):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
 
     for package in ("ckpt", "converters"):  # as an installer does, so that no run compiles what it imports
         compileall.compile_dir(package, quiet=1)
-    chosen = [name for name in SECTIONS if name in options.sections or not options.sections]
+    chosen = [name for name in ALL if name in (options.sections or SECTIONS)]
     bench = Bench(options.folder, options.layers, options.rounds, options.keep)
-    print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}, {options.rounds} rounds", flush=True)
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+        said.append(text)
+
+    day = datetime.now(timezone.utc).strftime("%d %B %Y").lstrip("0")
+    say(f"{day}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}, {options.rounds} rounds")
     for position, name in enumerate(chosen):
-        measure = partial(zero.measure, large=options.large) if name == "zero" else SECTIONS[name].measure
-        later = {kind for other in chosen[position + 1 :] for kind in SECTIONS[other].SOURCES}
+        measure = partial(zero.measure, large=options.large) if name == "zero" else ALL[name].measure
+        later = {kind for other in chosen[position + 1 :] for kind in ALL[other].SOURCES}
         try:
-            print(f"\n{measure(bench)}", flush=True)
+            say(f"\n{readme.headed(name)}\n{measure(bench)}")
         finally:
-            bench.clear(sources=[kind for kind in SECTIONS[name].SOURCES if kind not in later])
+            bench.clear(sources=[kind for kind in ALL[name].SOURCES if kind not in later])
     if "zero" in chosen:
         started = rounds([Case("ckpt --help", [*CKPT, "--help"])], 5)["ckpt --help"]
-        print(f"\n{'ckpt --help':<42}{started.seconds:>8.2f}{started.cpu_seconds:>8.2f}{started.peak_mb:>9.0f}")
-    print(f"\nload at the end {os.getloadavg()[0]:.1f}")
+        say(f"\nckpt --help: {started.seconds:.2f} s, {started.cpu_seconds:.2f} s of cpu, {started.peak_mb:.0f} MB")
+    say(f"\nload at the end {os.getloadavg()[0]:.1f}")
+    if options.record:
+        readme.RESULTS.write_text("\n".join(said) + "\n")
 
 
 if __name__ == "__main__":

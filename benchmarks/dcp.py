@@ -27,7 +27,7 @@ def measure(bench: Bench) -> Table:
         [
             copy_of("cp of hf", hf, copy),
             to_hf,
-            Case(PEER, theirs, (peer, copy), max_rounds=2),
+            Case(PEER, theirs, (peer, copy)),
             copy_of("cp of full", full, copy),
             to_full,
         ]

@@ -2,9 +2,10 @@
 
     python -m benchmarks.equal KIND OURS THEIRS
 
-prints how many tensors there are.  The kinds: `safetensors` (two folders), `dcp-hf` (a folder of safetensors against
-the file of `dcp_to_torch_save`), `dcp-full` (model and optimizer in two files against that one), `zero3` (two step
-folders of any numbers of ranks, put together here by DeepSpeed's rule), `universal` (two step folders).
+prints how many tensors there are.  The kinds: `safetensors` (two folders), `zero3-hf` (a folder of safetensors against
+the masters of a step folder), `dcp-hf` (a folder of safetensors against the file of `dcp_to_torch_save`), `dcp-full`
+(model and optimizer in two files against that one), `zero3` (two step folders of any numbers of ranks), `universal`
+(two step folders).  ZeRO-3's tensors are put together here by DeepSpeed's rule.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _flat(tree: Any, prefix: str = "") -> Tensors:
     return {name: t for key, value in tree.items() for name, t in _flat(value, f"{prefix}/{key}").items()}
 
 
-def _zero3(folder: Path) -> Tensors:
+def zero3_tensors(folder: Path) -> Tensors:
     """Masters and states: every parameter is cut into as many equal slots as there are ranks, the last one padded."""
     count = len(list(folder.glob("*_optim_states.pt")))
     ranks = [
@@ -102,12 +103,15 @@ def _universal(folder: Path) -> Tensors:
 def main(kind: str, ours: Path, theirs: Path) -> int:
     if kind == "safetensors":
         return compare(_safetensors(ours), _safetensors(theirs))
+    if kind == "zero3-hf":
+        masters = {name.removesuffix(" fp32"): t for name, t in zero3_tensors(theirs).items() if name.endswith(" fp32")}
+        return compare(_safetensors(ours), masters)
     if kind == "dcp-hf":
         return compare(_safetensors(ours), {name[1:]: t for name, t in _flat(_load(theirs)["model"]).items()})
     if kind == "dcp-full":
         mine = {"model": _load(ours / "pytorch_model_fsdp.bin"), "optimizer": _load(ours / "optimizer.bin")}
         return compare(_flat(mine), _flat(_load(theirs)))
-    read = {"zero3": _zero3, "universal": _universal}[kind]
+    read = {"zero3": zero3_tensors, "universal": _universal}[kind]
     return compare(read(ours), read(theirs))
 
 

@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckpt
-from benchmarks.models import shapes
+from benchmarks.equal import zero3_tensors
+from benchmarks.models import STEP, shapes
 
 
 def main() -> None:
-    """Rank 0 prints a JSON object: seconds of the two, their ratio, bytes read and held by a rank, peak memory."""
+    """Rank 0 prints a JSON object: seconds of the two, their ratios, bytes read and held by a rank, peak memory."""
     zero3, own, num_layers, num_rounds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     dist.init_process_group("gloo")
     model, states = _empty(num_layers), {name: _empty(num_layers) for name in ("exp_avg", "exp_avg_sq")}
@@ -30,16 +31,19 @@ def main() -> None:
     state = {"model": model, "optimizer": {"state": optimizer}}
     by_torch, by_ckpt = [], []
     read = 0
-    for _ in range(num_rounds):
-        by_torch.append(_timed(lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(own))))
+    for number in range(num_rounds):
+        if number % 2 == 0:  # none always comes first
+            by_torch.append(_timed(lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(own))))
         before = _bytes_read()
         by_ckpt.append(_timed(lambda: dcp.load(state, storage_reader=ckpt.StorageReader(zero3))))
         read = _bytes_read() - before
-        assert all(tensor.to_local().any() for tensor in model.values())
+        _check(Path(zero3), model, states)
+        if number % 2 == 1:
+            by_torch.append(_timed(lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(own))))
     held = sum(tensor.to_local().nbytes for one in (model, *states.values()) for tensor in one.values())
     if dist.get_rank() == 0:
         found: dict[str, Any] = {"dcp": statistics.median(by_torch), "ckpt": statistics.median(by_ckpt)}
-        found["ratio"] = statistics.median(ours / theirs for ours, theirs in zip(by_ckpt, by_torch, strict=True))
+        found["ratios"] = [ours / theirs for ours, theirs in zip(by_ckpt, by_torch, strict=True)]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
         found |= {"bytes_read": read, "bytes_held": held, "peak_mb": peak}
         print(json.dumps(found))
@@ -53,6 +57,15 @@ def _empty(num_layers: int) -> dict[str, DTensor]:
         fqn: DTensor.from_local(torch.zeros(shape[0] // size, *shape[1:]), mesh, [Shard(0)])
         for fqn, shape in shapes(num_layers).items()
     }
+
+
+def _check(zero3: Path, model: dict[str, DTensor], states: dict[str, dict[str, DTensor]]) -> None:
+    """Hold what ckpt loaded against the files of ZeRO-3, put together by DeepSpeed's rule."""
+    expected, rank, size = zero3_tensors(zero3 / f"global_step{STEP}"), dist.get_rank(), dist.get_world_size()
+    for role, tensors in {"fp32": model, **states}.items():
+        for fqn, tensor in tensors.items():
+            part = expected[f"{fqn} {role}"]().chunk(size)[rank]
+            assert torch.equal(tensor.to_local(), part), (fqn, role)
 
 
 def _timed(load: Callable[[], object]) -> float:

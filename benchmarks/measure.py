@@ -27,7 +27,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """A command, the paths that it writes, which are removed before each run, and a bound on the number of runs.
+    """A command, and the paths that it writes, which are removed before each run.
 
     Of `cold` folders nothing is in the page cache when it starts.
     """
@@ -35,7 +35,6 @@ class Case:
     name: str
     command: Sequence[str | Path]
     writes: tuple[Path, ...] = ()
-    max_rounds: int | None = None
     cold: tuple[Path, ...] = ()
 
 
@@ -58,9 +57,9 @@ class Measured:
     def peak_mb(self) -> float:
         return max(run.peak_mb for run in self.runs)
 
-    def times(self, other: Measured) -> float:
-        """How many times as long as `other` it takes: the median over the rounds that both took part in."""
-        return statistics.median(a.seconds / b.seconds for a, b in zip(self.runs, other.runs, strict=False))
+    def times(self, other: Measured) -> tuple[float, ...]:
+        """How many times as long as `other` it took in each round."""
+        return tuple(a.seconds / b.seconds for a, b in zip(self.runs, other.runs, strict=True))
 
 
 def copy_of(name: str, source: Path, copy: Path, cold: tuple[Path, ...] = ()) -> Case:
@@ -68,11 +67,27 @@ def copy_of(name: str, source: Path, copy: Path, cold: tuple[Path, ...] = ()) ->
     return Case(name, ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -exec sync {} +', source, copy], (copy,), cold=cold)
 
 
+def parallel_copy_of(name: str, source: Path, copy: Path, cold: tuple[Path, ...] = ()) -> Case:
+    """A copy by one thread per processor, then `sync`."""
+    return Case(name, [PYTHON, "-m", "benchmarks.copying", source, copy], (copy,), cold=cold)
+
+
+def written_to_disk(name: str, num_bytes: int, path: Path) -> Case:
+    """So many bytes of zeros, written by `dd` past the page cache: the rate of the disk itself."""
+    count = -(-num_bytes // (8 << 20))
+    flags = ["bs=8M", f"count={count}", "oflag=direct", "conv=fsync", "status=none"]
+    return Case(name, ["dd", "if=/dev/zero", f"of={path}", *flags], (path,))
+
+
 def rounds(cases: Sequence[Case], number: int, filler: Path | None = None) -> dict[str, Measured]:
-    """Run all cases in turn, `number` times, so that what else the machine does meets all of them."""
+    """Run all cases in turn, `number` times, each time in the opposite order.
+
+    So what else the machine does meets all of them, and none always comes first.
+    """
     runs: dict[str, list[Run]] = {case.name: [] for case in cases}
-    for case in (case for done in range(number) for case in cases if done < (case.max_rounds or number)):
-        runs[case.name].append(run(case, filler))
+    for done in range(number):
+        for case in reversed(cases) if done % 2 else cases:
+            runs[case.name].append(run(case, filler))
     return {case.name: Measured(case, tuple(runs[case.name])) for case in cases}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from benchmarks.measure import Case, Measured, call, remove, rounds, warm
 
@@ -35,12 +36,14 @@ class Goal:
         case, other = measured[self.case], measured[self.other]
         return self.said(case.times(other) if self.at_least is None else other.times(case))
 
-    def said(self, factor: float) -> str:
-        """The figure with its goal, met or missed."""
+    def said(self, factors: Sequence[float]) -> str:
+        """The median over the rounds with the least and the most, and the goal, met or missed by the median."""
+        factor = median(factors)
         if self.at_least is not None:
-            return f"{factor:.1f} x faster than {self.other} {verdict(factor >= self.at_least, f'>= {self.at_least}')}"
+            figures = f"{factor:.1f} ({min(factors):.1f} to {max(factors):.1f}) x faster than {self.other}"
+            return f"{figures} {verdict(factor >= self.at_least, f'>= {self.at_least}')}"
         reached = "" if self.at_most is None else f" {verdict(factor <= self.at_most, f'<= {self.at_most}')}"
-        return f"{factor:.2f} x {self.other}{reached}"
+        return f"{factor:.2f} ({min(factors):.2f} to {max(factors):.2f}) x {self.other}{reached}"
 
 
 def verdict(reached: bool, goal: str) -> str:
@@ -59,12 +62,13 @@ class Table:
     peak_mb: float = PEAK_MB
 
     def __str__(self) -> str:
-        lines = [self.title, f"{'':<42}{'seconds':>8}{'cpu s':>8}{'peak MB':>9}"]
+        lines = [self.title, f"{'':<42}{'seconds':>8}{'least':>8}{'most':>8}{'cpu s':>8}{'peak MB':>9}"]
         for name, one in self.measured.items():
             said = [goal.judge(self.measured) for goal in self.goals if goal.case == name]
             if name.startswith("ckpt") and one.peak_mb > self.peak_mb:
                 said.append(f"memory MISSED <= {self.peak_mb:.0f} MB")
-            figures = f"{one.seconds:>8.2f}{one.cpu_seconds:>8.2f}{one.peak_mb:>9.0f}"
+            seconds = (one.seconds, min(run.seconds for run in one.runs), max(run.seconds for run in one.runs))
+            figures = "".join(f"{number:>8.2f}" for number in (*seconds, one.cpu_seconds)) + f"{one.peak_mb:>9.0f}"
             lines.append(f"{name:<42}{figures}  {'; '.join(said)}".rstrip())
         return "\n".join([*lines, *self.notes])
 

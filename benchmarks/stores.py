@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.measure import CKPT, PYTHON, Case, call, remove
+from benchmarks.measure import CKPT, PYTHON, Case, call, remove, run
 from benchmarks.models import num_params
 from benchmarks.runner import Bench, Goal, Table, verdict
 from benchmarks.store_server import BUCKET
@@ -45,6 +45,10 @@ def measure(bench: Bench) -> Table:
         ]
         measured = bench.rounds(cases)
         notes = _transfers(bench, source.name, size)
+        run(cases[-1])
+        same = call("benchmarks.equal", "safetensors", source, _OUTPUT)
+        remove([_OUTPUT])
+        notes.append(f"{same} tensors that were fetched are those of the files that the server has")
     goals = [Goal("ckpt hash", "obstore"), Goal("ckpt convert hf hf", "obstore writes")]
     title = f"From S3 on the loopback, {num_params(bench.num_layers) / 1e6:.0f} M parameters, {size / 1e6:.0f} MB"
     missing = [] if "s3fs" in peers else ["s3fs is not installed"]

@@ -23,7 +23,7 @@ def measure(bench: Bench) -> Table:
         [
             copy_of("cp -r of the output", output, copy),
             convert,
-            Case(PEER, [PYTHON, "-m", "deepspeed.checkpoint.ds_to_universal", *folders], (peer, copy), max_rounds=1),
+            Case(PEER, [PYTHON, "-m", "deepspeed.checkpoint.ds_to_universal", *folders], (peer, copy)),
         ]
     )
     same = call("benchmarks.equal", "universal", output / f"{step}_universal", peer / f"{step}_universal")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.measure import CKPT, PYTHON, Case, call, copy_of, run
+from benchmarks.measure import CKPT, PYTHON, Case, call, copy_of, parallel_copy_of, run, written_to_disk
 from benchmarks.models import num_params
 from benchmarks.runner import Bench, Goal, Table
 
@@ -20,6 +20,8 @@ def measure(bench: Bench, *, large: bool = False) -> Table:
     measured = bench.rounds(
         [
             copy_of("cp of the output", fp32, copy),
+            parallel_copy_of("a copy of it by all processors", fp32, copy),
+            written_to_disk("dd of as many bytes", 4 * num_params(bench.num_layers), copy),
             Case("ckpt convert zero3 hf", [*convert, fp32], (fp32,)),
             Case("ckpt convert zero3 hf --dtype bf16", [*convert, bf16, "--dtype", "bf16"], (bf16,)),
             Case(PEER, [PYTHON, "-m", "deepspeed.utils.zero_to_fp32", source, peer, "--safe_serialization"], (peer,)),

@@ -9,12 +9,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt import registry
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError, shown
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, scheme_of
 from ckpt.move.files import check_destination, is_filled, lies_in
 from ckpt.move.listing import listed_once
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ckpt.move.workers import FileDigests, Progress, Resources
     from ckpt.plan.planner import Plan
     from ckpt.processes.group import Alone
-    from ckpt.show.rows import Only, Picture
     from ckpt.verify.digest import Digests
     from ckpt.verify.pairs import Report
     from ckpt.verify.training import RunReport
@@ -66,7 +65,7 @@ def open(
 
 def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
     """Raise UsageError where `destination` is, holds or lies in what the user named or `checkpoint` was read from."""
-    for place in (checkpoint.path, *checkpoint.origins, *(file.path for file in checkpoint.files)):
+    for place in (checkpoint.path, *checkpoint.given.places, *(file.path for file in checkpoint.files)):
         check_destination(destination, Path(place))
     for folder in checkpoint.folders:  # the config's too; output may lie in these, but not replace them
         if lies_in(Path(folder), destination):
@@ -282,7 +281,7 @@ def plan(
         )
         laid_out = replace(laid_out, notes=(*laid_out.notes, note))
     laid_out = replace(laid_out, notes=(*named.notes, *laid_out.notes), dropped=(*laid_out.dropped, *unread))
-    if named.blocks and target.carries_optimizer:
+    if named.quantized.blocks and target.carries_optimizer:
         named = registry.service("as_stored")(named)
     made = make_plan(named, laid_out, carries_optimizer=target.carries_optimizer)
     return Conversion(made, resources or Resources(), to)
@@ -300,16 +299,15 @@ def _check_states_are_plain(checkpoint: Checkpoint, target: Format, layout: Layo
     """
     to, has_place = target.name, target.carries_blocks
     is_renamed = _namespace(target, layout) not in (None, checkpoint.namespace) and checkpoint.namespace != OWN
-    if not checkpoint.quantized or (
-        has_place and not is_renamed and checkpoint.blocks.keys() == checkpoint.quantized.keys()
-    ):
+    methods = checkpoint.quantized.methods
+    if not methods or (has_place and not is_renamed and checkpoint.quantized.blocks.keys() == methods.keys()):
         return
-    (fqn, state), method = next(iter(checkpoint.quantized.items()))
+    (fqn, state), method = next(iter(methods.items()))
     raise LossError(
         f"the optimizer's states are stored quantized, in blocks that {to} has no place for",
         path=checkpoint.path,
         fqn=fqn,
-        found=f"{state} of {method}, and {len(checkpoint.quantized) - 1} others",
+        found=f"{state} of {method}, and {len(methods) - 1} others",
         hint="--optimizer-dtype fp32 writes the values that the optimizer itself computes of them",
     )
 
@@ -324,15 +322,6 @@ def _namespace(target: Format, layout: Layout) -> str | None:
     if layout.options.get("flat_optimizer") and not target.carries_optimizer:
         raise UsageError(f"the format {target.name!r} holds no optimizer", found="--flat-optimizer")
     return target.namespace
-
-
-def picture(checkpoint: Checkpoint, only: Only = "all") -> Picture:
-    """What each rank holds, for `ckpt.show.svg.draw` to draw; what is damaged about the description is in it."""
-    from ckpt.show.rows import picture as picture_of
-
-    space = checkpoint.namespace
-    padding = {} if space in OF_THE_MODEL else registry.namespace(space).padding(checkpoint)
-    return picture_of(checkpoint, padding, only)
 
 
 def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
@@ -413,9 +402,9 @@ def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkp
 
 def _with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` with the dtype that the run computes in as that of which its float32 weights are the masters."""
-    if checkpoint.computes_in is None:
+    dtype, tensors = checkpoint.computes_in and checkpoint.computes_in.dtype, checkpoint.tensors
+    if dtype is None:
         return checkpoint
-    dtype, tensors = checkpoint.computes_in[0], checkpoint.tensors
     return replace(
         checkpoint, tensors={k: replace(t, native=dtype) if k[1] == WEIGHT else t for k, t in tensors.items()}
     )

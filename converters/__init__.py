@@ -1,4 +1,5 @@
-"""The formats, in four families that do not know each other, and the names and quantizations that they share.
+"""The formats, in four families that do not know each other, and the rooms that they share.
 
-A family imports the core, `names` and `quantized`; never another family, never `ckpt.cli`, `ckpt.api` or the mover.
+These are `names`, `quantized` and `optimizers`.  A family imports them and the core; never another family, never
+`ckpt.cli`, `ckpt.api` or the mover.
 """

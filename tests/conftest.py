@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,10 @@ settings.load_profile("shared machine")
 TABLES: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", metavar="FILE", help="where the seconds of files and tests are written")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start engines go first, so that none of them is left for the end where several processes test."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
@@ -45,6 +49,9 @@ def tables() -> dict[str, dict[str, dict[str, str]]]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and unlisted_skips(reporter) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if (output := getattr(session.config, "workeroutput", None)) is not None:  # one of several processes that test
         output["tables"] = {title: dict(rows) for title, rows in TABLES.items()}
 
@@ -56,7 +63,36 @@ def pytest_testnodedown(node: Any) -> None:
             TABLES[title][name].update(row)
 
 
+def unlisted_skips(reporter: pytest.TerminalReporter) -> list[str]:
+    """Where CI is set, the tests that are skipped for a reason that `tests/skips.txt` does not have."""
+    if not os.environ.get("CI"):
+        return []
+    lines = Path(__file__).with_name("skips.txt").read_text().splitlines()
+    listed = [line for line in lines if not line.startswith("#")]
+    reasons = [(one.nodeid, one.longrepr[2]) for one in reporter.stats.get("skipped", []) if one.longrepr]
+    return [f"{name}: {reason}" for name, reason in reasons if not any(line in reason for line in listed)]
+
+
+def seconds_of(reports: list[pytest.TestReport]) -> Iterator[str]:
+    """All files and the hundred slowest tests, the slowest first."""
+    files, tests = Counter[str](), Counter[str]()
+    for report in reports:
+        files[report.nodeid.partition("::")[0]] += report.duration
+        tests[report.nodeid] += report.duration
+    for title, found in (("files", files.most_common()), ("tests", tests.most_common(100))):
+        yield f"{title}, {sum(seconds for _, seconds in found):.0f} s"
+        yield from (f"{seconds:9.2f}  {name}" for name, seconds in found)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if file := terminalreporter.config.getoption("--seconds"):
+        reports = [one for found in terminalreporter.stats.values() for one in found]
+        lines = seconds_of([one for one in reports if isinstance(one, pytest.TestReport)])
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text("".join(f"{line}\n" for line in lines))
+    if unlisted := unlisted_skips(terminalreporter):
+        terminalreporter.section("skipped, but tests/skips.txt does not have the reason", red=True)
+        terminalreporter.write_line("\n".join(unlisted))
     for title, rows in TABLES.items():
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
         head = max(len(name) for name in rows)

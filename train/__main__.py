@@ -1,51 +1,79 @@
-"""Command line: `torchrun --nproc-per-node 4 -m train --strategy zero3 --model llama --output outputs`."""
+"""Command line: `python -m train --ranks 2 --strategy zero3 --output outputs`, or the same under torchrun or srun."""
 
+import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from train import config, launch, stopping
-from train.loop import run
+from train import config, ranks
 
 
 def main() -> int:
-    """Runs one configuration, or every one of --jobs in turn inside one process group."""
+    """Runs one configuration, or every one of --jobs in turn inside one process group. No torch before all is right."""
     parser = config.Parser(
-        prog="train", description="Trains tiny models with real engines and saves their checkpoints."
+        prog="python -m train",
+        usage="%(prog)s [options]",
+        description="Trains tiny models with real engines and saves their checkpoints.",
+        epilog=_EXAMPLES,
+        formatter_class=config.Layout,
     )
-    parser.add_argument(
-        "--jobs",
-        metavar="FILE",
-        help="run every line of a JSON-lines file, each an object of options or a list of command line words, "
-        "in one launch; all other options but --device are ignored",
+    group = parser.add_argument_group("processes and jobs")
+    group.add_argument(
+        "--ranks", type=int, default=0, metavar="N", help="start N ranks on this machine; without, one or a launcher's"
     )
-    parser.add_argument(
+    group.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
         help="what every process computes on; auto: a GPU each, and the CPU where a machine has fewer GPUs than "
         "processes or DS_ACCELERATOR is cpu; nothing here has run on a GPU yet (%(default)s)",
     )
+    group.add_argument(
+        "--jobs",
+        metavar="FILE",
+        help="run every line of a JSON-lines file, each an object of options or a list of command line words, "
+        "in one launch; all other options but --ranks and --device are ignored",
+    )
     config.add_options(parser)
     try:
         options = parser.parse_args()
+        starts_ranks = ranks.are_to_be_started(options.ranks)
         jobs = config.read_jobs(Path(options.jobs)) if options.jobs else [config.parse_options(options)]
-        launch.start(options.device)
+    except config.UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # every node may have its own
+            config.print_error(str(error))
+        return 2
+    return ranks.start(options.ranks) if starts_ranks else _run(jobs, options.device, is_file=bool(options.jobs))
+
+
+def _run(jobs: Sequence[config.Config], device: str, is_file: bool) -> int:
+    from train import launch, stopping
+    from train.loop import run
+
+    try:
+        launch.start(device)
         stopping.listen()
         for number, job in enumerate(jobs, 1):
             start = time.perf_counter()
             run(job)
             if code := stopping.exit_code():
                 return code
-            if options.jobs and launch.is_first():
+            if is_file and launch.is_first():
                 print(f"job {number} of {len(jobs)}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    except config.UserError as error:
+    except launch.ERRORS as error:
         launch.tell(error)
-        return 2
+        return 2 if isinstance(error, config.UserError) else 1
     finally:
         launch.stop()
     return 0
 
+
+_EXAMPLES = """\
+examples:
+  python -m train --ranks 2 --strategy zero3 --steps 8
+  python -m train --ranks 4 --strategy megatron --tp 2 --pp 2 --steps 8 --output megatron-outputs
+"""
 
 if __name__ == "__main__":
     sys.exit(main())

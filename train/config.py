@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,6 +45,15 @@ _TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"
 _OF_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 #: The model of a strategy that splits matrices, where --model is not given; elsewhere it is llama.
 _MODELS = {"tp-fsdp": "llama_even", "megatron": "llama_wide", "megatron-deepspeed": "llama_wide"}
+#: The groups of options, by the first of each.
+_GROUPS = {
+    "strategy": "strategy and model",
+    "output": "run folder and checkpoints",
+    "steps": "how long, and from where",
+    "batch": "data",
+    "optimizer": "optimizer",
+    "vocab": "sizes and layouts, most of them Megatron's",
+}
 #: The least that a number may be, where that is not 0; for --length, a token and one to predict.
 _LEAST = {"length": 2} | dict.fromkeys(
     ("batch", "accumulate", "tp", "pp", "vpp", "ep", "schedule_steps", "vocab_multiple"), 1
@@ -54,6 +64,18 @@ _MOST = {"seed": 2**32 - 1, "initial_scale_power": 127}
 
 class UserError(Exception):
     """A mistake of the user's: shown as one line without a traceback, exit code 2."""
+
+
+def print_error(text: str) -> None:
+    """Prints what went wrong, as every command of the trainer does."""
+    print(f"train: error: {text}", file=sys.stderr, flush=True)
+
+
+class Layout(argparse.RawDescriptionHelpFormatter):
+    """Examples stay as they are written, and help begins in a column that short options leave room for."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
 
 
 class Parser(argparse.ArgumentParser):
@@ -273,8 +295,11 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of Config; dashes and underscores are both understood."""
+    """One option for each field of Config, in groups; dashes and underscores are both understood."""
+    group: Any = parser
     for field in dataclasses.fields(Config):
+        if field.name in _GROUPS:
+            group = parser.add_argument_group(_GROUPS[field.name])
         options = dict(field.metadata) | {"default": field.default, "dest": field.name}
         if isinstance(field.default, bool):
             options["action"] = "store_true"
@@ -282,7 +307,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             options["type"] = str if field.default is None else type(field.default)
             options["help"] += "" if field.default in (None, "") else " (%(default)s)"
         names = [f"--{field.name.replace('_', '-')}", f"--{field.name}"]
-        parser.add_argument(*dict.fromkeys(names), **options)
+        group.add_argument(*dict.fromkeys(names), **options)
 
 
 def parse_options(options: argparse.Namespace) -> Config:

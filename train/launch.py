@@ -6,8 +6,8 @@ DS_ACCELERATOR, by which DeepSpeed chooses too, and a process on the CPU sees no
 
 import contextlib
 import os
-import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from train.config import UserError
+from train.config import UserError, print_error
 
+#: What ends a run; the latter is none of the former.
+ERRORS = (Exception, CheckpointException)
 #: Seconds that a rank waits for what the others say of an error.
 _PATIENCE = 3.0
 #: How much of a framework's own words an error shows.
@@ -82,7 +84,7 @@ def as_user_error(said: str, hint: str = "") -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (Exception, CheckpointException) as error:  # the latter is none of the former
+    except ERRORS as error:
         cause: Any = error
         if isinstance(error, CheckpointException):  # with the errors of all ranks
             rank, (cause, _) = next(iter(error.failures.items()))
@@ -91,16 +93,17 @@ def as_user_error(said: str, hint: str = "") -> Iterator[None]:
         raise UserError(f"{said}: {type(cause).__name__}: {words}{hint}") from error
 
 
-def tell(error: Exception) -> None:
-    """Prints a mistake of the user's once: in the process that met it first, and with its rank unless all met it.
+def tell(error: BaseException) -> None:
+    """Prints an error once: in the process that met it first, and with its rank unless all met it.
 
-    The others may have met nothing but the loss of that one. They wait until it has been printed.
+    The others may have met nothing but the loss of that one. They wait until it has been printed. What is no mistake of
+    the user's is printed with its traceback.
     """
     if not dist.is_initialized():
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every node may have its own
-            _print_error(str(error))
+            print_error(_text(error))
         return
-    rank, ranks, text = dist.get_rank(), dist.get_world_size(), str(error)
+    rank, ranks, text = dist.get_rank(), dist.get_world_size(), _text(error)
     with contextlib.suppress(RuntimeError):  # the store has gone with the rank that had it
         store = dist.PrefixStore("train/errors", dist.distributed_c10d._get_default_store())
         store.set(str(rank), text)
@@ -109,10 +112,14 @@ def tell(error: Exception) -> None:
             return
         everyone = [str(other) for other in range(ranks)]
         all_met_it = _wait(lambda: store.check(everyone)) and set(store.multi_get(everyone)) == {text.encode()}
-        _print_error(text if all_met_it else f"rank {rank}: {text}")
+        print_error(text if all_met_it else f"rank {rank}: {text}")
         store.set("told", "")
         return
-    _print_error(f"rank {rank}: {text}")
+    print_error(f"rank {rank}: {text}")
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error)).strip()
 
 
 def _wait(condition: Callable[[], bool]) -> bool:
@@ -121,10 +128,6 @@ def _wait(condition: Callable[[], bool]) -> bool:
     while not (holds := condition()) and time.monotonic() < end:
         time.sleep(0.02)
     return holds
-
-
-def _print_error(text: str) -> None:
-    print(f"train: error: {text}", file=sys.stderr, flush=True)
 
 
 def is_first() -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import sys
+from typing import TextIO
 
 INTERRUPTED, TERMINATED = 130, 143
 #: Commands whose work is what they write; what they print says where it is.
@@ -79,3 +80,8 @@ def flush_output() -> str | None:
     if isinstance(closed, _Unfailing) and closed.is_used and sys.argv[1:2] not in _WRITING:
         return "it is closed"
     return None
+
+
+def coloured(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that takes colours: not where `NO_COLOR` is set (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt import api, registry
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, printable
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
@@ -34,9 +33,10 @@ from ckpt.check.files import (
 )
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import listed_once
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.not_read import STATE, not_read
-from ckpt.run_folder.opening import AUTO, is_run
+from ckpt.run_folder.opening import AUTO, is_run, open_checkpoint
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import (
     LATEST,
@@ -49,6 +49,7 @@ from ckpt.run_folder.steps import (
     step_folders,
     trainer_step,
 )
+from ckpt.show.rows import picture
 from ckpt.stores.places import local
 
 WHOLE = "whole"
@@ -181,7 +182,7 @@ def check(
         count = ComparedBytes() if every_byte else None
         found = [_check_one(place, path, places, format, count, progress) for place in places]
         if len(found) == 1 and found[0].format is None and found[0].exit_code == NotFoundError.exit_code:
-            api.open(path, format, tag=tag)  # raises what says so
+            open_checkpoint(path, format, tag=tag)  # raises what says so
         return CheckReport(str(path), tuple(found), tuple(_run_problems(path, places)) if tag is None else (), count)
 
 
@@ -237,7 +238,7 @@ def _is_checkpoint(path: Path) -> bool:
 def _tagged(path: Path, tag: str, format: str) -> Path:
     """The folder that `tag` names in `path`; or what it names in a step or a run there, as for every command."""
     folder = confined(path, tag) if path.is_dir() and tag else path
-    return folder if folder != path and folder.is_dir() else Path(api.open(path, format, tag=tag).path)
+    return folder if folder != path and folder.is_dir() else Path(open_checkpoint(path, format, tag=tag).path)
 
 
 def _recorded(path: Path) -> dict[str, str]:
@@ -291,7 +292,7 @@ def _check_one(
     try:
         if place != root and _DEEPSPEED_STEP.fullmatch(place.name):  # its files are the run's, in which it lies
             confined(root, str(place.relative_to(root)))
-        checkpoint = api.open(place, next(own, format))
+        checkpoint = open_checkpoint(place, next(own, format))
         problems += _damaged_tensors(checkpoint)
         problems += _of_two_saves(checkpoint)
     except CkptError as error:
@@ -341,7 +342,7 @@ def _read_alone(place: Path, formats: Iterator[str]) -> Iterator[str]:
     """The formats that can be read in a folder of which something else is missing, and what they do not hold."""
     for name in formats:
         with suppress(CkptError):
-            api.open(place, name)
+            open_checkpoint(place, name)
             yield name if registry.get(name).carries_optimizer else f"{name}, without an optimizer"
 
 
@@ -357,13 +358,13 @@ def _differing_from_manifest(place: Path) -> list[Problem]:
 
     if not (place / manifest.MANIFEST).is_file():
         return []
-    found = manifest.check(place, registry.all_formats())
+    found = manifest.check(place)
     return [Problem(DAMAGED, manifest.MANIFEST, what) for what in found.problems]
 
 
 def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Tensors whose parts do not make them up exactly once."""
-    damaged = api.picture(checkpoint).damaged
+    damaged = picture(checkpoint).damaged
     for one in damaged[:_MAX_SHOWN]:
         yield Problem(DAMAGED, f"{one.fqn} ({one.role})", "; ".join(one.faults[:4]))
     if len(damaged) > _MAX_SHOWN:

@@ -8,8 +8,7 @@ A module for each few commands, `options` and `text` for what they share.  May i
 slow to import only in the command that needs it: `ckpt --help` imports neither numpy nor torch.
 
 May import: `ckpt.api`, `ckpt.base`, `ckpt.check`, `ckpt.estimate`, `ckpt.hub`, `ckpt.lora`, `ckpt.move`, `ckpt.plan`,
-`ckpt.processes`, `ckpt.registry`, `ckpt.resume`, `ckpt.run_folder`, `ckpt.show`, `ckpt.state`, `ckpt.stores`,
-`ckpt.verify`, `ckpt.views`.
+`ckpt.processes`, `ckpt.resume`, `ckpt.run_folder`, `ckpt.show`, `ckpt.stores`, `ckpt.verify`, `ckpt.views`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt import __version__
+from ckpt.base.version import __version__
 from ckpt.cli import complete, quick
 from ckpt.cli.convert import convert
 from ckpt.cli.look import estimate_, formats, inspect
@@ -48,14 +47,14 @@ app = typer.Typer(
 #: The commands, by the sections of the help.
 _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Convert and go on": {
-        "convert": with_options(convert, {}),
-        "resume": with_options(resume, {}),
-        "mount": with_options(mount, {}),
-        "merge-lora": merge_lora,
-        "push": push,
+        "convert": with_options(convert),
+        "resume": with_options(resume),
+        "mount": with_options(mount),
+        "merge-lora": with_options(merge_lora),
+        "push": with_options(push),
     },
-    "Look and compare": {"inspect": inspect, "check": check, "verify": verify, "hash": hash_},
-    "Know beforehand": {"estimate": estimate_, "formats": formats},
+    "Look and compare": {"inspect": inspect, "check": check, "verify": with_options(verify), "hash": hash_},
+    "Know beforehand": {"estimate": with_options(estimate_), "formats": formats},
 }
 for _section, _members in _COMMANDS.items():
     for _name, _command in _members.items():

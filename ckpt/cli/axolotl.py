@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from ckpt.base.errors import UsageError, printable
-from ckpt.run_folder.companions import CONFIG
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -38,6 +37,8 @@ def run_of(where: str, *, quiet: bool) -> tuple[str, str | None]:
 
 def run_and_config(path: Path, config: str | None, *, quiet: bool) -> tuple[Path, str | None]:
     """The run folder that a YAML names, with the folder of its base's config where the run has none of its own."""
+    from ckpt.run_folder.companions import CONFIG
+
     where, base = run_of(str(path), quiet=quiet)
     run = path if where == str(path) else Path(where)
     if base is None or (run / CONFIG).is_file() or any(run.glob(f"*/{CONFIG}")):

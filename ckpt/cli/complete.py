@@ -36,7 +36,7 @@ def targets(incomplete: str) -> list[str]:
 
 
 def _formats() -> list[str]:
-    from ckpt import registry
+    from ckpt.plan import registry
 
     return sorted([*registry.names(), *registry.ALIASES])
 

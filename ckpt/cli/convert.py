@@ -6,12 +6,12 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt import registry
 from ckpt.base.errors import UsageError, printable, shown
 from ckpt.base.progress import progress
 from ckpt.base.sizes import parse_size
@@ -20,13 +20,37 @@ from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_and_config
 from ckpt.cli.text import carry_out, say_source
-from ckpt.state.naming import plain_states
 
 if TYPE_CHECKING:
     from ckpt.plan.checkpoint import Checkpoint
 
 #: Options that may differ in several processes.
 _OF_EACH = ("as_json", "max_memory", "quiet", "verbose", "workers")
+
+
+@dataclass(frozen=True)
+class Read:
+    """What is read of a run."""
+
+    tag: opt.TagOption = None
+    config: opt.ConfigOption = None
+    replica: Annotated[
+        int | None, typer.Option(metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """How it is done."""
+
+    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Bound on all buffers together.")] = "512MB"
+    workers: opt.WorkersOption = 0
+    check: Annotated[
+        bool, typer.Option("--check", help="First compare all fp32 masters with the weights stored beside them.")
+    ] = False
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where a conversion that was killed stopped, and keep what is done.")
+    ] = False
 
 
 def convert(
@@ -51,37 +75,20 @@ def convert(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The folder to write. [default: PATH-TO, beside PATH]")
     ] = None,
-    tag: opt.TagOption = None,
-    config: opt.ConfigOption = None,
-    dtype: opt.DTypeOption = "keep",
-    dequantize: opt.DequantizeOption = False,
+    read: Read,
+    precision: opt.Precision,
     optimizer_dtype: Annotated[
         opt.OptimizerDType,
         typer.Option(help="fp32 takes the plain values of optimizer states of 8 or 4 bits (torchao, bitsandbytes)."),
     ] = "keep",
-    max_shard_size: opt.ShardSizeOption = "5GB",
-    world_size: opt.WorldSizeOption = None,
-    replica: Annotated[
-        int | None, typer.Option(metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.")
-    ] = None,
-    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Bound on all buffers together.")] = "512MB",
-    workers: opt.WorkersOption = 0,
-    check: Annotated[
-        bool, typer.Option("--check", help="First compare all fp32 masters with the weights stored beside them.")
-    ] = False,
-    manifest: opt.ManifestOption = True,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where a conversion that was killed stopped, and keep what is done.")
-    ] = False,
-    dry_run: opt.DryRunOption = False,
-    as_json: opt.JsonOption = False,
-    overwrite: opt.OverwriteOption = False,
-    quiet: opt.QuietOption = False,
-    verbose: opt.VerboseOption = False,
+    sharding: opt.Sharding,
+    work: Work,
+    outcome: opt.Outcome,
     options: Mapping[str, Any],
 ) -> None:
     """Convert a checkpoint from one format to another."""
-    given = {name: shown(str(value)) for name, value in locals().items() if name not in _OF_EACH}
+    given = {name: shown(str(value)) for name, value in opt.by_name(locals()).items() if name not in _OF_EACH}
+    quiet = outcome.quiet
     from ckpt import api
     from ckpt.move.files import check_destination, translate_os_errors
     from ckpt.move.workers import Resources
@@ -95,47 +102,46 @@ def convert(
         print(f"converting with {start}", file=sys.stderr)
     with joined(start) as group, translate_os_errors():
         check_alike({"version": __version__, **given}, group)
-        source, target, path, config = _meant(source, target, path, tag, config, quiet)
+        source, target, path, config = _meant(source, target, path, read, quiet)
         destination = output or default_output(path, target)
         check_destination(destination, path)  # before the source is read, which may take long
-        layout = Layout(CASTABLE.get(dtype), parse_size(max_shard_size), world_size, options)
+        layout = Layout(
+            CASTABLE.get(precision.dtype), parse_size(sharding.max_shard_size), sharding.world_size, options
+        )
         with progress(0, "plan", quiet=quiet):
-            checkpoint: Checkpoint = api.open(path, source, tag=tag, config=config, replica=replica)
-            if dequantize:
+            checkpoint: Checkpoint = api.open(path, source, tag=read.tag, config=config, replica=read.replica)
+            if precision.dequantize:
                 checkpoint = api.dequantized(checkpoint, layout.dtype)
             if optimizer_dtype == "fp32":
-                checkpoint = plain_states(checkpoint)
-            conversion = api.plan(checkpoint, target, layout, Resources(parse_size(max_memory), workers))
+                checkpoint = checkpoint.with_plain_states()
+            conversion = api.plan(checkpoint, target, layout, Resources(parse_size(work.max_memory), work.workers))
         say_source(checkpoint, quiet=quiet)
-        if output is None and not overwrite:
+        if output is None and not outcome.overwrite:
             destination = beside_another(path, target, checkpoint.state.step, quiet=quiet)
             destination = group.gather(destination)[0]  # before any process can have written there
         report = carry_out(
             conversion,
             destination,
-            dry_run=dry_run,
-            as_json=as_json,
-            quiet=quiet,
-            verbose=verbose,
-            overwrite=overwrite,
-            manifest=manifest,
-            check=check,
-            resume=resume,
+            outcome,
+            check=work.check,
+            resume=work.resume,
             group=group,
         )
     if report is not None:
-        print(shown(json.dumps(report, indent=2)) if as_json else printable(str(destination)))
+        print(shown(json.dumps(report, indent=2)) if outcome.as_json else printable(str(destination)))
 
 
 def _meant(
-    source: str | None, target: str | None, path: Path | None, tag: str | None, config: str | None, quiet: bool
+    source: str | None, target: str | None, path: Path | None, read: Read, quiet: bool
 ) -> tuple[str, str, Path, str | None]:
     """FROM, TO, PATH and the config.  With one word it is PATH: FROM is found out, and TO asked for on a terminal.
 
     Raises UsageError where there is nobody to be asked, which lists the formats, and with two words.
     """
     if source is not None and target is not None and path is not None:
-        return source, target, *run_and_config(path, config, quiet=quiet)
+        return source, target, *run_and_config(path, read.config, quiet=quiet)
+    from ckpt.plan import registry
+
     usage = "FROM, TO and PATH, or PATH alone"
     if source is None:
         raise UsageError("there is nothing to convert", expected=usage, hint="see `ckpt convert --help`")
@@ -146,8 +152,8 @@ def _meant(
         raise UsageError("a format or PATH is missing", expected=usage, found=f"{source} {target}", hint=line)
     from ckpt import api
 
-    path, config = run_and_config(Path(source), config, quiet=quiet)
-    found = api.open(path, tag=tag, config=config)
+    path, config = run_and_config(Path(source), read.config, quiet=quiet)
+    found = api.open(path, tag=read.tag, config=config)
     written = [one for one in registry.all_formats() if one.writes]
     print(printable(f"{found.path} is {found.format}, which becomes any of:"), file=sys.stderr)
     for one in written:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ckpt import registry
 from ckpt.base.errors import CorruptError, UnsafeError, UsageError, printable, shown
 from ckpt.base.sizes import parse_size
 from ckpt.base.text import did_you_mean
@@ -56,6 +56,7 @@ def inspect(
     """Show what a checkpoint holds, and with --picture which ranks hold which parts of it."""
     from ckpt import api
     from ckpt.move.listing import listed_once
+    from ckpt.run_folder.not_read import not_read
     from ckpt.show import overview as inspection
     from ckpt.show.parts import part_lines, parts_of
 
@@ -72,12 +73,13 @@ def inspect(
         damaged = _draw(checkpoint, picture, only, overwrite) if picture is not None else None
         wanted = _matching(checkpoint, tensor or [])
         run = _run(path, tag, everything)
+        left = [one.to_json() for one in not_read(checkpoint)]
         if as_json:
-            found = inspection.describe(checkpoint, tensors=tensors, everything=everything)
+            found = inspection.describe(checkpoint, left, tensors=tensors, everything=everything)
             parts = {"parts": [parts_of(one) for one in wanted]} if tensor else {}
             _print_run(run, found | parts)
         else:
-            for line in inspection.lines(checkpoint, everything=everything, width=terminal_width()):
+            for line in inspection.lines(checkpoint, left, everything=everything, width=terminal_width()):
                 print(shown(line))
             if run:
                 print()
@@ -128,6 +130,7 @@ def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool
     """Write the picture; the error is about what is damaged."""
     from ckpt import api
     from ckpt.move import files
+    from ckpt.show.rows import picture as picture_of
     from ckpt.show.svg import draw
 
     if picture.suffix.lower() != ".svg":
@@ -141,7 +144,7 @@ def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool
         raise UsageError(
             "the file is not a picture, and --overwrite would replace it", path=picture, expected="an SVG file"
         )
-    drawn = api.picture(checkpoint, only)
+    drawn = picture_of(checkpoint, only=only)
     files.write_file(picture, draw(drawn, checkpoint).encode(), overwrite=overwrite)
     if not drawn.damaged:
         return None
@@ -165,80 +168,153 @@ def _is_drawing(path: Path) -> bool:
     return head.startswith(b"<") and b"<svg" in head
 
 
+@dataclass(frozen=True)
+class Stated:
+    """What says how the run trains."""
+
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Show only this strategy; repeatable. [default: all]"),
+    ] = None
+    run_config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Take what is not given from Axolotl's, Accelerate's or FSDP's config."),
+    ] = None
+    ds_config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Take stage, offload, sizes and precision from a DeepSpeed config."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a step is computed."""
+
+    dtype: Annotated[
+        TrainDType | None,
+        typer.Option(help="Precision that the model computes in. [default: bf16]", rich_help_panel="The run"),
+    ] = None
+    pure: Annotated[
+        bool,
+        typer.Option("--pure", help="ddp, fsdp: keep all in --dtype, instead of float32 parameters and autocast."),
+    ] = False
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences in a micro batch of one GPU. [default: 1]")
+    ] = None
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a sequence. [default: 4096]")] = None
+    fused_cross_entropy: Annotated[
+        bool, typer.Option("--fused-cross-entropy", help="The logits are never all made (Cut cross-entropy, Liger).")
+    ] = False
+    eager_attention: Annotated[
+        bool, typer.Option("--eager-attention", help="Attention keeps its scores, without a fused kernel.")
+    ] = False
+    activation_offload: Annotated[
+        bool, typer.Option("--activation-offload", help="Keep inputs of checkpointed layers in the host's memory.")
+    ] = False
+    recompute_modules: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="megatron: what selective recomputation does not keep.")
+    ] = None
+
+    def setup(self) -> dict[str, Any]:
+        """The fields of `Setup` that these options set; None for those that are not given."""
+        return {
+            "dtype": self.dtype,
+            "mixed": False if self.pure else None,
+            "batch": self.batch_size,
+            "length": self.seq_len,
+            "fused_loss": self.fused_cross_entropy or None,
+            "eager_attention": self.eager_attention or None,
+            "activation_offload": self.activation_offload or None,
+            "recompute": _listed(self.recompute_modules),
+        }
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs, and how the model is spread over them."""
+
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs. [default: 1]")] = None
+    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU; a number alone is GB.")] = "80GB"
+    cp: Annotated[
+        int | None, typer.Option(min=1, help="GPUs that share a sequence (context parallel, Ulysses). [default: 1]")
+    ] = None
+    tp: Annotated[int | None, typer.Option(min=1, help="megatron: tensor parallel size.")] = None
+    pp: Annotated[int | None, typer.Option(min=1, help="megatron: pipeline parallel size.")] = None
+    ep: Annotated[int | None, typer.Option(min=1, help="megatron: expert parallel size.")] = None
+    no_sequence_parallel: Annotated[
+        bool, typer.Option("--no-sequence-parallel", help="megatron: norms are whole on each tensor parallel rank.")
+    ] = False
+
+    def setup(self) -> dict[str, Any]:
+        """The fields of `Setup` that these options set; None for those that are not given."""
+        is_whole = False if self.no_sequence_parallel else None
+        return {"gpus": self.gpus, "context_parallel": self.cp, "sequence_parallel": is_whole}
+
+    def axes(self) -> dict[str, int]:
+        """The sizes of Megatron's axes that are given."""
+        return {name: size for name, size in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep)) if size}
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """What the optimizer keeps, and where."""
+
+    optimizer: Annotated[Optimizer | None, typer.Option(help="Optimizer, by what it keeps. [default: adam]")] = None
+    master_dtype: Annotated[
+        StateDType | None, typer.Option(help="zero, megatron: precision of the masters. [default: fp32]")
+    ] = None
+    state_dtype: Annotated[
+        StateDType | None, typer.Option(help="zero, megatron: precision of optimizer states. [default: fp32]")
+    ] = None
+    offload_optimizer: Annotated[
+        Device | None, typer.Option(help="zero: where masters, states and gradients are kept. [default: none]")
+    ] = None
+    offload_param: Annotated[
+        Device | None,
+        typer.Option(help="zero3: where parameters are kept; fsdp: cpu, with all states. [default: none]"),
+    ] = None
+
+    def setup(self) -> dict[str, Any]:
+        """The fields of `Setup` that these options set; None for those that are not given."""
+        return {
+            "optimizer": self.optimizer,
+            "master_dtype": self.master_dtype,
+            "state_dtype": self.state_dtype,
+            "offload_optimizer": self.offload_optimizer and self.offload_optimizer.replace("none", ""),
+            "offload_params": self.offload_param and self.offload_param.replace("none", ""),
+        }
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapters that are trained."""
+
+    lora_r: Annotated[
+        int | None,
+        typer.Option("--lora-r", min=0, help="Rank of LoRA adapters to train. 0: train the model. [default: 0]"),
+    ] = None
+    lora_target_modules: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Modules that get adapters. [default: all linear layers]")
+    ] = None
+    qlora: Annotated[bool, typer.Option("--qlora", help="Keep the frozen model's linear layers in 4 bits.")] = False
+
+    def setup(self) -> dict[str, Any]:
+        """The fields of `Setup` that these options set; None for those that are not given."""
+        targets = _listed(self.lora_target_modules)
+        return {"lora_rank": self.lora_r, "lora_targets": targets, "quantized": self.qlora or None}
+
+
 def estimate_(
+    *,
     model: Annotated[
         str,
         typer.Argument(metavar="MODEL", help="A config.json or its folder, a Hub id, a checkpoint, or Axolotl's YAML."),
     ],
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Show only this strategy; repeatable. [default: all]"),
-    ] = None,
-    run_config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Take what is not given from Axolotl's, Accelerate's or FSDP's config."),
-    ] = None,
-    ds_config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Take stage, offload, sizes and precision from a DeepSpeed config."),
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs. [default: 1]")] = None,
-    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU; a number alone is GB.")] = "80GB",
-    dtype: Annotated[
-        TrainDType | None,
-        typer.Option(help="Precision that the model computes in. [default: bf16]", rich_help_panel="The run"),
-    ] = None,
-    pure: Annotated[
-        bool,
-        typer.Option("--pure", help="ddp, fsdp: keep all in --dtype, instead of float32 parameters and autocast."),
-    ] = False,
-    optimizer: Annotated[Optimizer | None, typer.Option(help="Optimizer, by what it keeps. [default: adam]")] = None,
-    master_dtype: Annotated[
-        StateDType | None, typer.Option(help="zero, megatron: precision of the masters. [default: fp32]")
-    ] = None,
-    state_dtype: Annotated[
-        StateDType | None, typer.Option(help="zero, megatron: precision of optimizer states. [default: fp32]")
-    ] = None,
-    offload_optimizer: Annotated[
-        Device | None, typer.Option(help="zero: where masters, states and gradients are kept. [default: none]")
-    ] = None,
-    offload_param: Annotated[
-        Device | None,
-        typer.Option(help="zero3: where parameters are kept; fsdp: cpu, with all states. [default: none]"),
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences in a micro batch of one GPU. [default: 1]")
-    ] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a sequence. [default: 4096]")] = None,
-    cp: Annotated[
-        int | None, typer.Option(min=1, help="GPUs that share a sequence (context parallel, Ulysses). [default: 1]")
-    ] = None,
-    fused_cross_entropy: Annotated[
-        bool, typer.Option("--fused-cross-entropy", help="The logits are never all made (Cut cross-entropy, Liger).")
-    ] = False,
-    eager_attention: Annotated[
-        bool, typer.Option("--eager-attention", help="Attention keeps its scores, without a fused kernel.")
-    ] = False,
-    activation_offload: Annotated[
-        bool, typer.Option("--activation-offload", help="Keep inputs of checkpointed layers in the host's memory.")
-    ] = False,
-    tp: Annotated[int | None, typer.Option(min=1, help="megatron: tensor parallel size.")] = None,
-    pp: Annotated[int | None, typer.Option(min=1, help="megatron: pipeline parallel size.")] = None,
-    ep: Annotated[int | None, typer.Option(min=1, help="megatron: expert parallel size.")] = None,
-    no_sequence_parallel: Annotated[
-        bool, typer.Option("--no-sequence-parallel", help="megatron: norms are whole on each tensor parallel rank.")
-    ] = False,
-    recompute_modules: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="megatron: what selective recomputation does not keep.")
-    ] = None,
-    lora_r: Annotated[
-        int | None,
-        typer.Option("--lora-r", min=0, help="Rank of LoRA adapters to train. 0: train the model. [default: 0]"),
-    ] = None,
-    lora_target_modules: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Modules that get adapters. [default: all linear layers]")
-    ] = None,
-    qlora: Annotated[bool, typer.Option("--qlora", help="Keep the frozen model's linear layers in 4 bits.")] = False,
+    stated: Stated,
+    training: Training,
+    on: Gpus,
+    states: StateOptions,
+    lora: Lora,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:
@@ -248,58 +324,43 @@ def estimate_(
     from ckpt.estimate import text
     from ckpt.estimate.setup import RECOMPUTED, STRATEGIES, Setup
 
-    for name in strategy or ():
+    for name in stated.strategy or ():
         if name not in STRATEGIES:
             raise UsageError(f"there is no strategy called {name!r}", expected="one of " + ", ".join(STRATEGIES))
-    for name in recompute_modules.split(",") if recompute_modules else ():
+    for name in training.setup()["recompute"] or ():
         if name not in RECOMPUTED:
             raise UsageError(f"no module called {name!r} is recomputed", expected=", ".join(RECOMPUTED))
+    run_config = stated.run_config
     if model.endswith((".yaml", ".yml")):
         if run_config is not None:
             raise UsageError("a run can have only one config", found=f"{model} and --run-config {run_config}")
         run_config = Path(model)
         model = configs.model_of(configs.load(run_config), run_config)
     subject = sizing.find(model)
-    stated = configs.RunConfig()
-    for path in (run_config, ds_config):
+    run = configs.RunConfig()
+    for path in (run_config, stated.ds_config):
         if path is not None:
-            stated = stated.under(configs.understand(configs.load(path), path, subject.model.hidden))
-    given = {
-        "gpus": gpus,
-        "dtype": dtype,
-        "mixed": False if pure else None,
-        "optimizer": optimizer,
-        "master_dtype": master_dtype,
-        "state_dtype": state_dtype,
-        "offload_optimizer": offload_optimizer and offload_optimizer.replace("none", ""),
-        "offload_params": offload_param and offload_param.replace("none", ""),
-        "batch": batch_size,
-        "length": seq_len,
-        "context_parallel": cp,
-        "fused_loss": fused_cross_entropy or None,
-        "eager_attention": eager_attention or None,
-        "activation_offload": activation_offload or None,
-        "sequence_parallel": False if no_sequence_parallel else None,
-        "recompute": tuple(recompute_modules.split(",")) if recompute_modules else None,
-        "lora_rank": lora_r,
-        "lora_targets": tuple(lora_target_modules.split(",")) if lora_target_modules else None,
-        "quantized": qlora or None,
-    }
-    setup = Setup(**{**stated.setup, **{name: value for name, value in given.items() if value is not None}})
-    chosen = strategy or ([stated.strategy] if stated.strategy else [])
+            run = run.under(configs.understand(configs.load(path), path, subject.model.hidden))
+    given = {**on.setup(), **training.setup(), **states.setup(), **lora.setup()}
+    setup = Setup(**{**run.setup, **{name: value for name, value in given.items() if value is not None}})
+    chosen = stated.strategy or ([run.strategy] if run.strategy else [])
     if (setup.lora_targets or setup.quantized) and not setup.lora_rank:
         raise UsageError("--lora-target-modules and --qlora go with --lora-r")
-    if (tp or pp or ep) and chosen and "megatron" not in chosen:
+    if on.axes() and chosen and "megatron" not in chosen:
         raise UsageError("--tp, --pp and --ep need the strategy megatron", found=", ".join(chosen))
-    axes = {**stated.axes, **{name: size for name, size in (("tp", tp), ("pp", pp), ("ep", ep)) if size}}
     if not quiet:
         say_notes(subject.notes)
-    found = sizing.size(subject, setup, _gpu_memory(gpu_memory), chosen, **axes)
+    found = sizing.size(subject, setup, _gpu_memory(on.gpu_memory), chosen, **{**run.axes, **on.axes()})
     if as_json:
         print(json.dumps(text.to_json(found), indent=2))
         return
     for line in text.lines(found):
         print(printable(line))
+
+
+def _listed(names: str | None) -> tuple[str, ...] | None:
+    """The names between commas; None without any."""
+    return tuple(names.split(",")) if names else None
 
 
 def _gpu_memory(size: str) -> int:
@@ -313,6 +374,8 @@ def _gpu_memory(size: str) -> int:
 
 def formats(as_json: opt.JsonOption = False) -> None:
     """List the formats: what can be read and written, and what carries optimizer state."""
+    from ckpt.plan import registry
+
     rows = [
         {"name": f.name, "reads": f.reads, "writes": f.writes, "optimizer": f.carries_optimizer, "title": f.title}
         for f in registry.all_formats()

@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,7 +25,52 @@ if TYPE_CHECKING:
     from ckpt.hub.push import Push, Pushed
 
 
+@dataclass(frozen=True)
+class MergeOptions:
+    """What is merged into what."""
+
+    base: Annotated[
+        str | None,
+        typer.Option(help="The model to merge into: any format, or a Hub id. [default: the one trained on]"),
+    ] = None
+    config: Annotated[
+        str | None, typer.Option(help="The folder with adapter_config.json, where it is not with the weights.")
+    ] = None
+    tag: opt.TagOption = None
+    accept_base: Annotated[
+        bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class Combining:
+    """How several adapters become one."""
+
+    weights: Annotated[
+        str | None,
+        typer.Option("--adapter-weights", metavar="W,...", help="Weights by which several adapters become one."),
+    ] = None
+    combination: Annotated[
+        str, typer.Option(help="How adapters are combined: linear, cat, svd, ties, dare_linear, ... as PEFT calls it.")
+    ] = "svd"
+    density: Annotated[float | None, typer.Option(help="Fraction of weights kept (ties, dare, magnitude_prune).")] = (
+        None
+    )
+    seed: Annotated[int | None, typer.Option(help="Random seed for dare.")] = None
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What the merged model is written as."""
+
+    dtype: Annotated[opt.DType, typer.Option(help="Precision of the base that is merged into.")] = "keep"
+    dequantize: opt.DequantizeOption = False
+    max_shard_size: opt.ShardSizeOption = "5GB"
+    names: opt.NamesOption = "hub"
+
+
 def merge_lora(
+    *,
     sources: Annotated[
         list[str] | None,
         typer.Argument(
@@ -33,48 +79,16 @@ def merge_lora(
             "in the cache. [default: this folder]",
         ),
     ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(help="The model to merge into: any format, or a Hub id. [default: the one trained on]"),
-    ] = None,
+    parts: MergeOptions,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The folder to write. [default: ADAPTER-merged, beside it]")
     ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option("--adapter-weights", metavar="W,...", help="Weights by which several adapters become one."),
-    ] = None,
-    combination: Annotated[
-        str, typer.Option(help="How adapters are combined: linear, cat, svd, ties, dare_linear, ... as PEFT calls it.")
-    ] = "svd",
-    density: Annotated[
-        float | None, typer.Option(help="Fraction of weights kept (ties, dare, magnitude_prune).")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed for dare.")] = None,
-    config: Annotated[
-        str | None, typer.Option(help="The folder with adapter_config.json, where it is not with the weights.")
-    ] = None,
-    tag: opt.TagOption = None,
-    dtype: Annotated[opt.DType, typer.Option(help="Precision of the base that is merged into.")] = "keep",
-    dequantize: opt.DequantizeOption = False,
-    max_shard_size: opt.ShardSizeOption = "5GB",
-    names: opt.NamesOption = "hub",
-    accept_base: Annotated[
-        bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
-    ] = False,
+    combining: Combining,
+    merged: Merged,
     workers: opt.WorkersOption = 0,
-    manifest: opt.ManifestOption = True,
     push: Annotated[bool, typer.Option("--push", help="Push the result to the Hub, and verify what arrived.")] = False,
-    repo_id: opt.RepoOption = None,
-    private: opt.PrivateOption = False,
-    revision: opt.RevisionOption = None,
-    create_pr: opt.PullRequestOption = False,
-    commit_message: opt.MessageOption = None,
-    dry_run: opt.DryRunOption = False,
-    as_json: opt.JsonOption = False,
-    overwrite: opt.OverwriteOption = False,
-    quiet: opt.QuietOption = False,
-    verbose: opt.VerboseOption = False,
+    at_hub: opt.HubTarget,
+    outcome: opt.Outcome,
 ) -> None:
     """Merge a LoRA adapter into its base model, as PEFT does, without loading the model."""
     from ckpt import api
@@ -83,36 +97,37 @@ def merge_lora(
     from ckpt.move.workers import Resources
     from ckpt.plan.checkpoint import Layout
     from ckpt.plan.dtypes import CASTABLE
+    from ckpt.stores import places
 
+    quiet, dtype = outcome.quiet, CASTABLE.get(merged.dtype)
     given = [run_of(where, quiet=quiet) for where in sources or ["."]]
-    wanted, base = [where for where, _ in given], base or given[0][1]
+    wanted, base = [where for where, _ in given], parts.base or given[0][1]
     destination = output or default_output(Path(wanted[0]), "merged")
-    found = [adapters.open_adapter(where, config=config, tag=tag) for where in wanted]
-    if output is None and not overwrite:
+    found = [adapters.open_adapter(where, config=parts.config, tag=parts.tag) for where in wanted]
+    if output is None and not outcome.overwrite:
         destination = beside_another(Path(wanted[0]), "merged", found[0].checkpoint.state.step, quiet=quiet)
-    if not push and (repo_id or private or revision or create_pr or commit_message):
+    if not push and at_hub != opt.HubTarget():
         raise UsageError("--repo-id, --private, --revision, --create-pr and --commit-message go with --push")
     to = None
     if push:
-        from ckpt.hub import push as hub
-        from ckpt.hub.recorded import recorded_repo
-
         # the run's own repository is the adapter's: HF Trainer pushes it there, at the latest at the end
-        repo_id = repo_id or recorded_repo([found[0].folder, Path(wanted[0])], "-merged")
-        to = hub.Push(repo_id, private, revision, create_pr, commit_message, names == "own")
+        to = _target(at_hub, merged.names, [found[0].folder, Path(wanted[0])], "-merged")
     opened = found
     made_of = [one.path for one in found]
-    model = adapters.open_base(found[0], base, accept=accept_base)
-    if dequantize:
-        model = api.dequantized(model, CASTABLE.get(dtype))
-    if weights is not None:
+    model = adapters.open_base(found[0], base, accept=parts.accept_base)
+    if merged.dequantize:
+        model = api.dequantized(model, dtype)
+    if combining.weights is not None:
         from ckpt.lora.combine import combine
 
-        found = [combine(found, parse_weights(weights), model, combination, density, seed)]
-    layout = Layout(CASTABLE.get(dtype), parse_size(max_shard_size), names=names)
+        how = combining.combination, combining.density, combining.seed
+        found = [combine(found, parse_weights(combining.weights), model, *how)]
+    layout = Layout(dtype, parse_size(merged.max_shard_size), names=merged.names)
     conversion = lora.plan(found, model, layout, Resources(workers=workers))
-    if to is not None and not dry_run:
-        hub.check_room(set(conversion.files), to)
+    if to is not None and not outcome.dry_run:
+        from ckpt.hub.push import check_room
+
+        check_room(set(conversion.files), to)
     for one in opened if quiet else found:
         say_notes(one.checkpoint.passed_over if quiet else one.notes)
     say_source(model, "merging into ", quiet=quiet)
@@ -120,20 +135,15 @@ def merge_lora(
     report = carry_out(
         conversion,
         destination,
-        dry_run=dry_run,
-        as_json=as_json,
-        quiet=quiet,
-        verbose=verbose,
-        overwrite=overwrite,
-        manifest=manifest,
+        outcome,
         describe=functools.partial(_merge_card, to, facts, found[0].config.base),
     )
     if report is None:
         return
     if to is not None:
-        report["pushed"] = _push(destination, to, None, quiet).to_json()
-    print(json.dumps(report, indent=2) if as_json else printable(str(destination)))
-    if to is not None and not as_json:
+        report["pushed"] = _push(places.local(destination), to, None, quiet).to_json()
+    print(json.dumps(report, indent=2) if outcome.as_json else printable(str(destination)))
+    if to is not None and not outcome.as_json:
         print(printable(report["pushed"]["url"]))
 
 
@@ -160,15 +170,21 @@ def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder
     return {CARD: card.encode()}
 
 
+def _target(at: opt.HubTarget, names: opt.Names, folders: list[Path], suffix: str = "") -> Push:
+    """Where to push, which is what the run of `folders` records with `suffix` behind it, unless it was said."""
+    from ckpt.hub.push import Push
+    from ckpt.hub.recorded import recorded_repo
+
+    repo_id = at.repo_id or recorded_repo(folders, suffix)
+    return Push(repo_id, at.private, at.revision, at.create_pr, at.commit_message, names == "own")
+
+
 def push(
+    *,
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="The folder or URL to push, but hidden files.", readable=False)
     ],
-    repo_id: opt.RepoOption = None,
-    private: opt.PrivateOption = False,
-    revision: opt.RevisionOption = None,
-    create_pr: opt.PullRequestOption = False,
-    commit_message: opt.MessageOption = None,
+    at_hub: opt.HubTarget,
     names: opt.NamesOption = "hub",
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
@@ -176,14 +192,11 @@ def push(
     """Push a folder to the Hugging Face Hub, and verify the checksums of what arrived. Run it again to go on."""
     from ckpt import api
     from ckpt.hub.card import CARD, model_card
-    from ckpt.hub.push import Push
-    from ckpt.hub.recorded import recorded_repo
     from ckpt.stores import places
 
     path = places.local(path)
-    own_names = names == "own"
-    to = Push(repo_id or recorded_repo([path]), private, revision, create_pr, commit_message, own_names)
-    if not own_names:
+    to = _target(at_hub, names, [path])
+    if not to.own_names:
         api.prove_names(path)
     card: Callable[[], str] | None = None
     if path.is_dir() and not (path / CARD).exists():

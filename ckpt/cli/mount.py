@@ -32,10 +32,8 @@ def mount(
     format: opt.FormatOption = "auto",
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
-    dtype: opt.DTypeOption = "keep",
-    dequantize: opt.DequantizeOption = False,
-    max_shard_size: opt.ShardSizeOption = "5GB",
-    world_size: opt.WorldSizeOption = None,
+    precision: opt.Precision,
+    sharding: opt.Sharding,
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Serve it from this process, until it is unmounted.")
     ] = False,
@@ -57,9 +55,9 @@ def mount(
     if standins.is_standin(str(path)) and not foreground:
         hint = "--foreground serves it from this process; in a shell, with & behind the command"
         raise UsageError("a store cannot be served by a background process", path=path, hint=hint)
-    layout = Layout(CASTABLE.get(dtype), parse_size(max_shard_size), world_size, options)
+    layout = Layout(CASTABLE.get(precision.dtype), parse_size(sharding.max_shard_size), sharding.world_size, options)
     checkpoint: Checkpoint = api.open(path, format, tag=tag, config=config)
-    if dequantize:
+    if precision.dequantize:
         checkpoint = api.dequantized(checkpoint, layout.dtype)
     conversion = api.plan(checkpoint, target, layout)
     check_free(conversion, view)  # from here on the messages hold: another process will serve the files

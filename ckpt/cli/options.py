@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -16,13 +17,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ckpt import registry
 from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
-from ckpt.base.streams import say_ended
+from ckpt.base.streams import coloured, say_ended
 from ckpt.base.text import scheme_of
 from ckpt.cli import complete
 from ckpt.cli.examples import EXAMPLES
-from ckpt.cli.text import coloured
 from ckpt.plan.options import MAX_SIZE, Option, options_of
 
 DIFFERENT = 1
@@ -64,49 +63,90 @@ TagOption = Annotated[
 ConfigOption = Annotated[
     str | None, typer.Option(help="The model's config and tokenizer: a folder, a config.json or a Hub id.")
 ]
-DTypeOption = Annotated[
-    DType,
-    typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
-]
-WorldSizeOption = Annotated[
-    int | None,
-    typer.Option(min=1, max=MAX_SIZE, help="Ranks of a sharded target. [default: as many as the source has]"),
-]
 ShardSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")]
 WorkersOption = Annotated[
     int, typer.Option(min=0, max=256, help="Threads that copy. 0: 8 on a node, to keep a disk busy.")
 ]
-ManifestOption = Annotated[
-    bool, typer.Option(help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`.")
-]
 DequantizeOption = Annotated[
     bool, typer.Option("--dequantize", help="Take the plain values of quantized weights (MXFP4, bitsandbytes, FP8).")
-]
-RepoOption = Annotated[
-    str | None,
-    typer.Option(
-        "--repo-id",
-        metavar="ORG/NAME",
-        help="The repository on the Hub. [default: the run's hub_model_id; for a merge, with -merged behind it]",
-    ),
-]
-PrivateOption = Annotated[bool, typer.Option("--private", help="Make a new repository private.")]
-RevisionOption = Annotated[
-    str | None, typer.Option(metavar="BRANCH", help="The branch to push to, made where it is missing.")
-]
-PullRequestOption = Annotated[bool, typer.Option("--create-pr", help="Push as a pull request against main.")]
-MessageOption = Annotated[
-    str | None, typer.Option("--commit-message", metavar="TEXT", help="Commit message on the Hub.")
 ]
 NamesOption = Annotated[
     Names,
     typer.Option(help="hub: only what the config's architecture saves. own: other names are written as they are."),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at the output.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors only.")]
 VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Print every tensor or file.")]
+
+
+# Groups of options, which a command takes as one argument each (`with_options`).
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The precision in which weights are written."""
+
+    dtype: Annotated[
+        DType,
+        typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
+    ] = "keep"
+    dequantize: DequantizeOption = False
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The files into which a target is cut."""
+
+    max_shard_size: ShardSizeOption = "5GB"
+    world_size: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_SIZE, help="Ranks of a sharded target. [default: as many as the source has]"),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is done with a plan, and what is printed of it."""
+
+    manifest: Annotated[
+        bool, typer.Option(help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`.")
+    ] = True
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False
+    as_json: JsonOption = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at the output.")] = False
+    quiet: QuietOption = False
+    verbose: VerboseOption = False
+
+
+@dataclass(frozen=True)
+class HubTarget:
+    """Where on the Hub a folder is pushed to."""
+
+    repo_id: Annotated[
+        str | None,
+        typer.Option(
+            "--repo-id",
+            metavar="ORG/NAME",
+            help="The repository on the Hub. [default: the run's hub_model_id; for a merge, with -merged behind it]",
+        ),
+    ] = None
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False
+    revision: Annotated[
+        str | None, typer.Option(metavar="BRANCH", help="The branch to push to, made where it is missing.")
+    ] = None
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Push as a pull request against main.")] = False
+    commit_message: Annotated[
+        str | None, typer.Option("--commit-message", metavar="TEXT", help="Commit message on the Hub.")
+    ] = None
+
+
+def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a command, with the options of its groups each by its own name."""
+    return {
+        name: value
+        for key, argument in arguments.items()
+        for name, value in (vars(argument) if is_dataclass(argument) else {key: argument}).items()
+    }
 
 
 #: Arguments that may be URLs, by the function of the command.
@@ -247,18 +287,32 @@ class Commands(_Help, TyperGroup):
 
 @guarded
 def _with_declared(function: Callable[..., Any]) -> Callable[..., Any]:
+    from ckpt.plan import registry
+
     return with_options(function, registry.declared_options())
 
 
-def with_options(function: Callable[..., Any], owners: Mapping[type, Sequence[str]]) -> Callable[..., Any]:
-    """`function` with the options that dataclasses declare, each for the formats given with it.
+def with_options(
+    function: Callable[..., Any], owners: Mapping[type, Sequence[str]] | None = None
+) -> Callable[..., Any]:
+    """`function` with an option for each field of its groups, and for each that the dataclasses of formats declare.
 
-    What was asked for arrives in its argument `options`, by name.  Raises UsageError where two have the same name.
+    A group arrives as one object.  Of the formats' options (`owners` says whose each dataclass is) those that were
+    asked for arrive in the argument `options`, by name.  Raises UsageError where two have the same name.
     """
     signature = inspect.signature(function, eval_str=True)
-    known = {name: parameter for name, parameter in signature.parameters.items() if name != "options"}
+    known: dict[str, inspect.Parameter] = {}
+    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+    for name, parameter in signature.parameters.items():
+        group, is_group = parameter.annotation, is_dataclass(parameter.annotation)
+        if is_group:
+            members = _members(group)
+            groups[name] = group, list(members)
+            known |= members
+        elif name != "options":
+            known[name] = parameter
     declared: dict[str, Option] = {}
-    for owner, formats in owners.items():
+    for owner, formats in (owners or {}).items():
         for one in options_of(owner):
             if one.name in known:
                 raise UsageError(
@@ -272,12 +326,23 @@ def with_options(function: Callable[..., Any], owners: Mapping[type, Sequence[st
     @functools.wraps(function)
     def run(**arguments: Any) -> Any:
         given = {name: arguments.pop(name) for name in declared}
-        options = {name: value for name, value in given.items() if value != declared[name].default}
-        return function(**arguments, options=options)
+        made: dict[str, Any] = {
+            name: group(**{member: arguments.pop(member) for member in members})
+            for name, (group, members) in groups.items()
+        }
+        if "options" in signature.parameters:
+            made["options"] = {name: value for name, value in given.items() if value != declared[name].default}
+        return function(**arguments, **made)
 
-    vars(run)["__signature__"] = signature.replace(parameters=list(known.values()))
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in known.values()]
+    vars(run)["__signature__"] = signature.replace(parameters=keywords)
     run.__annotations__ = {name: parameter.annotation for name, parameter in known.items()}
     return run
+
+
+@functools.cache
+def _members(group: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(group, eval_str=True).parameters
 
 
 def _parameter(one: Option, section: str) -> inspect.Parameter:

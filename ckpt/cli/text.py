@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import printable, shown
 from ckpt.base.progress import progress
 from ckpt.base.sizes import show_size
+from ckpt.base.streams import coloured
 from ckpt.base.text import aligned, counted
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion
+    from ckpt.cli.options import Outcome
     from ckpt.plan.checkpoint import Checkpoint
-
-
-def coloured(stream: IO[str]) -> bool:
-    """Whether a stream is a terminal that takes colours: not where `NO_COLOR` is set (https://no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def terminal_width() -> int | None:
@@ -50,12 +46,8 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
 def carry_out(
     conversion: Conversion,
     destination: Path,
+    outcome: Outcome,
     *,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
-    manifest: bool,
     resume: bool | None = None,
     **options: Any,
 ) -> dict[str, Any] | None:
@@ -69,10 +61,13 @@ def carry_out(
 
     conversion.check_destination(destination)
     report = plan_report(conversion, destination)
-    if dry_run:
-        print(shown(json.dumps(report, indent=2)) if as_json else "\n".join(plan_lines(report, verbose)))
+    if outcome.dry_run:
+        lines = (
+            shown(json.dumps(report, indent=2)) if outcome.as_json else "\n".join(plan_lines(report, outcome.verbose))
+        )
+        print(lines)
         return None
-    with progress(conversion.plan.moved_bytes, "check", quiet=quiet) as meter:
+    with progress(conversion.plan.moved_bytes, "check", quiet=outcome.quiet) as meter:
 
         def clearing(folder: Path, size: int) -> None:
             has_journal = resume is not None and (folder / JOURNAL).is_file()
@@ -81,17 +76,18 @@ def carry_out(
             meter.say(f"note: {left}, left by a run that was killed, is removed{could}")
 
         options |= {"progress": meter, "phase": meter.phase}
-        if not quiet:
+        if not outcome.quiet:
             options["clearing"] = clearing
-        num_done = conversion.run(destination, manifest=manifest, resume=bool(resume), **options)
-    if quiet:  # what may be lost is reported even then
+        options |= {"manifest": outcome.manifest, "overwrite": outcome.overwrite}
+        num_done = conversion.run(destination, resume=bool(resume), **options)
+    if outcome.quiet:  # what may be lost is reported even then
         state = [one for one in report["not_read"] if one["kind"] == not_read.STATE]
         for line in not_read.lines(state):
             print(line, file=sys.stderr)
     else:
         if resume:
             print(f"{show_size(num_done)} were there already, and are as they were written", file=sys.stderr)
-        for line in _outcome(report, destination, manifest):
+        for line in _outcome(report, destination, outcome.manifest):
             print(line, file=sys.stderr)
     return report
 

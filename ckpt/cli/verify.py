@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ckpt import registry
 from ckpt.base.errors import UsageError, printable, shown
 from ckpt.base.progress import progress
 from ckpt.cli import complete
@@ -17,18 +17,26 @@ from ckpt.cli import options as opt
 from ckpt.cli.text import say_notes, say_source
 
 
+@dataclass(frozen=True)
+class Sides:
+    """What is read on the two sides."""
+
+    from_a: Annotated[str, typer.Option(metavar="FORMAT", help="The format of A.", autocompletion=complete.sources)] = (
+        "auto"
+    )
+    from_b: Annotated[str, typer.Option(metavar="FORMAT", help="The format of B.", autocompletion=complete.sources)] = (
+        "auto"
+    )
+    tag_a: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of A.")] = None
+    tag_b: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of B.")] = None
+    config: opt.ConfigOption = None
+
+
 def verify(
+    *,
     a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint or run folder.", readable=False)],
     b: Annotated[Path | None, typer.Argument(metavar="B", help="Another, of any format.", readable=False)] = None,
-    from_a: Annotated[
-        str, typer.Option(metavar="FORMAT", help="The format of A.", autocompletion=complete.sources)
-    ] = "auto",
-    from_b: Annotated[
-        str, typer.Option(metavar="FORMAT", help="The format of B.", autocompletion=complete.sources)
-    ] = "auto",
-    tag_a: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of A.")] = None,
-    tag_b: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of B.")] = None,
-    config: opt.ConfigOption = None,
+    sides: Sides,
     only: Annotated[opt.Only, typer.Option(help="Compare only these tensors.")] = "all",
     cast: Annotated[
         bool, typer.Option("--cast", help="Where dtypes differ, round the wider to the narrower, then compare.")
@@ -61,15 +69,15 @@ def verify(
         _verify_loads(a, as_json, quiet)
         return
     if b is None:
-        asked = {"--only": only != "all", "--cast": cast, "--config": config, "--tag-a": tag_a}
-        asked |= {"--from-a": from_a != "auto", "--from-b": from_b != "auto", "--tag-b": tag_b}
+        asked = {"--only": only != "all", "--cast": cast, "--config": sides.config, "--tag-a": sides.tag_a}
+        asked |= {"--from-a": sides.from_a != "auto", "--from-b": sides.from_b != "auto", "--tag-b": sides.tag_b}
         if of_two := " ".join(name for name, given in asked.items() if given):
             what = "a folder is held against its manifest as a whole: these options are for two checkpoints"
             raise UsageError(what, path=a, found=of_two, hint="give a second checkpoint, or leave them out")
         _verify_manifest(a, as_json, quiet)
         return
-    one = api.open(a, from_a, tag=tag_a, config=config)
-    other = api.open(b, from_b, tag=tag_b, config=config)
+    one = api.open(a, sides.from_a, tag=sides.tag_a, config=sides.config)
+    other = api.open(b, sides.from_b, tag=sides.tag_b, config=sides.config)
     say_source(one, "A: ", quiet=quiet)
     say_source(other, "B: ", quiet=quiet)
     if run:
@@ -95,7 +103,7 @@ def _verify_manifest(path: Path, as_json: bool, quiet: bool) -> None:
 
     path = local(path)
     with progress(manifest.expected_bytes(path), "hash", quiet=quiet) as meter:
-        checked = manifest.check(path, registry.all_formats(), meter)
+        checked = manifest.check(path, meter)
     _conclude(checked.to_json, checked.lines, 0 if checked.good else opt.DIFFERENT, as_json, quiet)
 
 

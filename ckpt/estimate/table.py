@@ -9,7 +9,6 @@ from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
-from ckpt import api, registry
 from ckpt.base.errors import NotFoundError, UsageError
 from ckpt.base.sizes import show_size
 from ckpt.base.text import HUB_ID
@@ -33,9 +32,11 @@ from ckpt.estimate.setup import (
     Setup,
 )
 from ckpt.move.files import translate_os_errors
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.run_folder import from_hub
 from ckpt.run_folder.companions import CONFIG, read_config, read_object
+from ckpt.run_folder.opening import open_checkpoint
 from ckpt.state.adapter import BASE, is_adapter, parse_name
 
 #: The part of a GPU's memory that an estimate may fill: the CUDA context, NCCL and fragments want the rest.
@@ -107,7 +108,7 @@ def find(where: str) -> Subject:
             config = read_config([path]) if path.is_dir() else None
             if config is not None and config.get("model_type"):
                 return _of_config(where, config)
-            return _of_checkpoint(where, api.open(path))
+            return _of_checkpoint(where, open_checkpoint(path))
     if HUB_ID.fullmatch(where):
         fetched = from_hub.fetched(where, [CONFIG]) / CONFIG
         return _of_config(where, read_object(fetched, "the model's config"))

@@ -1,5 +1,4 @@
 """The Hugging Face Hub: folders pushed, models fetched, model cards.
 
-May import: `ckpt.base`, `ckpt.move`, `ckpt.plan`, `ckpt.registry`, `ckpt.run_folder`, `ckpt.state`, `ckpt.stores`,
-`ckpt.verify`.
+May import: `ckpt.base`, `ckpt.move`, `ckpt.plan`, `ckpt.run_folder`, `ckpt.verify`.
 """

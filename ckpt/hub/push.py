@@ -21,16 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt import registry
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
 from ckpt.base.text import HUB_ID
 from ckpt.hub.card import CARD, is_ours
 from ckpt.move.files import OpenFiles, confined, translate_os_errors
-from ckpt.move.source import open_stream, read_into
+from ckpt.move.source import is_standin, open_stream, read_into
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import SourceFile
-from ckpt.state.adapter import CONFIG as ADAPTER_CONFIG
-from ckpt.stores import places, standins
+from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
 from ckpt.verify import manifest
 from ckpt.verify.manifest import MANIFEST
 
@@ -123,7 +121,7 @@ def push(
     say: Callable[[str], None] = lambda _: None,
     progress: bool = False,
 ) -> Pushed:
-    """Upload the files of `folder`, or of the place of a URL, and verify that the Hub holds them bit for bit.
+    """Upload the files of `folder`, or of what stands for a URL's, and verify that the Hub holds them bit for bit.
 
     Hidden files are left out, and named.  What `card` returns becomes README.md where neither the folder nor the
     repository has one, and a model card that ckpt did not write stays as it is in the repository; `progress` shows the
@@ -139,7 +137,6 @@ def push(
 
     if not progress:
         disable_progress_bars()
-    folder = places.local(folder)
     files, hidden = _local_files(folder, say)
     sources = [SourceFile.stat(str(path)) for path in files.values()]
     if MANIFEST in files:
@@ -189,7 +186,7 @@ def push(
 def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], hidden: Iterable[str], message: str, to: Push) -> Any:
     """Send `files` of `folder`; what is in a store is read from there as it is sent, and written nowhere."""
     where: dict[str, Any] = {"repo_id": to.repo_id, "commit_message": message, "revision": to.revision}
-    if not standins.is_standin(str(folder)):
+    if not is_standin(str(folder)):
         left = [glob.escape(name) for name in hidden] + [CARD] * (CARD not in files)
         left += [f"{name}/*" for name in left]
         return api.upload_folder(folder_path=folder, ignore_patterns=left, **where)
@@ -352,7 +349,7 @@ def _names_in(folder: Path) -> list[str]:
 def _check_manifest(folder: Path, say: Callable[[str], None]) -> None:
     """CorruptError where files are not those of the folder's own manifest; the card may be written anew."""
     say(f"comparing the files with {MANIFEST}")
-    checked = manifest.check(folder, registry.all_formats())
+    checked = manifest.check(folder)
     if problems := [one for one in checked.problems if not one.startswith(f"{CARD}: ")]:
         raise CorruptError(
             "the folder does not match its own manifest",

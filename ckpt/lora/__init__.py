@@ -2,6 +2,6 @@
 
 torch is imported where the arithmetic is.
 
-May import: `ckpt.api`, `ckpt.base`, `ckpt.move`, `ckpt.plan`, `ckpt.registry`, `ckpt.run_folder`, `ckpt.state`,
+May import: `ckpt.api`, `ckpt.base`, `ckpt.move`, `ckpt.plan`, `ckpt.run_folder`, `ckpt.state`,
 `ckpt.stores`, `ckpt.views`.
 """

@@ -13,13 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ckpt import registry
 from ckpt.base.errors import LossError, UsageError
 from ckpt.lora.find import Adapter, Factor
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
 from ckpt.plan.precision import choices
+from ckpt.run_folder.adapter_config import parse_config
 from ckpt.state import adapter as names
-from ckpt.state.adapter import parse_config, parse_name
+from ckpt.state.adapter import parse_name
 from ckpt.state.naming import to_namespace
 
 COMBINATIONS = (

@@ -8,18 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt import api, registry
+from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID
 from ckpt.move.files import translate_os_errors
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Shape, Tensor
+from ckpt.run_folder.adapter_config import AdapterConfig, config_path, read_config
 from ckpt.run_folder.opening import is_run
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import trainer_steps
 from ckpt.state import adapter as names
-from ckpt.state.adapter import AdapterConfig, parse_name
+from ckpt.state.adapter import parse_name
 from ckpt.stores import standins
 from ckpt.stores.places import local
 from ckpt.views.lazy import LazyTensor
@@ -95,15 +97,16 @@ def open_adapter(where: str, *, config: str | None = None, tag: str | None = Non
             raise NotFoundError("no such adapter", path=where, expected="a folder, or a Hub id in the local cache")
         checkpoint = _open(path, config, tag)
     place = local(config) if config else None
-    found = names.config_path(checkpoint, place if place is not None and place.is_dir() else None)
-    settings = names.read_config(found)
+    found = config_path(checkpoint, place if place is not None and place.is_dir() else None)
+    settings = read_config(found)
     chosen = names.tensors(checkpoint, settings.raw)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
     if not checkpoint.is_adapter:
         folder = found.parent  # of a sharded checkpoint: the run's files stand beside the config
     with translate_os_errors(found):
         files = (*checkpoint.files, SourceFile.stat(str(found)))
-    checkpoint = replace(checkpoint, files=files, origins=(*checkpoint.origins, str(path)))
+    given = replace(checkpoint.given, places=(*checkpoint.given.places, str(path)))
+    checkpoint = replace(checkpoint, files=files, given=given)
     factors = {fqn: Factor.stored(fqn, choice, checkpoint) for fqn, choice in chosen.items()}
     return Adapter(where, folder, settings, checkpoint, factors, checkpoint.notes)
 

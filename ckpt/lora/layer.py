@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import CorruptError, UsageError
-from ckpt.state.adapter import OF_PEFT, AdapterConfig
+from ckpt.run_folder.adapter_config import OF_PEFT, AdapterConfig
 
 if TYPE_CHECKING:
     import torch

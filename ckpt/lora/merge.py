@@ -21,22 +21,24 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt import api, registry
+from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, LossError, UsageError
 from ckpt.base.text import counted
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.find import Adapter, Factor, open_adapter
 from ckpt.move.workers import Resources
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
+from ckpt.run_folder.adapter_config import AdapterConfig
 from ckpt.run_folder.companions import CONFIG, PATTERNS, TEMPLATES, companions, dump_config, parse_json
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.run_folder.steps import trainer_steps
 from ckpt.state import adapter as names
-from ckpt.state.adapter import AdapterConfig, AdapterName, parse_name
+from ckpt.state.adapter import AdapterName, parse_name
 from ckpt.state.naming import to_namespace
 
 if TYPE_CHECKING:
@@ -131,8 +133,8 @@ def _plan(
 def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpoint:
     """Add the adapters' files and folders to `merged`: changes are noticed, and they cannot be chosen as output."""
     files = {file.path: file for one in (merged, *adapters) for file in one.files}
-    origins = dict.fromkeys(place for one in (merged, *adapters) for place in (one.path, *one.origins))
-    return replace(merged, files=tuple(files.values()), origins=tuple(origins))
+    places = dict.fromkeys(place for one in (merged, *adapters) for place in (one.path, *one.given.places))
+    return replace(merged, files=tuple(files.values()), given=replace(merged.given, places=tuple(places)))
 
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:

@@ -21,12 +21,12 @@ from ckpt.base.errors import CorruptError, UsageError, shown
 from ckpt.base.version import __version__
 from ckpt.move.filehash import CHUNK, Hasher
 from ckpt.move.files import OpenFiles, translate_os_errors
+from ckpt.move.parts import Pieces
 from ckpt.move.source import is_standin, open_stream
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import Key, SourceFile
 from ckpt.plan.planner import Plan
 from ckpt.plan.spans import Piece
-from ckpt.processes.parts import Pieces
 
 JOURNAL = ".ckpt-journal"
 _LARGEST = 1 << 30  # bytes of a journal

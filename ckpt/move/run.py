@@ -19,11 +19,11 @@ from ckpt.move.blocks import batches, write_all
 from ckpt.move.filehash import FileDigest, max_pieces, pieces_of
 from ckpt.move.files import SharedStaging, Staging, check_destination, translate_os_errors
 from ckpt.move.journal import Digests, Journal, header, read_journals, remove_journals, still_there
+from ckpt.move.parts import Share, deal
 from ckpt.move.workers import MAX_UNFINISHED, FileDigests, Output, Progress, Resources, Workers
 from ckpt.plan.checkpoint import SourceFile, TargetFile
 from ckpt.plan.planner import Plan
 from ckpt.processes.group import Alone
-from ckpt.processes.parts import Share, deal
 
 _ZEROS = 1 << 20  # bytes of padding that are written at a time
 

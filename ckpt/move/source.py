@@ -15,6 +15,8 @@ from ckpt.plan.tensors import ZEROS
 
 #: Bytes that are read over in the time that one more read takes, for which its thread waits for the others, too.
 GAP = 32 << 10
+#: Bytes from which on a range of an object in a store is fetched as it is, and not kept.
+DIRECT = 2 << 20
 #: errno values of names that no file has: longer than the filesystem takes, or a link to itself.
 NO_NAME = {errno.ENAMETOOLONG, errno.ELOOP}
 

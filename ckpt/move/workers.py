@@ -19,11 +19,11 @@ from ckpt.move import blocks
 from ckpt.move.blocks import Batch, ComputedBatch
 from ckpt.move.filehash import CHUNK, FileDigest, Hasher
 from ckpt.move.files import OpenFiles, sync, translate_os_errors
+from ckpt.move.parts import Share
 from ckpt.move.source import is_standin
 from ckpt.move.threads import Jobs, num_cores
 from ckpt.plan.planner import Copy, Plan
 from ckpt.plan.spans import Piece
-from ckpt.processes.parts import Share
 
 Progress = Callable[[int], None]
 FileDigests = Mapping[str, FileDigest]  # by the file's name

@@ -7,8 +7,9 @@ data, and neither knows which other formats exist.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
@@ -37,6 +38,7 @@ AXES = {
 
 Key = tuple[str, str]  # (fqn, role)
 Options = TypeVar("Options")
+Facts = TypeVar("Facts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,33 +189,45 @@ class SourceFile:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the user named: all `places`, run folders and adapters among them, and the folder of the model's config."""
+
+    places: tuple[str, ...] = ()
+    config: str | None = None
+
+
+class ComputesIn(NamedTuple):
+    """The 16-bit dtype that a run computes in though its weights are kept in float32 alone, and what records it.
+
+    `dtype` is None where such a run may compute in one, and nothing records it.
+    """
+
+    dtype: DType | None
+    record: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedStates:
+    """The optimizer states that are stored quantized; their tensors are of the plain values, which are computed.
+
+    `methods` says by which method each is, `blocks` how it is stored, where that is known: for writers of formats that
+    have a place for it (`carries_blocks`).
+    """
+
+    methods: Mapping[Key, str] = field(default_factory=dict)
+    blocks: Mapping[Key, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A lazy description of a checkpoint: which bytes of which files hold which part of which tensor.
 
     `format` names the format that read it, `framework` who wrote it, as far as it says so.  Both are for people, as
     `notes` and `passed_over` are: no writer asks for them.  What a writer has to know is a field of its own, here or in
-    `state`: `tag` is the name of the step's folder in the run's, where the engine names steps (DeepSpeed).
-    `is_adapter`: it is what PEFT saves, under the names of its files, without the model that it adapts.
-    `is_state_dict`: it is a run's own state dict stored leaf by leaf (DCP); what loads it asks for these very leaves.
-    `own_module_order`: the modules are in another order than the framework's own, and its optimizers go by order.
-    `computes_in`: the 16-bit dtype that the run computes in though its weights are kept in float32 alone, and what
-    records it.  `may_compute_in_less`: nothing records what such a run computes in.
-    `dtensor` is one part of a tensor as torch has pickled it in files of ranks, a Record: each version does it its way.
-    `flat_parameters` are the fqns of each flat parameter that FSDP1's optimizer has, in its order.
-    `ties` maps an alias to the fqn that owns the tensor, as the checkpoint records it.
-    `folders` are the places in which the run's other files (config, tokenizer) may stand, nearest first;
-    `config_folder` is the one that was given for the model's config.
-    `origins` are the places that the user named, a run folder or adapters to be merged among them: nothing is written
-    into any of them, nor over one.
-    `passed_over` says which newer checkpoints of the run are not the one that was taken, and why: the user is told even
-    where notes are not wanted.
-    `computed` maps a made-up path to a function that returns its bytes.  An extent with that path is computed when it
-    is written; a merged LoRA weight is one.
-    `quantized` are the optimizer states that are stored quantized, and by which method; their tensors are of the
-    plain values, which are computed.  `blocks` says how they are stored, where that is known: for writers of formats
-    that have a place for it (`carries_blocks`).  `unread` is what no tensor is made of, a sentence for each that says
-    why: a plan says that it is not in the target.
+    `state`.  `ties` maps an alias to the fqn that owns the tensor, as the checkpoint records it.  `passed_over` says
+    which newer checkpoints of the run are not the one that was taken, and why: the user is told even where notes are
+    not wanted.  `unread` is what no tensor is made of, a sentence for each: a plan says that it is not in the target.
     """
 
     path: str
@@ -221,28 +235,33 @@ class Checkpoint:
     tensors: Mapping[Key, Tensor]
     files: tuple[SourceFile, ...]
     framework: str | None = None
+    #: The name of the step's folder in the run's, where the engine names steps (DeepSpeed).
     tag: str | None = None
-    is_adapter: bool = False
-    is_state_dict: bool = False
-    own_module_order: bool = False
-    computes_in: tuple[DType, str] | None = None
-    may_compute_in_less: bool = False
     world_size: int | None = None
-    dtensor: Any = None
-    flat_parameters: tuple[tuple[str, ...], ...] = ()
     namespace: str = OWN
     ties: Mapping[str, str] = field(default_factory=dict)
     state: TrainingState = field(default_factory=TrainingState)
+    #: Whether it is what PEFT saves, under the names of its files, without the model that it adapts.
+    is_adapter: bool = False
     config: Mapping[str, Any] | None = None
+    #: The places in which the run's other files (config, tokenizer) may stand, nearest first.
     folders: tuple[str, ...] = ()
-    config_folder: str | None = None
-    origins: tuple[str, ...] = ()
+    #: Nothing is written into a place that the user named, nor over one.
+    given: Given = Given()
+    computes_in: ComputesIn | None = None
     notes: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
-    computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
-    quantized: Mapping[Key, str] = field(default_factory=dict)
-    blocks: Mapping[Key, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    #: Functions that return the bytes of made-up paths.  An extent with such a path is computed when it is written; a
+    #: merged LoRA weight is one.
+    computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
+    quantized: QuantizedStates = QuantizedStates()
+    #: What a family's readers tell its own writers, an object of that family's (`facts_of`).
+    facts: Any = None
+
+    def facts_of(self, family: type[Facts]) -> Facts:
+        """The facts of this family's; those of nothing known where another one's reader made this."""
+        return self.facts if isinstance(self.facts, family) else family()
 
     def get(self, fqn: str, role: str) -> Tensor | None:
         return self.tensors.get((fqn, role))
@@ -253,10 +272,9 @@ class Checkpoint:
     @property
     def run_folders(self) -> tuple[str, ...]:
         """The `folders` with the run's own files: without the one given for the config, where that is another run's."""
-        given = Path(self.config_folder) if self.config_folder is not None else None
-        if given is None:
+        if self.given.config is None:
             return self.folders
-        path = Path(self.path)
+        path, given = Path(self.path), Path(self.given.config)
         return tuple(one for one in self.folders if not given.is_relative_to(one) or path.is_relative_to(one))
 
     @property
@@ -279,6 +297,15 @@ class Checkpoint:
         """Names of the optimizer's states, sorted: `exp_avg`, `momentum_buffer`, ..."""
         roles = {role for _, role in self.tensors}.difference(MODEL_ROLES)
         return tuple(sorted(roles | set(self.state.scalars)))
+
+    def with_plain_states(self) -> Checkpoint:
+        """This with fp32 values in place of optimizer states that are stored quantized (torchao, bitsandbytes).
+
+        They have the bits that the library computes.
+        """
+        counts = Counter(self.quantized.methods.values())
+        notes = [f"{count} optimizer states dequantized from {method} to float32" for method, count in counts.items()]
+        return replace(self, quantized=QuantizedStates(), notes=(*self.notes, *notes))
 
 
 @dataclass(frozen=True, slots=True)

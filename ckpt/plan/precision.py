@@ -92,11 +92,11 @@ def describe(
     chosen: Mapping[str, Choice],
     checkpoint: Checkpoint,
     asked: DType | None,
-    computes_in: tuple[DType, str] | None = None,
+    record: str | None = None,
 ) -> list[str]:
     """What a user should know about the precision that was chosen, and which option gives the other.
 
-    `computes_in` is the dtype that was taken as the run's own, and what records it (`Checkpoint.computes_in`).
+    `record` is what records the dtype that was taken as the run's own (`Checkpoint.computes_in`).
     """
     parameters = [c for c in chosen.values() if c.tensor.role in (WEIGHT, MASTER)]
     has_master = {fqn for fqn, role in checkpoint.tensors if role == MASTER}
@@ -120,9 +120,9 @@ def describe(
         differ = any(checkpoint.tensors[c.tensor.fqn, MASTER].dtype != c.dtype for c in beside)
         other = "; --dtype fp32 writes the fp32 masters" if differ else ""
         notes.append(f"{_count(beside)} written as the model's {_stored(beside)} weights are{other}")
-    if cast and computes_in is not None:
+    if cast and record:
         notes.append(
-            f"{_count(cast)} written in {_dtypes(cast)}, which the run computes in ({computes_in[1]}), rounded from "
+            f"{_count(cast)} written in {_dtypes(cast)}, which the run computes in ({record}), rounded from "
             f"its {_stored(cast)} weights; --dtype fp32 writes these as they are"
         )
     elif cast:

@@ -1,4 +1,4 @@
 """Several processes of one command: how they were started, how they talk, and which does what.
 
-May import: `ckpt.base`, `ckpt.plan`.
+May import: `ckpt.base`.
 """

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
-from ckpt import api, registry
+from ckpt import api
 from ckpt.base.errors import (
     CkptError,
     CorruptError,
@@ -30,6 +30,7 @@ from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, scheme_of
 from ckpt.move.files import Staging, is_filled, staging_folder, translate_os_errors
 from ckpt.move.listing import listed_once
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import AXES, Checkpoint, Format, Layout, SourceFile
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.processes.group import Alone, check_alike, the_callers
@@ -326,7 +327,7 @@ def _check_kept(destination: Path, checkpoint: Checkpoint) -> None:
     if not isinstance(record, dict) or record.get("source") != _sources(checkpoint):
         raise CorruptError("it was not made from the checkpoint in its name", path=destination / RECORD)
     is_small = manifest.expected_bytes(destination) <= _AFFORDABLE
-    checked = manifest.check(destination, registry.all_formats(), elements=is_small)
+    checked = manifest.check(destination, elements=is_small)
     if checked.problems:
         what = "the conversion is not as its manifest says"
         raise CorruptError(what, path=destination, found="; ".join(checked.problems[:4]))

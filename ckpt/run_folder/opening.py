@@ -8,16 +8,17 @@ from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 
-from ckpt import registry
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, did_you_mean
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import listed_once, names_in
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import (
     OWN,
     TRANSFORMERS,
     Checkpoint,
     Format,
+    Given,
     ReadRequest,
 )
 from ckpt.run_folder import from_hub
@@ -87,7 +88,7 @@ def _opened(
             raise NotFoundError("no such file or folder", path=path, hint=_neighbour(path))
         request = ReadRequest(tag, None if config is None else find_config(config))
         checkpoint = _open_first(path, formats, request, training)
-        return checkpoint and replace(_with_config(checkpoint, request), origins=(str(path),))
+        return checkpoint and _with_config(checkpoint, path, request)
 
 
 def _neighbour(path: Path) -> str | None:
@@ -351,7 +352,7 @@ def _checkpoints_inside(path: Path, format: str) -> list[str]:
     return [str(entry.relative_to(path)) for entry in entries if any(_finds(one, entry, None) for one in formats)]
 
 
-def _with_config(checkpoint: Checkpoint, request: ReadRequest) -> Checkpoint:
+def _with_config(checkpoint: Checkpoint, path: Path, request: ReadRequest) -> Checkpoint:
     """Add the model's config and the folders of the run's other files, where the reader did not."""
     folders = [request.config] if request.config is not None else []
     folders += [f for folder in checkpoint.folders for f in enclosing_folders(Path(folder))]
@@ -360,10 +361,8 @@ def _with_config(checkpoint: Checkpoint, request: ReadRequest) -> Checkpoint:
     namespace = checkpoint.namespace
     if namespace == OWN and config and config.get("model_type"):
         namespace = TRANSFORMERS
-    given = None if request.config is None else str(request.config)
-    found = replace(
-        checkpoint, folders=tuple(map(str, distinct)), config_folder=given, config=config, namespace=namespace
-    )
+    given = Given((str(path),), None if request.config is None else str(request.config))
+    found = replace(checkpoint, folders=tuple(map(str, distinct)), given=given, config=config, namespace=namespace)
     if namespace == TRANSFORMERS and (own := registry.service("namespace_of")(found)):
         found = replace(found, namespace=own)
     return with_computing_dtype(found)

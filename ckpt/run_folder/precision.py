@@ -17,8 +17,8 @@ from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.table import AnyName
 from ckpt.containers.torchfile.values import Record
 from ckpt.move.files import confined
-from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint
-from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, ComputesIn
+from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.plan.precision import CAST_SOURCES, Choice, num_elements
 from ckpt.run_folder.companions import CONFIG
@@ -35,11 +35,11 @@ def with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
     except (CorruptError, NotFoundError, UnsafeError) as error:
         note = f"{TRAINING_ARGS} is damaged and not read, so it tells nothing of the precision: {error.what}"
         return replace(checkpoint, notes=(*checkpoint.notes, note))
-    if recorded is None or recorded[0] != FLOAT32:
-        return replace(checkpoint, computes_in=recorded)
-    is_run = bool(checkpoint.optimizer_states) or checkpoint.state.step is not None
-    is_mixed = is_run and not recorded[1] and checkpoint.namespace in (*OF_THE_MODEL, TORCHTITAN)
-    return replace(checkpoint, may_compute_in_less=is_mixed)
+    if recorded is not None and recorded.dtype == FLOAT32:
+        is_run = bool(checkpoint.optimizer_states) or checkpoint.state.step is not None
+        is_mixed = is_run and not recorded.record and checkpoint.namespace in (*OF_THE_MODEL, TORCHTITAN)
+        recorded = ComputesIn(None) if is_mixed else None
+    return replace(checkpoint, computes_in=recorded)
 
 
 def _keeps_float32(checkpoint: Checkpoint) -> bool:
@@ -55,7 +55,7 @@ def _keeps_float32(checkpoint: Checkpoint) -> bool:
     return set(counts) == {FLOAT32} and not any(True for _ in checkpoint.with_role(MASTER))
 
 
-def _recorded_dtype(checkpoint: Checkpoint) -> tuple[DType, str]:
+def _recorded_dtype(checkpoint: Checkpoint) -> ComputesIn:
     """What a run computes in, and what records it; float32 and nothing where there is no record."""
     known = [
         arguments for folder in checkpoint.run_folders if (arguments := _read_arguments(Path(folder) / TRAINING_ARGS))
@@ -63,12 +63,12 @@ def _recorded_dtype(checkpoint: Checkpoint) -> tuple[DType, str]:
     for arguments in known:
         for name, dtype in (("bf16", BFLOAT16), ("fp16", FLOAT16)):
             if arguments.get(name) is True:
-                return dtype, f"{name} in {TRAINING_ARGS}"
+                return ComputesIn(dtype, f"{name} in {TRAINING_ARGS}")
     config = checkpoint.config or {}
     recorded = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     if recorded in _HALF:
-        return _HALF[recorded], f"the dtype in {CONFIG}"
-    return FLOAT32, TRAINING_ARGS if known else ""
+        return ComputesIn(_HALF[recorded], f"the dtype in {CONFIG}")
+    return ComputesIn(FLOAT32, TRAINING_ARGS if known else "")
 
 
 def read_training_args(path: Path) -> Record | Mapping[Any, Any] | None:

@@ -1,4 +1,4 @@
 """A checkpoint for people: the overview of `ckpt inspect`, and the picture of who holds what.
 
-May import: `ckpt.base`, `ckpt.plan`, `ckpt.registry`, `ckpt.run_folder`, `ckpt.state`.
+May import: `ckpt.base`, `ckpt.plan`, `ckpt.state`.
 """

@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import prod
 from typing import Any
 
-from ckpt import registry
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, one_line
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import AXES, BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor
-from ckpt.run_folder.not_read import not_read
 from ckpt.state.summaries import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, json_text, summarise
+
+NotRead = Sequence[Mapping[str, str]]  # `ckpt.run_folder.not_read`, as JSON
 
 _MAX_LISTED = 20  # ties, groups, items and notes shown as text
 _FEW_RANKS = 8
 _MANY = 200_000  # tensors on ranks; more of them take longer to be counted than anything else here
 
 
-def describe(checkpoint: Checkpoint, tensors: bool = False, everything: bool = False) -> dict[str, Any]:
+def describe(
+    checkpoint: Checkpoint, not_read: NotRead = (), *, tensors: bool = False, everything: bool = False
+) -> dict[str, Any]:
     """The checkpoint as plain values for JSON: bounded, finite, and free of control characters.
 
-    `tensors` adds one entry for each of them; with `everything` values are bounded far beyond what frameworks save.
+    `not_read` are the files of its folder that no reader opened.  `tensors` adds one entry for each tensor; with
+    `everything` values are bounded far beyond what frameworks save.
     """
     bounds = FULL if everything else SHORT
     found = {
@@ -50,7 +54,7 @@ def describe(checkpoint: Checkpoint, tensors: bool = False, everything: bool = F
         "ties": [{"alias": one_line(alias), "owner": one_line(owner)} for alias, owner in checkpoint.ties.items()],
         "training": _training(checkpoint, bounds),
         "notes": [one_line(note) for note in (*checkpoint.notes, *_quantized(checkpoint), *checkpoint.unread)],
-        "not_read": [one.to_json() for one in not_read(checkpoint)],
+        "not_read": list(not_read),
     }
     if tensors:
         found["tensors"] = [_tensor(tensor) for tensor in checkpoint.tensors.values()]
@@ -194,7 +198,7 @@ def _training(checkpoint: Checkpoint, bounds: Bounds) -> dict[str, JSON]:
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[str]:
     """Notes that quantized states are smaller in the files than the plain values that are shown here."""
-    for method, count in Counter(checkpoint.quantized.values()).items():
+    for method, count in Counter(checkpoint.quantized.methods.values()).items():
         yield f"{count} optimizer states are stored quantized by {method}; here they are the values computed of them"
 
 
@@ -230,12 +234,14 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def lines(checkpoint: Checkpoint, everything: bool = False, width: int | None = None) -> Iterator[str]:
+def lines(
+    checkpoint: Checkpoint, not_read: NotRead = (), *, everything: bool = False, width: int | None = None
+) -> Iterator[str]:
     """The description as text, folded to `width` columns.
 
     Where something is cut, the last line says what shows it: `everything` cuts nothing.
     """
-    facts = describe(checkpoint, everything=everything)
+    facts = describe(checkpoint, not_read, everything=everything)
     found = [(name, text) for name, text in _facts(facts, mesh_text(checkpoint), everything) if text]
     first = max(len(name) for name, _ in found) + 2
     if any("..." in text for _, text in found):

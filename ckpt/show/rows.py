@@ -13,7 +13,9 @@ from functools import cached_property
 from itertools import islice
 from typing import Literal
 
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint
+from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.tensors import Box, Fragment, Shape, Tensor
 from ckpt.show.overview import ranks_text
 from ckpt.show.sketch import Holder, Kind, Patch, Sketch, Sketcher
@@ -76,8 +78,14 @@ class Picture:
         return {holder: sum(roles.values()) for holder, roles in self.by_role.items()}
 
 
-def picture(checkpoint: Checkpoint, padding: Mapping[str, Box], only: Only = "all") -> Picture:
-    """The picture of the tensors that `only` asks for; `padding` are rows of tensors that mean nothing."""
+def picture(checkpoint: Checkpoint, padding: Mapping[str, Box] | None = None, only: Only = "all") -> Picture:
+    """The picture of the tensors that `only` asks for.
+
+    `padding` are rows of tensors that mean nothing; None: those that the names' own namespace tells of.
+    """
+    if padding is None:
+        space = checkpoint.namespace
+        padding = {} if space in OF_THE_MODEL else registry.namespace(space).padding(checkpoint)
     wanted = _wanted(checkpoint, only)
     sketcher = Sketcher(_naming(checkpoint, wanted))
     sketches = [(tensor, sketcher.sketch(tensor, padding.get(tensor.fqn))) for tensor in wanted]

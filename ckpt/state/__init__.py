@@ -1,4 +1,4 @@
 """What a training state means whatever the format: an optimizer's states, a schedule, an adapter's names.
 
-May import: `ckpt.base`, `ckpt.containers`, `ckpt.move`, `ckpt.plan`, `ckpt.registry`, `ckpt.run_folder`.
+May import: `ckpt.base`, `ckpt.containers`, `ckpt.plan`.
 """

@@ -1,12 +1,11 @@
-"""A checkpoint under the names of another namespace, and with plain values in place of quantized states."""
+"""A checkpoint under the names of another namespace."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
-from ckpt import registry
 from ckpt.base.errors import NotFoundError
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint, Layout
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN, in_words
 
@@ -53,13 +52,3 @@ def as_hub(checkpoint: Checkpoint) -> Checkpoint:
     if checkpoint.namespace == OWN and checkpoint.config and checkpoint.config.get("model_type"):
         checkpoint = replace(checkpoint, namespace=TRANSFORMERS)
     return to_namespace(checkpoint, HUB)
-
-
-def plain_states(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` with fp32 values in place of optimizer states that are stored quantized (torchao, bitsandbytes).
-
-    They have the bits that the library computes.
-    """
-    counts = Counter(checkpoint.quantized.values())
-    notes = [f"{count} optimizer states dequantized from {method} to float32" for method, count in counts.items()]
-    return replace(checkpoint, quantized={}, blocks={}, notes=(*checkpoint.notes, *notes))

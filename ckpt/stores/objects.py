@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import lru_cache
@@ -32,15 +32,15 @@ _OBSTORE = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az", "abfs
 _HUB = "hf"
 _UPLOADING = 32 << 20  # bytes of one object that are on their way at a time
 _TRIES = 5  # of a read whose answer breaks off
-_FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0  # seconds between them
+FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0  # seconds between them
 #: obstore's own tries, of whatever fails before there is an answer.
-_RETRIES = {
+RETRIES = {
     "max_retries": 8,
     "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2},
     "retry_timeout": timedelta(seconds=120),
 }
 _TIMEOUT = {"connect_timeout": timedelta(seconds=15), "read_timeout": timedelta(seconds=60), "timeout": "600s"}
-_LISTING = 300.0  # seconds in which a store must have listed the next objects
+LISTING = 300.0  # seconds in which a store must have listed the next objects
 _AT_A_TIME = 100  # objects that are asked of a listing
 _MOST_PAGES = 10_000  # of the Hub's
 _SILENCE = 60.0  # seconds that the Hub may say nothing: its library would wait for ever
@@ -137,12 +137,12 @@ class _Obstore:
     def below(self, key: str) -> Iterator[Entry]:
         with self.errors(key, is_listing=True):
             pages = iter(self.lib.list(self.client, key or None, chunk_size=_AT_A_TIME))
-            while (page := _heard(lambda: next(pages, None), _LISTING)) is not None:
+            while (page := _heard(lambda: next(pages, None), LISTING)) is not None:
                 yield from map(_entry, page)
 
     def directly_in(self, key: str) -> Iterator[Entry]:
         with self.errors(key, is_listing=True):
-            found = _heard(lambda: self.lib.list_with_delimiter(self.client, key or None), _LISTING)
+            found = _heard(lambda: self.lib.list_with_delimiter(self.client, key or None), LISTING)
             yield from map(_entry, found["objects"])
 
     def read(self, entry: Entry, start: int, stop: int) -> memoryview:
@@ -230,6 +230,16 @@ class _Obstore:
             raise _failed(error, url) from error
 
 
+def each_once(entries: Iterable[Entry], url: str) -> Iterator[Entry]:
+    """Yield the objects of a listing.  Raises StorageError where one comes twice: such a listing may have no end."""
+    known: set[str] = set()
+    for entry in entries:
+        if entry.key in known:
+            raise StorageError("the store lists an object twice", path=url, found=repr(entry.key))
+        known.add(entry.key)
+        yield entry
+
+
 def _heard(action: Callable[[], T], limit: float | None = None) -> T:
     """What `action` returns.  In the main thread another one waits for it: obstore hears of no Ctrl-C meanwhile.
 
@@ -259,7 +269,7 @@ def _client(kind: str, bucket: str) -> Any:
     """obstore's client of a bucket or container."""
     from obstore.store import from_url
 
-    options: dict[str, Any] = {"client_options": {**_TIMEOUT, "allow_http": True}, "retry_config": _RETRIES}
+    options: dict[str, Any] = {"client_options": {**_TIMEOUT, "allow_http": True}, "retry_config": RETRIES}
     if kind != "s3":
         return from_url(f"{kind}://{bucket}", **options)
     from botocore.exceptions import BotoCoreError
@@ -322,7 +332,7 @@ def _insist(get: Callable[[], memoryview], length: int, passing: type[Exception]
         if tried < _TRIES:
             import random  # as rarely as something fails
 
-            time.sleep(min(_LONGEST_WAIT, _FIRST_WAIT * 2**tried) * random.uniform(0.5, 1))
+            time.sleep(min(_LONGEST_WAIT, FIRST_WAIT * 2**tried) * random.uniform(0.5, 1))
     raise error
 
 
@@ -381,7 +391,7 @@ class _Fsspec:
 
     def below(self, key: str) -> Iterator[Entry]:
         with self._errors(key):
-            found = _heard(lambda: self.fs.find(self._path(key), detail=True), _LISTING)
+            found = _heard(lambda: self.fs.find(self._path(key), detail=True), LISTING)
             yield from map(self._entry, found.values())
 
     def directly_in(self, key: str) -> Iterator[Entry]:

@@ -36,11 +36,11 @@ def local(where: str | os.PathLike[str]) -> Path:
     path = standins.place(text) if scheme_of(text) is not None else Path(where)
     url = standins.url_of(path)
     assert url is not None
-    from ckpt.stores.objects import split, store  # only for a URL: local paths come here, too
+    from ckpt.stores.objects import each_once, split, store  # only for a URL: local paths come here, too
 
     scheme, root, key = split(url)
     objects, home = store(scheme, root), standins.place(f"{scheme}://{root}")
-    found = {home / entry.key: entry for entry in islice(_files(_each_once(objects.below(key), url)), _MOST + 1)}
+    found = {home / entry.key: entry for entry in islice(_files(each_once(objects.below(key), url)), _MOST + 1)}
     if len(found) > _MOST:
         raise UsageError("too many objects are below this URL", found=f"more than {_MOST} objects", path=url)
     looked_at = {path}
@@ -59,16 +59,6 @@ def local(where: str | os.PathLike[str]) -> Path:
             del _there[gone]
             gone.unlink(missing_ok=True)
     return path
-
-
-def _each_once(entries: Iterable[Entry], url: str) -> Iterator[Entry]:
-    """The objects of a listing; StorageError if an object appears twice, as the listing may then never end."""
-    known: set[str] = set()
-    for entry in entries:
-        if entry.key in known:
-            raise StorageError("the store lists an object twice", path=url, found=repr(entry.key))
-        known.add(entry.key)
-        yield entry
 
 
 def _files(entries: Iterable[Entry]) -> Iterator[Entry]:

@@ -13,9 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import pairwise
 
+from ckpt.move.source import DIRECT
+
 _PAGE = 256 << 10  # bytes that are fetched at least
 _PAGES = 16  # of a window at most
-DIRECT = 2 << 20  # bytes from which on a range is fetched as it is, and not kept
 _PART = 8 << 20  # bytes of one request at most
 _KEPT = 128 << 20  # bytes of pages that are kept, of all objects together
 _NUM_FETCHERS = 16  # threads that fetch ahead, and parts of a range side by side

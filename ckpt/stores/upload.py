@@ -10,7 +10,7 @@ import shlex
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from functools import partial
 from itertools import islice
@@ -27,7 +27,7 @@ from ckpt.plan.checkpoint import TargetFile
 from ckpt.plan.planner import Plan
 from ckpt.plan.spans import Piece
 from ckpt.stores import standins
-from ckpt.stores.objects import Entry, WritableStore, split, store
+from ckpt.stores.objects import Entry, WritableStore, each_once, split, store
 from ckpt.stores.ranges import Ranges
 
 _FILES = 4  # that are sent side by side
@@ -38,7 +38,7 @@ _CLAIM = ".ckpt-uploading"  # an object that is there as long as a process write
 _MAX_PARTS = 9000  # of an object: S3 takes 10,000
 
 #: What tells a loader that a checkpoint is there, and which: it is sent when all else has arrived.
-_LAST = re.compile(
+LAST_FILES = re.compile(
     r"config\.json|metadata\.json|.*\.index\.json|\.metadata|latest(_universal|_checkpointed_iteration\.txt)?"
 )
 
@@ -76,9 +76,9 @@ def upload(
     _check_free(to, folder, claim, destination)
     check()
     sending = _Sending(to, below, views, progress or (lambda _: None))
-    claiming, left = sending.submit(to.claim, claim), None
+    left = None
     try:
-        if not claiming.result():
+        if not sending.claim(claim):
             raise _taken(destination)
         _check_free(to, folder, claim, destination, is_ours=True)  # another may have ended just now
         first, last = _in_order(plan.target.files)
@@ -96,7 +96,7 @@ def upload(
         except CkptError as error:
             left = error
     except BaseException as error:
-        is_ours = claiming.exception() is None and claiming.result()  # which is waited for where Ctrl-C came first
+        is_ours = sending.is_claimed()
         if is_ours and not (sending.remove() and _is_removed(to, claim)) and isinstance(error, CkptError):
             error.hint = "; ".join(filter(None, (error.hint, f"before that, remove what was sent: {_removal(url)}")))
         raise
@@ -108,7 +108,8 @@ def upload(
 
 
 def _check_free(to: WritableStore, folder: str, claim: str, destination: Path, *, is_ours: bool = False) -> None:
-    there = {entry.key: entry for entry in to.below(folder) if entry.key != folder or entry.size}  # a console's folder
+    listed = each_once(to.below(folder), str(destination))
+    there = {entry.key: entry for entry in listed if entry.key != folder or entry.size}  # a console's folder
     ours = there.pop(claim, None)
     if ours is not None and not is_ours:
         raise _taken(destination, ours, len(there))
@@ -143,7 +144,7 @@ def _removal(url: str) -> str:
 
 def _in_order(files: Sequence[TargetFile]) -> tuple[list[TargetFile], list[TargetFile]]:
     """The files that hold data, and the files that describe it, which are uploaded last."""
-    last = [file for file in files if not file.slots and _LAST.fullmatch(Path(file.name).name)]
+    last = [file for file in files if not file.slots and LAST_FILES.fullmatch(Path(file.name).name)]
     names = {file.name for file in last}
     return [file for file in files if file.name not in names], last
 
@@ -170,12 +171,23 @@ class _Sending:
         self._progress = progress
         self._lock = threading.Lock()
         self._sent: dict[str, int] = {}  # the size of each, by name
-        self._stopping = False
+        self._stopping = self._claimed = False
         self._computing = ThreadPoolExecutor(_COMPUTING)
 
-    def submit(self, action: Callable[[str], bool], key: str) -> Future[bool]:
-        """Let a thread do something; it is finished even if Ctrl-C comes meanwhile."""
-        return self._computing.submit(action, key)
+    def claim(self, key: str) -> bool:
+        """Claim the folder by an object of this key, in a thread: Ctrl-C cannot hide whether it is made."""
+
+        def claim() -> bool:
+            self._claimed = self._to.claim(key)
+            return self._claimed
+
+        self._computing.submit(int).result()  # the thread is there before it matters: its start can be interrupted
+        return self._computing.submit(claim).result()
+
+    def is_claimed(self) -> bool:
+        """End the threads after the part in hand; whether this process has claimed the folder."""
+        self.close()
+        return self._claimed
 
     def send(
         self, files: Sequence[TargetFile], hashing: bool, contents: Mapping[str, bytes] | None = None
@@ -241,7 +253,8 @@ class _Sending:
 
     def check_arrived(self) -> None:
         """StorageError unless the store lists everything that was sent, with its size."""
-        there = {entry.key.removeprefix(self._below): entry.size for entry in self._to.below(self._below.rstrip("/"))}
+        listed = each_once(self._to.below(self._below.rstrip("/")), self._below)
+        there = {entry.key.removeprefix(self._below): entry.size for entry in listed}
         for name, size in self._sent.items():
             if there.get(name) != size:
                 found = f"{there[name]} bytes" if name in there else "none"

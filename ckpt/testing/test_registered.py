@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt import registry
+from ckpt.plan import registry
 from ckpt.testing.conformance import Conformance
 from ckpt.testing.stores import StoreConformance
 

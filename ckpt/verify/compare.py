@@ -21,12 +21,11 @@ from ckpt.base.errors import CorruptError
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import Computed, read_exactly, strided
-from ckpt.move.source import truncated
+from ckpt.move.source import behind, truncated
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, BOOL, DType
 from ckpt.plan.planner import Plan, check_source, first_index
 from ckpt.plan.tensors import Box, Extent, Fragment, Overlap, Region, Shape, Tensor, contiguous_strides, overlay
-from ckpt.stores import standins
 
 Value = int | float | str
 
@@ -148,8 +147,8 @@ class Reader(AbstractContextManager["Reader"]):
         return self._held[first : first + size] if 0 <= first <= first + size <= len(self._held) else None
 
     def fetch(self, path: str, offset: int, size: int) -> memoryview:
-        """Bytes from a store as they arrive: without copies, and not cached."""
-        remote = standins.behind(self._files.descriptor(path))
+        """Bytes of what is in a store, as they come: copied nowhere, and not kept."""
+        remote = behind(self._files.descriptor(path))
         content = memoryview(b"") if remote is None else remote.fetched(offset, offset + size)
         if len(content) < size:
             raise truncated(path, offset + len(content))

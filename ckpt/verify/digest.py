@@ -24,14 +24,13 @@ from xxhash import xxh3_128
 
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.reading import strided
-from ckpt.move.source import GAP
+from ckpt.move.source import DIRECT, GAP, is_standin
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import check_source
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Tensor, overlay
-from ckpt.stores.standins import is_standin
 from ckpt.verify.compare import Reader, blocks, check_replicas, location, number_text
 
 ALGORITHM = "xxh3-128"
@@ -298,8 +297,4 @@ def _contiguous(extent: Extent, reader: Reader) -> Iterator[NDArray]:
 
 def _is_fetched(path: str, size: int) -> bool:
     """Whether bytes lie in a store, and are so many that nothing of them is kept."""
-    if not is_standin(path):
-        return False
-    from ckpt.stores.ranges import DIRECT  # only here: a conversion hashes what it writes
-
-    return size >= DIRECT
+    return size >= DIRECT and is_standin(path)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ckpt.move.filehash import FileDigest, Hasher, jobs
 from ckpt.move.files import OpenFiles, confined, translate_os_errors
 from ckpt.move.threads import in_threads
 from ckpt.move.workers import FileDigests
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint, Format, ReadRequest
 from ckpt.plan.spans import Piece
 from ckpt.plan.tensors import Tensor
@@ -64,7 +65,7 @@ def make_manifest(folder: Path, format: Format, files: FileDigests) -> bytes:
         },
         "tensors": [tensor.to_json() for tensor in tensors.tensors],
     }
-    return _dump(content | {"digest": _own_digest(content)})
+    return _dump(content | {"digest": own_digest(content)})
 
 
 def _dump(content: dict[str, Any]) -> bytes:
@@ -82,7 +83,7 @@ def _dump(content: dict[str, Any]) -> bytes:
     return ("{\n " + ",\n ".join(lines) + "\n}\n").encode()
 
 
-def _own_digest(content: dict[str, Any]) -> str:
+def own_digest(content: dict[str, Any]) -> str:
     rest = {name: value for name, value in content.items() if name != "digest"}
     return xxh3_128(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -126,13 +127,11 @@ def expected_bytes(folder: Path) -> int:
     return sum(entry["bytes"] for entry in _load(folder)["files"].values())
 
 
-def check(
-    folder: Path, formats: Iterable[Format], progress: Progress | None = None, *, elements: bool = True
-) -> ManifestCheck:
+def check(folder: Path, progress: Progress | None = None, *, elements: bool = True) -> ManifestCheck:
     """Hash every file that the manifest in `folder` names, and find which tensors are in those that changed.
 
-    Without `elements` the bytes of tensors are not read, only all others.  `formats` are those that may have written
-    it.  Raises NotFoundError where there is no manifest and CorruptError where it is damaged itself.
+    Without `elements` the bytes of tensors are not read, only all others.  Raises NotFoundError where there is no
+    manifest and CorruptError where it is damaged itself.
     """
     content = _load(folder)
     expected: dict[str, Any] = content["files"]
@@ -155,7 +154,7 @@ def check(
         for piece in _changed_pieces(present[name], now)
     ]
     if changes:
-        problems += _explain(folder, changes, content["format"], formats)
+        problems += _explain(folder, changes, content["format"])
     there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     unknown = sorted(there - set(expected) - {MANIFEST})
     return ManifestCheck(
@@ -179,7 +178,7 @@ def _load(folder: Path) -> dict[str, Any]:
             hint="`ckpt convert` writes one; give a second checkpoint to compare with",
         )
     content = read_json(path)
-    if not isinstance(content, dict) or content.get("digest") != _own_digest(content):
+    if not isinstance(content, dict) or content.get("digest") != own_digest(content):
         raise CorruptError("the manifest itself is damaged: its own digest does not fit", path=path)
     if content.get("version") != _VERSION or content.get("algorithm") != ALGORITHM:
         raise CorruptError(
@@ -223,10 +222,10 @@ class _Change:
     piece: Piece | None
 
 
-def _explain(folder: Path, changes: list[_Change], format: str, formats: Iterable[Format]) -> Iterator[str]:
+def _explain(folder: Path, changes: list[_Change], format: str) -> Iterator[str]:
     """What has changed: tensors by name, or else that it lies outside of all tensors."""
     try:
-        checkpoint = _read_checkpoint(folder, format, formats)
+        checkpoint = _read(folder, format)
         holders = _tensors_in(checkpoint, folder, changes)
     except CkptError as error:
         for name in dict.fromkeys(change.file for change in changes):
@@ -266,10 +265,10 @@ def _tensors_in(checkpoint: Checkpoint, folder: Path, changes: list[_Change]) ->
     return found
 
 
-def _read_checkpoint(folder: Path, name: str, formats: Iterable[Format]) -> Checkpoint:
-    format = next((one for one in formats if one.name == name), None)
-    found = None if format is None else format.find(folder, None)
-    if format is None or found is None:
+def _read(folder: Path, name: str) -> Checkpoint:
+    format = registry.get(name)
+    found = format.find(folder, None)
+    if found is None:
         raise NotFoundError(f"no {name} checkpoint is recognised any more")
     return format.read(found, ReadRequest())
 

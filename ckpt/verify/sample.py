@@ -15,9 +15,9 @@ from xxhash import xxh3_128
 from ckpt.base.errors import shown
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import read_exactly
+from ckpt.move.source import is_standin
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import Checkpoint, SourceFile
-from ckpt.stores.standins import is_standin
 
 _END = 16 << 10  # bytes at the beginning and at the end of a file
 _TENSORS, _BYTES = 64, 4 << 10  # how many tensors, and bytes of each

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt import registry
 from ckpt.base.errors import LossError
 from ckpt.containers.dcp.write import AliasOf, SourceTensor
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, OWN, Checkpoint
 
 Path = tuple[Any, ...]

@@ -36,7 +36,7 @@ from ckpt.plan.namespace import TORCHTITAN
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Box, Tensor
 from ckpt.run_folder.opening import AUTO, open_checkpoint
-from ckpt.state.naming import plain_states, to_namespace
+from ckpt.state.naming import to_namespace
 from ckpt.verify.compare import Reader, check_replicas
 from ckpt.verify.sample import sample_digest
 from ckpt.views.loading import stored_for
@@ -191,7 +191,7 @@ class _Contents:
         for keys in self.all():
             if all(key in keys for key in asked):
                 left = keys.left(asked)
-                notes = plain_states(self.checkpoint).notes if self.checkpoint.quantized else ()
+                notes = self.checkpoint.with_plain_states().notes if self.checkpoint.quantized.methods else ()
                 self.say(*self.checkpoint.passed_over, *notes, *([f"there and not asked for: {left}"] if left else ()))
                 if len(self.missing) > 1:  # one was named
                     self.say(f"asked for, not there and left as they were: {', '.join(self.missing)}")

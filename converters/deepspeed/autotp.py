@@ -25,15 +25,15 @@ from ckpt.plan.tensors import Box, Shape, Tensor, contiguous_strides, whole
 from ckpt.state.unread import Unread
 from converters.deepspeed.folder import tensor_parallel
 from converters.deepspeed.keys import UNIVERSAL_INFO
-from converters.deepspeed.rank_files import check_same
 from converters.deepspeed.sharing import Cut, Sharing
 from converters.deepspeed.sums import added_up
+from converters.optimizers.ranks import check_same
 
 _MAP_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class RankSlice:
     """What one tensor parallel rank has: its parts as if they were a model, and its model file."""
 
     checkpoint: Checkpoint
@@ -54,7 +54,7 @@ def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) ->
     return recorded(file, ranks)
 
 
-def together(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> Checkpoint:
+def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) -> Checkpoint:
     """The model that tensor parallel ranks have together; `sources` knows the storages of all their files.
 
     Raises NotFoundError for a tensor that `sharing` does not have, CorruptError where one is not as it has it, or two
@@ -84,7 +84,7 @@ def together(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> Che
             tensors[key] = cut.joined(held, ranks)
     config = dict(first.state.ds_config or {})
     config.pop("tensor_parallel", None)  # what is read are whole tensors
-    quantized = next((method for each in slices for method in each.checkpoint.quantized.values()), None)
+    quantized = next((method for each in slices for method in each.checkpoint.quantized.methods.values()), None)
     if quantized is not None:
         raise NotFoundError(
             f"optimizer states of AutoTP's ranks that are stored quantized ({quantized}) are not supported",
@@ -105,7 +105,7 @@ def together(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> Che
     )
 
 
-def _check_alike(first: Slice, other: Slice) -> None:
+def _check_alike(first: RankSlice, other: RankSlice) -> None:
     """Ranks have parts of the same tensors in the same param groups, after the same steps."""
     a, b = first.checkpoint, other.checkpoint
     told = (
@@ -124,7 +124,7 @@ def _check_alike(first: Slice, other: Slice) -> None:
             )
 
 
-def _check_distinct(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> None:
+def _check_distinct(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) -> None:
     """Refuse equal files where ranks hold different parts.  A partition of an embedding may well be equal on each."""
     own = {fqn for fqn, one in sharing.cuts.items() if not one.is_replicated}
     parts = (t for one in slices for (fqn, _), t in one.checkpoint.tensors.items() if fqn in own)
@@ -132,7 +132,7 @@ def _check_distinct(slices: Sequence[Slice], sharing: Sharing, sources: Sources)
     sources.check_distinct((number, file) for number, file in enumerate(sources.storages) if file in with_own)
 
 
-def _recorded_cut(key: Key, slices: Sequence[Slice], sharing: Sharing) -> Cut:
+def _recorded_cut(key: Key, slices: Sequence[RankSlice], sharing: Sharing) -> Cut:
     """How ranks share a tensor; every rank has all of a buffer."""
     fqn, role = key
     if role == BUFFER:

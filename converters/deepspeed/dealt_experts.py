@@ -14,6 +14,7 @@ from ckpt.base.errors import LossError, UsageError
 from ckpt.containers.torchfile.values import StoredDict
 from ckpt.plan.checkpoint import ParamGroup
 from converters.deepspeed.experts import is_in_rows
+from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.keys import EXPERT
 from converters.deepspeed.model import DeepSpeedModel, refuse_experts
 from converters.deepspeed.sharing import Sharing
@@ -112,7 +113,7 @@ def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int,
         if ep_size is not None:
             raise UsageError("the model has no experts of `deepspeed.moe` layers", found=f"--ep-size {ep_size}")
         return Sharing(model.checkpoint.path)
-    if not model.is_deepspeed or not model.resumable or model.checkpoint.own_module_order:
+    if not model.is_deepspeed or not model.resumable or model.checkpoint.facts_of(DeepSpeedFacts).own_module_order:
         refuse_experts(names, config)
     sizes = _recorded_sizes(model)
     if ep_size is None and len(sizes) != 1:

@@ -5,8 +5,9 @@ Shared by the readers of formats that have such files.  Facts: see `converters.d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ from typing import Any
 from ckpt.base.errors import CorruptError
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.plan.checkpoint import ParamGroup
 from ckpt.plan.tensors import Extent, Shape
-
-#: Files that a message lists at most.
-_SHOWN = 16
+from converters.optimizers.state_dicts import GROUPS, groups_of
 
 
 def known_structure(path: Path, framework: Callable[[], str] = lambda: "deepspeed") -> AbstractContextManager[None]:
@@ -69,7 +69,7 @@ def in_group_order(inner: RankFile, counts: Sequence[int]) -> RankFile:
     content = {key: ordered(value) for key, value in inner.content.items()}
     base = content.get("base_optimizer_state")
     if isinstance(base, Mapping):
-        content["base_optimizer_state"] = {**base, "param_groups": ordered(base.get("param_groups"))}
+        content["base_optimizer_state"] = {**base, GROUPS: ordered(base.get(GROUPS))}
     return RankFile(inner.path, inner.rank, content)
 
 
@@ -90,7 +90,7 @@ def base_state(inner: RankFile, group: int) -> Mapping[str, Any]:
     base = inner.content.get("base_optimizer_state")
     if isinstance(base, Mapping):
         state = base.get("state") or {}
-        ids = [i for g in (base.get("param_groups") or [])[group : group + 1] for i in g.get("params", [])]
+        ids = [i for one in base_groups(inner)[group : group + 1] for i in one.fqns]
         return state.get(ids[0] if ids else group) or {}
     if isinstance(base, Sequence) and group < len(base):  # elastic_checkpoint
         state = dict(base[group])
@@ -154,50 +154,14 @@ def flat_extent(stored: Any, inner: RankFile) -> Extent:
     return stored.extent
 
 
-def check_same(name: str, said: list[tuple[RankFile, Any]]) -> None:
-    """Raise CorruptError, with which file says what, unless all say the same."""
-    by_value: dict[Any, list[RankFile]] = {}
-    for file, value in said:
-        by_value.setdefault(value, []).append(file)
-    if len(by_value) <= 1:
-        return
-    common = max(by_value, key=lambda value: len(by_value[value]))
-    odd = next(file for file, value in said if value != common)
-
-    def listed(value: Any) -> str:
-        names = [Path(file.path).name for file in by_value[value]]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return f"{name} {value} in {', '.join(names[:_SHOWN])}{more}"
-
-    raise CorruptError(
-        "ranks of different steps in one folder",
-        **odd.where,
-        expected=f"{name} {common}, as in {len(by_value[common])} of {len(said)} files",
-        found="; ".join(listed(value) for value in by_value),
-    )
+def base_groups(inner: RankFile) -> tuple[ParamGroup, ...]:
+    """The param groups of the optimizer within a rank's, which list flat buffers where torch lists parameters."""
+    return groups_of(inner.content.get("base_optimizer_state") or inner.content.get("optimizer_state_dict"), inner.path)
 
 
-def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
-    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups or []]
-
-
-def check_same_options(inners: Sequence[RankFile]) -> None:
-    """Raise CorruptError where ranks have different hyperparameters, which a schedule moves from step to step."""
-    options = [_plain_options(inner) for inner in inners]
-    for name in options[0]:
-        check_same(name, [(inner, found.get(name)) for inner, found in zip(inners, options, strict=True)])
-
-
-def _plain_options(inner: RankFile) -> dict[str, Any]:
-    """Hyperparameters that are plain values (a tensor `lr` is an extent, which says nothing about its value)."""
-    optimizer = inner.content.get("base_optimizer_state") or inner.content.get("optimizer_state_dict")
-    return {
-        f"{name} of group {number}": value
-        for number, group in enumerate(hyperparameters(optimizer))
-        for name, value in group.items()
-        if isinstance(value, int | float | str | tuple)
-    }
+def in_sub_groups(groups: Iterable[ParamGroup], sub_groups: Sequence[Mapping[str, Shape]]) -> tuple[ParamGroup, ...]:
+    """The groups with the parameters of the sub-groups of stage 3 that they list."""
+    return tuple(replace(group, fqns=tuple(fqn for i in group.fqns for fqn in sub_groups[int(i)])) for group in groups)
 
 
 def check_lengths(files: Sequence[RankFile], extents: Sequence[Extent], length: int, role: str) -> None:

@@ -10,15 +10,13 @@ runtime/engine.py (`_save_checkpoint`, `_save_moe_checkpoint`), runtime/fp16/unf
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.containers.sources import RankFile, Sources, check_all_there
-from ckpt.containers.torchfile.scalars import read_scalar
-from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.move.listing import names_in
 from ckpt.plan.checkpoint import (
     BUFFER,
@@ -30,16 +28,16 @@ from ckpt.plan.checkpoint import (
     Key,
     Layout,
     ParamGroup,
+    QuantizedStates,
     ReadRequest,
     Target,
 )
 from ckpt.plan.tensors import Shape, Tensor, Whole
 from ckpt.run_folder.finding import Steps, find_step, meant
 from ckpt.run_folder.steps import LATEST
-from ckpt.state.numbered import names_by_shapes
 from converters.deepspeed import model_file
 from converters.deepspeed.autoep import experts_of, routers
-from converters.deepspeed.autotp import Slice, sharing_of, together
+from converters.deepspeed.autotp import RankSlice, sharing_of, together
 from converters.deepspeed.folder import (
     is_model_file,
     is_of_experts,
@@ -48,13 +46,15 @@ from converters.deepspeed.folder import (
     refuse_unsupported,
     tensor_parallel_ranks,
 )
-from converters.deepspeed.rank_files import hyperparameters, known_structure
+from converters.deepspeed.rank_files import known_structure
 from converters.deepspeed.sharing import Sharing
+from converters.optimizers.state_dicts import GROUPS, STATE, Optimizer, take_apart
+from converters.optimizers.states import OptimizerStates
 
 #: What DeepSpeed calls the param groups of experts by.
 _EP_SIZE = re.compile(r"ep_size_(\d+)")
 #: The entries of an optimizer that describe tensors; the others are training state.
-_TENSORS = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat", "state", "param_groups")
+_TENSORS = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat", STATE, GROUPS)
 
 
 class Stage0(Format):
@@ -106,11 +106,11 @@ def _read(path: Path, folders: Sequence[Path]) -> Checkpoint:
     ranks, sources = tensor_parallel_ranks(path), Sources()
     if not any(ranks):
         only = _held(path, sources, 0, 1)
-        return _checkpoint(only, only.groups)
+        return _checkpoint(only, only.named)
     sharing = sharing_of(_model_file(path, ranks[0], Sources()), ranks, folders)
     held = [_held(path, Sources(storages=sources.storages), rank, len(ranks)) for rank in ranks]
-    is_proved = all(one.groups is not None for one in held)
-    slices = [Slice(_checkpoint(one, one.groups if is_proved else None), one.file) for one in held]
+    is_proved = all(one.named is not None for one in held)
+    slices = [RankSlice(_checkpoint(one, one.named if is_proved else None), one.file) for one in held]
     return together(slices, sharing, sources)
 
 
@@ -122,9 +122,9 @@ def _model_file(path: Path, tp_rank: int, sources: Sources) -> RankFile:
 
 @dataclass(frozen=True)
 class _Held:
-    """What a tensor parallel rank has, the only one mostly: tensors of its module, and the optimizer's param groups.
+    """What a tensor parallel rank has, the only one mostly: tensors of its module, and its optimizer.
 
-    `groups` is None where nothing proves which parameters they have.
+    `optimizers` are those of expert parallel ranks, by number; `named` is None where nothing proves their names.
     """
 
     path: Path
@@ -134,8 +134,8 @@ class _Held:
     sharing: Sharing
     tensors: Mapping[Key, Tensor]
     ties: Mapping[str, str]
-    optimizers: Sequence[_Numbered]
-    groups: Sequence[_Group] | None
+    optimizers: Sequence[Optimizer]
+    named: Sequence[Optimizer] | None
 
 
 def _held(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _Held:
@@ -156,46 +156,38 @@ def _held(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _Held:
             tensors[fqn, role] = model_file.whole(fqn, role, stored, 0)
     tensors.update(model_file.with_replicas(tensors, again, module))
     tensors.update(experts)
-    optimizers = [_Numbered(file, file.content.get("optimizer"))]
-    if sizes := optimizers[0].expert_parallel_sizes:
+    optimizers = [_optimizer(file)]
+    if sizes := _expert_parallel_sizes(optimizers[0]):
         name, files = "expp_rank_{}_mp_rank_00_optim_states.pt", folder.experts_optimizer
         example = name.format(next((rank for rank in range(max(sizes)) if rank not in files), 0))
         check_all_there("optimizers of expert parallel ranks are missing", files, max(sizes), path, example)
         ranks = [sources.of_rank(files[rank], rank, "DeepSpeed file") for rank in sorted(files)]
         sources.check_distinct((each.rank, each.path) for each in ranks)  # each has experts of its own
-        optimizers = [_Numbered(each, each.need("optimizer")) for each in ranks]
+        optimizers = [_optimizer(each) for each in ranks if each.need("optimizer") is not None]
     shapes = {fqn: tensor.shape for (fqn, role), tensor in tensors.items() if role == WEIGHT}
-    groups = _groups(shapes, optimizers, sharing) if optimizers[0].groups else []
-    return _Held(path, sources, file, num_ranks, sharing, tensors, ties, optimizers, groups)
+    sharing = replace(sharing, num_ranks=len(optimizers))
+    named = _named(shapes, optimizers, sharing) if optimizers[0].groups else []
+    return _Held(path, sources, file, num_ranks, sharing, tensors, ties, optimizers, named)
 
 
-def _checkpoint(held: _Held, groups: Sequence[_Group] | None) -> Checkpoint:
-    """What a tensor parallel rank has as if it were a model, with the states of `groups`."""
+def _checkpoint(held: _Held, named: Sequence[Optimizer] | None) -> Checkpoint:
+    """What a tensor parallel rank has as if it were a model, with the states of the optimizers that are `named`."""
     file, tensors = held.file, dict(held.tensors)
     notes: list[str] = []
-    scalars: dict[str, dict[str, Any]] = {}
     if "optimizer" not in file.content:
         name = Path(file.path).name
         notes.append(f"{name} lacks the entry 'optimizer', which DeepSpeed always writes: there are no states of one")
-    if groups is None:
+    if named is None:
         notes.append(
             "the optimizer's states and masters are left out: DeepSpeed numbers them without names, and their shapes "
             "do not prove which parameter has which number"
-            + (", or layers are of several ep_size" if len(held.optimizers[0].expert_parallel_sizes) > 1 else "")
+            + (", or layers are of several ep_size" if len(_expert_parallel_sizes(held.optimizers[0])) > 1 else "")
         )
-    ranks = range(len(held.optimizers))
-    for number in sorted({group.number for group in groups or ()}):
-        parts = [_values(group, tensors, scalars, notes) for group in groups or () if group.number == number]
-        tensors |= {tensor.key: tensor for tensor in held.sharing.together(parts, [ranks] * len(parts))}
+    states, ranks = OptimizerStates(groups=_groups(named or (), held.sharing)), range(len(held.optimizers))
+    parts = [_read_states(optimizer, rank, held, states) for rank, optimizer in enumerate(named or ())]
+    tensors |= {tensor.key: tensor for tensor in held.sharing.together(parts, [ranks] * len(parts))}
     version, dp = (file.content.get(name) for name in ("ds_version", "dp_world_size"))
     others = {name: value for name, value in (file.content.get("optimizer") or {}).items() if name not in _TENSORS}
-    state = model_file.training_state(
-        file,
-        others,
-        param_groups=_param_groups(groups or (), held.sharing),
-        scalars=scalars,
-        engine_version=version,
-    )
     return Checkpoint(
         path=str(held.path),
         format="zero0",
@@ -205,118 +197,85 @@ def _checkpoint(held: _Held, groups: Sequence[_Group] | None) -> Checkpoint:
         tag=held.path.name,
         world_size=dp if held.num_ranks > 1 and isinstance(dp, int) else None,
         ties=held.ties,
-        state=state,
+        state=model_file.training_state(file, others, engine_version=version, **states.recorded()),
         folders=(str(held.path.parent),),
         notes=(*notes, *held.sources.notes),
+        computed=states.computed,
+        quantized=QuantizedStates(states.quantized),
+        unread=states.left_out(),
     )
 
 
-def _values(
-    group: _Group, tensors: Mapping[Key, Tensor], scalars: dict[str, dict[str, Any]], notes: list[str]
-) -> dict[Key, Tensor]:
-    """Masters and states of a group's parameters; states of one number are noted, others that are no tensors told."""
-    found: dict[Key, Tensor] = {}
-    for fqn, role, value in group.values():
-        shape, native = group.shapes[fqn], tensors[fqn, WEIGHT].dtype
-        if isinstance(value, StoredTensor) and value.extent.shape == shape and role != "step":
-            source = Whole(value.extent, group.optimizer.file.rank)
-            found[fqn, role] = Tensor(fqn, role, value.extent.dtype, shape, source, native)
-        elif isinstance(value, StoredTensor) and value.extent.numel == 1:
-            scalars.setdefault(role, {})[fqn] = read_scalar(value.extent)
-        elif isinstance(value, int | float):
-            scalars.setdefault(role, {})[fqn] = value
-        else:
-            notes.append(f"the optimizer state {role} of {fqn} is left out: it is not of the parameter's shape")
-    return found
+def _read_states(optimizer: Optimizer, rank: int, held: _Held, states: OptimizerStates) -> dict[Key, Tensor]:
+    """The masters and states that an expert parallel rank has; what are no tensors is added to `states`."""
+    own = replace(states, tensors={})
+    shapes = held.sharing.held_by(rank, {fqn: t.shape for (fqn, role), t in held.tensors.items() if role == WEIGHT})
+    for fqn, values in optimizer.states.items():
+        own.add(fqn, shapes[fqn], values, held.file.path)
+    for (fqn, role), tensor in list(own.tensors.items()):
+        source = replace(tensor.source, rank=rank) if isinstance(tensor.source, Whole) else tensor.source
+        own.tensors[fqn, role] = replace(tensor, source=source, native=held.tensors[fqn, WEIGHT].dtype)
+        if tensor.shape != shapes[fqn]:
+            states.unread.add(role, "it is not of the parameter's shape", [fqn])
+            del own.tensors[fqn, role]
+    return own.tensors
 
 
-class _Numbered:
-    """An optimizer's `groups` of numbers, its `states` by number, and its `masters` beside the numbers of a group.
+def _optimizer(file: RankFile) -> Optimizer:
+    """The optimizer in a file, with its masters among the states of their parameters.
 
     Raises CorruptError for what is no optimizer's state, or has states of no parameter.
     """
-
-    def __init__(self, file: RankFile, optimizer: Any) -> None:
-        self.file, optimizer = file, optimizer or {}
-        if not isinstance(optimizer, Mapping):
-            raise CorruptError("this is no optimizer's state", path=file.path, found=type(optimizer).__name__)
-        self.base: Mapping[str, Any] = optimizer.get("optimizer_state_dict", optimizer)
-        self.groups: list[Sequence[Any]] = [group["params"] for group in self.base.get("param_groups") or ()]
-        self.states: Mapping[Any, Mapping[str, Any]] = self.base.get("state") or {}
-        held = optimizer.get("fp32_groups")
-        self.masters = held if held is not None else [[None] * len(numbers) for numbers in self.groups]
-        self.options = hyperparameters(self.base)
-        if "optimizer_state_dict" in optimizer and not {"fp32_groups", "fp32_groups_flat"} & set(optimizer):
-            raise CorruptError("the optimizer's masters are missing", path=file.path, expected="fp32_groups")
-        strangers = set(self.states) - {number for numbers in self.groups for number in numbers}
-        if strangers:
-            raise CorruptError(
-                "the optimizer has states of a parameter that is in no param group",
-                path=file.path,
-                found=", ".join(map(str, list(strangers)[:4])),
-            )
-
-    @property
-    def expert_parallel_sizes(self) -> set[int]:
-        """The sizes by which groups of experts are called."""
-        names = [_EP_SIZE.fullmatch(str(options.get("name"))) for options in self.options if options.get("moe")]
-        return {int(match[1]) for match in names if match}
-
-    def shapes(self, group: int) -> list[tuple[int, ...] | None]:
-        """The shape of each parameter of a group: its master's, or else that of its first state with dims."""
-        found: list[tuple[int, ...] | None] = []
-        for number, master in zip(self.groups[group], self.masters[group], strict=True):
-            states = [value for name, value in self.states.get(number, {}).items() if name != "step"]
-            stored = [value.extent.shape for value in (master, *states) if isinstance(value, StoredTensor)]
-            found.append(stored[0] if stored else None)
+    optimizer = file.content.get("optimizer") or {}
+    if not isinstance(optimizer, Mapping):
+        raise CorruptError("this is no optimizer's state", path=file.path, found=type(optimizer).__name__)
+    if "optimizer_state_dict" in optimizer and not {"fp32_groups", "fp32_groups_flat"} & set(optimizer):
+        raise CorruptError("the optimizer's masters are missing", path=file.path, expected="fp32_groups")
+    found = take_apart(optimizer.get("optimizer_state_dict", optimizer), file.path)
+    found.check_members(file.path)
+    found = replace(found, groups=found.without_names())  # a rank's own, of experts
+    if (masters := optimizer.get("fp32_groups")) is None:
         return found
+    every = dict(found.states)
+    for group, held in zip(found.groups, masters, strict=True):
+        every |= {key: {MASTER: one, **every.get(key, {})} for key, one in zip(group.fqns, held, strict=True)}
+    return replace(found, states=every)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Param group `number` of an optimizer, its parameters by name, and their shapes on the rank that has it."""
-
-    optimizer: _Numbered
-    number: int
-    fqns: tuple[str, ...]
-    shapes: Mapping[str, Shape]
-
-    def values(self) -> Iterator[tuple[str, str, Any]]:
-        """Masters and states: whose, which, and what is stored."""
-        held = zip(self.optimizer.groups[self.number], self.optimizer.masters[self.number], strict=True)
-        for fqn, (number, master) in zip(self.fqns, held, strict=True):
-            if master is not None:
-                yield fqn, MASTER, master
-            for role, value in self.optimizer.states.get(number, {}).items():
-                yield fqn, role, value
+def _expert_parallel_sizes(optimizer: Optimizer) -> set[int]:
+    """The sizes by which groups of experts are called."""
+    names = [_EP_SIZE.fullmatch(str(group.options.get("name"))) for group in optimizer.groups if _is_of_experts(group)]
+    return {int(match[1]) for match in names if match}
 
 
-def _groups(shapes: Mapping[str, Shape], optimizers: Sequence[_Numbered], sharing: Sharing) -> list[_Group] | None:
-    """The param groups of `optimizers`, by expert parallel rank: those of experts of each, the others once.
+def _is_of_experts(group: ParamGroup) -> bool:
+    return bool(group.options.get("moe"))
+
+
+def _named(shapes: Mapping[str, Shape], optimizers: Sequence[Optimizer], sharing: Sharing) -> list[Optimizer] | None:
+    """The `optimizers` by expert parallel rank, with names: of experts those of each, of others the first one's.
 
     None where the shapes do not prove which parameters they have, or where ranks share experts in several ways.
     """
-    first = optimizers[0]
-    if first.expert_parallel_sizes - {len(optimizers)}:
+    if _expert_parallel_sizes(optimizers[0]) - {len(optimizers)}:
         return None
-    known, found = replace(sharing, num_ranks=len(optimizers)), []
+    found = []
     for rank, optimizer in enumerate(optimizers):
+        names: dict[Any, str] = {}
         for of_experts in (True, False) if rank == 0 else (True,):
-            some = {fqn: shape for fqn, shape in shapes.items() if known.is_shared(fqn) == of_experts}
-            own = known.held_by(rank, some)
-            numbers = [n for n, options in enumerate(first.options) if bool(options.get("moe")) == of_experts]
-            held = [optimizer.shapes(number) for number in numbers]
-            names = names_by_shapes(own, held) if numbers else []
-            if names is None:
+            some = {fqn: shape for fqn, shape in shapes.items() if sharing.is_shared(fqn) == of_experts}
+            groups = tuple(group for group in optimizer.groups if _is_of_experts(group) == of_experts)
+            proved = replace(optimizer, groups=groups).names(proof=sharing.held_by(rank, some)) if groups else {}
+            if proved is None:
                 return None
-            found += [_Group(optimizer, number, fqns, own) for number, fqns in zip(numbers, names, strict=True)]
+            names |= proved
+        found.append(optimizer.named(names))
     return found
 
 
-def _param_groups(groups: Sequence[_Group], sharing: Sharing) -> tuple[ParamGroup, ...]:
+def _groups(named: Sequence[Optimizer], sharing: Sharing) -> tuple[ParamGroup, ...]:
     """The param groups of the whole model: the ranks' parts of a group are joined."""
-    found: dict[int, list[str]] = {}
-    for group in groups:
-        found.setdefault(group.number, []).extend(group.fqns)
-    options = groups[0].optimizer.options if groups else []
-    return tuple(ParamGroup(sharing.in_order(fqns), options[number]) for number, fqns in sorted(found.items()))
+    every = zip(*(optimizer.groups for optimizer in named), strict=True)
+    return tuple(
+        replace(groups[0], fqns=sharing.in_order(fqn for group in groups for fqn in group.fqns)) for groups in every
+    )

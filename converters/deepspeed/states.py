@@ -12,12 +12,11 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError
 from ckpt.containers.sources import RankFile
-from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.plan.checkpoint import Key
 from ckpt.plan.tensors import Extent, Rule
-from ckpt.state.unread import Unread
-from converters.deepspeed.rank_files import base_state, check_same, flat_extent
+from converters.deepspeed.rank_files import base_state, flat_extent
+from converters.optimizers.ranks import different_numbers
+from converters.optimizers.states import OptimizerStates
 from converters.quantized.states import InBlocks, Quantized, understood
 
 #: Elements that a rank's part of a state may have: as many as are in use, or with the padding.
@@ -43,39 +42,20 @@ class GroupStates:
         paths = frozenset(one.path for one in self.quantized.get(name, ()))
         return InBlocks(rule, paths) if paths else rule
 
-
-@dataclass
-class Others:
-    """What flat buffers have beside plain elements, for `Checkpoint` and `TrainingState`: see there."""
-
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    computed: dict[str, Callable[[], memoryview]] = field(default_factory=dict)
-    quantized: dict[Key, str] = field(default_factory=dict)
-    unread: Unread = field(default_factory=Unread)
-
-    def add(self, states: GroupStates, fqns: Iterable[str], file: RankFile, who: str = "ranks") -> None:
-        """Add the states of a buffer of these parameters, in `file` among others.
+    def add_to(self, found: OptimizerStates, fqns: Iterable[str], file: RankFile, who: str = "ranks") -> None:
+        """Add what a buffer of these parameters, in `file` among others, has beside plain elements.
 
         CorruptError if another of `who` has another number for a parameter that they share.
         """
         fqns = list(fqns)
-        for name, parts in states.quantized.items():
+        for name, parts in self.quantized.items():
             for one in parts:
-                self.computed |= one.blocks()
-            self.quantized |= dict.fromkeys(((fqn, name) for fqn in fqns), parts[0].method)
-        for name, value in states.numbers.items():
-            known = self.scalars.setdefault(name, {})
-            for fqn in fqns:
-                if known.setdefault(fqn, value) != value:
-                    raise CorruptError(
-                        f"{who} disagree in the optimizer's {name!r} of a parameter",
-                        **file.where,
-                        fqn=fqn,
-                        expected=known[fqn],
-                        found=value,
-                    )
-        for name, what in states.left.items():
-            self.unread.add(name, f"it is {what}, which is no part of any one parameter", fqns)
+                found.computed |= one.blocks()
+            found.quantized |= dict.fromkeys(((fqn, name) for fqn in fqns), parts[0].method)
+        for name, value in self.numbers.items():
+            found.agree(fqns, name, value, who, **file.where)
+        for name, what in self.left.items():
+            found.unread.add(name, f"it is {what}, which is no part of any one parameter", fqns)
 
 
 def group_states(
@@ -98,7 +78,11 @@ def group_states(
             if quantized := [value for value in values if isinstance(value, Quantized)]:
                 found.quantized[name] = quantized
         elif there and all(_is_number(value) for _, value in there):
-            _add_number(found, name, there)
+            numbers = different_numbers(name, there)
+            if len(numbers) == 1:
+                found.numbers[name] = numbers[0]
+            else:
+                found.left[name] = "a number of its own on each rank"
         elif there:
             found.left[name] = f"{_kind_of_state(there[0][1])} on each rank"
     return found
@@ -127,19 +111,6 @@ def _state_extent(value: Any, inner: RankFile) -> Extent:
 
 def _is_number(value: Any) -> bool:
     return value.shape in ((), (1,)) if isinstance(value, StoredTensor) else isinstance(value, int | float | bool)
-
-
-def _add_number(found: GroupStates, name: str, said: list[tuple[RankFile, Any]]) -> None:
-    """All ranks took the same steps; of other kinds each may have a number of its own."""
-    numbers = [
-        (inner, number_state(name, value.extent) if isinstance(value, StoredTensor) else value) for inner, value in said
-    ]
-    if name.endswith("step"):
-        check_same(name, numbers)
-    if all(value == numbers[0][1] for _, value in numbers):
-        found.numbers[name] = numbers[0][1]
-    else:
-        found.left[name] = "a number of its own on each rank"
 
 
 def _kind_of_state(value: Any) -> str:

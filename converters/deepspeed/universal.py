@@ -50,7 +50,8 @@ from converters.deepspeed.folder import experts_unsupported, is_of_one_rank, lis
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model import DeepSpeedModel
 from converters.deepspeed.options import UniversalOptions
-from converters.deepspeed.rank_files import known_structure
+from converters.deepspeed.rank_files import in_sub_groups, known_structure
+from converters.optimizers.state_dicts import groups_of
 
 FP32 = "fp32"
 STEP = "step"
@@ -277,17 +278,12 @@ def _lacking(reading: _UniversalReading, fqn: str, expected: str) -> CorruptErro
 
 def _param_groups(model: RankFile, state: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> tuple[ParamGroup, ...]:
     """Groups by fqn, in the optimizer's order; stage 3 lists sub-groups where torch lists parameters."""
-    optimizer = _stage3_optimizer(state.content)
-    recorded = optimizer.get("param_groups") or state.content.get("param_groups") or []
-    options = [{key: value for key, value in group.items() if key != "params"} for group in recorded]
-    if optimizer:
-        return tuple(
-            ParamGroup(tuple(fqn for i in group["params"] for fqn in shapes[i]), some)
-            for group, some in zip(recorded, options, strict=True)
-        )
+    if optimizer := _stage3_optimizer(state.content):
+        return in_sub_groups(groups_of(optimizer, state.path), shapes)
+    groups = groups_of(state.content, state.path)
     is_dealt = model_file.is_dealt(model, state)
     orders = [before_dealing(list(group), model.need("dp_world_size")) if is_dealt else list(group) for group in shapes]
-    return tuple(ParamGroup(tuple(order), some) for order, some in zip(orders, options, strict=True))
+    return tuple(replace(group, fqns=tuple(order)) for group, order in zip(groups, orders, strict=True))
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ runtime/zero/stage_1_and_2.py and runtime/zero/stage3.py (`state_dict`), runtime
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -27,6 +27,7 @@ from ckpt.plan.checkpoint import (
     Key,
     Layout,
     ParamGroup,
+    QuantizedStates,
     ReadRequest,
     Target,
 )
@@ -34,7 +35,8 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from converters.deepspeed import model_file
 from converters.deepspeed.autoep import experts_of, routers, sharers_under_stage3, sharing_under_stage3
-from converters.deepspeed.autotp import Slice, sharing_of, together
+from converters.deepspeed.autotp import RankSlice, sharing_of, together
+from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.folder import (
     StepFolder,
     experts_unsupported,
@@ -48,20 +50,21 @@ from converters.deepspeed.folder import (
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup, InSlots, slot_size
 from converters.deepspeed.rank_files import (
+    base_groups,
     check_lengths,
-    check_same,
-    check_same_options,
     expect_groups,
     flat_extent,
-    hyperparameters,
     in_group_order,
+    in_sub_groups,
     inner_file,
     known_structure,
     parameter_starts,
     partition_counts,
     partition_size,
 )
-from converters.deepspeed.states import Others, flat_group_states, group_states
+from converters.deepspeed.states import flat_group_states, group_states
+from converters.optimizers.ranks import check_same, check_same_options
+from converters.optimizers.states import OptimizerStates
 
 #: Ranks and files that a message lists at most.
 _SHOWN = 16
@@ -114,10 +117,9 @@ class _ZeroReading:
     sources: Sources = field(default_factory=Sources)
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     version: object = None
-    others: Others = field(default_factory=Others)
+    states: OptimizerStates = field(default_factory=OptimizerStates)
     models: list[RankFile] = field(default_factory=list)  # rank 0's first
     ties: dict[str, str] = field(default_factory=dict)
-    param_groups: tuple[ParamGroup, ...] = ()
     own_order: bool = False  # ranks have experts in another order than the model's
 
     def load(self, path: str, rank: int) -> RankFile:
@@ -159,7 +161,7 @@ def _read_step(path: Path, config: Path | None = None) -> Checkpoint:
     return together([_read_slice(path, rank, len(ranks), sources) for rank in ranks], sharing, sources)
 
 
-def _read_slice(path: Path, tp_rank: int, num_ranks: int, every: Sources | None = None) -> Slice:
+def _read_slice(path: Path, tp_rank: int, num_ranks: int, every: Sources | None = None) -> RankSlice:
     """What one of `num_ranks` tensor parallel ranks wrote; all there is, if it is the only one.
 
     `every` is told of the storages of every rank's files.
@@ -170,7 +172,7 @@ def _read_slice(path: Path, tp_rank: int, num_ranks: int, every: Sources | None 
         return _understand(reading)
 
 
-def _understand(reading: _ZeroReading) -> Slice:
+def _understand(reading: _ZeroReading) -> RankSlice:
     folder, path = reading.folder, reading.folder.path
     if not folder.optimizer:
         raise IncompleteError("a tensor parallel rank has no optimizer files", path=path, found=folder.model)
@@ -198,7 +200,7 @@ def _understand(reading: _ZeroReading) -> Slice:
     inners = [in_group_order(inner, counts) for inner in inners]
     reading.sources.check_distinct((inner.rank, inner.path) for inner in inners)
     (_read_stage3 if stage == 3 else _read_stage12)(reading, inners)
-    return Slice(_checkpoint(reading, inners, stage, world_size), reading.models[0])
+    return RankSlice(_checkpoint(reading, inners, stage, world_size), reading.models[0])
 
 
 def _listed(counts: tuple[int, ...]) -> str:
@@ -251,7 +253,7 @@ def _read_stage12(reading: _ZeroReading, inners: list[RankFile]) -> None:
     counts = partition_counts(inners[0])
     counts = counts if len(counts) == len(groups) else (max(counts),) * len(groups)
 
-    options = hyperparameters(inners[0].content.get("base_optimizer_state"))
+    options = [group.options for group in base_groups(inners[0])]
     for number, (recorded, count) in enumerate(zip(groups, counts, strict=True)):
         order: list[str] = []
         parts: list[dict[Key, Tensor]] = []
@@ -263,7 +265,7 @@ def _read_stage12(reading: _ZeroReading, inners: list[RankFile]) -> None:
             parts.append(_read_flat_group(reading, number, [inners[rank] for rank in ranks], ranks, shapes))
         reading.tensors |= {t.key: t for t in sharing.together(parts, [range(num_ranks)] * len(parts))}
         group = ParamGroup(sharing.in_order(order), options[number] if number < len(options) else {})
-        reading.param_groups += (group,)
+        reading.states.groups += (group,)
 
 
 def _read_flat_group(
@@ -282,7 +284,7 @@ def _read_flat_group(
             weight = reading.tensors.get((fqn, WEIGHT))
             source = states.in_blocks(InFlatGroup(group, starts[fqn], nexts[fqn] - starts[fqn] - prod(shape)), role)
             found[fqn, role] = Tensor(fqn, role, extents[0].dtype, shape, source, weight.dtype if weight else None)
-    reading.others.add(states, shapes, inners[0], _EXPERT_RANKS)
+    states.add_to(reading.states, shapes, inners[0], _EXPERT_RANKS)
     return found
 
 
@@ -317,7 +319,7 @@ def _read_stage3(reading: _ZeroReading, inners: list[RankFile]) -> None:
         parts = [_read_sub_group(reading, number, [inners[r] for r in ranks], shapes, natives) for ranks in groups]
         reading.tensors |= {tensor.key: tensor for tensor in sharing.together(parts, groups)}
     _check_placeholders(reading, module)
-    reading.param_groups = _stage3_groups(inners[0], sub_groups)
+    reading.states.groups = _stage3_groups(inners[0], sub_groups)
 
 
 def _read_sub_group(
@@ -340,7 +342,7 @@ def _read_sub_group(
             source = states.in_blocks(InSlots(extents, offset), role)
             found[fqn, role] = Tensor(fqn, role, extents[0].dtype, shape, source, natives.get(fqn))
             offset += slot_size(prod(shape), len(inners))
-    reading.others.add(states, shapes, inners[0], _EXPERT_RANKS)
+    states.add_to(reading.states, shapes, inners[0], _EXPERT_RANKS)
     return found
 
 
@@ -433,13 +435,11 @@ def _offloaded(reading: _ZeroReading, inner: RankFile, stored: Any, state: str |
 
 def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple[ParamGroup, ...]:
     """Param groups by fqn: a group lists its sub-groups where torch lists parameters."""
-    optimizer = inner.content.get("optimizer_state_dict") or {}
-    options = hyperparameters(optimizer)
-    members = [group.get("params") or [] for group in optimizer.get("param_groups") or []]
+    groups = base_groups(inner)
+    members: list[Sequence[Any]] = [group.fqns for group in groups]
     if sorted(i for ids in members for i in ids) != list(range(len(sub_groups))):
         raise CorruptError("param groups do not list every sub-group once", path=inner.path, found=members)
-    fqns = [tuple(fqn for i in ids for fqn in sub_groups[i]) for ids in members]
-    return tuple(ParamGroup(names, opts) for names, opts in zip(fqns, options, strict=True))
+    return in_sub_groups(groups, sub_groups)
 
 
 # -- what the stages share ---------------------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ def _step_note(reading: _ZeroReading) -> tuple[str, ...]:
     """
     file = reading.models[0]
     recorded, skipped = (file.content.get(name) for name in ("global_steps", "skipped_steps"))
-    taken = max(reading.others.scalars.get("step", {}).values(), default=None)
+    taken = max(reading.states.scalars.get("step", {}).values(), default=None)
     if not (isinstance(recorded, int) and isinstance(skipped, int)) or taken in (None, recorded - skipped):
         return ()
     named = _DEFAULT_TAG.fullmatch(reading.folder.path.name)
@@ -473,7 +473,7 @@ def _step_note(reading: _ZeroReading) -> tuple[str, ...]:
 def _checkpoint(reading: _ZeroReading, inners: list[RankFile], stage: int, world_size: int) -> Checkpoint:
     file, folder = reading.models[0], reading.folder.path
     check_same("step", [(model, model.content.get("global_steps")) for model in reading.models])
-    check_same_options(inners)
+    check_same_options([(inner, base_groups(inner)) for inner in inners])
     found = {fqn for fqn, _ in reading.tensors}
     for alias, owner in reading.ties.items():
         if owner not in found:  # an alias is not read itself
@@ -483,11 +483,10 @@ def _checkpoint(reading: _ZeroReading, inners: list[RankFile], stage: int, world
     state = model_file.training_state(
         file,
         inners[0].content,
-        param_groups=reading.param_groups,
-        scalars=reading.others.scalars,
         engine_version=reading.version,
         zero_stage=stage,
         frozen_saved=model_file.frozen_saved(file, stage),
+        **reading.states.recorded(),
     )
     left_out = (model_file.FROZEN_LEFT_OUT,) if state.frozen_saved is False else ()
     return Checkpoint(
@@ -499,11 +498,11 @@ def _checkpoint(reading: _ZeroReading, inners: list[RankFile], stage: int, world
         tag=folder.name,
         world_size=world_size,
         ties=reading.ties,
-        own_module_order=reading.own_order,
+        facts=DeepSpeedFacts(reading.own_order),
         state=state,
         folders=(str(folder.parent),),
         notes=(*_step_note(reading), *left_out, *reading.sources.notes),
-        computed=reading.others.computed,
-        quantized=reading.others.quantized,
-        unread=reading.others.unread.sentences,
+        computed=reading.states.computed,
+        quantized=QuantizedStates(reading.states.quantized),
+        unread=reading.states.left_out(),
     )

@@ -83,8 +83,8 @@ class HuggingFace(Format):
         if layout.world_size is not None:
             raise UsageError("a Hugging Face folder has no ranks", found=f"--world-size {layout.world_size}")
         names = kept_names(checkpoint)
-        computes_in = checkpoint.computes_in if layout.dtype is None else None
-        dtype = computes_in[0] if computes_in else layout.dtype
+        run = checkpoint.computes_in if layout.dtype is None else None
+        dtype = run.dtype if run else layout.dtype
         chosen = {names.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, dtype).items()}
         ordered = {name: chosen[name] for name in sorted(chosen, key=natural_key)}
         parameters = sum(choice.tensor.numel for choice in chosen.values() if choice.tensor.role != BUFFER)
@@ -98,8 +98,8 @@ class HuggingFace(Format):
                 "checked; from_pretrained does not load a folder without it: --config names one that has it"
             ]
         notes = (
-            describe(chosen, checkpoint, layout.dtype, computes_in)
-            + ([_MAY_COMPUTE_IN_LESS] if checkpoint.may_compute_in_less and layout.dtype is None else [])
+            describe(chosen, checkpoint, layout.dtype, run.record if run else None)
+            + ([_MAY_COMPUTE_IN_LESS] if run and run.dtype is None else [])
             + _tie_notes(checkpoint, names)
             + _adapter_notes(chosen, checkpoint, layout)
             + _name_notes(checkpoint, chosen, layout)
@@ -230,7 +230,7 @@ def _adapter_notes(chosen: Iterable[str], checkpoint: Checkpoint, layout: Layout
     if not any(fqn.startswith("base_model.model.") for fqn in chosen):
         return []
     if layout.read(NameOptions).names != OWN_NAMES:
-        where = shlex.quote(checkpoint.origins[0] if checkpoint.origins else checkpoint.path)
+        where = shlex.quote(next(iter(checkpoint.given.places), checkpoint.path))
         if checkpoint.is_adapter:
             what, hint = "this is an adapter, not a model", f"`ckpt merge-lora {where} --base MODEL` makes one"
         else:

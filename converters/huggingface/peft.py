@@ -35,6 +35,8 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Tensor, Whole
+from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
+from ckpt.run_folder.adapter_config import config_path
 from ckpt.run_folder.companions import CONFIG, companions, read_object
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import training_left_out
@@ -90,7 +92,8 @@ class Peft(Format):
         """The adapter of a checkpoint as one safetensors file, with its config and tokenizer beside it."""
         if layout.world_size is not None:
             raise UsageError("an adapter's folder has no ranks", found=f"--world-size {layout.world_size}")
-        config = adapter.config_path(checkpoint)
+        adapter.check_is_there(checkpoint)
+        config = config_path(checkpoint)
         chosen = adapter.tensors(checkpoint, read_object(config, "the adapter's config"), layout.dtype)
         weights, _ = weight_files(chosen, SAFETENSORS.removesuffix(".safetensors"), METADATA)
         beside = [
@@ -103,7 +106,7 @@ class Peft(Format):
         count, size = len({fqn for fqn, _ in left}), show_size(sum(checkpoint.tensors[key].nbytes for key in left))
         why = f"the base model's {count} parameters and buffers ({size}), which were not trained"
         return Target(
-            files=(*weights, TargetFile.of_bytes(adapter.CONFIG, read_file(config)), *beside),
+            files=(*weights, TargetFile.of_bytes(ADAPTER_CONFIG, read_file(config)), *beside),
             left_out=dict.fromkeys(left, why),
             dropped=tuple(training_left_out(checkpoint)),
             notes=tuple(describe(chosen, checkpoint, layout.dtype)),
@@ -129,7 +132,7 @@ def prove_names(folder: Path) -> None:
 
 def _weights(folder: Path) -> str | None:
     """The file of the weights, which PEFT looks for in this order.  Only beside a config is it an adapter."""
-    if not (folder / adapter.CONFIG).is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
         return None
     return next((name for name in (SAFETENSORS, TORCH) if (folder / name).is_file()), None)
 

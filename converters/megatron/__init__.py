@@ -1,4 +1,5 @@
 """Megatron-LM: `mp_rank_*` folders (`megatron`) and distributed checkpoints (`megatron-dist`).
 
-May import: `ckpt.base`, `ckpt.containers`, `ckpt.move`, `ckpt.plan`, `ckpt.run_folder`, `converters.names`.
+May import: `ckpt.base`, `ckpt.containers`, `ckpt.move`, `ckpt.plan`, `ckpt.run_folder`, `converters.names`,
+`converters.optimizers`.
 """

@@ -1,6 +1,6 @@
 """The places of parameters in the flat buffers of Megatron's distributed optimizer, as `distrib_optim.pt` stores them.
 
-Pure.  A buffer holds the parameters of one model chunk that have the same dtype, in the reverse of their order in the
+A buffer holds the parameters of one model chunk that have the same dtype, in the reverse of their order in the
 model.  It is cut into buckets whose ends are padded; the file has the buckets one behind the other without that
 padding, and says neither where a bucket ends nor which parameter is where.
 
@@ -15,7 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ckpt.base.errors import CorruptError, NotFoundError
+from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Extent
 
 T = TypeVar("T")
 
@@ -59,6 +62,35 @@ def stored_buffer(
         if shared[index] or (bucket_size is not None and at >= bucket_size):
             stored, at = stored + at, 0
     return Buffer(tuple(starts), stored + at)
+
+
+def gathered(state: Any, **where: Any) -> dict[int, dict[str, Extent]]:
+    """The buffers that a rank has gathered, by number: where the elements of the masters and of each state are.
+
+    `where` is what errors say of the file.  NotFoundError for the form of older versions.
+    """
+    if not isinstance(state, Mapping):
+        raise CorruptError("this is no distributed optimizer's state", **where, found=type(state).__name__)
+    if not state.get("buckets_coalesced"):
+        raise NotFoundError(
+            "the distributed optimizer's state is of Megatron-LM before May 2024: lists of buckets",
+            **where,
+            expected="buckets_coalesced",
+            hint="load and save it with a newer Megatron-LM (--ckpt-convert-update-legacy-dist-opt-format)",
+        )
+    found: dict[int, dict[str, Extent]] = {}
+    for number, by_dtype in ((key, value) for key, value in state.items() if type(key) is int):
+        tensors = next(iter(by_dtype.values())) if isinstance(by_dtype, Mapping) and len(by_dtype) == 1 else None
+        flat = tensors.items() if isinstance(tensors, Mapping) else ()
+        found[number] = {str(name): value.extent for name, value in flat if isinstance(value, StoredTensor)}
+        shapes = {extent.shape for extent in found[number].values()}
+        if len(shapes) != 1 or any(len(shape) != 1 for shape in shapes):
+            raise CorruptError(
+                f"buffer {number} of the distributed optimizer has not one dtype, and states of one length",
+                **where,
+                found=f"shapes {sorted(shapes)}",
+            )
+    return found
 
 
 def bucket_sizes(args: Mapping[str, Any], pp: int, vp: int, numel: int) -> Iterator[int | None]:

@@ -50,7 +50,7 @@ def read_state(
         {str(k): value for k, value in content.items() if not _KNOWN.fullmatch(str(k)) and value is not None},
         step=step if type(step) is int else None,
         param_groups=optimizers.param_groups(fqns),
-        scalars=optimizers.scalars,
+        scalars=optimizers.states.scalars,
         grad_scaler=optimizers.grad_scaler,
         args=dict(plain_args(content)) or None,
         per_rank={name: values for name, values in per_rank.items() if values},

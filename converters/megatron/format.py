@@ -23,6 +23,7 @@ from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Format, Layout, ReadRequest
 from ckpt.run_folder.companions import read_config
 from converters.megatron.chunks import EXTRA
 from converters.megatron.entries import OF_RANKS, read_state
+from converters.megatron.facts import MegatronFacts
 from converters.megatron.folder import find_iteration
 from converters.megatron.optimizer_read import read_optimizers
 from converters.megatron.read import MODEL, MegatronReading, RankContent, folder_name, rank_folders, read_ranks
@@ -64,7 +65,7 @@ class Megatron(Format):
             config=read_config(folders),
             folders=tuple(str(p) for p in folders if p.is_dir()),
             notes=(*reading.notes, *reading.sources.notes),
-            own_module_order=reading.own_module_order,
+            facts=MegatronFacts(reading.own_module_order),
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:

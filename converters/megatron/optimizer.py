@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, LossError, NotFoundError
+from ckpt.base.errors import LossError, NotFoundError
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, ParamGroup
 from ckpt.plan.tensors import Tensor
 from converters.megatron.chunks import MegatronModel
 from converters.names.megatron.model.spelling import is_expert, split_layer
+from converters.optimizers.states import OptimizerStates
 
 #: What decides which param group is which (optimizer.py, `param_group_identifier_keys`).
 IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -82,7 +83,7 @@ def plain(value: Any) -> Any:
 class Optimizers:
     """What has been read of the optimizers of all ranks."""
 
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    states: OptimizerStates = field(default_factory=OptimizerStates)
     groups: dict[Any, tuple[dict[str, None], Mapping[str, Any]]] = field(default_factory=dict)
     grad_scaler: Any = None
 
@@ -101,21 +102,7 @@ class Optimizers:
         members |= dict.fromkeys(fqns)
         step = plain(options.get("step", step))
         if type(step) in (int, float):
-            self.note_scalar("step", fqns, step, file)
-
-    def note_scalar(self, name: str, fqns: Iterable[str], value: Any, file: str, rank: int | None = None) -> None:
-        """Take note of a state that is one number; CorruptError where it has been another one before."""
-        scalars = self.scalars.setdefault(name, {})
-        for fqn in fqns:
-            if scalars.setdefault(fqn, value) != value:
-                raise CorruptError(
-                    f"ranks disagree in the optimizer's {name!r} of a parameter",
-                    path=file,
-                    rank=rank,
-                    fqn=fqn,
-                    expected=scalars[fqn],
-                    found=value,
-                )
+            self.states.agree(fqns, "step", step, path=file)
 
     def param_groups(self, order: Iterable[str]) -> tuple[ParamGroup, ...]:
         """The groups, each with its parameters in the order of the model."""

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, NotFoundError
+from ckpt.base.errors import CorruptError
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import MASTER
-from converters.megatron.buffers import bucket_sizes, by_buffer, find_buffer
+from ckpt.plan.tensors import Extent
+from converters.megatron.buffers import bucket_sizes, by_buffer, find_buffer, gathered
 from converters.megatron.optimizer import Optimizers, belongs, check_kind, plain
 from converters.megatron.read import DISTRIBUTED, MODEL, LocalTensor, MegatronReading, RankContent
 
@@ -148,7 +149,7 @@ class _RankOptimizers:
         self.reading.add(one.local, role, value.extent, self.file.path, self.file.rank)
 
     def _note_scalar(self, name: str, ones: Sequence[Trained], value: Any) -> None:
-        self.found.note_scalar(name, _fqns(ones), value, self.file.path, self.file.rank.number)
+        self.found.states.agree(_fqns(ones), name, value, path=self.file.path, rank=self.file.rank.number)
 
     def _misfit(self, what: str, expected: Any, found: Any, path: str | None = None) -> CorruptError:
         return CorruptError(
@@ -220,44 +221,28 @@ class _RankOptimizers:
                     found="None",
                 )
             return
-        if not isinstance(state, Mapping):
-            raise CorruptError("this is no distributed optimizer's state", path=path, found=type(state).__name__)
-        if not state.get("buckets_coalesced"):
-            raise NotFoundError(
-                "the distributed optimizer's file is of Megatron-LM before May 2024: lists of buckets",
-                path=path,
-                expected="buckets_coalesced",
-                hint="load and save it with a newer Megatron-LM (--ckpt-convert-update-legacy-dist-opt-format)",
-            )
         buffers = by_buffer((one.vp, one.local.stored.dtype, one) for one in trained)
-        stored = [(key, value) for key, value in state.items() if key != "buckets_coalesced"]
-        if [key for key, _ in stored] != list(range(len(buffers))):
+        stored = gathered(state, path=path)
+        if list(stored) != list(range(len(buffers))):
             raise self._misfit("the state", f"{len(buffers)} buffers", f"{len(stored)} buffers", path)
-        for (vp, _, members), (_, by_dtype) in zip(buffers, stored, strict=True):
-            if not isinstance(by_dtype, Mapping) or len(by_dtype) != 1:
-                raise CorruptError("a buffer of the distributed optimizer has not one dtype", path=path)
-            self._read_buffer(path, vp, members, next(iter(by_dtype.values())))
+        for (vp, _, members), flat in zip(buffers, stored.values(), strict=True):
+            self._read_buffer(path, vp, members, flat)
 
-    def _read_buffer(self, path: str, vp: int, members: Sequence[Trained], tensors: Any) -> None:
-        flat = {name: value for name, value in tensors.items() if isinstance(value, StoredTensor)}
-        if not isinstance(tensors, Mapping) or _PARAM not in flat:
+    def _read_buffer(self, path: str, vp: int, members: Sequence[Trained], flat: Mapping[str, Extent]) -> None:
+        if _PARAM not in flat:
             raise CorruptError("a buffer of the distributed optimizer has no parameters", path=path, expected=_PARAM)
         numels = [one.local.stored.extent.numel for one in members]
-        length = flat[_PARAM].extent.numel
+        length = flat[_PARAM].numel
         everything = sum(local.stored.extent.numel for local in self.file.chunks[vp])
         sizes = list(bucket_sizes(self.reading.args, self.file.rank.pp, vp, everything))
         buffer = find_buffer(numels, [one.local.shared for one in members], sizes, length)
         if buffer is None:
             expected = f"{sum(numels)} elements and gaps between parameters"
             raise self._misfit("a buffer", expected, f"{length} elements", path)
-        for name, value in flat.items():
-            if value.extent.numel != length or len(value.shape) != 1:
-                raise CorruptError(
-                    f"the states of a buffer differ in length: {name}", path=path, expected=length, found=value.shape
-                )
+        for name, elements in flat.items():
             for one, start, numel in zip(members, buffer.starts, numels, strict=True):
-                extent = value.extent.flat(start, start + numel)
-                self.reading.add(one.local, MASTER if name == _PARAM else str(name), extent, path, self.file.rank)
+                extent = elements.flat(start, start + numel)
+                self.reading.add(one.local, MASTER if name == _PARAM else name, extent, path, self.file.rank)
 
 
 def _fqns(ones: Sequence[Trained]) -> list[str]:

@@ -21,6 +21,7 @@ from ckpt.run_folder.steps import TRACKER
 from converters.megatron.buffers import bucket_sizes
 from converters.megatron.chunks import Chunk, MegatronModel, describe_model
 from converters.megatron.entries import to_write
+from converters.megatron.facts import MegatronFacts
 from converters.megatron.folder import RELEASE, iteration_folder
 from converters.megatron.optimizer_write import RankOptimizers, new_tensor
 from converters.megatron.read import DISTRIBUTED, MODEL, OTHER_ORDER, folder_name
@@ -35,7 +36,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     model = describe_model(checkpoint, layout)
     folder = iteration_folder(checkpoint.state.step)
     files: list[TargetFile] = []
-    if model.has_optimizer and checkpoint.own_module_order and checkpoint.state.engine == "megatron":
+    if model.has_optimizer and checkpoint.facts_of(MegatronFacts).own_module_order:
         raise LossError(
             f"{OTHER_ORDER}, and an optimizer knows parameters by their order alone",
             path=checkpoint.path,

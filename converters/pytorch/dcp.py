@@ -11,7 +11,6 @@ masters takes it as it is.  What is written holds the source's fp32 masters, bit
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,10 +20,10 @@ from ckpt.base.errors import CkptError, CorruptError, IncompleteError, LossError
 from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
-from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed, writer_of
+from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, writer_of
 from ckpt.containers.dcp.write import Writing
-from ckpt.containers.sources import Sources
-from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.containers.sources import RankFile, Sources
+from ckpt.containers.torchfile.values import Record
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import (
     OWN,
@@ -36,25 +35,27 @@ from ckpt.plan.checkpoint import (
     Layout,
     OneElement,
     ParamGroup,
+    QuantizedStates,
     ReadRequest,
     Target,
     TrainingState,
 )
-from ckpt.plan.dtypes import FLOAT32, DType
-from ckpt.plan.tensors import Box, Extent, Fragment, Shape, Source, Tensor, Whole
+from ckpt.plan.tensors import Box, Extent, Shape, Tensor
 from ckpt.run_folder.carried import run_companions, trainer_folder
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from converters.names.options import NameOptions
 from converters.names.registered import registered_shapes
 from converters.names.transformers.ties import tied_names
+from converters.optimizers.ranks import check_same
+from converters.optimizers.state_dicts import GROUPS
+from converters.optimizers.states import OptimizerStates
+from converters.pytorch.facts import TorchFacts
 from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, SHARD, find_folder, other_models, parts, run_folders
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand
 from converters.pytorch.local_state import read_local
-from converters.pytorch.optimizer_states import OptimizerStates
 from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
-from converters.quantized.states import check_place, torchao
 
 _Error = TypeVar("_Error", bound=CkptError)
 #: Where trainers record the number of steps taken: torch's recipes and Lightning, torchtitan.
@@ -120,37 +121,6 @@ def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
 # -- where tensors are -----------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _StoredTensor(Leaf):
-    """A tensor that is stored.
-
-    `number` is its value where it is one number; `same_as` the key of a tensor that is stored in the very same items.
-    `wrapped` are the chunks of a subclass's, `placed` all others.
-    """
-
-    key: str
-    dtype: DType
-    shape: Shape
-    source: Source
-    path: str
-    replicas: tuple[Source, ...] = ()
-    number: int | float | bool | None = None
-    same_as: str | None = None
-    wrapped: Mapping[Box, Record] = field(default_factory=dict)
-    placed: Placed = field(default_factory=list)
-
-    def tensor(self, fqn: str, role: str) -> Tensor:
-        return Tensor(fqn, role, self.dtype, self.shape, self.source, None, self.replicas)
-
-    def alone(self) -> StoredTensor | None:
-        """The tensor as a value of training state, if it lies in one piece."""
-        if isinstance(self.source, Whole):
-            return StoredTensor(self.source.extent)
-        if 0 in self.shape:
-            return StoredTensor(Extent.contiguous(self.path, 0, self.dtype, self.shape))
-        return None
-
-
 @dataclass
 class _DcpReading:
     """What has been read so far of one checkpoint."""
@@ -176,12 +146,12 @@ class _DcpReading:
         self.leaves += [(path, leaves[number]) for number, _, path in metadata.paths()]
         self.data.count_ranks(folder)
 
-    def _stored(self, tensor: FoundTensor) -> _StoredTensor:
+    def _stored(self, tensor: FoundTensor) -> Leaf:
         entry = tensor.entry
         path = tensor.placed[0][1].path if tensor.placed else self.metadata
         source = self.data.source(entry.dtype, entry.shape, tensor.placed)
         replicas = self.data.replicas(tensor) if not tensor.wrapped else ()
-        stored = _StoredTensor(entry.key, entry.dtype, entry.shape, source, path, replicas, tensor.number)
+        stored = Leaf(entry.key, entry.dtype, entry.shape, source, path, replicas, tensor.number)
         stored.wrapped, stored.placed = tensor.wrapped, tensor.placed
         return stored
 
@@ -202,7 +172,7 @@ class _DcpReading:
             )
         for tensor in read_shards(folder, names):
             source = self.data.source(tensor.dtype, tensor.shape, tensor.placed)
-            stored = _StoredTensor(tensor.fqn, tensor.dtype, tensor.shape, source, tensor.path)
+            stored = Leaf(tensor.fqn, tensor.dtype, tensor.shape, source, tensor.path)
             self.leaves.append((("model", tensor.fqn), stored))
         for name in names:
             self.data.add_file(str(folder / name))
@@ -220,11 +190,11 @@ class _DcpReading:
         files = [sources.of_rank(confined(folder, name), rank, "state dict") for rank, name in names]
         sources.check_distinct((file.rank, file.path) for file in files)
         self.notes += sources.notes
-        known = understand(nest(self.leaves, self.metadata)) if self.leaves else Understood()
+        known = understand(nest(self.leaves, self.metadata), self.metadata) if self.leaves else Understood()
         found = read_local(files, _recorded_shapes(known), registered_shapes(config) if config else {})
         found.ties |= tied_names(config, found.tensors) if config else {}
         for fqn, tensor in found.tensors.items():
-            leaf = _StoredTensor(fqn, tensor.dtype, tensor.shape, tensor.source, files[0].path, tensor.replicas)
+            leaf = Leaf(fqn, tensor.dtype, tensor.shape, tensor.source, files[0].path, tensor.replicas)
             self.leaves.append((("model", fqn), leaf))
             for alias in (alias for alias, owner in found.ties.items() if owner == fqn):
                 self.leaves.append((("model", alias), replace(leaf, key=alias, same_as=fqn)))
@@ -235,14 +205,14 @@ class _DcpReading:
     # -- what it all means ---------------------------------------------------------------------------------------
 
     def checkpoint(self, path: Path, request: ReadRequest) -> Checkpoint:
-        found = understand(nest(self.leaves, self.metadata or str(path)))
+        file = self.metadata or str(path)
+        found = understand(nest(self.leaves, file), file)
         if not found.weights and not found.states:
             raise CorruptError("there is no tensor of a model or an optimizer", path=self.metadata or path)
         self.notes += found.notes
         _check_states(found, self.metadata)
         tensors: dict[Key, Tensor] = {}
         for fqn, leaf in found.weights.items():
-            assert isinstance(leaf, _StoredTensor)
             if leaf.wrapped:
                 raise NotFoundError(
                     "a weight is of a tensor subclass, which is not supported",
@@ -260,15 +230,15 @@ class _DcpReading:
         step = _step(found.rest)
         if step is None:  # Accelerate's folders hold the model and the optimizer alone
             step = next((n for folder in folders if (n := trainer_step(Path(folder))) is not None), None)
-        groups = tuple(map(_plain_group, found.groups))
-        state = TrainingState.of_entries("torch", entries, step=step, param_groups=groups, scalars=self.states.scalars)
+        self.states.groups = tuple(map(_plain_group, found.groups))
+        state = TrainingState.of_entries("torch", entries, step=step, **self.states.recorded())
         return Checkpoint(
             path=str(path),
             format=DCP.name,
             tensors=tensors,
             files=tuple(self.data.files.values()),
             framework="torch",
-            is_state_dict=True,
+            facts=TorchFacts(is_state_dict=True),
             world_size=self.data.ranks or None,
             namespace=OWN,
             ties=ties,
@@ -276,8 +246,7 @@ class _DcpReading:
             folders=folders,
             notes=(*self.notes, *self.data.notes),
             computed=self.states.computed,
-            quantized=self.states.quantized,
-            blocks=self.states.blocks,
+            quantized=QuantizedStates(self.states.quantized, self.states.blocks),
             unread=self.states.left_out(),
         )
 
@@ -286,52 +255,33 @@ class _DcpReading:
 
         A state whose tensors all have no dims is one of numbers (`step`), also for a parameter without dims.
         """
-        shaped = {name for (_, name), value in found.states.items() if isinstance(value, _StoredTensor) and value.shape}
+        shaped = {name for (_, name), value in found.states.items() if isinstance(value, Leaf) and value.shape}
         states = self.states
         odd: dict[str, Any] = {}
         said: dict[str, set[Any]] = {}
         for (fqn, name), value in found.states.items():
-            if isinstance(value, _StoredTensor) and value.wrapped:
-                self._add_wrapped(fqn, name, value)
-            elif isinstance(value, _StoredTensor) and (value.shape or name in shaped):
-                states.tensors[fqn, name] = value.tensor(fqn, name)
-            elif isinstance(value, _StoredTensor):
+            if isinstance(value, Leaf) and value.wrapped:
+                parts: list[tuple[Box, Record | Extent]] = [*value.wrapped.items(), *value.placed]
+                held = ((box, part, None, self.metadata) for box, part in parts)
+                states.add_parts(fqn, name, value.shape, held)
+            elif isinstance(value, Leaf) and (value.shape or name in shaped):
+                states.add_tensor(value.tensor(fqn, name), value.path)
+            elif isinstance(value, Leaf):
                 number = value.number if name == "step" else OneElement(value.number or 0, value.dtype, ())
-                states.scalars.setdefault(name, {})[fqn] = number
+                states.add_number(fqn, name, number)
                 if name == "step":
                     said.setdefault(value.path, set()).add((fqn, value.number))
             elif isinstance(value, int | float):
-                states.scalars.setdefault(name, {})[fqn] = value
+                states.add_number(fqn, name, value)
             elif isinstance(value, Mapping | Record):
                 weight = tensors.get((fqn, WEIGHT))
                 values = _values({name: value}, name, self.spread)
                 states.add(fqn, weight.shape if weight else (), values, self.metadata)
             else:
                 odd.setdefault(fqn, {})[name] = value
-        for key, tensor in states.tensors.items():
-            if key in tensors:
-                raise CorruptError(
-                    "an optimizer state has the name of a role", path=self.metadata, fqn=key[0], found=key[1]
-                )
-            tensors[key] = tensor
+        tensors |= states.tensors
         _check_steps(said)
         return odd
-
-    def _add_wrapped(self, fqn: str, name: str, stored: _StoredTensor) -> None:
-        """Add a state whose parts are, on some ranks or all, objects of a tensor subclass."""
-        parts = {box: torchao(record) for box, record in stored.wrapped.items()}
-        known = {box: one for box, one in parts.items() if one is not None}
-        for box, one in known.items():
-            check_place(one, box, self.metadata, fqn, name)
-            self.states.know(fqn, name, one)
-        if odd := [record for box, record in stored.wrapped.items() if box not in known]:
-            self.states.add_unknown(fqn, name, odd[0], self.metadata)
-            return
-        if plain := {str(extent.dtype) for _, extent in stored.placed if extent.dtype != FLOAT32}:
-            self.states.unread.add(name, f"parts of it are {', '.join(sorted(plain))}, others quantized", [fqn])
-            return
-        rest = tuple(Fragment(box, extent) for box, extent in stored.placed)
-        self.states.add_quantized(fqn, name, stored.shape, known, rest)
 
     def _entries(self, found: Understood, odd: dict[str, Any]) -> dict[str, Any]:
         """Training state by name, with tensors as values of it; those spread over ranks are said to be left."""
@@ -359,7 +309,7 @@ _LEFT = object()
 
 def _values(value: Any, name: str, spread: list[str]) -> Any:
     """A value of training state without what refers to the reader."""
-    if isinstance(value, _StoredTensor):
+    if isinstance(value, Leaf):
         alone = value.alone()
         if alone is None:
             spread.append(name)
@@ -378,7 +328,7 @@ def _plain_group(group: ParamGroup) -> ParamGroup:
     """A group whose tensors are values of training state: an optimizer with a tensor for `lr` takes no number."""
     options = {}
     for name, value in group.options.items():
-        if isinstance(value, _StoredTensor):
+        if isinstance(value, Leaf):
             alone = value.alone()
             value = value.number if alone is None else alone
         options[name] = value
@@ -389,7 +339,7 @@ def _recorded_shapes(known: Understood) -> dict[str, Shape]:
     """Shapes of parameters whose states are all as long as they are, in the order of the param groups."""
     shapes: dict[str, set[Shape]] = {}
     for (fqn, _), value in known.states.items():
-        if isinstance(value, _StoredTensor) and value.shape:
+        if isinstance(value, Leaf) and value.shape:
             shapes.setdefault(fqn, set()).add(value.shape)
     order = dict.fromkeys(fqn for group in known.groups for fqn in group.fqns)
     return {fqn: next(iter(shapes[fqn])) for fqn in order if len(shapes.get(fqn, ())) == 1}
@@ -413,12 +363,8 @@ def _same_items(metadata: Metadata, found: Sequence[Any]) -> dict[int, str]:
 
 def _stored_ties(weights: Mapping[str, Leaf]) -> dict[str, str]:
     """Aliases to owners, by the items that are stored once for both (which is what is written here)."""
-    names = {leaf.key: fqn for fqn, leaf in weights.items() if isinstance(leaf, _StoredTensor)}
-    return {
-        fqn: names[leaf.same_as]
-        for fqn, leaf in weights.items()
-        if isinstance(leaf, _StoredTensor) and leaf.same_as is not None
-    }
+    names = {leaf.key: fqn for fqn, leaf in weights.items()}
+    return {fqn: names[leaf.same_as] for fqn, leaf in weights.items() if leaf.same_as is not None}
 
 
 def _config(request: ReadRequest, folders: Iterable[str]) -> Mapping[str, Any] | None:
@@ -431,7 +377,7 @@ def _step(rest: Mapping[str, Any]) -> int | None:
         value: Any = rest
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None
-        if isinstance(value, _StoredTensor):
+        if isinstance(value, Leaf):
             value = value.number
         if type(value) is int:
             return value
@@ -446,7 +392,7 @@ def _check_states(found: Understood, path: str) -> None:
     """
     states: dict[str, dict[str, Any]] = {}
     for (fqn, name), value in found.states.items():
-        states.setdefault(fqn, {})[name] = value.dtype if isinstance(value, _StoredTensor) else None
+        states.setdefault(fqn, {})[name] = value.dtype if isinstance(value, Leaf) else None
     strange = [fqn for fqn in states if fqn not in found.weights]
     if strange and len(strange) < len(states):  # where all are, the optimizer spells names in a way of its own
         raise CorruptError(
@@ -502,31 +448,15 @@ def _check_steps(said: Mapping[str, set[tuple[str, Any]]]) -> None:
     steps = {path: {step for _, step in pairs} for path, pairs in said.items() if len(pairs) > 1}
     if any(len(found) > 1 for found in steps.values()):
         return
-    by_step: dict[Any, list[str]] = {}
-    for path, found in steps.items():
-        by_step.setdefault(next(iter(found)), []).append(path)
-    if len(by_step) < 2:
-        return
-    common = max(by_step, key=lambda step: len(by_step[step]))
-    odd = next(path for step, paths in by_step.items() for path in paths if step != common)
-    listed = (
-        f"step {step:g} in {', '.join(os.path.basename(path) for path in sorted(paths)[:8])}"
-        for step, paths in by_step.items()
-    )
-    raise CorruptError(
-        "ranks of different steps in one folder",
-        path=odd,
-        rank=writer_of(odd),
-        expected=f"step {common:g}, as in {len(by_step[common])} of {len(steps)} files",
-        found="; ".join(listed),
-    )
+    files = ((RankFile(path, writer_of(path) or 0, {}), found) for path, found in sorted(steps.items()))
+    check_same("step", [(file, next(iter(found))) for file, found in files])
 
 
 def _refuse_flat(metadata: Metadata) -> None:
     """Without recorded paths, nothing says where a name ends in `optimizer.state.<fqn>.exp_avg`."""
     if metadata.is_nested:
         return
-    if any("param_groups" in key.split(".") for key in metadata.keys):
+    if any(GROUPS in key.split(".") for key in metadata.keys):
         raise CorruptError(
             "the metadata does not record how the optimizer's keys are made up",
             path=metadata.path,

@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
-from typing import Any
 
-from ckpt.base.errors import CorruptError
 from ckpt.containers.sources import RankFile
-from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.assemble import assemble
-from ckpt.plan.checkpoint import Key, ParamGroup
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Shape, Tensor
+from converters.optimizers.ranks import different_numbers
+from converters.optimizers.state_dicts import take_apart
+from converters.optimizers.states import OptimizerStates
 
 #: A parameter of an element of a list of modules: the list's name, and the element's number.
 _IN_LIST = re.compile(r"(?P<list>.*?)\.(?P<number>\d+)\.")
@@ -87,74 +86,68 @@ def _units(fqns: Mapping[str, Shape], wrapped: frozenset[str]) -> Units:
     return tuple(tuple(unit) for unit in found.values() if unit)
 
 
-@dataclass(frozen=True, slots=True)
-class FlatOptimizer:
-    """The states of an optimizer of flat parameters, by those of the model."""
-
-    units: Units
-    tensors: Mapping[Key, Tensor]
-    scalars: Mapping[str, dict[str, Any]]
-    groups: tuple[ParamGroup, ...]
-
-
-def read_flat(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> FlatOptimizer | None:
+def read_flat(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> tuple[Units, OptimizerStates] | None:
     """The optimizer in ranks' files, if it is one of flat parameters that `find_units` tells; otherwise None."""
-    ranks = [_numbered(file) for file in files]
-    first = ranks[0]
-    if first is None or not first[1] or any(one is None or one[1].keys() != first[1].keys() for one in ranks):
+    ranks = [take_apart(file.content, file.path) for file in files]
+    first, states = ranks[0], [one.states for one in ranks]
+    every = list(range(len(first.states)))
+    if not every or any(len(one.groups) != 1 or one.members != every for one in ranks):
         return None
-    states = [one[1] for one in ranks if one is not None]
+    if any(held.keys() != set(every) for held in states):
+        return None
     lengths: list[int] = []
-    for number in range(len(first[1])):
-        held = {v.shape for one in states for v in one[number].values() if isinstance(v, StoredTensor) and v.shape}
-        if len(held) != 1 or len(shape := held.pop()) != 1:
+    for number in every:
+        known = {v.shape for one in states for v in one[number].values() if isinstance(v, StoredTensor) and v.shape}
+        if len(known) != 1 or len(shape := known.pop()) != 1:
             return None
         lengths.append(shape[0])
     units = find_units(shapes, lengths, len(files))
     if units is None:
         return None
-    tensors: dict[Key, Tensor] = {}
-    scalars: dict[str, dict[str, Any]] = {}
+    found = OptimizerStates()
     for number, unit in enumerate(units):
-        for name in first[1][number]:
+        for name in first.states[number]:
             values = [one[number].get(name) for one in states]
             if any(isinstance(value, Mapping | Record | None) for value in values):
                 return None
-            if all(isinstance(value, StoredTensor) and value.shape for value in values):
-                tensors |= _tensors(files, unit, name, values, shapes)
+            held = [value.extent for value in values if isinstance(value, StoredTensor) and value.shape]
+            if len(held) == len(values):
+                slices = [Slice(f, f.rank * lengths[number], extent) for f, extent in zip(files, held, strict=True)]
+                found.tensors |= {tensor.key: tensor for tensor in from_slices(slices, unit, shapes, name)}
                 continue
-            numbers = same_numbers(unit[0], name, list(zip(files, values, strict=True)))
-            if any(value != numbers[0] for value in numbers):
+            numbers = different_numbers(name, list(zip(files, values, strict=True)), unit[0])
+            if len(numbers) > 1:
                 return None
-            scalars.setdefault(name, {}).update(dict.fromkeys(unit, numbers[0]))
-    options = {name: value for name, value in first[0].items() if name not in ("params", "param_names")}
-    group = ParamGroup(tuple(fqn for unit in units for fqn in unit), options)
-    return FlatOptimizer(units, tensors, scalars, (group,))
+            for fqn in unit:
+                found.add_number(fqn, name, numbers[0])
+    found.groups = (replace(first.without_names()[0], fqns=tuple(fqn for unit in units for fqn in unit)),)
+    return units, found
 
 
-def _numbered(file: RankFile) -> tuple[Mapping[str, Any], Mapping[int, Mapping[str, Any]]] | None:
-    """A rank's only param group and its states, where each parameter of the group has some."""
-    groups, states = file.content.get("param_groups"), file.content.get("state")
-    if not isinstance(groups, list) or len(groups) != 1 or not isinstance(states, Mapping):
-        return None
-    (group,) = groups
-    if not isinstance(group, Mapping) or group.get("params") != list(range(len(states))):
-        return None
-    if any(type(key) is not int or not isinstance(value, Mapping) for key, value in states.items()):
-        return None
-    return (group, states) if states.keys() == set(range(len(states))) else None
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements of a flat parameter from `start` on, as `file` has them."""
+
+    file: RankFile
+    start: int
+    extent: Extent
 
 
-def _tensors(
-    files: Sequence[RankFile], unit: Sequence[str], name: str, values: Sequence[Any], shapes: Mapping[str, Shape]
-) -> dict[Key, Tensor]:
-    parts: dict[str, list[tuple[Shape, Fragment]]] = {fqn: [] for fqn in unit}
-    for rank, (file, value) in enumerate(zip(files, values, strict=True)):
-        for piece in slice_pieces(unit, shapes, len(files), rank):
-            extent = value.extent.flat(piece.at, piece.at + piece.stop - piece.start)
-            region = FlatRange(piece.start, piece.stop)
-            parts[piece.fqn].append((shapes[piece.fqn], Fragment(region, extent, file.rank)))
-    return {(fqn, name): assemble(fqn, name, held) for fqn, held in parts.items() if held}
+def from_slices(
+    slices: Sequence[Slice], unit: Sequence[str], shapes: Mapping[str, Shape], role: str
+) -> Iterator[Tensor]:
+    """The tensors that ranks' slices of a flat parameter make up, that of each parameter in it."""
+    begin = 0
+    for fqn in unit:
+        shape, end = shapes[fqn], begin + prod(shapes[fqn])
+        parts = [(shape, Fragment(FlatRange(0, 0), slices[0].extent.flat(0, 0), slices[0].file.rank))]
+        for one in slices:
+            start, stop = max(begin, one.start), min(end, one.start + one.extent.numel)
+            if start < stop:
+                extent = one.extent.flat(start - one.start, stop - one.start)
+                parts.append((shape, Fragment(FlatRange(start - begin, stop - begin), extent, one.file.rank)))
+        yield assemble(fqn, role, parts)
+        begin = end
 
 
 def in_turn(shape: Shape, held: Sequence[tuple[RankFile, Extent]]) -> list[tuple[Shape, Fragment]]:
@@ -163,19 +156,3 @@ def in_turn(shape: Shape, held: Sequence[tuple[RankFile, Extent]]) -> list[tuple
     for file, extent in held:
         parts.append((shape, Fragment(FlatRange(at, at := at + extent.numel), extent, file.rank)))
     return parts
-
-
-def same_numbers(fqn: str, name: str, values: Sequence[tuple[RankFile, Any]]) -> list[Any]:
-    """The numbers that ranks have.  CorruptError where they have not taken the same steps."""
-    said = [(f, number_state(name, v.extent) if isinstance(v, StoredTensor) else v) for f, v in values]
-    first = said[0][1]
-    for file, value in said:
-        if value != first and name.endswith("step"):
-            raise CorruptError(
-                "ranks of different steps in one folder",
-                **file.where,
-                fqn=fqn,
-                expected=f"{name} {first}, as on rank {said[0][0].rank}",
-                found=f"{name} {value}",
-            )
-    return [value for _, value in said]

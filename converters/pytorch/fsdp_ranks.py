@@ -33,17 +33,28 @@ from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
 from ckpt.move.files import confined
 from ckpt.move.listing import names_in
 from ckpt.plan.assemble import assemble
-from ckpt.plan.checkpoint import TRANSFORMERS, WEIGHT, Checkpoint, Format, Layout, ParamGroup, ReadRequest, Target
-from ckpt.plan.dtypes import FLOAT32, DType
+from ckpt.plan.checkpoint import (
+    TRANSFORMERS,
+    WEIGHT,
+    Checkpoint,
+    Format,
+    Layout,
+    QuantizedStates,
+    ReadRequest,
+    Target,
+)
+from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.steps import ANY_STEP, TRACKER
 from ckpt.state.wrapped import clean_names
-from converters.pytorch.flat_parameters import Units, in_turn, read_flat, same_numbers
-from converters.pytorch.optimizer_states import OptimizerStates
-from converters.pytorch.state_dicts import Reading, read_optimizer, tie_as_declared
-from converters.quantized.states import Quantized, check_place, torchao
+from converters.optimizers.ranks import check_same, check_same_options, different_numbers
+from converters.optimizers.state_dicts import Optimizer, read_optimizer, take_apart
+from converters.optimizers.states import OptimizerStates
+from converters.pytorch.facts import TorchFacts
+from converters.pytorch.flat_parameters import Units, in_turn, read_flat
+from converters.pytorch.state_dicts import Reading, tie_as_declared
 
 #: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks.
 _FILES = (
@@ -86,8 +97,7 @@ class FsdpRanks(Format):
         units: Units = ()
         if optimizers := of("optim"):
             units = _read_optimizers(reading, optimizers, parameters)
-        for file in of("extra"):
-            _read_extra(reading, file)
+        _read_extras(reading, of("extra"))
         step = next((int(m[1]) for p in (path, path.parent) if (m := re.search(r"step[-_](\d+)$", p.name))), None)
         return Checkpoint(
             path=str(path),
@@ -96,9 +106,11 @@ class FsdpRanks(Format):
             files=reading.sources.files,
             framework="verl" if "huggingface" in {p.name for p in folders} else None,
             world_size=len(models),
-            flat_parameters=units,
-            dtensor=next(
-                (v for v in models[0].content.values() if isinstance(v, Record) and v.name == "DTensor"), None
+            facts=TorchFacts(
+                dtensor=next(
+                    (v for v in models[0].content.values() if isinstance(v, Record) and v.name == "DTensor"), None
+                ),
+                flat_parameters=units,
             ),
             ties=reading.ties,
             state=reading.state(step),
@@ -106,8 +118,7 @@ class FsdpRanks(Format):
             folders=tuple(map(str, folders)),
             notes=(*reading.notes, *reading.sources.notes),
             computed=reading.states.computed,
-            quantized=reading.states.quantized,
-            blocks=reading.states.blocks,
+            quantized=QuantizedStates(reading.states.quantized, reading.states.blocks),
             unread=reading.states.left_out(),
         )
 
@@ -330,65 +341,34 @@ def _cut(offsets: list[int], sizes: list[int], dim: int, count: int, index: int)
 
 
 def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
-    """Add the model's tensors.  Returns the shapes of those that are parts on the ranks: no buffer is."""
+    """Add the model's tensors and ties.  Returns the shapes of tensors that are parts on the ranks: no buffer is."""
     first = models[0]
     names = clean_names(first.content, first.path)
     for model in models[1:]:
         if set(model.content) != set(first.content):
             odd = min(map(str, set(model.content) ^ set(first.content)))
             raise CorruptError("ranks hold different tensors", **model.where, fqn=odd, expected=first.path)
-    reading.ties = _ties(models, names)
     extra: dict[str, Any] = {}
     parameters: list[str] = []
+    owners: dict[Any, str] = {}
     for name, fqn in names.items():
-        if fqn in reading.ties:
-            continue
         values = [model.content[name] for model in models]
         if not all(isinstance(value, StoredTensor) or is_part(value) for value in values):
             extra[fqn] = values[0]
             continue
         parts = [p for value, model in zip(values, models, strict=True) for p in _parts(value, model, fqn)]
+        # The files record that two names have the same elements of the same storages on every rank that has any.
+        elements = tuple(part.extent for _, part in parts if part.extent.numel)
+        owner = owners.setdefault((elements, parts[0][0]), fqn) if elements else fqn
+        if owner != fqn:
+            reading.ties[fqn] = owner
+            continue
         reading.tensors[fqn, WEIGHT] = assemble(fqn, WEIGHT, parts)
         if all(map(is_part, values)):
             parameters.append(fqn)
     if extra:
         reading.items["extra_state"] = extra
     return {fqn: reading.tensors[fqn, WEIGHT].shape for fqn in parameters}
-
-
-def _ties(models: list[RankFile], names: Mapping[str, str]) -> dict[str, str]:
-    """Names that have the same elements of the same storage on every rank that has any: the files record that."""
-    places: dict[Any, str] = {}
-    ties: dict[str, str] = {}
-    for name, fqn in names.items():
-        parts = [p for model in models for p in _local_extents(model.content[name]) if p.numel]
-        if parts:
-            owner = places.setdefault((tuple(parts), _shape_of(models[0].content[name])), fqn)
-            if owner != fqn:
-                ties[fqn] = owner
-    return ties
-
-
-def _local_extents(value: Any) -> list[Extent]:
-    if isinstance(value, StoredTensor):
-        return [value.extent]
-    if not is_part(value):
-        return []
-    if value.name == "ShardedTensor":
-        tensors = [shard.get("tensor") for shard in value.state[0]] if isinstance(value.state, tuple) else []
-    else:
-        tensors = [value.get("_local_tensor")]
-    return [tensor.extent for tensor in tensors if isinstance(tensor, StoredTensor)]
-
-
-def _shape_of(value: Any) -> Any:
-    """What tells a tensor from another view of the same local elements."""
-    if isinstance(value, StoredTensor):
-        return value.shape
-    if value.name == "ShardedTensor":
-        return value.state[1].get("size")
-    meta = value.attributes["_spec"].get("tensor_meta")
-    return meta.attributes.get("shape") if isinstance(meta, Record) else None
 
 
 # -- the optimizer -------------------------------------------------------------------------------------------
@@ -399,53 +379,48 @@ def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mappin
     owned = {fqn: shape for fqn, shape in parameters.items() if fqn not in reading.ties}
     if (flat := read_flat(files, owned)) is not None:
         reading.sources.check_distinct((file.rank, file.path) for file in files)  # flat ranges record no ranks
-        reading.tensors |= flat.tensors
-        reading.scalars, reading.groups = dict(flat.scalars), flat.groups
-        return flat.units
+        units, reading.states = flat
+        reading.tensors |= reading.states.tensors
+        return units
     order = [fqn for fqn, role in reading.tensors if role == WEIGHT]
-    states: list[Mapping[str, Mapping[str, Any]]] = []
-    groups: tuple[ParamGroup, ...] = ()
+    optimizers: list[Optimizer] = []
     for file in files:
         optimizer = read_optimizer(file.content, file.path, order)
-        if optimizer is None or (_is_numbered(file) and not _fits(reading, optimizer.states)):
+        is_numbered = take_apart(file.content, file.path).names() is None
+        if optimizer is None or (is_numbered and not _fits(reading, optimizer.states, file)):
             reading.notes.append(_left_out(file.path))
             return ()
-        groups = groups or optimizer.groups
-        _check_options(file, groups, optimizer.groups)
-        states.append(optimizer.states)
-    found = list(dict.fromkeys(fqn for one in states for fqn in one))
-    tensors, scalars, is_cut = {}, dict[str, dict[str, Any]](), False
-    others = OptimizerStates()
-    for fqn in found:
-        shape = _weight_shape(reading, fqn, files[0])
-        for name in dict.fromkeys(name for one in states for name in one.get(fqn, ())):
-            values = [
-                (file, one[fqn][name]) for file, one in zip(files, states, strict=True) if name in one.get(fqn, ())
-            ]
+        optimizer.check_known({*order, *reading.ties}, file.path)
+        optimizers.append(optimizer)
+    check_same_options([(file, one.groups) for file, one in zip(files, optimizers, strict=True)])
+    found, is_cut = OptimizerStates(groups=optimizers[0].groups), False
+    held = [(file, optimizer.states) for file, optimizer in zip(files, optimizers, strict=True)]
+    for fqn in dict.fromkeys(fqn for _, states in held for fqn in states):
+        shape = reading.tensors[reading.ties.get(fqn, fqn), WEIGHT].shape
+        for name in dict.fromkeys(name for _, states in held for name in states.get(fqn, ())):
+            values = [(file, states[fqn][name]) for file, states in held if name in states.get(fqn, ())]
             if any(_is_wrapped(value) for _, value in values):
-                _read_wrapped(others, fqn, name, values)
-                continue
-            if odd := [v for _, v in values if isinstance(v, Mapping | Record) and not is_part(v)]:
+                opened = [_opened(file, value, fqn) for file, value in values]
+                found.add_parts(fqn, name, opened[0][0], (part for _, part in opened))
+            elif odd := [v for _, v in values if isinstance(v, Mapping | Record) and not is_part(v)]:
                 kind = f"an object {odd[0].typename}" if isinstance(odd[0], Record) else "a dict"
-                others.unread.add(name, f"each rank has {kind} of its own", [fqn])
-                continue
-            if _is_scalar(name, values[0][1], shape):
-                numbers = same_numbers(fqn, name, values)
-                if all(number == numbers[0] for number in numbers):
-                    scalars.setdefault(name, {})[fqn] = numbers[0]
+                found.unread.add(name, f"each rank has {kind} of its own", [fqn])
+            elif _is_scalar(name, values[0][1], shape):
+                numbers = different_numbers(name, values, fqn)
+                if len(numbers) == 1:
+                    found.add_number(fqn, name, numbers[0])
                 else:
-                    others.unread.add(name, "each rank has a number of its own", [fqn])
-                continue
-            tensor = _state_tensor(fqn, name, shape, values)
-            if tensor is None:
+                    found.unread.add(name, "each rank has a number of its own", [fqn])
+            elif (tensor := _state_tensor(fqn, name, shape, values)) is None:
                 reading.notes.append(_left_out(files[0].path))
                 return ()
-            tensors[fqn, name] = tensor
-            is_cut |= any(isinstance(value, StoredTensor) and value.shape != shape for _, value in values)
+            else:
+                found.add_tensor(tensor, files[0].path)
+                is_cut |= any(isinstance(value, StoredTensor) and value.shape != shape for _, value in values)
     if is_cut:
         reading.sources.check_distinct((file.rank, file.path) for file in files)
-    reading.tensors |= tensors | others.tensors
-    reading.scalars, reading.groups, reading.states = scalars, groups, others
+    reading.tensors |= found.tensors
+    reading.states = found
     return ()
 
 
@@ -456,51 +431,21 @@ def _left_out(path: str) -> str:
     )
 
 
-def _is_numbered(file: RankFile) -> bool:
-    """Whether the file numbers parameters and has no names for them."""
-    groups = file.content.get("param_groups") or []
-    keys = [key for group in groups for key in group["params"]]
-    return any(not isinstance(key, str) or key.isdigit() for key in keys) and not all(
-        "param_names" in group for group in groups
-    )
-
-
-def _fits(reading: Reading, states: Mapping[str, Mapping[str, Any]]) -> bool:
+def _fits(reading: Reading, states: Mapping[str, Mapping[str, Any]], file: RankFile) -> bool:
     """Whether the states can be those of the parameters that their numbers are taken for, by their shapes.
 
     Of sharded states one at least must have the parameter's own shape; a slice is at most as long as it.
     """
     for fqn, values in states.items():
         tensor = reading.tensors[fqn, WEIGHT]
-        shapes = [tuple(_shape_of(value) or ()) for value in values.values() if is_part(value)]
-        if shapes and tensor.shape not in shapes:
+        parts = [value for value in values.values() if is_part(value) and not _is_wrapped(value)]
+        if parts and not any(shape == tensor.shape for part in parts for shape, _ in _parts(part, file, fqn)):
             return False
         if any(
             isinstance(value, StoredTensor) and value.extent.numel > max(1, tensor.numel) for value in values.values()
         ):
             return False
     return True
-
-
-def _check_options(file: RankFile, groups: tuple[ParamGroup, ...], found: tuple[ParamGroup, ...]) -> None:
-    """Ranks of one step have the same hyperparameters; a schedule moves them from step to step."""
-    for number, (a, b) in enumerate(zip(groups, found, strict=False)):
-        for name, value in a.options.items():
-            other = b.options.get(name)
-            if isinstance(value, int | float) and isinstance(other, int | float) and value != other:
-                raise CorruptError(
-                    "ranks of different steps in one folder",
-                    **file.where,
-                    expected=f"{name} {value} of group {number}, as on the first rank",
-                    found=f"{name} {other}",
-                )
-
-
-def _weight_shape(reading: Reading, fqn: str, file: RankFile) -> Shape:
-    tensor = reading.tensors.get((reading.ties.get(fqn, fqn), WEIGHT))
-    if tensor is None:
-        raise CorruptError("the optimizer has a parameter that the model does not have", path=file.path, fqn=fqn)
-    return tensor.shape
 
 
 def _is_scalar(name: str, value: Any, shape: Shape) -> bool:
@@ -514,29 +459,12 @@ def _is_wrapped(value: Any) -> bool:
     return isinstance(value, Record) and value.name == "DTensor" and isinstance(value.get("_local_tensor"), Record)
 
 
-def _read_wrapped(found: OptimizerStates, fqn: str, name: str, values: list[tuple[RankFile, Any]]) -> None:
-    """Add a state whose parts are, on some ranks or all, torchao's."""
-    parts: dict[Box, Quantized] = {}
-    plain: dict[Box, Fragment] = {}
-    shape: Shape = ()
-    for file, value in values:
-        what = "this state is not built as those of any known version of torch and torchao"
-        with structure(what, file.path, rank=file.rank, fqn=fqn):
-            shape, box, local = _placed(value)
-            quantized = torchao(local)
-            if quantized is not None:
-                check_place(quantized, box, file.path, fqn, name)
-                found.know(fqn, name, quantized)
-                parts[box] = quantized
-            elif isinstance(local, StoredTensor) and local.dtype == FLOAT32:
-                plain[box] = Fragment(box, _extent(local, box), file.rank)
-            elif isinstance(local, StoredTensor):
-                found.unread.add(name, f"parts of it are {local.dtype}, others quantized", [fqn])
-                return
-            else:
-                found.add_unknown(fqn, name, local, file.path)
-                return
-    found.add_quantized(fqn, name, shape, parts, tuple(one for one in plain.values() if one.extent.numel))
+def _opened(file: RankFile, value: Any, fqn: str) -> tuple[Shape, tuple[Box, Record | Extent, int, str]]:
+    """The shape of the whole of a DTensor, and the rank's part of it, which may be an object of a tensor subclass."""
+    what = "this state is not built as those of any known version of torch and torchao"
+    with structure(what, file.path, rank=file.rank, fqn=fqn):
+        shape, box, local = _placed(value)
+        return shape, (box, local if isinstance(local, Record) else _extent(local, box), file.rank, file.path)
 
 
 def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile, Any]]) -> Tensor | None:
@@ -557,23 +485,15 @@ def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile
 # -- the rest ------------------------------------------------------------------------------------------------
 
 
-def _read_extra(reading: Reading, file: RankFile) -> None:
+def _read_extras(reading: Reading, files: Sequence[RankFile]) -> None:
     """`{lr_scheduler, rng}`: one scheduler for all, and each rank's random state."""
-    for name, value in file.content.items():
-        if value is None:
-            continue
-        if name == "rng":
-            reading.per_rank.setdefault("rng_state", {})[str(file.rank)] = value
-        else:
-            known = reading.items.setdefault(str(name), value)
-            if name == "lr_scheduler" and _epoch(known) != _epoch(value):
-                raise CorruptError(
-                    "ranks of different steps in one folder",
-                    **file.where,
-                    expected=f"lr_scheduler after {_epoch(known)} steps",
-                    found=f"{_epoch(value)} steps",
-                )
-
-
-def _epoch(scheduler: Any) -> Any:
-    return scheduler.get("last_epoch") if isinstance(scheduler, Mapping) else None
+    schedulers = [(file, file.content.get("lr_scheduler")) for file in files]
+    check_same(
+        "last_epoch of the lr_scheduler", [(f, s.get("last_epoch")) for f, s in schedulers if isinstance(s, Mapping)]
+    )
+    for file in files:
+        for name, value in file.content.items():
+            if name == "rng" and value is not None:
+                reading.per_rank.setdefault("rng_state", {})[str(file.rank)] = value
+            elif value is not None:
+                reading.items.setdefault(str(name), value)

@@ -35,6 +35,7 @@ from ckpt.run_folder.steps import TRACKER
 from ckpt.state import adam
 from ckpt.state.plain import is_plain
 from converters.pytorch.dtensors import DTensors, shard
+from converters.pytorch.facts import TorchFacts
 from converters.pytorch.flat_parameters import slice_length, slice_pieces
 from converters.pytorch.ranks_options import RanksOptions
 from converters.quantized.carry import Stored, carried_tensor
@@ -48,8 +49,9 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     """The files of one step.  UsageError where no number of ranks is known, or FSDP1 is asked for and unknown."""
     options = layout.read(RanksOptions)
     num_ranks = layout.num_ranks(checkpoint)
-    version = options.fsdp_version or (1 if checkpoint.flat_parameters else 2)
-    if version == 1 and not checkpoint.flat_parameters:
+    facts = checkpoint.facts_of(TorchFacts)
+    version = options.fsdp_version or (1 if facts.flat_parameters else 2)
+    if version == 1 and not facts.flat_parameters:
         raise UsageError(
             "which parameters FSDP1 puts into which flat one is not known of this source",
             path=checkpoint.path,
@@ -61,7 +63,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     files: list[TargetFile] = []
     schedule, rng, dropped = _rest(checkpoint, num_ranks)
     for rank in range(num_ranks):
-        dtensors = DTensors(checkpoint.dtensor, options.mesh_device, num_ranks, rank)
+        dtensors = DTensors(facts.dtensor, options.mesh_device, num_ranks, rank)
         suffix = f"world_size_{num_ranks}_rank_{rank}.pt"
         model = _rank_model(checkpoint, chosen, dtensors, num_ranks, rank)
         files.append(torch_file(f"{folder}model_{suffix}", model))
@@ -115,7 +117,7 @@ def _rank_notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks
         yield "no optimizer's files: the source records no param groups (verl: load_contents without optimizer)"
     if len(states.groups) > 1:
         yield f"{len(states.groups)} param groups, as the source has them; verl's own optimizer has one"
-    if checkpoint.dtensor is None:
+    if checkpoint.facts_of(TorchFacts).dtensor is None:
         yield "device meshes are pickled in the form of torch 2.13, which older versions do not load"
 
 
@@ -198,7 +200,8 @@ class _States:
         for name, values in checkpoint.state.scalars.items():
             for fqn, value in values.items():
                 scalars.setdefault(fqn, {})[name] = value
-        return cls(groups, checkpoint.flat_parameters, shapes, tensors, scalars, checkpoint.blocks, left_out)
+        units, blocks = checkpoint.facts_of(TorchFacts).flat_parameters, checkpoint.quantized.blocks
+        return cls(groups, units, shapes, tensors, scalars, blocks, left_out)
 
     def _options(self, group: ParamGroup) -> dict[str, Any]:
         options = {name: value for name, value in group.options.items() if name not in ("params", "param_names")}

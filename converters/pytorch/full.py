@@ -49,6 +49,7 @@ from ckpt.plan.checkpoint import (
     Checkpoint,
     Format,
     Layout,
+    QuantizedStates,
     ReadRequest,
     Target,
     TargetFile,
@@ -61,15 +62,9 @@ from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.steps import ANY_STEP, enclosing_folders, trainer_step
 from ckpt.state.plain import is_plain
 from ckpt.state.wrapped import clean_names
+from converters.optimizers.state_dicts import is_optimizer
 from converters.pytorch.optimizer_file import optimizer_file
-from converters.pytorch.state_dicts import (
-    UNPROVED,
-    Reading,
-    read_optimizer,
-    read_proved,
-    step_of,
-    tie_as_declared,
-)
+from converters.pytorch.state_dicts import Reading, step_of, tie_as_declared
 
 FSDP_MODEL = "pytorch_model_fsdp.bin"
 MODEL = "pytorch_model.bin"
@@ -141,8 +136,8 @@ class Full(Format):
             _read_beside(reading)
         folders = tuple(p for p in (request.config, *enclosing_folders(folder)) if p is not None)
         config = read_config(folders)
-        if reading.groups:
-            trained = {fqn for group in reading.groups for fqn in group.fqns}
+        if reading.states.groups:
+            trained = {fqn for group in reading.states.groups for fqn in group.fqns}
             tie_as_declared(reading.tensors, reading.ties, config, trained)
         return Checkpoint(
             path=str(path),
@@ -156,8 +151,7 @@ class Full(Format):
             folders=tuple(str(p) for p in folders),
             notes=tuple(reading.notes),
             computed=reading.states.computed,
-            quantized=reading.states.quantized,
-            blocks=reading.states.blocks,
+            quantized=QuantizedStates(reading.states.quantized, reading.states.blocks),
             unread=reading.states.left_out(),
         )
 
@@ -239,10 +233,6 @@ class _Reading(Reading):
     step: int | None = None
     has_optimizer: bool = False
 
-    def load(self, name: str) -> tuple[str, Any]:
-        path = str(confined(self.folder, name))
-        return path, self.sources.root(path)
-
     def add(self, tensor: Tensor, path: str) -> None:
         if tensor.key in self.tensors:
             raise CorruptError("the tensor is in two files", path=path, fqn=tensor.fqn)
@@ -273,7 +263,7 @@ def _read_bundle(reading: _Reading, name: str) -> None:
     if optimizer is not None:
         _add_optimizer(reading, rest.pop(optimizer), path)
     for key, value in rest.items():
-        if isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys():
+        if is_optimizer(value):
             reading.notes.append(f"{key!r} looks like an optimizer under a name of its own: kept as training state")
     reading.items |= {str(k): v for k, v in rest.items() if v is not None}
     reading.step = step_of(rest)
@@ -342,15 +332,9 @@ def _add_model(reading: _Reading, state: Mapping[str, Any], path: str) -> None:
 
 def _add_optimizer(reading: _Reading, content: Any, path: str) -> None:
     reading.has_optimizer = True
-    shapes = {fqn: tensor.shape for (fqn, role), tensor in reading.tensors.items() if role == WEIGHT}
-    # a state dict is in the order in which modules register
-    optimizer = read_optimizer(content, path) or read_proved(content, path, shapes)
-    if optimizer is None:
-        reading.notes.append(UNPROVED.format(Path(path).name))
-        return
-    reading.add_states(optimizer, shapes, reading.ties, path)
-    for tensor in reading.states.tensors.values():
-        reading.add(tensor, path)
+    order = [fqn for fqn, role in reading.tensors if role == WEIGHT]  # in which modules register
+    reading.add_optimizer(content, path, reading.tensors, reading.ties, order)
+    reading.tensors |= reading.states.tensors
 
 
 def _read_beside(reading: _Reading) -> None:
@@ -373,8 +357,7 @@ def own_state(reading: Reading) -> dict[str, Any]:
     """What our `training_state.pt` holds, by name; nothing where there is none."""
     if first(reading.folder, (STATE,)) is None:
         return {}
-    path = str(confined(reading.folder, STATE))
-    root = reading.sources.root(path)
+    path, root = reading.load(STATE)
     if not isinstance(root, Mapping):
         raise CorruptError("this is no training state", path=path, expected="a dict", found=type(root).__name__)
     return {str(key): value for key, value in root.items()}

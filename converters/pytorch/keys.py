@@ -5,13 +5,7 @@ finds in it
 
 * the model: what stands under `model` (torch's recipes, Accelerate, Lightning) or another name in `MODEL_NAMES`, or
   else the tensors at the top (torchtitan, `dcp.save(model.state_dict())`);
-* optimizers, told by their structure (torch 2.13, `distributed/checkpoint/state_dict.py`, `_get_optim_state_dict`):
-
-      nested      state -> fqn -> name, and param_groups, a list of dicts whose `params` are fqns
-      flattened   state.<fqn>.<name> and param_groups.<fqn>.<option> in one dict (torchtitan, transformers 5)
-      by number   as `optimizer.state_dict()` gives it; the names are known only where `param_names` is recorded
-                  (torch 2.6 on, for optimizers that were made of named parameters)
-
+* optimizers, told by their structure (`converters.optimizers.state_dicts`);
 * everything else: training state.
 
 Before torch 2.4, dicts and lists that hold no tensor were single values; nested again, they look the same.
@@ -19,26 +13,53 @@ Before torch 2.4, dicts and lists that hold no tensor were single values; nested
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.base.errors import CorruptError
+from ckpt.containers.dcp.tensors import Placed
+from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import ParamGroup
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole
 from ckpt.state.wrapped import stripper
-from converters.pytorch.state_dicts import names_of, take_apart
+from converters.optimizers.state_dicts import STATE, is_optimizer, take_apart
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
-_STATE, _GROUPS = "state", "param_groups"
-
 _MAX_DEPTH = 32
 
 
+@dataclass(slots=True)
 class Leaf:
-    """A tensor in the nested state dict.  Subclassed by the reader, which knows where it is."""
+    """A tensor in the nested state dict.
 
-    shape: tuple[int, ...]
+    `number` is its value where it is one number; `same_as` the key of a tensor that is stored in the very same items.
+    `wrapped` are the chunks of a subclass's, `placed` all others.
+    """
+
+    key: str
+    dtype: DType
+    shape: Shape
+    source: Source
+    path: str
+    replicas: tuple[Source, ...] = ()
+    number: int | float | bool | None = None
+    same_as: str | None = None
+    wrapped: Mapping[Box, Record] = field(default_factory=dict)
+    placed: Placed = field(default_factory=list)
+
+    def tensor(self, fqn: str, role: str) -> Tensor:
+        return Tensor(fqn, role, self.dtype, self.shape, self.source, None, self.replicas)
+
+    def alone(self) -> StoredTensor | None:
+        """The tensor as a value of training state, if it lies in one piece."""
+        if isinstance(self.source, Whole):
+            return StoredTensor(self.source.extent)
+        if 0 in self.shape:
+            return StoredTensor(Extent.contiguous(self.path, 0, self.dtype, self.shape))
+        return None
 
 
 @dataclass
@@ -56,25 +77,26 @@ class Understood:
     notes: list[str] = field(default_factory=list)
 
 
-def understand(root: Mapping[Any, Any]) -> Understood:
-    """Sort a nested state dict."""
+def understand(root: Mapping[Any, Any], path: str) -> Understood:
+    """Sort a nested state dict; `path` is its file, for messages."""
     found = Understood()
     optimizers: list[Mapping[str, Any]] = []
     models: dict[str, Mapping[str, Any]] = {}
-    if _is_optimizer("", root):
+    if is_optimizer(root):
         optimizers.append(root)
     else:
         found.rest = _sort(root, optimizers, models, 0)
     if not models:
         models = _model_without_name(found)
     weights, extra = _flat_model(models)
-    strip = stripper(weights or _state_names(optimizers))
+    nested = (state for node in optimizers if isinstance(state := node.get(STATE), Mapping))
+    strip = stripper(weights or [str(fqn) for state in nested for fqn in state])
     for fqn, leaf in weights.items():
         _add(found.weights, strip(fqn), leaf, fqn)
     for fqn, value in extra.items():
         _add(found.extra, strip(fqn), value, fqn)
     for number, node in enumerate(optimizers):
-        _read_optimizer(node, number, found, strip, weights)
+        _read_optimizer(node, number, found, strip, weights, path)
     return found
 
 
@@ -84,9 +106,13 @@ def _sort(
     """Take models and optimizers out of `node`, and of a dict in it that holds both (a `Stateful` of the user's)."""
     rest: dict[str, Any] = {}
     for name, child in node.items():
-        if isinstance(child, Mapping) and _is_optimizer(name, child):
+        if is_optimizer(child, is_called_so=name in OPTIMIZER_NAMES):
             optimizers.append(child)
-        elif name in OPTIMIZER_NAMES and isinstance(child, list) and all(_is_optimizer(name, c) for c in child):
+        elif (
+            name in OPTIMIZER_NAMES
+            and isinstance(child, list)
+            and all(is_optimizer(c, is_called_so=True) for c in child)
+        ):
             optimizers += child
         elif _is_model(name, child):
             models.setdefault(name, child)
@@ -96,17 +122,6 @@ def _sort(
         else:
             rest[name] = child
     return rest
-
-
-def _is_optimizer(name: str, node: Any) -> bool:
-    if not isinstance(node, Mapping):
-        return False
-    if isinstance(node.get(_GROUPS), list):
-        return True
-    flat = [key for key in node if isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}."))]
-    if any(key.startswith(f"{_GROUPS}.") for key in flat):
-        return True
-    return name in OPTIMIZER_NAMES and (bool(flat) or _STATE in node)
 
 
 def _is_model(name: Any, node: Any) -> bool:
@@ -168,49 +183,31 @@ def _add(target: dict[str, Any], fqn: str, value: Any, was: str) -> None:
     target[fqn] = value
 
 
-def _state_names(optimizers: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Names of parameters as nested optimizer states spell them."""
-    return [fqn for node in optimizers if isinstance(state := node.get(_STATE), Mapping) for fqn in state]
-
-
 def _read_optimizer(
     node: Mapping[str, Any],
     number: int,
     found: Understood,
     strip: Callable[[str], str],
     weights: Mapping[str, Leaf],
+    path: str,
 ) -> None:
     """Add one optimizer's states and groups; what else it holds stays training state under `optimizer`."""
-    spelled = take_apart(node, weights)
-    states = {(str(fqn), str(name)): v for fqn, values in spelled.states.items() for name, v in values.items()}
-    groups = spelled.groups
-    for group in groups:
-        if not isinstance(group.get("params") or [], list | tuple):
-            raise CorruptError("a param group's list of parameters is none", found=repr(group["params"])[:40])
-    if _is_by_number(states, groups):
-        names = {str(key): fqn for key, fqn in (names_of(groups) or {}).items()}
-        if not names:
-            found.notes.append(
-                f"the optimizer's {len(states)} states are recorded by the parameters' numbers, not by their names: "
-                "they are not carried (torch's get_optimizer_state_dict saves names)"
-            )
-            return
-        states = {(names[fqn], name): value for (fqn, name), value in states.items()}
-        groups = [group | {"params": [names[str(i)] for i in group.get("params") or []]} for group in groups]
-    for (fqn, name), value in states.items():
-        if (strip(fqn), name) in found.states:
-            raise CorruptError(f"two optimizers have a state {name!r} of one parameter", fqn=fqn)
-        found.states[strip(fqn), name] = value
-    for group in groups:
-        params = [strip(fqn) for fqn in group.get("params") or [] if isinstance(fqn, str)]
-        options = {name: value for name, value in group.items() if name != "params"}
-        found.groups.append(ParamGroup(tuple(params), options))
-    if spelled.left:
-        found.rest["optimizer" if number == 0 else f"optimizer_{number}"] = spelled.left
-
-
-def _is_by_number(states: Mapping[tuple[str, str], Any], groups: list[dict[str, Any]]) -> bool:
-    listed = [fqn for group in groups for fqn in group.get("params") or []]
-    if any(type(fqn) is int for fqn in listed):
-        return True
-    return bool(states) and not listed and all(fqn.isdigit() for fqn, _ in states)
+    optimizer = take_apart(node, path, weights)
+    names = optimizer.names()
+    if names is None:
+        found.notes.append(
+            f"the optimizer's {len(optimizer.states)} states are recorded by the parameters' numbers, not by their "
+            "names: they are not carried (torch's get_optimizer_state_dict saves names)"
+        )
+        return
+    if optimizer.states.keys() - names:
+        optimizer.check_members(path)
+    clean = {key: strip(fqn) for key, fqn in names.items()}
+    for key, values in optimizer.states.items():
+        for name, value in values.items():
+            if (clean[key], str(name)) in found.states:
+                raise CorruptError(f"two optimizers have a state {name!r} of one parameter", path=path, fqn=names[key])
+            found.states[clean[key], str(name)] = value
+    found.groups += optimizer.named(clean).groups
+    if optimizer.left:
+        found.rest["optimizer" if number == 0 else f"optimizer_{number}"] = optimizer.left

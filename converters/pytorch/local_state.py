@@ -15,7 +15,7 @@ _optim_utils.py, whose param groups list the parameters of a flat one in its ord
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -25,9 +25,9 @@ from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import WEIGHT
-from ckpt.plan.tensors import Extent, FlatRange, Fragment, Shape, Tensor, whole
+from ckpt.plan.tensors import Extent, Fragment, Shape, Tensor, whole
 from ckpt.state.wrapped import clean_names
-from converters.pytorch.flat_parameters import in_turn
+from converters.pytorch.flat_parameters import Slice, from_slices, in_turn
 
 _FLAT_PARAM = "_flat_param"
 Shapes = Mapping[str, Shape]
@@ -40,15 +40,6 @@ class LocalState:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """Elements of a flat parameter from `start` on, as `file` has them."""
-
-    file: RankFile
-    start: int
-    extent: Extent
 
 
 def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> LocalState:
@@ -83,7 +74,8 @@ def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> Lo
         rows = [fqn for fqn, values in plain.items() if owner(fqn) == prefix and all(map(_is_row, values))]
         if not any(fqn in shapes for fqn in rows):
             unit = [[fqn for fqn in known if owner(fqn) == prefix] for known in (recorded, built)]
-            found.tensors |= dict(_from_flat(slices, _only_fitting(unit, shapes, length, files[0], name), shapes))
+            fitting = _only_fitting(unit, shapes, length, files[0], name)
+            found.tensors |= {one.fqn: one for one in from_slices(slices, fitting, shapes, WEIGHT)}
             continue
         for fqn in sorted(rows, key=lambda fqn: fqn not in shapes):  # a tied one has the very elements of a known one
             own = [(file, value.extent) for file, value in zip(files, plain.pop(fqn), strict=True)]
@@ -107,7 +99,7 @@ def _is_row(value: Any) -> bool:
     return isinstance(value, StoredTensor) and len(value.shape) == 1
 
 
-def _slices(files: Sequence[RankFile], name: str) -> tuple[list[_Slice], int]:
+def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
     """What ranks have of a flat parameter, in order and without a hole, and its length without padding."""
     found, lengths = [], set()
     for file in files:
@@ -121,7 +113,7 @@ def _slices(files: Sequence[RankFile], name: str) -> tuple[list[_Slice], int]:
             lengths.add(length)
             for shard in shards:
                 (start,) = shard.attributes["metadata"].attributes["shard_offsets"]
-                found.append(_Slice(file, start, shard.attributes["tensor"].extent))
+                found.append(Slice(file, start, shard.attributes["tensor"].extent))
     if len(lengths) > 1:
         raise CorruptError(
             "ranks of different models in one folder", path=files[0].path, fqn=name, found=f"lengths {sorted(lengths)}"
@@ -172,20 +164,6 @@ def _unknown(file: RankFile, what: str) -> NotFoundError:
         hint="--config takes the folder of a config.json; else load it with the script that wrote it, and save with "
         "SHARDED_STATE_DICT or FULL_STATE_DICT",
     )
-
-
-def _from_flat(slices: Sequence[_Slice], unit: Sequence[str], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
-    begin = 0
-    for fqn in unit:
-        shape, end = shapes[fqn], begin + prod(shapes[fqn])
-        parts = [(shape, Fragment(FlatRange(0, 0), slices[0].extent.flat(0, 0), slices[0].file.rank))]
-        for one in slices:
-            start, stop = max(begin, one.start), min(end, one.start + one.extent.numel)
-            if start < stop:
-                extent = one.extent.flat(start - one.start, stop - one.start)
-                parts.append((shape, Fragment(FlatRange(start - begin, stop - begin), extent, one.file.rank)))
-        yield fqn, assemble(fqn, WEIGHT, parts)
-        begin = end
 
 
 def _from_rows(fqn: str, own: Sequence[tuple[RankFile, Extent]], shape: Shape) -> Tensor:

@@ -39,7 +39,7 @@ def _states(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     for (fqn, role), tensor in checkpoint.tensors.items():
         if role in MODEL_ROLES:
             continue
-        own, stored = states.setdefault(fqn, {}), checkpoint.blocks.get((fqn, role))
+        own, stored = states.setdefault(fqn, {}), checkpoint.quantized.blocks.get((fqn, role))
         if stored is None:
             own[role] = copy_of(tensor)
         elif isinstance(one := carried((fqn, role), stored, whole(tensor.shape)), Blocks):

@@ -29,6 +29,7 @@ from ckpt.plan.namespace import TORCHTITAN
 from ckpt.plan.precision import Choice, describe, kept_in_training
 from ckpt.state import adam
 from ckpt.state.plain import is_plain
+from converters.pytorch.facts import TorchFacts
 from converters.quantized.carry import carried_tensor
 
 #: Training state that engines load from where it stands, entry by entry; of other formats' only these are taken apart.
@@ -58,7 +59,7 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: b
         dropped.append(f"fp32 masters of {masters} parameters, as --dtype asks for weights in {dtype}")
     return StateDict(
         tuple(_model_entries(checkpoint, chosen)),
-        tuple(_optimizer(checkpoint, flat_optimizer or checkpoint.namespace == TORCHTITAN)),
+        tuple(_optimizer_entries(checkpoint, flat_optimizer or checkpoint.namespace == TORCHTITAN)),
         tuple(rest),
         tuple(dropped),
         tuple(_dcp_notes(checkpoint, chosen, dtype)),
@@ -90,13 +91,13 @@ def _model_entries(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Iter
         yield (*root, str(fqn)), value
 
 
-def _optimizer(checkpoint: Checkpoint, is_flat: bool) -> Iterator[tuple[Path_, Any]]:
+def _optimizer_entries(checkpoint: Checkpoint, is_flat: bool) -> Iterator[tuple[Path_, Any]]:
     for name, values in checkpoint.state.scalars.items():
         for fqn, value in values.items():
             yield ("optimizer", "state", fqn, name), _state_number(value)
     for (fqn, role), tensor in checkpoint.tensors.items():
         if role not in MODEL_ROLES:
-            stored = checkpoint.blocks.get((fqn, role))
+            stored = checkpoint.quantized.blocks.get((fqn, role))
             part = None if stored is None else partial(carried_tensor, (fqn, role), stored)
             yield ("optimizer", "state", fqn, role), SourceTensor((fqn, role), tensor.dtype, tensor.shape, part=part)
     for index, group in enumerate(checkpoint.state.param_groups):
@@ -115,7 +116,7 @@ def _optimizer(checkpoint: Checkpoint, is_flat: bool) -> Iterator[tuple[Path_, A
 
 def _missing(checkpoint: Checkpoint, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of torch's Adam without which an engine that has it cannot load what another one's Adam recorded."""
-    if checkpoint.is_state_dict or not adam.is_adam(options, checkpoint.optimizer_states):
+    if checkpoint.facts_of(TorchFacts).is_state_dict or not adam.is_adam(options, checkpoint.optimizer_states):
         return {}
     return adam.missing_for_torch(options, checkpoint.state.ds_config)
 
@@ -137,7 +138,7 @@ def _state_number(value: Any) -> Any:
 
 def _rest(checkpoint: Checkpoint) -> tuple[list[tuple[Path_, Any]], list[str]]:
     """The training state, and notes on what cannot be written: objects of a framework's own classes."""
-    own, state = checkpoint.is_state_dict, checkpoint.state
+    own, state = checkpoint.facts_of(TorchFacts).is_state_dict, checkpoint.state
     entries = replace(state, extra_state=None).entries()
     if not own and state.step is not None and "train_state" not in entries:
         samples = state.global_samples

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ckpt.base.errors import CkptError, LossError, UsageError
 from ckpt.containers.weights import INDEX, MAX_INDEX, SINGLE, model_weights, parse_index, read_weights
@@ -30,6 +29,7 @@ from ckpt.plan.checkpoint import (
     Format,
     Layout,
     ParamGroup,
+    QuantizedStates,
     ReadRequest,
     Target,
 )
@@ -43,7 +43,7 @@ from converters.names.transformers.relation import from_hub, to_hub
 from converters.names.transformers.ties import kept_names, tied_names
 from converters.pytorch.full import FSDP_MODEL, OPTIMIZERS, SCHEDULERS, first, own_state, state_files, trained_weights
 from converters.pytorch.optimizer_file import optimizer_file
-from converters.pytorch.state_dicts import UNPROVED, Optimizer, Reading, read_optimizer, read_proved
+from converters.pytorch.state_dicts import Reading
 
 _UNORDERED = "nothing tells in which order the model registers its parameters, and HF Trainer's optimizer numbers them"
 _NO_STATE = (
@@ -79,7 +79,7 @@ class Trainer(Format):
         reading.items |= own_state(reading)
         step = reading.items.pop("step", None)
         if scheduler := first(path, SCHEDULERS):
-            reading.items["lr_scheduler"] = reading.sources.root(str(confined(path, scheduler)))
+            reading.items["lr_scheduler"] = reading.load(scheduler)[1]
         found = Checkpoint(
             path=str(path),
             format=self.name,
@@ -98,7 +98,7 @@ class Trainer(Format):
             state=reading.state(step if (recorded := trainer_step(path)) is None else recorded),
             notes=tuple(reading.notes),
             computed=reading.states.computed,
-            quantized=reading.states.quantized,
+            quantized=QuantizedStates(reading.states.quantized),
             unread=reading.states.left_out(),
         )
 
@@ -152,32 +152,19 @@ def _with_optimizer(reading: Reading, weights: Checkpoint) -> Checkpoint:
     """
     name = first(reading.folder, OPTIMIZERS)
     assert name is not None
-    path = str(confined(reading.folder, name))
-    content = reading.sources.root(path)
+    path, content = reading.load(name)
     try:
         memory = from_hub(weights) if weights.namespace == HUB else weights
     except CkptError as error:
         reading.notes.append(f"{name}: the optimizer's states are left out: {error.what}")
         return weights
-    optimizer = _named(content, path, weights, memory)
-    if optimizer is None:
-        reading.notes.append(UNPROVED.format(name))
-        return weights
-    shapes = {tensor.fqn: tensor.shape for tensor in memory.with_role(WEIGHT)}
-    reading.add_states(optimizer, shapes, memory.ties, path)
-    return replace(memory, tensors={**memory.tensors, **reading.states.tensors})
-
-
-def _named(content: Any, path: str, weights: Checkpoint, memory: Checkpoint) -> Optimizer | None:
-    """The optimizer's state by names that it records, or else by those that its shapes prove."""
-    optimizer = read_optimizer(content, path)
     try:  # files that are written here have the names in memory
         hub = to_hub(memory) if weights.tensors.keys() == memory.tensors.keys() and weights.config else weights
     except CkptError:
         hub = weights
-    if optimizer is not None or (order := in_order(hub, memory)) is None:
-        return optimizer
-    return read_proved(content, path, {fqn: memory.tensors[fqn, WEIGHT].shape for fqn in order})
+    if not reading.add_optimizer(content, path, memory.tensors, memory.ties, in_order(hub, memory)):
+        return weights
+    return replace(memory, tensors={**memory.tensors, **reading.states.tensors})
 
 
 # -- writing -------------------------------------------------------------------------------------------------

@@ -59,16 +59,16 @@ class _Piece:
 
 def as_stored(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` with the tensors that quantized states are stored as, in place of the values computed of them."""
-    tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in checkpoint.blocks}
-    for key, stored in checkpoint.blocks.items():
+    tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in checkpoint.quantized.blocks}
+    for key, stored in checkpoint.quantized.blocks.items():
         for number, extents in enumerate(_extents(stored)):
             for name, extent in extents.items():
-                part = _key(key, name, number)
+                part = _part_key(key, name, number)
                 tensors[part] = Tensor(*part, extent.dtype, (extent.numel,), Whole(extent.reshape((extent.numel,))))
     return replace(checkpoint, tensors=tensors)
 
 
-def _key(key: Key, name: str, number: int) -> Key:
+def _part_key(key: Key, name: str, number: int) -> Key:
     return key[0], f"{key[1]}: {name} of part {number}"
 
 
@@ -140,7 +140,7 @@ def _from(key: Key, name: str, one: _Piece, whole: FlatRange, per: int) -> FromS
     """What `whole` takes of a piece's tensor `name`, of which an element stands for `per` of the state."""
     low, high = max(one.start, whole.start), min(one.stop, whole.stop)
     region = FlatRange((low - one.start) // per, -(-(high - one.start) // per))
-    return FromSource(_key(key, name, one.number), region, (low - whole.start) // per)
+    return FromSource(_part_key(key, name, one.number), region, (low - whole.start) // per)
 
 
 def _put_together(key: Key, like: Quantized, held: list[_Piece], whole: FlatRange, sizes: Shape) -> Record | Blocks:

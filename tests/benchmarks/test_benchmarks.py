@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cold, dcp, hash_peer, hashing, lora, measure, megatron, reshard, runner, zero
-from benchmarks.measure import Measured, Run
+from benchmarks import hash_peer, hashing, measure, readme, runner
+from benchmarks.__main__ import SECTIONS
+from benchmarks.measure import Case, Measured, Run
 from benchmarks.runner import Bench, Table
-from tests.support.pages import blocks
 from tests.support.places import REPOSITORY
 
 
@@ -33,24 +33,22 @@ def test_digests_are_compared_with_what_there_is(
     assert "ckpt hash, hf" in table
 
 
-#: Of the README's table, and how many layers its model has.
-SHOWN = (zero, cold, reshard, dcp, megatron, lora)
+#: The sections that the README shows, by name, and how many layers their model has.
+SHOWN = {name: SECTIONS[name] for name in readme.SHOWN}
 NUM_LAYERS = 28
-_ROW = re.compile(r"(.+?) +(\d+\.\d\d) +(\d+\.\d\d) +(\d+)(?:  (.+))?")
+_FACTORS = re.compile(r"(\d+\.\d+) \((\d+\.\d+) to (\d+\.\d+)\) x ")
+_ROW = re.compile(r"(.+?)(?: +\d+\.\d\d){4} +\d+(?:  (.+))?")
 
 
 @pytest.fixture
-def readme() -> dict[str, dict[str, list[str]]]:
-    """What the README says behind the figures of each row, by the title of its table and the row's name."""
-    page = (REPOSITORY / "README.md").read_text()
-    lines = [line for block in blocks(page) if block.heading == "Speed and memory" for line in block.lines]
+def recorded() -> dict[str, dict[str, list[str]]]:
+    """What the record says behind the figures of each row, by the title of its table and the row's name."""
     found: dict[str, dict[str, list[str]]] = {}
-    rows: dict[str, list[str]] = {}
-    for before, line in zip(["", *lines], lines, strict=False):
-        if row := _ROW.fullmatch(line):
-            rows[row[1]] = row[5].split("; ") if row[5] else []
-        elif not before:
-            rows = found[line] = {}
+    for name in SHOWN:
+        table = readme.RESULTS.read_text().partition(f"{readme.headed(name)}\n")[2].partition("\n\n")[0]
+        title, _, *lines = table.splitlines()
+        rows = [row for line in lines if (row := _ROW.fullmatch(line))]
+        found[title] = {row[1]: row[2].split("; ") if row[2] else [] for row in rows}
     return found
 
 
@@ -60,22 +58,50 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Table
     one = Run(1.0, 1.0, 10.0)
     monkeypatch.setattr(Bench, "source", lambda self, kind: tmp_path)
     monkeypatch.setattr(Bench, "rounds", lambda self, cases: {case.name: Measured(case, (one,)) for case in cases})
-    for section in (*SHOWN, measure, runner):
+    for section in (*SHOWN.values(), measure, runner):
         for name, made in (("run", one), ("call", ""), ("warm", None)):
             if hasattr(section, name):
                 monkeypatch.setattr(section, name, lambda *_, made=made: made)
-    tables = [section.measure(Bench(tmp_path, NUM_LAYERS, 1)) for section in SHOWN]
+    tables = [section.measure(Bench(tmp_path, NUM_LAYERS, 1)) for section in SHOWN.values()]
     return {table.title: table for table in tables}
 
 
-def test_the_readme_shows_every_goal_met_or_missed(
-    readme: dict[str, dict[str, list[str]]], measured: dict[str, Table]
+def test_the_record_has_every_goal_met_or_missed(
+    recorded: dict[str, dict[str, list[str]]], measured: dict[str, Table]
 ) -> None:
-    assert readme.keys() == measured.keys()
-    for title, rows in readme.items():
-        goals = measured[title].goals
-        assert rows and rows.keys() <= measured[title].measured.keys(), title
+    assert recorded.keys() == measured.keys()
+    for title, rows in recorded.items():
+        assert rows.keys() == measured[title].measured.keys(), title
         for name, said in rows.items():
             goals = [goal for goal in measured[title].goals if goal.case == name]
-            figures = [float(text.split()[0]) for text in said]
-            assert said == [goal.said(figure) for goal, figure in zip(goals, figures, strict=True)], f"{title}: {name}"
+            figures = [
+                [float(number) for number in factors.groups()] for factors in map(_FACTORS.match, said) if factors
+            ]
+            assert said == [goal.said(factors) for goal, factors in zip(goals, figures, strict=True)], (
+                f"{title}: {name}"
+            )
+
+
+@pytest.mark.parametrize("page", readme.PAGES)
+def test_the_readme_shows_the_record(page: str) -> None:
+    """Rows are never typed: `python -m benchmarks --readme` puts them there."""
+    text, results = (REPOSITORY / page).read_text(), readme.RESULTS.read_text()
+    assert readme.rows(results) in text
+    assert readme.with_rows(text, results) == text
+
+
+def test_the_order_of_cases_alternates(tmp_path: Path) -> None:
+    """None always comes first: whoever does, has the disk to itself or the cache against it."""
+    log = tmp_path / "log"
+    cases = [Case(name, ["sh", "-c", f"echo {name} >> {log}"]) for name in "ab"]
+    assert {len(one.runs) for one in measure.rounds(cases, 3).values()} == {3}
+    assert log.read_text().split() == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_a_parallel_copy_is_a_copy(tmp_path: Path) -> None:
+    (tmp_path / "source" / "inside").mkdir(parents=True)
+    contents = {"a": b"x" * (9 << 20), "inside/b": b"", "inside/c": b"y"}
+    for name, content in contents.items():
+        (tmp_path / "source" / name).write_bytes(content)
+    measure.run(measure.parallel_copy_of("copy", tmp_path / "source", tmp_path / "copy"))
+    assert {name: (tmp_path / "copy" / name).read_bytes() for name in contents} == contents

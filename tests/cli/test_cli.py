@@ -1,4 +1,6 @@
-"""The command line as users type it: options, exit codes, stdout against stderr, and the Python API beside it."""
+"""`ckpt/cli/convert.py`, `look.py`, `verify.py`, `options.py`, `text.py`, `ckpt/api.py`: the command line as users type
+it: options, exit codes, stdout against stderr, and the Python API beside it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt import api, registry
+from ckpt import api
 from ckpt.base.sizes import show_size
 from ckpt.cli import app
 from ckpt.errors import CkptError, UsageError
 from ckpt.move.files import Staging
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import Layout
 from ckpt.plan.dtypes import FLOAT32
 from tests.support.building import write_stage2

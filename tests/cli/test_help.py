@@ -1,4 +1,4 @@
-"""The help texts, the shells' completion, and the hints for mistyped commands and options."""
+"""`ckpt/cli/examples.py`, `complete.py`, `quick.py`, `options.py`: help, completion, hints for mistyped commands."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckpt import registry
+from ckpt.base.streams import coloured
 from ckpt.cli import app, complete
 from ckpt.cli.examples import EXAMPLES
-from ckpt.cli.text import coloured
+from ckpt.plan import registry
 from tests.support.commands import Result, process
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.golden import agrees

@@ -1,4 +1,5 @@
-"""The README's commands where only the base package is installed, and where torch is but transformers is not.
+"""`ckpt/cli/lora.py`, `ckpt/views/without_torch.py`: the README's commands where only the base package is installed,
+and where torch is but transformers is not.
 
 Each either works or says in one line what it needs, before it has done anything.
 """

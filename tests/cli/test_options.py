@@ -1,4 +1,6 @@
-"""Options that formats declare: in the help under their names, read back typed, refused where they do not belong."""
+"""`ckpt/cli/options.py`, `ckpt/plan/options.py`: options that formats declare: in the help under their names, read back
+typed, refused where they do not belong.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from types import ModuleType
 import pytest
 
 import ckpt
-from ckpt import registry
 from ckpt.errors import UsageError
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import Layout
 from ckpt.plan.options import Option, option, options_of
 from converters.names.megatron.options import MegatronOptions

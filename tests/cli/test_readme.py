@@ -1,4 +1,6 @@
-"""The README shows what `ckpt` prints, and the options and formats that README and docs name exist."""
+"""`ckpt/cli/convert.py`, `look.py`: the README shows what `ckpt` prints, and the options and formats that README and
+docs name exist.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import sys
 
 import pytest
 
-from ckpt import registry
+from ckpt.plan import registry
 from tests.support.commands import ckpt_in_order
 from tests.support.pages import commands, differences
 from tests.support.places import REPOSITORY

@@ -1,4 +1,6 @@
-"""Standard streams that are closed or full, signals, and errors of ckpt itself: a line and an exit code, never 1."""
+"""`ckpt/base/streams.py`, `ckpt/__main__.py`: standard streams that are closed or full, signals, and errors of ckpt
+itself: a line and an exit code, never 1.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from ckpt.errors import CorruptError
-from ckpt.state.adapter import read_config
+from ckpt.run_folder.adapter_config import read_config
 from tests.support.commands import ckpt
 from tests.support.places import REPOSITORY
 
@@ -122,7 +123,7 @@ import sys, time
 import ckpt.move.run as run
 def wait(*_, **__):
     print("waiting", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 run.batches = wait
 from ckpt.__main__ import main
 main()
@@ -137,11 +138,9 @@ main()
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "waiting\n"
-    started = time.monotonic()
     child.send_signal(signal.SIGTERM)
-    _, said = child.communicate(timeout=20)
+    _, said = child.communicate(timeout=60)
     assert child.returncode == 143
-    assert time.monotonic() - started < 10
     assert "terminated; the destination is as it was" in said and "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,6 @@
-"""Files that are stated, parsed once and remembered; what is missing or built in an unknown way is told."""
+"""`ckpt/containers/sources.py`: files that are stated, parsed once and remembered; what is missing or built in an
+unknown way is told.
+"""
 
 from __future__ import annotations
 

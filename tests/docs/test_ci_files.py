@@ -1,4 +1,4 @@
-"""`action.yml` and the pre-commit hook: their lines are run by a shell, as GitHub and pre-commit would run them.
+"""`action.yml`, the pre-commit hook, the workflow: what the first two say is run, as GitHub and pre-commit would.
 
 How the action installs ckpt is not run: it downloads what ckpt requires.
 """
@@ -73,6 +73,15 @@ def test_the_action_verifies(here: Path) -> None:
     assert shell(script, here, **env).returncode == 1
     script, env = step("Verify", path="nothing; touch harm")
     assert shell(script, here, **env).returncode == 3 and not (here / "harm").exists()
+
+
+def test_the_workflow_runs_what_the_makefile_has() -> None:
+    workflow = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text())
+    commands = [step["run"].split() for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    for make, *words in commands:
+        assert make == "make" and {word for word in words if word != "COLD=1"} <= targets
+    assert {"test", "test-fast", "wheel", "faults", "COLD=1"} <= {word for words in commands for word in words}
 
 
 def test_the_hook_verifies_every_folder_with_a_manifest(here: Path) -> None:

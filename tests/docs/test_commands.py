@@ -64,7 +64,7 @@ COMPARED = {
     ("README", "See it in a second"): "tests/cli/test_readme.py",
     ("README", "Demo"): "tests/train/test_demo.py",
     ("README", "Speed and memory"): "tests/benchmarks/test_benchmarks.py",
-    ("check", ""): "tests/check/test_check.py",
+    ("check", ""): "tests/check/test_checking.py",
     ("estimate", ""): "tests/estimate/test_estimate.py",
     ("estimate", "What keeps it honest"): "tests/estimate/test_estimate.py",
     ("estimate", "Beside published runs"): "tests/estimate/test_published.py",

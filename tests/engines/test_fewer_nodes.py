@@ -1,4 +1,5 @@
-"""What the batch script does when fewer nodes come back, for every strategy: `ckpt resume`, and the trainer behind it.
+"""`ckpt/resume/resuming.py`: what the batch script does when fewer nodes come back, for every strategy: `ckpt resume`,
+and the trainer behind it.
 
 And what the trainer says where a rank cannot load its part.
 """

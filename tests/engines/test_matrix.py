@@ -1,4 +1,5 @@
-"""Every format to every other one, for other numbers of ranks: against the engine that wrote, and the one that loads.
+"""`converters/deepspeed/zero.py`, `universal.py`, `converters/pytorch/dcp.py`, `full.py`: every format to every other
+one, for other numbers of ranks: against the engine that wrote, and the one that loads.
 
 Each source is a real run whose live engine gathered the truth.  Each conversion is compared with it twice, tensor by
 tensor and bit by bit: as the files say (read by `tests.support.describing`, with nothing of the code that converts),

@@ -1,4 +1,5 @@
-"""Runs that stop after 4 of 8 steps, are converted to another layout of Megatron's or to another engine, and go on.
+"""`converters/megatron/read.py`, `write.py`, `optimizer_read.py`, `optimizer_write.py`: runs that stop after 4 of 8
+steps, are converted to another layout of Megatron's or to another engine, and go on.
 
 All engines begin with the same weights, see the same sequences at each step and have the same Adam, clipping and
 cosine schedule, so unbroken runs of different engines can be compared too.  A row's resumed run is held against the

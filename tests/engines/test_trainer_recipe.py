@@ -1,4 +1,5 @@
-"""The recipe of docs/hf-trainer-resume.md, run as it stands there: HF Trainer stopped on 4 processes goes on on others.
+"""`converters/pytorch/trainer.py`: the recipe of docs/hf-trainer-resume.md, run as it stands there: HF Trainer stopped
+on 4 processes goes on on others.
 
 DeepSpeed runs the very script and the very commands of the document.  FSDP runs the bundled trainer, which is
 transformers.Trainer too, as Accelerate takes FSDP for a matter of GPUs alone.

@@ -1,4 +1,5 @@
-"""Checkpoints converted for another number of ranks or another stage, loaded by unmodified DeepSpeed engines.
+"""`converters/deepspeed/zero.py`, `write.py`: checkpoints converted for another number of ranks or another stage,
+loaded by unmodified DeepSpeed engines.
 
 What an engine gathers after plain `load_checkpoint` must equal, bit for bit, what the engine that saved the source had
 gathered.  One launch of real runs and one of loads per number of ranks.  Here are the options of DeepSpeed; stages,

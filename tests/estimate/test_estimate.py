@@ -1,4 +1,7 @@
-"""`ckpt estimate`: parameter counts and activations against transformers', states against what real ranks hold."""
+"""`ckpt/estimate/table.py`, `memory.py`, `activations.py`, `parameters.py`, `text.py`,
+`converters/names/parameters.py`: `ckpt estimate`: parameter counts and activations against transformers', states
+against what real ranks hold.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`ckpt estimate` beside published runs: what was measured, or on how many GPUs of which size it ran."""
+"""`ckpt/estimate/table.py`: `ckpt estimate` beside published runs: what was measured, or on how many GPUs of which size
+it ran.
+"""
 
 from __future__ import annotations
 

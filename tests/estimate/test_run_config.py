@@ -1,4 +1,6 @@
-"""What `ckpt estimate` takes from a run's config: DeepSpeed's, Axolotl's, Accelerate's, FSDP's; and its own options."""
+"""`ckpt/estimate/run_config.py`, `setup.py`: what `ckpt estimate` takes from a run's config: DeepSpeed's, Axolotl's,
+Accelerate's, FSDP's; and its own options.
+"""
 
 from __future__ import annotations
 

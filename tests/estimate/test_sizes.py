@@ -1,4 +1,6 @@
-"""Sizes as people write them, and numbers read from checkpoints."""
+"""`ckpt/base/sizes.py`, `ckpt/containers/torchfile/scalars.py`: sizes as people write them, and numbers read from
+checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -205,10 +205,17 @@ def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
             left = round(part * num_cases)
             while left > 0:
                 sample = random.choice(samples)
-                for what, ending in itertools.islice(stream_of(sample, place, random), min(10, left)):
-                    signal.alarm(_PATIENCE)
-                    report.add(kind, what, ending)
+                signal.alarm(_PATIENCE)
+                try:
+                    for what, ending in itertools.islice(stream_of(sample, place, random), min(10, left)):
+                        signal.alarm(_PATIENCE)
+                        report.add(kind, what, ending)
+                        left -= 1
+                except _Over as error:
+                    report.add(kind, f"{sample.name}: the case behind the last one", ("", str(error)))
                     left -= 1
+                    shutil.rmtree(place)
+                    place.mkdir()
     return report
 
 

@@ -22,7 +22,6 @@ import ckpt
 from ckpt.errors import CkptError, UsageError
 from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.resume.resuming import RECORD
-from ckpt.state.naming import plain_states
 from ckpt.testing.conformance import digests
 from ckpt.testing.describing import Content, content
 from ckpt.verify.manifest import MANIFEST
@@ -123,7 +122,7 @@ def write(path: Path, target: str, out: Path, *, resume: bool = False) -> None:
     way = TARGETS[target]
     checkpoint: Checkpoint = ckpt.open(_uploaded(path) if way.how is How.FROM_A_STORE else path)
     if way.how is How.PLAIN:
-        checkpoint = plain_states(checkpoint)
+        checkpoint = checkpoint.with_plain_states()
     conversion = ckpt.plan(checkpoint, way.format, way.layout)
     if way.how is How.VIEWED:
         for name in conversion.files:
@@ -199,7 +198,7 @@ def tensors(sample: Sample) -> Counter[Content]:
 
 def tensors_of(checkpoint: Checkpoint) -> Counter[Content]:
     """What the tensors of a checkpoint hold, by whatever names; of those that are stored quantized how, and no more."""
-    quantized = checkpoint.quantized
+    quantized = checkpoint.quantized.methods
     return Counter(
         (quantized[key], tensor.shape, b"") if key in quantized else content(tensor)
         for key, tensor in checkpoint.tensors.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from unittest import mock
 import ckpt
 from ckpt.base.errors import CkptError
 from ckpt.stores import objects
-from ckpt.stores.upload import _LAST
+from ckpt.stores.upload import LAST_FILES
 from ckpt.testing.conformance import digests
 from tests.faults.running import Ending
 from tests.faults.samples import TARGETS, How, Sample, some_target
@@ -31,6 +32,9 @@ _FAULTS: dict[str, Callable[[Random], dict[str, Any]]] = {
 }
 
 
+_NUMBERS = itertools.count()
+
+
 def stores(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, Ending]]:
     """A conversion from or to a store in which requests fail: all of it, or nothing that says that it is complete."""
     with ExitStack() as stack:
@@ -38,14 +42,13 @@ def stores(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, 
         moment = objects.timedelta(milliseconds=1)
         backoff = {"init_backoff": moment, "max_backoff": moment, "base": 2}
         stack.enter_context(mock.patch.dict(os.environ, server.environment()))
-        stack.enter_context(mock.patch.object(objects, "_FIRST_WAIT", 0.001))
-        stack.enter_context(mock.patch.dict(objects._RETRIES, {"backoff": backoff}))
-        stack.enter_context(mock.patch.object(objects, "_LISTING", 5.0))
-        number = 0
+        stack.enter_context(mock.patch.object(objects, "FIRST_WAIT", 0.001))
+        stack.enter_context(mock.patch.dict(objects.RETRIES, {"backoff": backoff}))
+        stack.enter_context(mock.patch.object(objects, "LISTING", 5.0))
         while True:
             target, expected = some_target(sample, random, {How.WRITTEN})
-            how, writes, number = random.choice(list(_FAULTS)), random.random() < 0.5, number + 1
-            prefix, out = f"{sample.name}/{number}", folder / "out"
+            how, writes = random.choice(list(_FAULTS)), random.random() < 0.5
+            prefix, out = f"{sample.name}/{next(_NUMBERS)}", folder / "out"  # moto keeps objects beyond a server's end
             url = f"s3://{BUCKET}/{prefix}" if writes else server.upload(sample.path, prefix)
             objects.store.cache_clear()
             server.faults = Faults(**_FAULTS[how](random), writes=writes)
@@ -59,7 +62,7 @@ def stores(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, 
             elif (
                 wrong is None
                 and name != "equal to the truth"
-                and any(map(_LAST.fullmatch, map(os.path.basename, found)))
+                and any(map(LAST_FILES.fullmatch, map(os.path.basename, found)))
             ):
                 wrong = f"what says that it is complete is there: {sorted(found)}"
             for path in folder.iterdir():

@@ -1,4 +1,4 @@
-"""What formats say that they can do (`ckpt.plan.checkpoint.Format`), and that nobody asks for their names instead."""
+"""`ckpt/plan/checkpoint.py`: what formats say that they can do, and that nobody asks for their names instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt import registry
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import Format
 
 ROOMS = ("resume/resuming.py", "run_folder", "show", "check", "views", "state", "move", "containers")

@@ -1,8 +1,8 @@
-"""The formats in `converters` through the suite that other packages test theirs with."""
+"""`ckpt/testing/conformance.py`: the formats in `converters` through the suite that other packages test theirs with."""
 
 from __future__ import annotations
 
-from ckpt import registry
+from ckpt.plan import registry
 from ckpt.testing import Conformance
 from tests.formats.declarations import CONTAINERS, DECLARATIONS
 

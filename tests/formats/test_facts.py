@@ -1,4 +1,6 @@
-"""What a writer has to know of a source is in fields with a meaning: no note, no format's name, no framework's text."""
+"""`ckpt/plan/checkpoint.py`: what a writer has to know of a source is in fields with a meaning: no note, no format's
+name, no framework's text.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import pytest
 
 import ckpt
 import converters
-from ckpt import registry
 from ckpt.errors import CkptError
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint, Layout, ReadRequest
 from ckpt.state.naming import to_namespace
 from ckpt.testing.conformance import Declaration

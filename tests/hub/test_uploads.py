@@ -1,4 +1,4 @@
-"""What `ckpt push` takes from a folder, and a repository that holds other weights already."""
+"""`ckpt/hub/push.py`: what `ckpt push` takes from a folder, and a repository that holds other weights already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a merge reads is never written over, nor into, and is watched while it is read."""
+"""`ckpt/lora/find.py`, `merge.py`: what is read is never written over, nor into, and is watched while it is read."""
 
 from __future__ import annotations
 

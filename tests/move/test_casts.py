@@ -1,4 +1,6 @@
-"""Casts against torch, bit for bit: every half, every float near a tie, and the numbers at the edges."""
+"""`ckpt/move/casts.py`: casts against torch, bit for bit: every half, every float near a tie, and the numbers at the
+edges.
+"""
 
 from __future__ import annotations
 

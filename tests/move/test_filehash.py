@@ -1,4 +1,4 @@
-"""Digests of pieces are those of their bytes, however they are read."""
+"""`ckpt/move/filehash.py`: digests of pieces are those of their bytes, however they are read."""
 
 from __future__ import annotations
 

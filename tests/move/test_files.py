@@ -1,4 +1,6 @@
-"""Staging and confinement: killed at every call, two writers at once, and filesystems that cannot do everything."""
+"""`ckpt/move/files.py`: staging and confinement: killed at every call, two writers at once, and filesystems that cannot
+do everything.
+"""
 
 from __future__ import annotations
 

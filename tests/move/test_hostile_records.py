@@ -1,4 +1,6 @@
-"""What ckpt writes and later reads, replaced by something hostile: it starts over or refuses, and never waits."""
+"""`ckpt/move/journal.py`, `ckpt/verify/manifest.py`, `ckpt/resume/resuming.py`: what ckpt writes and later reads,
+replaced by something hostile: it starts over or refuses, and never waits.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from ckpt.move.files import staging_folder
 from ckpt.move.journal import JOURNAL
 from ckpt.resume.resuming import RECORD
 from ckpt.testing.conformance import digests
-from ckpt.verify.manifest import MANIFEST, _own_digest
+from ckpt.verify.manifest import MANIFEST, own_digest
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import REPOSITORY
 
@@ -106,7 +108,7 @@ def replaced(path: Path, form: str | tuple[str, object]) -> None:
     first, *more = text.split("\n") if path.name == JOURNAL else [text]
     content = json.loads(first) | {form[0]: form[1]}
     if "digest" in content:
-        content["digest"] = _own_digest(content)
+        content["digest"] = own_digest(content)
     path.write_text("\n".join([json.dumps(content), *more]))
 
 

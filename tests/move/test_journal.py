@@ -1,4 +1,6 @@
-"""Conversions that are killed and go on: what is moved again, what is checked, and what is refused."""
+"""`ckpt/move/journal.py`: conversions that are killed and go on: what is moved again, what is checked, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ from ckpt.plan.checkpoint import Checkpoint, Slot, SourceFile, Target, TargetFil
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.planner import Plan, make_plan
 from ckpt.plan.tensors import Extent, Tensor, Whole, whole
-from tests.move.test_run import Case, listing, make_case
 from tests.support.killing import killed_before_call
+from tests.support.moving import Case, listing, make_case
 
 UINT8 = BY_NAME["uint8"]
 SOURCE = random.Random(3).randbytes(200 << 17)

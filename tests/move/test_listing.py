@@ -1,4 +1,4 @@
-"""`ckpt.move.listing`, and how often commands list a folder: once for one opening, and never from an earlier one."""
+"""`ckpt/move/listing.py`: how often commands list a folder: once for one opening, and never from an earlier one."""
 
 from __future__ import annotations
 

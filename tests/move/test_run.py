@@ -1,4 +1,6 @@
-"""The byte mover against numpy, on every path it can take, and with every call to the system failing once."""
+"""`ckpt/move/run.py`, `blocks.py`, `workers.py`, `source.py`: the byte mover against numpy, on every path it can take,
+and with every call to the system failing once.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from functools import partial
-from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,45 +33,22 @@ from ckpt.errors import CorruptError, StorageError, UsageError
 from ckpt.move import blocks, casts, files, run
 from ckpt.move import workers as threads
 from ckpt.move.blocks import Batch, CopyBatch
-from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
+from ckpt.move.casts import FLOATS
 from ckpt.move.files import OpenFiles, Staging
 from ckpt.move.journal import JOURNAL
 from ckpt.move.run import execute
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Checkpoint, Slot, SourceFile, Target, TargetFile
-from ckpt.plan.dtypes import ALL, BFLOAT16, BY_NAME, FLOAT32, DType
-from ckpt.plan.planner import Copy, Plan, make_plan
+from ckpt.plan.dtypes import BFLOAT16, FLOAT32, DType
+from ckpt.plan.planner import Copy, make_plan
 from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
 from ckpt.stores import standins
-from ckpt.stores.ranges import Ranges
 from ckpt.verify.compare import check_plan_replicas
 from tests.support.killing import killed_before_call
-from tests.support.strategies import extents, shapes
+from tests.support.moving import UINT8, Case, byte_positions, copies, expected_after, listing, make_case, open_files
 
-UINT8, INT32 = BY_NAME["uint8"], BY_NAME["int32"]
 FILLER = 0xAB
-
-
-def byte_positions(extent: Extent) -> NDArray:
-    """The byte positions of every element of an extent: its shape, and a dim more for the bytes of an element."""
-    found = np.full((*extent.shape, extent.dtype.itemsize), extent.offset)
-    for dim, (size, stride) in enumerate(zip(extent.shape, extent.strides, strict=True)):
-        along = [1] * (len(extent.shape) + 1)
-        along[dim] = size
-        found += (np.arange(size) * stride * extent.dtype.itemsize).reshape(along)
-    return found + np.arange(extent.dtype.itemsize)
-
-
-def expected_after(copy: Copy, source: bytes, target: bytes) -> bytes:
-    """`target` after the copy, byte by byte."""
-    elements = np.frombuffer(source, np.uint8)[byte_positions(copy.source)]
-    bits = np.ascontiguousarray(elements).reshape(-1).view(storage_dtype(copy.source.dtype))
-    if copy.source.dtype != copy.target.dtype:
-        bits = cast_bits(bits, copy.source.dtype, copy.target.dtype)
-    after = np.frombuffer(target, np.uint8).copy()
-    after[byte_positions(copy.target)] = bits.view(np.uint8).reshape(*copy.target.shape, copy.target.dtype.itemsize)
-    return after.tobytes()
 
 
 @dataclass
@@ -125,19 +103,6 @@ def many_spans(draw: st.DrawFn) -> tuple[Spans, dict[str, bytes]]:
         at += numel * target.itemsize + draw(st.sampled_from([0, 0, 0, 1, 6]))
     path, read_at, write_at, sizes, _ = np.array(places, np.int64).T
     return Spans(source, target, tuple(files), path.astype(np.int32), read_at, write_at, sizes), files
-
-
-@st.composite
-def copies(draw: st.DrawFn) -> Copy:
-    """Two extents of one shape, each contiguous, transposed or with gaps, at any byte; a cast or none."""
-    shape = draw(shapes())
-    source_dtype = draw(st.sampled_from(ALL))
-    target_dtype = draw(st.sampled_from(FLOATS)) if source_dtype in FLOATS else source_dtype
-    sides = []
-    for path, dtype in (("a", source_dtype), ("b", target_dtype)):
-        extent, _ = draw(extents(whole(shape), path, dtype))
-        sides.append(Extent(path, extent.offset + draw(st.integers(0, 3)), dtype, shape, extent.strides))
-    return Copy(*sides)
 
 
 class TestMove:
@@ -244,81 +209,6 @@ class TestMove:
         assert moved(copy, data, before, blocks.BUFFER) == bytes(5) + data[3:-7] + bytes(5)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A plan that takes every path, and the files that must come out of it."""
-
-    plan: Plan
-    expected: dict[str, bytes]
-    sources: list[Path]
-
-    def assert_written(self, destination: Path) -> None:
-        found = {str(p.relative_to(destination)): p.read_bytes() for p in destination.rglob("*") if p.is_file()}
-        assert found == self.expected
-
-
-def whole_tensor(fqn: str, path: str, offset: int, shape: tuple[int, ...]) -> Tensor:
-    return Tensor(fqn, "weight", FLOAT32, shape, Whole(Extent.contiguous(path, offset, FLOAT32, shape)))
-
-
-def make_case(folder: Path, num_files: int = 3, rows: int = 40) -> Case:
-    """Per target file: a header, tensors of two ranks, transposed, cast and without elements, columns, padding."""
-    folder.mkdir(parents=True, exist_ok=True)
-    random = np.random.default_rng(5)
-    tensors: dict[tuple[str, str], Tensor] = {}
-    files, expected, sources = [], {}, []
-    for number in range(num_files):
-        shape, path = (rows, 6), str(folder / f"rank{number}.bin")
-        content = random.bytes(4 * prod(shape) * 3 + 11)
-        Path(path).write_bytes(content)
-        sources.append(Path(path))
-        size, plain = 4 * prod(shape), 7
-        half = prod(shape) // 2 + 1
-        fragments = []
-        for rank, (start, stop) in enumerate([(0, half), (half, prod(shape))]):
-            extent = Extent.contiguous(path, plain + 4 * start, INT32, (stop - start,))
-            fragments.append(Fragment(FlatRange(start, stop), extent, rank))
-        turned = Extent(path, plain + size, FLOAT32, shape, (1, shape[0]))
-        made = [
-            Tensor(f"plain{number}", "weight", INT32, shape, Pieces(tuple(fragments))),
-            Tensor(f"turned{number}", "weight", FLOAT32, shape, Pieces((Fragment(whole(shape), turned, 0),))),
-            Tensor(
-                f"cast{number}", "weight", FLOAT32, shape, Whole(Extent.contiguous(path, 11 + 2 * size, FLOAT32, shape))
-            ),
-            Tensor(f"empty{number}", "weight", FLOAT32, (0, 6), Whole(Extent.contiguous(path, 0, FLOAT32, (0, 6)))),
-        ]
-        for name in ("columns", "cast columns"):  # in three parts: some rows of two columns, the others, four columns
-            boxes = Box((0, 0), (rows // 3, 2)), Box((rows // 3, 0), (rows - rows // 3, 2)), Box((0, 2), (rows, 4))
-            parts = [Extent.contiguous(path, 3 + 5 * rank, FLOAT32, box.sizes) for rank, box in enumerate(boxes)]
-            columns = tuple(
-                Fragment(box, part, rank) for rank, (box, part) in enumerate(zip(boxes, parts, strict=True))
-            )
-            made.append(Tensor(f"{name}{number}", "weight", FLOAT32, shape, Pieces(columns)))
-        tensors |= {(tensor.fqn, tensor.role): tensor for tensor in made}
-        name = f"part/out{number}.bin" if number else "out0.bin"
-        output, at, slots = b"header %d: " % number, 10, []
-        for tensor in made:
-            dtype = BFLOAT16 if tensor.fqn.startswith("cast") else tensor.dtype
-            extent = Extent.contiguous(name, at, dtype, tensor.shape)
-            slots.append(Slot((tensor.fqn, tensor.role), whole(tensor.shape), extent))
-            at = extent.end
-        output = output.ljust(at, b"\0") + b"\0" * 6
-        for tensor, slot in zip(made, slots, strict=True):
-            for fragment in tensor.fragments():
-                part = slot.extent
-                if isinstance(fragment.region, FlatRange):
-                    part = slot.extent.flat(fragment.region.start, fragment.region.stop)
-                else:
-                    part = slot.extent.narrow(fragment.region)
-                output = expected_after(Copy(fragment.extent, part), content, output)
-        expected[name] = output
-        files.append(TargetFile(name, at + 6, ((0, b"header %d: " % number),), tuple(slots), ((at, 6),)))
-    expected["config.json"] = b"{}"
-    files.append(TargetFile.of_bytes("config.json", b"{}"))
-    seen = tuple(SourceFile.stat(str(path)) for path in sources)
-    return Case(make_plan(Checkpoint(str(folder), "test", tensors, seen), Target(tuple(files))), expected, sources)
-
-
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
     return make_case(tmp_path / "source")
@@ -334,15 +224,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "WINDOW", 200)
 
 
-def open_files() -> set[tuple[str, str]]:
-    """Open descriptors and what they are, but for the one that lists them."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
-    return found
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_over(tmp_path: Path) -> Iterator[None]:
     """After every test here: no thread still running, no descriptor still open."""
@@ -354,10 +235,6 @@ def nothing_left_over(tmp_path: Path) -> Iterator[None]:
         gc.collect()  # and what a thread that has just ended still held
     assert set(threading.enumerate()) <= threads
     assert open_files() <= descriptors
-
-
-def listing(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder))
 
 
 class TestExecute:
@@ -529,7 +406,7 @@ class TestMemory:
         monkeypatch.setattr(blocks, "cast_bits", watched)
         monkeypatch.setattr(blocks, "_BATCH", 8 << 10)
         monkeypatch.setattr(threads, "num_cores", lambda: cores)
-        monkeypatch.setitem(standins._behind, (0, 0), Ranges(0, lambda *_: memoryview(b"")))  # of a store, elsewhere
+        monkeypatch.setattr(standins, "in_use", lambda: True)  # of a store, elsewhere
         execute(case.plan, tmp_path / "out", resources=Resources(workers=8))
         case.assert_written(tmp_path / "out")
         assert 1 <= most[0] <= cores
@@ -823,11 +700,9 @@ class TestInterrupt:
             out.mkdir()
             (out / "old").write_bytes(b"old")
         before = listing(tmp_path)
-        pressed_at: list[float] = []
 
         def press() -> None:
             hanging.wait()
-            pressed_at.append(time.monotonic())
             self.interrupt()
 
         presser = threading.Thread(target=press)
@@ -836,7 +711,6 @@ class TestInterrupt:
         try:
             with pytest.raises(KeyboardInterrupt):
                 execute(case.plan, out, overwrite=True, resources=Resources(workers=2))
-            assert time.monotonic() - pressed_at[0] < 10, "at once, but for a machine that is busy"
             assert listing(tmp_path) == before
             assert not existing or listing(out) == ["old"]
         finally:

@@ -1,4 +1,4 @@
-"""Jobs that several threads take, some of which are heavy."""
+"""`ckpt/move/threads.py`: jobs that several threads take, some of which are heavy."""
 
 from __future__ import annotations
 

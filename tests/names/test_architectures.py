@@ -1,4 +1,5 @@
-"""Every architecture of transformers that can be built tiny: `ckpt convert full hf` against `save_pretrained`.
+"""`converters/names/transformers/installed.py`, `relation.py`, `tables.py`, `tracing.py`, `rules.py`: every
+architecture of transformers that can be built tiny: `ckpt convert full hf` against `save_pretrained`.
 
 Once with the tables that travel with ckpt alone, once with the installed transformers beside them.
 """

@@ -1,4 +1,6 @@
-"""Tables of models that see, against models that transformers builds and saves; and names of earlier releases."""
+"""`converters/names/hub/composites.py`: tables of models that see, against models that transformers builds and saves;
+and names of earlier releases.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors out of ranks' parts, with replicas of what several have."""
+"""`ckpt/plan/assemble.py`: tensors out of ranks' parts, with replicas of what several have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each folder's `__init__` says of its imports is what it imports: of all of `ckpt` and `converters`."""
+"""The order of the house: what each folder may import, and which test module is about which module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOMS = sorted(path.parent for root in ("ckpt", "converters") for path in (REPOS
 def imported(room: Path) -> set[str]:
     """Names of our own packages, and of modules beside these, that a room's modules import."""
     found = set()
-    for path in room.rglob("*.py"):
+    for path in room.rglob("*.py") if room.is_dir() else [room]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -25,7 +25,7 @@ def imported(room: Path) -> set[str]:
             else:
                 continue
             found |= {".".join(name.split(".")[:2]) for name in names if name.startswith(("ckpt", "converters"))}
-    return found - {f"{room.parent.name}.{room.name}", "ckpt.__version__"}
+    return found - {f"{room.parent.name}.{room.stem}"}
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: f"{room.parent.name}.{room.name}")
@@ -36,5 +36,42 @@ def test_a_room_says_what_it_imports(room: Path) -> None:
     assert imported(room) <= set(re.findall(r"`([\w.]+)`", said[1])), "and that is all that it imports"
 
 
+def test_arrows_between_the_rooms_of_the_core_stay_few() -> None:
+    """A room is a folder or a module at the top; all imports count, those in functions and of types too."""
+    top = [path for path in (REPOSITORY / "ckpt").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    names = {path.stem for path in top}
+    arrows = {
+        (room.stem, other if other in names else "__init__")
+        for room in top
+        for other in (name.partition(".")[2] for name in imported(room) if name.split(".")[0] == "ckpt")
+        if other != room.stem
+    }
+    assert len(arrows) <= 110, sorted(arrows)
+
+
 def test_five_modules_at_most_stand_at_the_top() -> None:
     assert len([path for path in (REPOSITORY / "ckpt").glob("*.py") if path.name != "_version.py"]) <= 5
+
+
+def about(test: Path) -> set[str]:
+    """The modules that a test module is about: its docstring begins with them, the first of a folder in full."""
+    found, folder = set(), ""
+    first = test.read_text().partition(": ")[0]
+    for name in re.findall(r"`([\w/]+\.py)`", first):
+        in_full = name.startswith(("ckpt/", "converters/"))
+        folder = name.rpartition("/")[0] if in_full else folder
+        found.add(name if in_full else f"{folder}/{name}")
+    return found
+
+
+def test_every_large_module_has_a_test_module_that_names_it() -> None:
+    tests = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if path != Path(__file__)]
+    named = set().union(*map(about, tests))
+    modules = {
+        str(path.relative_to(REPOSITORY)): path
+        for root in ("ckpt", "converters")
+        for path in (REPOSITORY / root).rglob("*.py")
+    }
+    assert sorted(named - modules.keys()) == [], "what a test module names is there"
+    large = {name for name, path in modules.items() if len(path.read_text().splitlines()) > 150}
+    assert sorted(large - named) == []

@@ -1,4 +1,6 @@
-"""What a plan proves before anything is written: cover of the source, of the target, of each file; casts."""
+"""`ckpt/plan/planner.py`, `precision.py`: what a plan proves before anything is written: cover of the source, of the
+target, of each file; casts.
+"""
 
 from __future__ import annotations
 

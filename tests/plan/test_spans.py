@@ -1,4 +1,4 @@
-"""What a plan has as arrays, and what rules say of a part, against the fragments one by one."""
+"""`ckpt/plan/spans.py`: what a plan has as arrays, and what rules say of a part, against the fragments one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Boxes and flat ranges against numpy, and the ZeRO rules against a plain model of how DeepSpeed cuts."""
+"""`ckpt/plan/tensors.py`, `tiling.py`: boxes and flat ranges against numpy, and the ZeRO rules against a plain model of
+how DeepSpeed cuts.
+"""
 
 from __future__ import annotations
 

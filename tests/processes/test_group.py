@@ -1,4 +1,6 @@
-"""Several processes that write one checkpoint: the same bytes, the same error, and an end when one of them dies."""
+"""`ckpt/processes/group.py`, `parts.py`: several processes that write one checkpoint: the same bytes, the same error,
+and an end when one of them dies.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ import pytest
 
 import ckpt
 from ckpt.errors import UsageError
+from ckpt.move.parts import Share, deal
 from ckpt.plan.checkpoint import Layout, TargetFile
 from ckpt.processes.group import Alone, check_alike
-from ckpt.processes.parts import Share, deal
 from tests.support.commands import contents
 from tests.support.engines import forked
 from tests.support.group_worker import SIZE

@@ -1,4 +1,4 @@
-"""One conversion on several processes, as launchers start them."""
+"""`ckpt/processes/launch.py`: one conversion on several processes, as launchers start them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The folder to go on from: as it is, converted, found again, and the same for every process that asks."""
+"""`ckpt/resume/resuming.py`, `caller.py`: the folder to go on from: as it is, converted, found again, and the same for
+every process that asks.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ from ckpt.move.journal import JOURNAL
 from ckpt.plan.checkpoint import Layout
 from ckpt.resume.caller import Caller, caller
 from ckpt.resume.resuming import RECORD
+from ckpt.verify import manifest
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import contents, snapshot
 from tests.support.dcp_folders import edit
@@ -69,7 +72,7 @@ class TestOneProcess:
         def is_killed(world_size: int) -> Path:
             """The staging folder that is left: all but the manifest was written."""
             with monkeypatch.context() as patch, pytest.raises(StorageError):
-                patch.setattr(api.Conversion, "_described", disk_is_full)
+                patch.setattr(manifest, "make_manifest", disk_is_full)
                 patch.setenv("WORLD_SIZE", str(world_size))
                 ckpt.resume(run, say=said.append)
             (left,) = (run.parent / ".outputs.ckpt-resume").glob(f".*-on-{world_size}-*.ckpt-staging")

@@ -1,4 +1,4 @@
-"""Config and tokenizer beside what is written, whatever the target."""
+"""`ckpt/run_folder/carried.py`: config and tokenizer beside what is written, whatever the target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckpt
-from ckpt import registry
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32, DType
 

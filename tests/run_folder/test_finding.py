@@ -1,4 +1,4 @@
-"""`ckpt.run_folder.finding`: which step of a run a format takes, by a tag, a record or the names of steps."""
+"""`ckpt/run_folder/finding.py`: which step of a run a format takes, by a tag, a record or the names of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Files in a checkpoint's folder that no reader opened are named by inspect, check and convert."""
+"""`ckpt/run_folder/not_read.py`: files in a checkpoint's folder that no reader opened are named by inspect, check and
+convert.
+"""
 
 from __future__ import annotations
 

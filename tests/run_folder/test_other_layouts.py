@@ -1,4 +1,4 @@
-"""Folders that are of no format here: the message says what is there, and what to do.
+"""`ckpt/run_folder/opening.py`: folders that are of no format here: the message says what is there, and what to do.
 
 The names are those that the frameworks write: deepspeed 0.19.8 (runtime/engine.py, `_get_expert_ckpt_name`,
 `_get_optimizer_ckpt_name`, `_get_ckpt_name`), NeMo 2 (nemo/lightning/ckpt_utils.py), diffusers' training scripts,

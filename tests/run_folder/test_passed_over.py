@@ -1,4 +1,6 @@
-"""Of a run's checkpoints the newest is taken: an incomplete one is passed over aloud, a damaged one never."""
+"""`ckpt/run_folder/opening.py`, `steps.py`: of a run's checkpoints the newest is taken: an incomplete one is passed
+over aloud, a damaged one never.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A run that keeps float32 weights and computes in 16 bits is exported in what it computes in, and says so."""
+"""`ckpt/run_folder/precision.py`: a run that keeps float32 weights and computes in 16 bits is exported in what it
+computes in, and says so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A `checkpoint-N` of HF Trainer stays one, whatever it is converted to that holds an optimizer."""
+"""`ckpt/run_folder/carried.py`: a `checkpoint-N` of HF Trainer stays one, whatever it is converted to that holds an
+optimizer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`outputs/RUN/checkpoint-N`: the one run is taken and named, several are listed with the command for each."""
+"""`ckpt/run_folder/runs.py`: `outputs/RUN/checkpoint-N`: the one run is taken and named, several are listed with the
+command for each.
+"""
 
 from __future__ import annotations
 

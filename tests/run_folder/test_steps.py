@@ -1,4 +1,4 @@
-"""Folders of steps and the files that say which one is the latest."""
+"""`ckpt/run_folder/steps.py`: folders of steps and the files that say which one is the latest."""
 
 from __future__ import annotations
 

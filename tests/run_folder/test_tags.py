@@ -1,4 +1,6 @@
-"""A tag that names a step means one thing for every command: what the step's folder is, given by itself."""
+"""`ckpt/run_folder/steps.py`, `finding.py`: a tag that names a step means one thing for every command: what the step's
+folder is, given by itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Run folders that the released trainers left (fixtures/make_trl.py, make_axolotl.py), against the live trainers."""
+"""`ckpt/run_folder/opening.py`: run folders that the released trainers left (fixtures/make_trl.py, make_axolotl.py),
+against the live trainers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def assert_is_the_truth(path: str, kind: str, truth: Truth) -> None:
     expected = {key for key in truth.tensors if key[1] in roles and key[0] not in truth.ties}
     assert set(found.tensors) == expected and len(roles) >= 3
     for key, tensor in found.tensors.items():
-        if key in found.quantized:  # of 8 bits, see what is written of them
+        if key in found.quantized.methods:  # of 8 bits, see what is written of them
             continue
         assert content(tensor) == truth.tensors[key], key
 

@@ -1,4 +1,6 @@
-"""What an Adam of one framework leaves unrecorded, and an Adam of another cannot be loaded without."""
+"""`ckpt/state/adam.py`: what an Adam of one framework leaves unrecorded, and an Adam of another cannot be loaded
+without.
+"""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Obje
     """The server without faults, found by what AWS's own tools look at; libraries wait only a moment before a retry."""
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(objects, "_FIRST_WAIT", 0.001)
-    monkeypatch.setitem(objects._RETRIES["backoff"], "init_backoff", objects.timedelta(milliseconds=1))
-    monkeypatch.setitem(objects._RETRIES["backoff"], "max_backoff", objects.timedelta(milliseconds=10))
+    monkeypatch.setattr(objects, "FIRST_WAIT", 0.001)
+    monkeypatch.setitem(objects.RETRIES["backoff"], "init_backoff", objects.timedelta(milliseconds=1))
+    monkeypatch.setitem(objects.RETRIES["backoff"], "max_backoff", objects.timedelta(milliseconds=10))
     objects.store.cache_clear()
     server.faults = Faults()
     server.requests.clear()

@@ -1,4 +1,4 @@
-"""Azure's store, whose listing has ETags without the quotes that its headers have.
+"""`ckpt/stores/objects.py`: Azure's store, whose listing has ETags without the quotes that its headers have.
 
 The answers are in the form of Azurite's, Microsoft's own emulator (3.35), in which the product was tried by hand.
 """

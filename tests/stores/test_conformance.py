@@ -1,4 +1,6 @@
-"""The stores that ckpt brings, through the suite that it ships: `ckpt.stores.objects`."""
+"""`ckpt/testing/stores.py`, `ckpt/stores/objects.py`: the stores that ckpt brings, through the
+suite that it ships.
+"""
 
 from __future__ import annotations
 

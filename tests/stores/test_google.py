@@ -1,4 +1,5 @@
-"""Google's store by its XML API, in which obstore speaks to it, and which is S3's: moto's S3 server answers.
+"""`ckpt/stores/objects.py`: Google's store by its XML API, in which obstore speaks to it, and which is S3's: moto's S3
+server answers.
 
 What Google's own server does otherwise, its credentials among it, is not seen here.
 """

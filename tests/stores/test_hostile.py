@@ -1,4 +1,6 @@
-"""Stores and URLs that are not as they should be: `ckpt.stores.objects`, `places`, `standins`, and the command line."""
+"""`ckpt/stores/objects.py`, `places.py`, `standins.py`: stores and URLs that are not as they
+should be, and what the command line says of them.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,13 @@ def test_a_listing_that_never_ends_is_an_error(store: ObjectStore) -> None:
     with pytest.raises(StorageError, match="lists an object twice"):
         ckpt.open(url)
     done = command("inspect", url)
+    assert done.code == 7 and "lists an object twice" in done.err
+
+
+def test_a_destination_of_which_the_listing_never_ends_is_an_error(store: ObjectStore) -> None:
+    url = store.upload(RUN, "endless/out")
+    store.faults = Faults(never_ends=True)
+    done = command("convert", "zero3", "zero3", RUN, "-o", url)
     assert done.code == 7 and "lists an object twice" in done.err
 
 

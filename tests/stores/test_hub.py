@@ -1,4 +1,6 @@
-"""`hf://org/name`: a repository of the Hub is read without being downloaded."""
+"""`ckpt/run_folder/from_hub.py`, `ckpt/stores/places.py`: `hf://org/name`: a repository of the Hub is read without
+being downloaded.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
             "HUGGINGFACE_CO_URL_TEMPLATE",
             running.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
         )
-        monkeypatch.setattr(objects, "_FIRST_WAIT", 0.001)
+        monkeypatch.setattr(objects, "FIRST_WAIT", 0.001)
         objects.store.cache_clear()
         yield running
         objects.store.cache_clear()
@@ -81,7 +83,7 @@ def test_a_hub_that_says_nothing_is_not_waited_for_for_ever(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, silent: str
 ) -> None:
     monkeypatch.setattr(objects, "_SILENCE", 0.05)
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
     files = {"model.safetensors": File(b"\0" * 100, False)}
     hub.repos["org/name"], hub.silent = Repo(False, {"main": files}), silent
     with pytest.raises(StorageError, match=r"the store could not be used\n.*hf://org/name"):
@@ -93,11 +95,12 @@ def test_a_push_to_a_hub_that_says_nothing_ends(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, silent: str
 ) -> None:
     monkeypatch.setattr(push, "_SILENCE", 0.2)
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
-    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
     hub.silent = silent
     with pytest.raises(StorageError, match=r"did not come to its end[^$]*ckpt push .* goes on"):
-        push.push(tmp_path, push.Push("me/model"))
+        push.push(tmp_path / "model", push.Push("me/model"))
     hub.silent = None
     hub.ended.set()
-    assert push.push(tmp_path, push.Push("me/model")).num_files == 1
+    assert push.push(tmp_path / "model", push.Push("me/model")).num_files == 1

@@ -1,4 +1,6 @@
-"""What is in a store goes to the Hub without a copy on the disk; an adapter is merged into a store."""
+"""`ckpt/hub/push.py`, `ckpt/lora/merge.py`: what is in a store goes to the Hub without a copy on the disk; an adapter
+is merged into a store.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets in a store: they come as what is written locally, or nothing of them does."""
+"""`ckpt/stores/upload.py`: targets in a store: they come as what is written locally, or nothing of them does."""
 
 from __future__ import annotations
 

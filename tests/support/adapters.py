@@ -1,12 +1,47 @@
-"""Adapters that PEFT saves, and the weights of a folder."""
+"""Bases and adapters that transformers and PEFT save, their merges by PEFT and by us, and the weights of a folder."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+
+from ckpt.lora import find as adapters
+from ckpt.lora import merge as lora
+from train.config import Config
+from train.models import build_model
+
+#: The title of the table that is printed after the tests.
+TABLE = "merged LoRA tensors that equal peft's merge_and_unload, bit for bit"
+Tables = dict[str, dict[str, dict[str, str]]]
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the layers of an architecture are called."""
+
+    linear: list[str]
+    embedding: str
+    head: str = "lm_head"
+
+
+LLAMA = Names(["q_proj", "o_proj", "up_proj", "down_proj"], "embed_tokens")
+ATTENTION = Names(["q_proj", "o_proj"], "embed_tokens")
+MODELS = {
+    "llama": LLAMA,
+    "gpt2": Names(["c_attn", "c_proj", "c_fc"], "wte"),
+    "qwen2": LLAMA,
+    "qwen3_moe": ATTENTION,
+    "gpt_oss": ATTENTION,
+}
+MOE = ("qwen3_moe", "gpt_oss")
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def load_base(folder: Path) -> Any:
@@ -37,3 +72,42 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
+
+
+def save_base(model: str, dtype: torch.dtype, folder: Path) -> Path:
+    """A tiny model as transformers saves it."""
+    built: Any = build_model(Config(model=model)).to(dtype)
+    built.config.dtype = dtype
+    built.save_pretrained(folder)
+    return folder
+
+
+def merge_by_peft(base: Path, saved: list[Path], folder: Path) -> None:
+    """The adapters, one after the other."""
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(load_base(base), saved[0], adapter_name="0")
+    for number, path in enumerate(saved[1:], start=1):
+        model.load_adapter(path, adapter_name=str(number))
+    model.merge_and_unload(adapter_names=[str(number) for number in range(len(saved))]).save_pretrained(folder)
+
+
+def merge(saved: list[Path], base: Path, output: Path) -> None:
+    found = [adapters.open_adapter(str(path)) for path in saved]
+    lora.plan(found, adapters.open_base(found[0], str(base))).run(output)
+
+
+def compare(expected: Path, merged: Path, base: Path) -> tuple[int, int, int]:
+    """How many of the expected tensors are equal, how many there are, and how many differ from the base's."""
+    theirs, ours, before = weights(expected), weights(merged), weights(base)
+    assert ours.keys() == theirs.keys()
+    changed = sum(name not in before or not same(theirs[name], before[name]) for name in theirs)
+    return sum(same(theirs[name], ours[name]) for name in theirs), len(theirs), changed
+
+
+def edited(adapter: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of the adapter with another config."""
+    shutil.copytree(adapter, folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder

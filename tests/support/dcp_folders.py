@@ -10,6 +10,9 @@ from typing import Any
 from ckpt.move.run import execute
 from ckpt.plan.checkpoint import Checkpoint, Layout, ReadRequest
 from ckpt.plan.planner import make_plan
+from ckpt.plan.tensors import Tensor
+from ckpt.verify.compare import Reader
+from ckpt.verify.compare import check_replicas as compare_replicas
 from converters.pytorch.dcp import DCP
 
 
@@ -53,3 +56,8 @@ def edit(step: Path, change: Callable[[Any], None]) -> None:
     metadata = pickle.loads((step / ".metadata").read_bytes())
     change(metadata)
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def check_replicas(tensor: Tensor) -> None:
+    with Reader() as reader:
+        compare_replicas(tensor, reader)

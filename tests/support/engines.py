@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+from tests.support.kept import made
 from tests.support.places import REPOSITORY
 from train.config import ARCHITECTURES
 
@@ -69,14 +70,19 @@ def launch(jobs: list[dict[str, Any]], world_size: int, folder: Path, module: st
 def launch_in_turn(starts: Iterable[tuple[int, list[dict[str, Any]]]], folder: Path, module: str = "train") -> None:
     """`launch` of several numbers of processes and their jobs, one after the other.
 
-    All are forked from one process that has imported the engines.
+    All are forked from one process that has imported the engines.  What they save is kept (`tests.support.kept`).
     """
+    texts = [(world_size, "".join(json.dumps(job) + "\n" for job in jobs)) for world_size, jobs in starts]
+    made(folder, (module,), repr(texts), lambda: _launch(texts, folder, module))
+
+
+def _launch(texts: list[tuple[int, str]], folder: Path, module: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     words, runs = "", []
-    for number, (world_size, jobs) in enumerate(starts):
+    for number, (world_size, text) in enumerate(texts):
         file = folder / f"jobs-{number}-on-{world_size}.jsonl"
-        file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
-        words += file.read_text()
+        file.write_text(text)
+        words += text
         own = ["train.__main__", ["--jobs", str(file)]] if module == "train" else [module, [str(file)]]
         runs.append((world_size, *own))
     preload = [module for pattern, module in PRELOADED.items() if re.search(pattern, words)]

@@ -3,9 +3,15 @@
 from pathlib import Path
 
 from tests.support.engines import fork
+from tests.support.kept import made
 
 
 def run_ranks(kind: str, num_ranks: int, folder: Path) -> None:
     """All ranks of one run, to the end.  AssertionError with its output where one fails."""
-    folder.mkdir(parents=True, exist_ok=True)
-    fork([(num_ranks, "tests.support.fsdp_worker", [kind, str(folder)])], timeout=300)
+    module = "tests.support.fsdp_worker"
+
+    def make() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        fork([(num_ranks, module, [kind, str(folder)])], timeout=300)
+
+    made(folder, (module,), f"{num_ranks} {kind}", make)

@@ -19,6 +19,7 @@ from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.plan.planner import check_source
 from tests.support.describing import content
 from tests.support.engines import Truth
+from tests.support.kept import made
 from tests.support.places import REPOSITORY
 
 RANKS = 4
@@ -170,9 +171,14 @@ def without_padding(found: Truth) -> dict[tuple[str, str], tuple[str, tuple[int,
 
 def launch(jobs: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Run jobs of `tests.support.megatron_worker` in one process group.  AssertionError with its output if it fails."""
+    text = "".join(json.dumps(job) + "\n" for job in jobs)
+    made(folder, ("tests.support.megatron_worker",), f"{RANKS}\n{text}", lambda: _launch(text, folder))
+
+
+def _launch(jobs: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "jobs.jsonl"
-    file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+    file.write_text(jobs)
     command = [sys.executable, "-m", "tests.support.megatron_worker", str(file), str(RANKS)]
     # Compiling its small fused functions takes longer than all that they do here.
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}

@@ -1,6 +1,7 @@
-"""Packages outside bring a format and a store: installed by pip in an environment of their own, used, and tested.
+"""`ckpt/registry.py`, `ckpt/testing/conformance.py`: packages outside bring a format and a store: installed by pip in
+an environment of their own, used, and tested.
 
-Tests `ckpt.registry`, `ckpt.base.entries` and `ckpt.testing`.
+Tests `ckpt.plan.registry`, `ckpt.base.entries` and `ckpt.testing`.
 """
 
 from __future__ import annotations

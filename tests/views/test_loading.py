@@ -1,4 +1,4 @@
-"""`ckpt.load_into` against the live engine's truth and against `from_pretrained`."""
+"""`ckpt/views/loading.py`: `ckpt.load_into` against the live engine's truth and against `from_pretrained`."""
 
 from __future__ import annotations
 

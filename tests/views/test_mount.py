@@ -1,4 +1,6 @@
-"""`ckpt mount`: a folder of another format that is read and not written.  What takes FUSE is skipped without it."""
+"""`ckpt/views/mount.py`: `ckpt mount`: a folder of another format that is read and not written. What takes FUSE is
+skipped without it.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,10 @@ from ckpt.plan.checkpoint import WEIGHT, Layout
 from ckpt.testing.conformance import digests
 from ckpt.views import mount
 from tests.support.engines import Truth, raw
+from tests.support.mounting import no_fuse, unmount
 from tests.support.places import REPOSITORY
 
 ZERO3 = REPOSITORY / "fixtures" / "moe-zero3"
-
-
-def no_fuse() -> str:
-    """Why nothing can be mounted here; nothing where it can."""
-    try:
-        mount.library()
-    except NotFoundError as error:
-        return f"{error.what} ({error.hint})"
-    if os.geteuid() and not shutil.which("fusermount3") and not shutil.which("fusermount"):
-        return "there is no fusermount"
-    return ""
 
 
 needs_fuse = pytest.mark.skipif(bool(no_fuse()), reason=no_fuse() or "FUSE is here")
@@ -46,16 +38,6 @@ def command(*words: object, folder: Path | None = None) -> subprocess.CompletedP
     return subprocess.run(
         [sys.executable, "-m", "ckpt", *map(str, words)], cwd=folder, capture_output=True, text=True, env=env
     )
-
-
-def unmount(view: Path) -> None:
-    """`fusermount3 -u`, and at once where there is none."""
-    for words in (["fusermount3", "-u"], ["fusermount", "-u"], ["umount"]):
-        if shutil.which(words[0]):
-            subprocess.run([*words, str(view)], check=True)
-            break
-    while os.path.ismount(view):
-        time.sleep(0.05)
 
 
 # -- with FUSE ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""`ckpt.StorageReader`: what torch's `dcp.load` gets of checkpoints of any format, against what live engines held."""
+"""`ckpt/views/storage_reader.py`, `state_keys.py`: what torch's `dcp.load` gets of checkpoints of any format, against
+what live engines held.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from ckpt.move.reading import read_box, read_box_into
 from ckpt.plan.checkpoint import BUFFER, MASTER, TRANSFORMERS, WEIGHT, Layout
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
-from ckpt.state.naming import plain_states, to_namespace
+from ckpt.state.naming import to_namespace
 from ckpt.views import storage_reader
 from ckpt.views.lazy import LazyTensor
 from tests.support.engines import Truth, launch, raw
@@ -90,7 +92,7 @@ def emptied(value: Any) -> Any:
 def test_it_gives_what_torch_reads_of_the_converted_folder(name: str, tmp_path: Path) -> None:
     """All there is: model, optimizer, param groups, training state, each leaf."""
     checkpoint = ckpt.open(FIXTURES / name)
-    plain = plain_states(checkpoint) if checkpoint.quantized else checkpoint
+    plain = checkpoint.with_plain_states() if checkpoint.quantized.methods else checkpoint
     ckpt.plan(plain, "dcp", Layout(world_size=2)).run(tmp_path / "out")
     folders = {path.parent for path in (tmp_path / "out").rglob(".metadata")}
     expected: dict[str, Any] = {}

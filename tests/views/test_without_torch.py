@@ -1,4 +1,4 @@
-"""What Python shows of `ckpt` where torch is not installed: `ckpt`, `ckpt.views.without_torch`."""
+"""`ckpt/views/without_torch.py`: what Python shows of `ckpt` where torch is not installed."""
 
 from __future__ import annotations
 

@@ -22,10 +22,11 @@ from typing import Any
 from ckpt.base.errors import CkptError
 from ckpt.containers.sources import RankFile
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
-from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target, TrainingState
+from ckpt.plan.checkpoint import Checkpoint, Format, Layout, QuantizedStates, ReadRequest, Target, TrainingState
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.steps import LATEST
+from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, OPTIMIZER_FILE, PIPELINE, UNIVERSAL_INFO
 from converters.deepspeed.pipeline.args import attributes, current
 from converters.deepspeed.pipeline.read import (
@@ -96,7 +97,7 @@ class MegatronDeepSpeed(Format):
             files=reading.sources.files,
             framework=f"deepspeed {version}" if version else "deepspeed",
             tag=path.name,
-            own_module_order=reading.own_module_order,
+            facts=DeepSpeedFacts(reading.own_module_order),
             world_size=len(slices) * dp if isinstance(dp, int) else None,
             namespace=NAMESPACE,
             ties={OUTPUT: EMBEDDING} if reading.layers.tied else {},
@@ -104,16 +105,15 @@ class MegatronDeepSpeed(Format):
                 "deepspeed",
                 _entries(reading, slices, optimizer, config),
                 step=step if isinstance(step, int) else None,
-                param_groups=reading.param_groups(),
-                scalars=reading.others.scalars,
                 engine_version=version,
+                **reading.states.recorded(),
             ),
             config=config,
             folders=tuple(str(p) for p in folders if p.is_dir()),
             notes=(*reading.notes, *reading.sources.notes),
-            computed=reading.others.computed,
-            quantized=reading.others.quantized,
-            unread=reading.others.unread.sentences,
+            computed=reading.states.computed,
+            quantized=QuantizedStates(reading.states.quantized),
+            unread=reading.states.left_out(),
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:

@@ -24,16 +24,14 @@ from converters.deepspeed.partitions import FlatGroup, InFlatGroup
 from converters.deepspeed.parts import Joined, RankPart
 from converters.deepspeed.pipeline.args import attributes
 from converters.deepspeed.rank_files import (
-    check_same,
-    check_same_options,
+    base_groups,
     expect_groups,
     flat_extent,
-    hyperparameters,
     inner_file,
     parameter_starts,
     partition_size,
 )
-from converters.deepspeed.states import Others, flat_group_states
+from converters.deepspeed.states import flat_group_states
 from converters.names.megatron.layers import Layers, is_neox, is_recomputed, is_tied
 from converters.names.megatron.model.spelling import registered
 from converters.names.megatron.model.splits import (
@@ -45,6 +43,8 @@ from converters.names.megatron.model.splits import (
     rank_boxes,
     second_linear,
 )
+from converters.optimizers.ranks import check_same, check_same_options
+from converters.optimizers.states import OptimizerStates
 
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_states\.pt")
 _OLDEST_ORDER = 2.0
@@ -147,7 +147,7 @@ class PipelineReading:
     recomputed: dict[int, dict[str, StoredTensor]] = field(default_factory=dict)
     dp: int = 1
     stages: dict[int, int] = field(default_factory=dict)  # of layers
-    others: Others = field(default_factory=Others)
+    states: OptimizerStates = field(default_factory=OptimizerStates)
 
     def load(self, path: str, rank: int) -> RankFile:
         return self.sources.of_rank(path, rank, "file of DeepSpeed")
@@ -158,11 +158,6 @@ class PipelineReading:
     def tensors(self) -> dict[Key, Tensor]:
         """A tensor for every name and role, in the model's order; a part that several ranks hold has replicas."""
         return {key: self._tensor(*key) for key in sorted(self.held, key=lambda key: registered(key[0]))}
-
-    def param_groups(self) -> tuple[ParamGroup, ...]:
-        """The groups, each with its parameters in the order of the model."""
-        groups = [self.groups[key] for key in self.group_order]
-        return tuple(ParamGroup(tuple(sorted(fqns, key=registered)), options) for fqns, options in groups)
 
     def _tensor(self, fqn: str, role: str) -> Tensor:
         tp = self.folder.tp
@@ -420,6 +415,8 @@ def read_partitions(reading: PipelineReading, slices: Sequence[RankFile]) -> Ran
         _read_slice(reading, slice_file, inners)
         first = first or inners[0]
     reading.sources.check_distinct((rank, folder.partitions[rank, number]) for rank, number in expected)
+    groups = (reading.groups[key] for key in reading.group_order)  # each in the order of the model
+    reading.states.groups = tuple(ParamGroup(tuple(sorted(fqns, key=registered)), some) for fqns, some in groups)
     return first
 
 
@@ -435,7 +432,7 @@ def _read_slice(reading: PipelineReading, file: RankFile, inners: list[RankFile]
     groups = param_shapes(file)
     expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
     _check_partitions(inners)
-    options = hyperparameters(inners[0].content.get("base_optimizer_state"))
+    options = [group.options for group in base_groups(inners[0])]
     keys: list[_GroupKey] = []
     for number, shapes in enumerate(groups):
         partition = partition_size(inners, number)
@@ -460,7 +457,7 @@ def _read_slice(reading: PipelineReading, file: RankFile, inners: list[RankFile]
                 source = states.in_blocks(InFlatGroup(FlatGroup(extents, partition), starts[name]), role)
                 held = _HeldPart(file.rank, tp, split, extents[0].dtype, shape, source)
                 reading.held.setdefault((fqn, role), []).append(held)
-        reading.others.add(states, fqns, file)
+        states.add_to(reading.states, fqns, file)
         _check_parameter_order(
             reading, before_dealing(list(shapes), len(inners)) if is_dealt(file, inners[0]) else shapes
         )
@@ -502,7 +499,7 @@ def _check_partitions(inners: Sequence[RankFile]) -> None:
                 expected=f"{len(inners)} data parallel ranks",
                 found=", ".join(map(str, counts)),
             )
-    check_same_options(inners)
+    check_same_options([(inner, base_groups(inner)) for inner in inners])
 
 
 def _check_shape(reading: PipelineReading, file: RankFile, fqn: str, shape: Shape) -> None:

@@ -24,6 +24,7 @@ from ckpt.plan.precision import Choice
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
 from converters.deepspeed import model as zero_model
+from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.keys import MODEL_STATE, OPTIMIZER_STATE, PIPELINE, UNIVERSAL_INFO
 from converters.deepspeed.model import DeepSpeedModel
 from converters.deepspeed.pipeline.args import namespace, of_neox, recorded
@@ -256,7 +257,7 @@ def _data_parallel_size(checkpoint: Checkpoint, grid: Grid, layout: Layout) -> i
 
 
 def _check(pipeline: _Pipeline, args: Mapping[str, Any]) -> None:
-    if pipeline.has_optimizer and pipeline.checkpoint.own_module_order and pipeline.model.is_deepspeed:
+    if pipeline.has_optimizer and pipeline.checkpoint.facts_of(DeepSpeedFacts).own_module_order:
         raise LossError(
             f"{OTHER_ORDER}, and partitions are cut from parameters in their order",
             path=pipeline.checkpoint.path,

@@ -379,7 +379,7 @@ def _note_state(stored: _SavedState, found: Optimizers, key: str, name: TensorKe
         number = tensor.number if isinstance(tensor, FoundTensor) else tensor
         if not isinstance(number, int | float):
             raise stored.strange(key, "a tensor or a number")
-        found.note_scalar(state, [name.name], number, stored.metadata.path)
+        found.states.agree([name.name], state, number, path=stored.metadata.path)
         return
     if tensor.entry.dtype not in (FLOAT32, BFLOAT16):
         raise NotFoundError(

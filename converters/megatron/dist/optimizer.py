@@ -30,14 +30,13 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.containers.dcp.tensors import Placed
-from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import opened, read_up_to
 from ckpt.plan.assemble import whole_copies
 from ckpt.plan.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, Key, Layout, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.tensors import Box, Extent
-from converters.megatron.buffers import ALIGNMENT, bucket_sizes, by_buffer, find_buffer
+from converters.megatron.buffers import ALIGNMENT, bucket_sizes, by_buffer, find_buffer, gathered
 from converters.megatron.chunks import ChunkTensor, MegatronModel, describe_model
 from converters.megatron.dist.keys import MASTERS
 from converters.megatron.dist.read import DistReading, flat_pieces
@@ -243,20 +242,9 @@ def _gathered(reading: DistReading) -> Iterator[tuple[_Name, _StoredBuffer]]:
         match = _OBJECT.fullmatch(key)
         if match is None or match["what"] != "param_state":
             continue
-        for buffers in values.values():
-            if not isinstance(buffers, Mapping) or not buffers.get("buckets_coalesced"):
-                raise CorruptError("this is no distributed optimizer's state", path=reading.folder, fqn=key)
-            for number, by_dtype in buffers.items():
-                if type(number) is not int:
-                    continue
-                tensors: Any = next(iter(by_dtype.values()), {}) if isinstance(by_dtype, Mapping) else {}
-                states = {
-                    str(state): [(Box((0,), value.shape), value.extent)]
-                    for state, value in (tensors.items() if isinstance(tensors, Mapping) else ())
-                    if isinstance(value, StoredTensor) and len(value.shape) == 1
-                }
-                if not states:
-                    raise CorruptError("a buffer of the distributed optimizer is empty", path=reading.folder, fqn=key)
+        for state in values.values():
+            for number, flat in gathered(state, path=reading.folder, fqn=key).items():
+                states = {name: [(Box((0,), extent.shape), extent)] for name, extent in flat.items()}
                 yield (int(match["number"] or 0), int(match["group"]), number), _StoredBuffer(False, {0: states})
 
 

@@ -1,6 +1,6 @@
 """The tables of model types: what their `save_pretrained` writes, as transformers 5.23 does (`modeling_*.py`).
 
-`tests/names/test_hub_tables.py` holds each against models that transformers builds and saves.
+`tests/names/test_tables.py` holds each against models that transformers builds and saves.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt import registry
 from ckpt.containers.sources import Sources
 from ckpt.containers.weights import parse_index, read_weights, weight_files
 from ckpt.errors import LossError, UsageError
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.options import option

@@ -1,0 +1,189 @@
+"""`adapter_config.json`, in which PEFT says what a LoRA adapter is and how it is merged.
+
+Facts from peft 0.21.2 (`tuners/lora/config.py`, `tuners/lora/layer.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from ckpt.base.errors import CorruptError, NotFoundError, UsageError
+from ckpt.move.files import confined
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.run_folder.companions import read_object
+
+CONFIG = "adapter_config.json"
+#: No rank and no alpha comes near, and it is a float.
+_TOO_LARGE = 1 << 64
+#: Options of LoraConfig under which a merge is something else than W + BA.  For each, what it is called.
+_VARIANTS = {
+    "arrow_config": "Arrow, which routes each token",
+    "alora_invocation_tokens": "activated LoRA, which no merged model can express",
+    "use_qalora": "QA-LoRA",
+    "layer_replication": "layer replication, which PEFT does not merge either",
+    "megatron_config": "LoRA over Megatron's parallel layers",
+}
+#: Inits that PEFT runs again when it loads the adapter, and that change the base weights: at random, or by data.
+_MUTATING_INITS = ("pissa_niter_", "corda", "loftq", "lora_ga")
+#: Options and inits under which PEFT itself merges, layer by layer (`ckpt.lora.layer`): block-diagonal LoRA, VeLoRA,
+#: MonteCLoRA, KaSA, and inits that are made of the base weight.
+OF_PEFT = ("use_bdlora", "velora_config", "monteclora_config", "kasa_config")
+_INITS_OF_PEFT = ("pissa", "olora", "mica")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What a merge needs of `adapter_config.json`; `raw` is all of it."""
+
+    path: str
+    raw: Mapping[str, Any]
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    use_rslora: bool
+    use_dora: bool
+    fan_in_fan_out: bool
+    bias: str
+    target_parameters: tuple[str, ...]
+    saved: tuple[str, ...]
+    token_indices: Mapping[str, list[int]] | list[int] | None
+    base: str | None
+    revision: str | None
+
+    def rank_of(self, key: str) -> int:
+        """The rank of module (or targeted parameter) `key`."""
+        return self.rank_pattern.get(self._pattern(self.rank_pattern, key), self.rank)
+
+    def scaling(self, key: str) -> float:
+        """alpha / r, or alpha / sqrt(r) with rsLoRA, of the patterns' r and alpha."""
+        rank = self.rank_of(key)
+        alpha = self.alpha_pattern.get(self._pattern(self.alpha_pattern, key), self.alpha)
+        return alpha / sqrt(rank) if self.use_rslora else alpha / rank
+
+    @property
+    def is_of_peft(self) -> bool:
+        """Whether PEFT itself merges it, as its arithmetic is not W + BA of the base as it is."""
+        return any(map(self.raw.get, OF_PEFT)) or self.raw.get("init_lora_weights") in _INITS_OF_PEFT
+
+    def _pattern(self, patterns: Iterable[str], key: str) -> str:
+        """The first pattern that matches the end of `key` (peft `get_pattern_key`)."""
+        for pattern in patterns:
+            try:
+                if re.match(rf"(.*\.)?({pattern})$", key):
+                    return pattern
+            except re.error as error:
+                raise CorruptError(
+                    "a pattern of the adapter's config is no regular expression", path=self.path, found=repr(pattern)
+                ) from error
+        return key
+
+    def targets_parameter(self, fqn: str) -> bool:
+        """Whether `target_parameters` names the parameter `fqn` (peft `_inject_parameters`)."""
+        return any(fqn == target or fqn.endswith(f".{target}") for target in self.target_parameters)
+
+
+def find_config(folders: Iterable[str | Path]) -> Path | None:
+    """`adapter_config.json` of the nearest folder that has one."""
+    for folder in map(Path, folders):
+        if (folder / CONFIG).exists():
+            return confined(folder, CONFIG)
+    return None
+
+
+def config_path(checkpoint: Checkpoint, folder: Path | None = None) -> Path:
+    """`adapter_config.json` of the adapter in `checkpoint`: in `folder`, or in its own ones; NotFoundError without."""
+    path = find_config([*filter(None, [folder]), *checkpoint.folders])
+    if path is not None:
+        return path
+    raise NotFoundError(
+        f"there is no {CONFIG}, and the weights do not tell alpha or the adapter's other options",
+        path=checkpoint.path,
+        hint="give the folder that has it with --config",
+    )
+
+
+def read_config(path: Path) -> AdapterConfig:
+    """The config of a LoRA adapter.  UsageError names the feature that cannot be merged."""
+    return parse_config(read_object(path, "the adapter's config"), path)
+
+
+def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
+    """Same as `read_config`, for a config that was read; `path` is for messages."""
+    if raw.get("peft_type") != "LORA":
+        raise UsageError("only LoRA adapters are merged", path=path, found=f"peft_type {raw.get('peft_type')!r}")
+    for key, what in _VARIANTS.items():
+        if raw.get(key):
+            raise UsageError(f"this adapter is not merged: it uses {what}", path=path, found=f"{key}: {raw[key]!r}")
+    init = raw.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_MUTATING_INITS):
+        raise UsageError(
+            "this adapter is not merged: its init takes part of the base weights into the adapter",
+            path=path,
+            found=f"init_lora_weights: {init!r}",
+            hint="convert it with PEFT: save_pretrained(path_initial_model_for_weight_conversion=...)",
+        )
+    fields = _Fields(raw, path)
+    return AdapterConfig(
+        path=str(path),
+        raw=raw,
+        rank=fields.get("r", int, 8),
+        alpha=fields.number("lora_alpha", 8),
+        rank_pattern=fields.pattern("rank_pattern"),
+        alpha_pattern=fields.pattern("alpha_pattern"),
+        use_rslora=fields.get("use_rslora", bool, False),
+        use_dora=fields.get("use_dora", bool, False),
+        fan_in_fan_out=fields.get("fan_in_fan_out", bool, False),
+        bias=fields.get("bias", str, "none"),
+        target_parameters=tuple(fields.strings("target_parameters")),
+        saved=tuple(fields.strings("modules_to_save")),
+        token_indices=raw.get("trainable_token_indices"),
+        base=fields.get("base_model_name_or_path", str, None) or None,
+        revision=fields.get("revision", str, None) or None,
+    )
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Fields of a config that somebody else wrote, with their types checked."""
+
+    raw: Mapping[str, Any]
+    path: Path
+
+    def get(self, name: str, kind: type, default: Any) -> Any:
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        no_count = kind is int and isinstance(value, int) and (isinstance(value, bool) or value < 1)
+        if not isinstance(value, kind) or no_count:
+            raise self._fault(name, kind.__name__, value)
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.raw.get(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < _TOO_LARGE:
+            raise self._fault(name, "a number", value)
+        return value
+
+    def pattern(self, name: str) -> dict[str, Any]:
+        value: dict[str, Any] = self.get(name, dict, {})
+        for number in value.values():
+            if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < _TOO_LARGE:
+                raise self._fault(name, "numbers above zero", number)
+        return dict(value)
+
+    def strings(self, name: str) -> Iterator[str]:
+        for value in self.get(name, list, []):
+            if not isinstance(value, str):
+                raise self._fault(name, "a list of names", value)
+            yield value
+
+    def _fault(self, name: str, expected: str, value: object) -> CorruptError:
+        return CorruptError(
+            f"{name} of the adapter's config is wrong", path=self.path, expected=expected, found=repr(value)
+        )

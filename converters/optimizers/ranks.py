@@ -1,0 +1,72 @@
+"""What ranks say of one run, each in a file of its own: all files must be of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt.base.errors import CorruptError
+from ckpt.containers.sources import RankFile
+from ckpt.containers.torchfile.scalars import number_state
+from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.plan.checkpoint import ParamGroup
+
+#: Files that a message lists at most.
+_SHOWN = 16
+
+
+def check_same(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None = None) -> None:
+    """Raise CorruptError, with which file says what, unless all say the same."""
+    values: list[tuple[Any, list[RankFile]]] = []
+    for file, value in said:
+        held = next((files for known, files in values if known == value), None)
+        if held is None:
+            values.append((value, [file]))
+        else:
+            held.append(file)
+    if len(values) <= 1:
+        return
+    common, most = max(values, key=lambda pair: len(pair[1]))
+    odd = next(files[0] for value, files in values if value != common)
+
+    def listed(value: Any, files: Sequence[RankFile]) -> str:
+        more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+        return f"{name} {value} in {', '.join(Path(file.path).name for file in files[:_SHOWN])}{more}"
+
+    raise CorruptError(
+        "ranks of different steps in one folder",
+        **odd.where,
+        fqn=fqn,
+        expected=f"{name} {common}, as in {len(most)} of {len(said)} files",
+        found="; ".join(listed(*pair) for pair in values),
+    )
+
+
+def check_same_options(ranks: Sequence[tuple[RankFile, Sequence[ParamGroup]]]) -> None:
+    """Raise CorruptError where ranks have different hyperparameters, which a schedule moves from step to step."""
+    every = [(file, _plain_options(groups)) for file, groups in ranks]
+    for name in every[0][1]:
+        check_same(name, [(file, options.get(name)) for file, options in every])
+
+
+def _plain_options(groups: Sequence[ParamGroup]) -> dict[str, Any]:
+    """Hyperparameters that are plain values (a tensor `lr` is an extent, which says nothing about its value)."""
+    return {
+        f"{name} of group {number}": value
+        for number, group in enumerate(groups)
+        for name, value in group.options.items()
+        if isinstance(value, int | float | str | tuple)
+    }
+
+
+def different_numbers(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None = None) -> list[Any]:
+    """The numbers that ranks have for an optimizer state, each once: only of steps they must all have the same."""
+    numbers = [(f, number_state(name, v.extent) if isinstance(v, StoredTensor) else v) for f, v in said]
+    if name.endswith("step"):
+        check_same(name, numbers, fqn)
+    found: list[Any] = []
+    for _, number in numbers:
+        if number not in found:
+            found.append(number)
+    return found

@@ -1,0 +1,213 @@
+"""An optimizer's state dict, which is taken apart and then given the names of its parameters.  It has three spellings.
+
+    nested    {"state": {fqn: {...}}, "param_groups": [{..., "params": [fqn]}]}      get_optimizer_state_dict, FSDP
+    flat      {"state.<fqn>.exp_avg": ..., "param_groups.<fqn>.lr": ...}             flatten_optimizer_state_dict=True
+    numbered  {"state": {0: {...}}, "param_groups": [{..., "params": [0]}]}          optimizer.state_dict()
+
+Names of numbers are recorded beside them (`param_names`, since torch 2.6, by optimizers of named parameters), or known
+to the format, or proved by shapes.
+
+After torch 2.13: optim/optimizer.py (`state_dict`), distributed/fsdp/_optim_utils.py, and
+distributed/checkpoint/state_dict.py (`_unflatten_optim_state_dict`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from ckpt.base.errors import CorruptError
+from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.plan.checkpoint import ParamGroup
+from ckpt.plan.tensors import Shape
+from ckpt.state.numbered import names_by_shapes
+from ckpt.state.wrapped import clean_names
+from converters.quantized.states import Quantized, understood
+
+STATE, GROUPS, MEMBERS, NAMES = "state", "param_groups", "params", "param_names"
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer's states and param groups by what a file calls parameters: their fqns, or numbers.
+
+    `left` is what the state dict has beside these.
+    """
+
+    states: Mapping[Any, Mapping[str, Any]]
+    groups: tuple[ParamGroup, ...]
+    left: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def members(self) -> list[Any]:
+        return [key for group in self.groups for key in group.fqns]
+
+    def without_names(self) -> tuple[ParamGroup, ...]:
+        """The groups without what they record of names."""
+        options = [{name: value for name, value in group.options.items() if name != NAMES} for group in self.groups]
+        return tuple(ParamGroup(g.fqns, some) for g, some in zip(self.groups, options, strict=True))
+
+    def check_members(self, path: str) -> None:
+        """Raise CorruptError where there are states of a parameter that no group has."""
+        if strangers := self.states.keys() - set(self.members):
+            raise CorruptError(
+                "the optimizer has states of a parameter that is in no param group",
+                path=path,
+                fqn=min(map(str, strangers)),
+            )
+
+    def check_known(self, fqns: Collection[str], path: str) -> None:
+        """Raise CorruptError where a parameter is none of the model's, which are called `fqns`."""
+        if strangers := {*self.members, *self.states}.difference(fqns):
+            what = "the optimizer has a parameter that the model does not have"
+            raise CorruptError(what, path=path, fqn=min(strangers))
+
+    def names(
+        self, given: Sequence[str] | None = None, proof: Mapping[str, Shape] | None = None
+    ) -> dict[Any, str] | None:
+        """The fqn of each parameter; None where they are numbered and nothing tells which is which.
+
+        `given` are the fqns by number, for a single param group; `proof` has the shapes of the model's parameters, in
+        the order in which it registers them.
+        """
+        members = self.members
+        if all(isinstance(key, str) for key in (*members, *self.states)):
+            return {key: key for key in (*members, *self.states)}
+        recorded = [group.options.get(NAMES) for group in self.groups]
+        found: Sequence[Sequence[str]] | None = None
+        if recorded and all(isinstance(names, list) for names in recorded):
+            found = [[str(name) for name in names] for names in recorded if names is not None]
+        elif given is not None and len(self.groups) == 1 and members == list(range(len(given))):
+            found = [given]
+        elif proof is not None:
+            shapes = [[_shape(self.states.get(key, {})) for key in group.fqns] for group in self.groups]
+            found = self._single_parameters(shapes, proof) or names_by_shapes(proof, shapes)
+        fqns = [fqn for names in found or () for fqn in names]
+        return None if found is None or len(fqns) != len(members) else dict(zip(members, fqns, strict=True))
+
+    def _single_parameters(
+        self, shapes: Sequence[Sequence[Shape | None]], parameters: Mapping[str, Shape]
+    ) -> list[tuple[str, ...]] | None:
+        """What groups of one parameter each are called (Adam-mini's), if these are parameters of as many elements."""
+        names = [name for g in self.groups if isinstance(name := g.options.get("name"), str) and name in parameters]
+        if len(set(names)) < len(self.groups) or any(len(held) != 1 for held in shapes):
+            return None
+        own = [parameters[name] for name in names]
+        fit = all(prod(held or shape) == prod(shape) for shape, (held,) in zip(own, shapes, strict=True))
+        return [(name,) for name in names] if fit else None
+
+    def named(self, names: Mapping[Any, str]) -> Optimizer:
+        """The parameters that `names` has, by their names."""
+        groups = (replace(g, fqns=tuple(names[key] for key in g.fqns if key in names)) for g in self.groups)
+        states = {names[key]: values for key, values in self.states.items() if key in names}
+        return replace(self, states=states, groups=tuple(groups))
+
+
+def is_optimizer(node: Any, *, is_called_so: bool = False) -> bool:
+    """Whether this is an optimizer's state dict: it has param groups, or states where it `is_called_so`."""
+    if not isinstance(node, Mapping):
+        return False
+    spelled = {key.partition(".")[0] for key in node if isinstance(key, str) and "." in key}
+    if isinstance(node.get(GROUPS), list) or GROUPS in spelled:
+        return True
+    return is_called_so and (STATE in spelled or STATE in node)
+
+
+def groups_of(node: Any, path: str) -> tuple[ParamGroup, ...]:
+    """The param groups that a state dict lists, none where it lists none; CorruptError where one is no group."""
+    listed = node.get(GROUPS) if isinstance(node, Mapping) else None
+    found = []
+    for group in listed if isinstance(listed, list | tuple) else ():
+        members = (group.get(MEMBERS) or ()) if isinstance(group, Mapping) else None
+        if not isinstance(members, list | tuple):
+            raise CorruptError(f"a param group is no dict with `{MEMBERS}`", path=path, found=repr(members)[:40])
+        found.append(
+            ParamGroup(tuple(map(_key, members)), {name: value for name, value in group.items() if name != MEMBERS})
+        )
+    return tuple(found)
+
+
+def _key(key: Any) -> Any:
+    """A parameter's name, or its number, of which DCP makes text."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+def take_apart(node: Mapping[str, Any], path: str, fqns: Collection[str] = ()) -> Optimizer:
+    """An optimizer's state in whatever spelling; `fqns` tell where a name ends in a flat one, as it may have dots."""
+    left = {name: value for name, value in node.items() if name not in (STATE, GROUPS)}
+    states: dict[Any, dict[str, Any]] = {}
+    for key, values in (node[STATE] if isinstance(node.get(STATE), Mapping) else {}).items():
+        if isinstance(values, Mapping):
+            states[_key(key)] = dict(values)
+        else:
+            left.setdefault(STATE, {})[key] = values
+    options: dict[str, dict[str, Any]] = {}
+    for key in [key for key in left if isinstance(key, str)]:
+        kind, _, rest = key.partition(".")
+        if kind in (STATE, GROUPS) and "." in rest:
+            fqn, name = _split(rest, fqns)
+            (states if kind == STATE else options).setdefault(fqn, {})[name] = left.pop(key)
+    members: list[tuple[dict[str, Any], list[str]]] = []
+    for fqn, chosen in options.items():  # which are repeated for every parameter: those with the same make a group
+        same = next((params for known, params in members if _same(known, chosen)), None)
+        if same is None:
+            members.append((chosen, [fqn]))
+        else:
+            same.append(fqn)
+    groups = (*groups_of(node, path), *(ParamGroup(tuple(params), chosen) for chosen, params in members))
+    if odd := [key for group in groups for key in group.fqns if not isinstance(key, str | int)]:
+        raise CorruptError("a param group lists what is no parameter", path=path, found=repr(odd[0])[:40])
+    return Optimizer(states, groups, left)
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two sets of options are alike; numbers of different types are not."""
+    return a.keys() == b.keys() and all(a[k] is b[k] or (type(a[k]) is type(b[k]) and a[k] == b[k]) for k in a)
+
+
+def _split(text: str, fqns: Collection[str]) -> tuple[str, str]:
+    """`<fqn>.<name>`, by the model's names where they are known."""
+    fqn, _, name = text.rpartition(".")
+    shorter = fqn
+    while fqns and shorter and shorter not in fqns:
+        shorter = shorter.rpartition(".")[0]
+    return (shorter, text[len(shorter) + 1 :]) if shorter else (fqn, name)
+
+
+def _shape(states: Mapping[str, Any]) -> Shape | None:
+    """The shape of a parameter by its states; None where they do not tell it."""
+    stored = {name: value for name, value in understood(states).items() if isinstance(value, Quantized | StoredTensor)}
+    if stored.keys() >= {"exp_avg_sq_row", "exp_avg_sq_col"}:  # Adafactor's, of sums
+        return (*stored["exp_avg_sq_row"].shape, *stored["exp_avg_sq_col"].shape[-1:])
+    if stored.keys() >= {"row_var", "col_var"}:  # torch's own Adafactor
+        return (*stored["row_var"].shape[:-1], *stored["col_var"].shape[-1:])
+    shapes = [value.shape for name, value in stored.items() if name != "step"]
+    return max(shapes, key=prod, default=None)
+
+
+def read_optimizer(
+    content: Any, path: str, given: Sequence[str] | None = None, proof: Mapping[str, Shape] | None = None
+) -> Optimizer | None:
+    """The state dict that is in a file, by fqn, or None where nothing tells the names: see `Optimizer.names`.
+
+    CorruptError where it is no such state dict.
+    """
+    node: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
+    is_nested = isinstance(node.get(STATE), Mapping) and isinstance(node.get(GROUPS), list)
+    optimizer = take_apart(node, path)
+    odd = optimizer.left.get(STATE) if is_nested else optimizer.left
+    if odd or not (is_nested or optimizer.groups):
+        found = ", ".join(map(str, list(odd or node)[:5])) if node else type(content).__name__
+        raise CorruptError(
+            "this is no optimizer's state", path=path, expected=f"`{STATE}` and `{GROUPS}`, by parameter", found=found
+        )
+    if is_nested:
+        optimizer.check_members(path)
+    names = optimizer.names(given, proof)
+    if names is None:
+        return None
+    clean = clean_names(names.values(), path)
+    named = optimizer.named({key: clean[fqn] for key, fqn in names.items()})
+    return replace(named, groups=named.without_names())

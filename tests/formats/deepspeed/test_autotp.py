@@ -1,0 +1,192 @@
+"""`converters/deepspeed/autotp.py`: DeepSpeed's AutoTP, tensor parallel ranks without a pipeline: a committed run
+against what the engine gathered.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import api
+from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Layout
+from tests.support.describing import content
+from tests.support.engines import Truth
+from tests.support.stored import stored
+
+NAME, STEP = "autotp-zero1", "global_step2"
+#: Runs, and the ranks of each.
+RUNS = {NAME: 4, "autotp-zero2": 4, "autotp-zero3": 4, "autotp-zero0": 4, "autotp-zero0-fp32": 2}
+
+
+@pytest.fixture
+def run(fixtures: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(fixtures / NAME, tmp_path / NAME))
+
+
+def truth_of(fixtures: Path, name: str = NAME) -> Truth:
+    return Truth.load(fixtures / name / "truth" / f"{STEP}.safetensors")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_equals_what_deepspeed_puts_together(fixtures: Path, name: str) -> None:
+    truth, checkpoint = truth_of(fixtures, name), api.open(fixtures / name)
+    assert (checkpoint.format, checkpoint.world_size, checkpoint.state.step) == (name.split("-")[1], RUNS[name], 2)
+    masters = () if name.endswith("fp32") else (MASTER,)
+    assert {role for _, role in truth.tensors} == {WEIGHT, *masters, "exp_avg", "exp_avg_sq"}
+    kept = {key: bits for key, bits in truth.tensors.items() if key[1] != WEIGHT or checkpoint.format != "zero3"}
+    assert {key: content(tensor) for key, tensor in checkpoint.tensors.items()} == kept
+    groups = checkpoint.state.param_groups
+    assert sorted(fqn for group in groups for fqn in group.fqns) == sorted({fqn for fqn, _ in truth.tensors})
+    if name.endswith("fp32"):
+        assert {g.options["weight_decay"]: all("norm" in fqn for fqn in g.fqns) for g in groups} == {
+            0.01: False,
+            0: True,
+        }
+    stored_as = MASTER if checkpoint.format == "zero3" else WEIGHT
+    whole = [fqn for (fqn, role), tensor in checkpoint.tensors.items() if role == stored_as and tensor.replicas]
+    assert all("norm" in fqn or "embed" in fqn for fqn in whole) and len(whole) == 6
+    assert "tensor_parallel" not in (checkpoint.state.ds_config or {})
+    assert any("2 tensor parallel ranks" in note for note in checkpoint.notes)
+
+
+@pytest.mark.parametrize("name", [NAME, "autotp-zero0"])
+@pytest.mark.parametrize("target", ["zero3", "zero1", "universal", "dcp"])
+def test_everything_goes_on_to_other_formats(fixtures: Path, tmp_path: Path, name: str, target: str) -> None:
+    checkpoint, truth = api.open(fixtures / name), truth_of(fixtures, name)
+    api.plan(checkpoint, target, Layout(world_size=None if target == "universal" else 2)).run(tmp_path / "out")
+    written = api.open(tmp_path / "out", target)
+    for (fqn, role), expected in truth.tensors.items():
+        if role == WEIGHT and target in ("zero3", "dcp"):
+            continue  # the masters are the weights there
+        key = (fqn, WEIGHT if role == MASTER and target == "dcp" else role)
+        assert content(written.tensors[key]) == expected, key
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_weights_go_to_the_hub_as_the_engine_gathered_them(fixtures: Path, tmp_path: Path, name: str) -> None:
+    api.plan(api.open(fixtures / name), "hf").run(tmp_path / "out")
+    weights = {fqn: value for (fqn, role), value in truth_of(fixtures, name).tensors.items() if role == WEIGHT}
+    assert stored(tmp_path / "out") == weights
+
+
+def change(run: Path, rank: int, edit: Callable[[dict[str, Any]], object]) -> None:
+    path = run / STEP / f"mp_rank_{rank:02d}_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    edit(state)
+    torch.save(state, path)
+
+
+def info(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = state["universal_checkpoint_info"]
+    return found
+
+
+Q = r"^model\.layers\.0\.self_attn\.q_proj\.weight$"
+
+
+def params(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = info(state)["affine_map"]["params"]
+    return found
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], type[CkptError], str]] = {
+    "no record": (lambda run: change(run, 0, lambda s: s.pop("universal_checkpoint_info")), NotFoundError, "AutoTP"),
+    "another version": (
+        lambda run: change(run, 0, lambda s: info(s)["affine_map"].update(version=2)),
+        NotFoundError,
+        "",
+    ),
+    "a parameter without one": (
+        lambda run: change(run, 0, lambda s: params(s).pop(Q)),
+        NotFoundError,
+        "nothing is recorded of model.layers.0.self_attn.q_proj.weight",
+    ),
+    "a scaled bias": (
+        lambda run: change(run, 0, lambda s: params(s)[Q]["ranks"][0]["pieces"][0].update(scale=0.5)),
+        NotFoundError,
+        "divided by their number",
+    ),
+    "another shape": (
+        lambda run: change(run, 0, lambda s: params(s)[Q].update(logical_shape=[32, 16])),
+        CorruptError,
+        "",
+    ),
+    "another step": (lambda run: change(run, 1, lambda s: s.update(global_steps=3)), CorruptError, "different steps"),
+    "a rank gone": (
+        lambda run: (run / STEP / "mp_rank_01_model_states.pt").unlink(),
+        CkptError,
+        "model file is missing",
+    ),
+    "a partition gone": (
+        lambda run: next((run / STEP).glob("*_1_mp_rank_01_optim_states.pt")).unlink(),
+        CkptError,
+        "optim_states files are missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_refused(run: Path, fault: str) -> None:
+    damage, error, words = FAULTS[fault]
+    damage(run)
+    with pytest.raises(error) as caught:
+        api.plan(api.open(run), "zero1")
+    assert words in f"{caught.value.what} {caught.value.hint}"
+
+
+# -- without ZeRO ------------------------------------------------------------------------------------------------------
+
+
+def optimizer(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = state["optimizer"]
+    return found
+
+
+def rank_file(run: Path, rank: int) -> Path:
+    return run / STEP / f"mp_rank_{rank:02d}_model_states.pt"
+
+
+FAULTS_WITHOUT_ZERO: dict[str, tuple[Callable[[Path], object], type[CkptError], str]] = {
+    **{name: FAULTS[name] for name in FAULTS if "gone" not in name and name != "another step"},
+    "another step": (lambda run: change(run, 1, lambda s: s.update(global_steps=3)), CorruptError, "different"),
+    "rank 1 gone": (lambda run: rank_file(run, 1).unlink(), NotFoundError, "model-parallel"),
+    "rank 0 gone": (lambda run: rank_file(run, 0).unlink(), CkptError, ""),
+    "rank 1 called rank 2": (lambda run: rank_file(run, 1).rename(rank_file(run, 2)), CorruptError, ""),
+    "another lr": (
+        lambda run: change(run, 1, lambda s: optimizer(s)["optimizer_state_dict"]["param_groups"][0].update(lr=1.0)),
+        CorruptError,
+        "different param groups",
+    ),
+    "a weight gone": (lambda run: change(run, 1, lambda s: s["module"].popitem()), CorruptError, "different tensors"),
+    "the optimizer gone": (lambda run: change(run, 1, lambda s: s.pop("optimizer")), CorruptError, "different tensors"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_WITHOUT_ZERO)
+def test_faults_without_zero_are_refused(fixtures: Path, tmp_path: Path, fault: str) -> None:
+    run = Path(shutil.copytree(fixtures / "autotp-zero0", tmp_path / "run"))
+    damage, error, words = FAULTS_WITHOUT_ZERO[fault]
+    damage(run)
+    with pytest.raises(error) as caught:
+        api.plan(api.open(run), "zero1")
+    assert words in f"{caught.value.what} {caught.value.hint}"
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_states_that_shapes_do_not_name_are_left_out_of_all_ranks(
+    fixtures: Path, tmp_path: Path, ranks: tuple[int, ...]
+) -> None:
+    run = Path(shutil.copytree(fixtures / "autotp-zero0", tmp_path / "run"))
+    for rank in ranks:
+        change(run, rank, lambda s: optimizer(s)["fp32_groups"][0].reverse())
+    checkpoint = api.open(run)
+    assert {role for _, role in checkpoint.tensors} == {WEIGHT} and not checkpoint.state.param_groups
+    assert any("states and masters are left out" in note for note in checkpoint.notes)
+    weights = {key: bits for key, bits in truth_of(fixtures, "autotp-zero0").tensors.items() if key[1] == WEIGHT}
+    assert {key: content(tensor) for key, tensor in checkpoint.tensors.items()} == weights

@@ -1,0 +1,214 @@
+"""`converters/deepspeed/neox.py`, `sums.py`: GPT-NeoX without a pipeline: runs of DeepSpeed's engine in its layout,
+against what the live ranks held.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPTNeoXForCausalLM
+
+from ckpt import api
+from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError
+from ckpt.move.reading import Computed, read_box
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Layout
+from ckpt.plan.dtypes import BY_NAME
+from ckpt.plan.tensors import Extent, Tensor, Whole, whole
+from converters.deepspeed.sums import added_up
+from converters.names.hub import neox
+from tests.support import commands
+from tests.support.engines import Truth, raw
+from tests.support.stored import stored
+
+STEP = "global_step2"
+#: Runs: format, ranks, and how many parameters' states are not known.
+RUNS = {"neox-zero1": ("zero1", 4, 4), "neox-zero0": ("zero0", 2, 0), "neox-tp1": ("zero1", 2, 0)}
+VOCAB = 22  # of 24 rows
+PADDED = ("embed_in.weight", "embed_out.weight")
+
+
+def truth_of(fixtures: Path, name: str) -> dict[tuple[str, str], Any]:
+    """What the ranks held, without the vocabulary's padding."""
+    found = Truth.load(fixtures / name / "truth" / f"{STEP}.safetensors").tensors
+    for (fqn, role), (dtype, shape, data) in found.items():
+        if fqn.endswith(PADDED):
+            found[fqn, role] = (dtype, (VOCAB, *shape[1:]), data[: len(data) // shape[0] * VOCAB])
+    return found
+
+
+def content(tensor: Tensor, computed: Computed) -> tuple[str, tuple[int, ...], bytes]:
+    return str(tensor.dtype), tensor.shape, read_box(tensor, whole(tensor.shape), computed).tobytes()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_everything_is_what_the_ranks_held(fixtures: Path, name: str) -> None:
+    format, num_ranks, unknown = RUNS[name]
+    checkpoint = api.open(fixtures / name)
+    assert (checkpoint.format, checkpoint.world_size, checkpoint.state.step) == (
+        format,
+        num_ranks,
+        2,
+    ) or format == "zero0"
+    found = neox.to_hub(checkpoint)
+    truth = truth_of(fixtures, name)
+    assert {role for _, role in truth} == {WEIGHT, "exp_avg", "exp_avg_sq", *([MASTER] if format == "zero1" else [])}
+    assert {key: content(tensor, checkpoint.computed) for key, tensor in found.tensors.items()} == truth
+    assert (
+        len({fqn for fqn, role in truth if role == WEIGHT} - {fqn for fqn, role in truth if role == "exp_avg"})
+        == unknown
+    )
+    assert len(found.unread) == (2 if unknown else 0)
+    decay = {group.options["weight_decay"]: group.fqns for group in found.state.param_groups}
+    assert all("norm" in fqn or fqn.endswith("bias") for fqn in decay[0.0]) and len(decay[0.1]) > 8
+    assert sorted(decay[0.0] + decay[0.1]) == sorted({fqn for fqn, _ in truth})
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_weights_go_to_the_hub(fixtures: Path, tmp_path: Path, name: str) -> None:
+    run = Path(shutil.copytree(fixtures / name, tmp_path / "run"))
+    (run / "config.json").rename(tmp_path / "config.json")
+    done = commands.ckpt("convert", "auto", "hf", run, "--config", tmp_path / "config.json", "-o", tmp_path / "out")
+    assert done.code == 0 and "from_pretrained finds every tensor" in done.err, done.err
+    assert stored(tmp_path / "out") == {
+        fqn: value for (fqn, role), value in truth_of(fixtures, name).items() if role == WEIGHT
+    }
+    GPTNeoXForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_own_names_go_on_to_one_tensor_parallel_rank(fixtures: Path, tmp_path: Path) -> None:
+    """As GPT-NeoX has them there, its arguments included."""
+    api.plan(api.open(fixtures / "neox-zero1"), "zero1", Layout(world_size=2)).run(tmp_path / "out")
+    written = api.open(tmp_path / "out")
+    assert {key[0] for key in written.tensors} == {key[0] for key in api.open(fixtures / "neox-tp1").tensors}
+    client = torch.load(tmp_path / "out" / STEP / "mp_rank_00_model_states.pt", weights_only=False)
+    assert client["args"]["model_parallel_size"] == 1 and client["args"]["padded_vocab_size"] == 24
+
+
+def test_rotary_frequencies_are_left_out(fixtures: Path, tmp_path: Path) -> None:
+    """Older versions of GPT-NeoX have them in each layer."""
+    run = Path(shutil.copytree(fixtures / "neox-zero1", tmp_path / "run"))
+
+    def add(state: dict[str, Any]) -> None:
+        names = [f"sequential.{number}.attention.rotary_emb.inv_freq" for number in (2, 3)]
+        state["module"] |= {fqn: torch.ones(2) for fqn in names}
+        state["buffer_names"] = names
+
+    for rank in range(2):
+        change(run, rank, add)
+    done = commands.ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out")
+    assert done.code == 0 and "rotary frequencies" in done.err
+    assert len(stored(tmp_path / "out")) == 28
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_sums_are_torchs(tmp_path: Path, dtype: str) -> None:
+    torch.manual_seed(1)
+    parts = [(torch.randn(999) * 10.0 ** torch.randint(-6, 4, (999,))).to(getattr(torch, dtype)) for _ in range(4)]
+    for part in parts:
+        part[:3] = torch.tensor([-0.0, 0.0, torch.finfo(part.dtype).max])
+    tensors = []
+    for rank, part in enumerate(parts):
+        path = tmp_path / str(rank)
+        path.write_bytes(raw(part)[2])
+        extent = Extent.contiguous(str(path), 0, BY_NAME[dtype], (999,))
+        tensors.append(Tensor("b", WEIGHT, extent.dtype, extent.shape, Whole(extent)))
+    tensor, computed = added_up(tensors, "ranks")
+    assert content(tensor, computed) == raw(sum(parts[1:], parts[0] + 0))
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def change(run: Path, rank: int, edit: Callable[[dict[str, Any]], object]) -> None:
+    path = run / STEP / f"mp_rank_{rank:02d}_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    edit(state)
+    torch.save(state, path)
+
+
+def of_args(**values: int) -> Callable[[Path], object]:
+    return lambda run: [change(run, rank, lambda state: state["args"].update(values)) for rank in range(2)]
+
+
+def renamed(old: str, new: str) -> Callable[[Path], object]:
+    def edit(state: dict[str, Any]) -> None:
+        for fqn in [fqn for fqn in state["module"] if old in fqn]:
+            state["module"][fqn.replace(old, new)] = state["module"].pop(fqn)
+
+    return lambda run: [change(run, rank, edit) for rank in range(2)]
+
+
+def config(run: Path, **values: Any) -> None:
+    path = run / "config.json"
+    known = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: value for key, value in known.items() if value is not None}))
+
+
+def halved(state: dict[str, Any]) -> None:
+    state["module"]["sequential.2.attention.dense.weight"] = state["module"]["sequential.2.attention.dense.weight"][:8]
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], type[CkptError], str]] = {
+    "no config": (lambda run: (run / "config.json").unlink(), LossError, "use_parallel_residual"),
+    "another model's config": (lambda run: config(run, model_type="gpt2"), LossError, "adds up"),
+    "nothing told of the residual": (lambda run: config(run, use_parallel_residual=None), LossError, "adds up"),
+    "more ranks": (of_args(model_parallel_size=4), CorruptError, "other tensor parallel ranks"),
+    "no arguments": (
+        lambda run: [change(run, rank, lambda state: state.pop("args")) for rank in range(2)],
+        NotFoundError,
+        "mp_rank other than 00",
+    ),
+    "more layers": (of_args(num_layers=3), CorruptError, "other layers"),
+    "another hidden size": (of_args(hidden_size=32), CorruptError, "as the run's arguments tell"),
+    "another vocabulary": (of_args(padded_vocab_size=48), CorruptError, "as the run's arguments tell"),
+    "another name": (renamed("mlp.dense_h_to_4h", "mlp.linear1"), LossError, "nothing is known of this entry"),
+    "a name without a layer": (renamed("sequential.2.", "sequential_2."), NotFoundError, "mp_rank other than 00"),
+    "a layer gone": (
+        lambda run: [
+            change(run, rank, lambda s: [s["module"].pop(fqn) for fqn in list(s["module"]) if ".2." in fqn])
+            for rank in range(2)
+        ],
+        CorruptError,
+        "other layers",
+    ),
+    "another part": (lambda run: change(run, 1, halved), CorruptError, ""),
+    "another step": (lambda run: change(run, 1, lambda s: s.update(global_steps=3)), CorruptError, "different"),
+    "rank 1 gone": (lambda run: (run / STEP / "mp_rank_01_model_states.pt").unlink(), CkptError, ""),
+    "rank 1 is rank 0": (
+        lambda run: shutil.copy(run / STEP / "mp_rank_00_model_states.pt", run / STEP / "mp_rank_01_model_states.pt"),
+        CorruptError,
+        "another name",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["neox-zero1", "neox-zero0"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_refused(fixtures: Path, tmp_path: Path, fault: str, name: str) -> None:
+    run = Path(shutil.copytree(fixtures / name, tmp_path / "run"))
+    damage, error, words = FAULTS[fault]
+    damage(run)
+    with pytest.raises(error) as caught:
+        api.plan(api.open(run), "dcp", Layout(world_size=2))
+    assert words in f"{caught.value.what} {caught.value.hint}"
+
+
+def test_biases_that_are_told_to_be_the_same_are_compared(fixtures: Path, tmp_path: Path) -> None:
+    """Those of a run with a parallel residual are not: the config is of another run."""
+    run = Path(shutil.copytree(fixtures / "neox-zero1", tmp_path / "run"))
+    config(run, use_parallel_residual=False)
+    done = commands.ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out")
+    assert done.code == 4 and "bias" in done.err and not (tmp_path / "out").exists()
+
+
+def test_the_config_of_a_smaller_model_is_refused(fixtures: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fixtures / "neox-tp1", tmp_path / "run"))
+    config(run, num_hidden_layers=1)
+    done = commands.ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out")
+    assert done.code in (4, 6) and "config" in done.err and not (tmp_path / "out").exists()

@@ -1,0 +1,229 @@
+"""`converters/deepspeed/sharing.py`: DeepSpeed's MoE layers, whose experts ranks share: committed runs against what the
+live engines held.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import api
+from ckpt.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UsageError
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Layout
+from converters.deepspeed.sharing import Sharing
+from tests.support.describing import content
+from tests.support.engines import Truth
+from tests.support.stored import stored
+
+RUNS, STEP = {"experts-zero2": "zero2", "experts-zero1": "zero1", "experts-zero0": "zero0"}, "global_step2"
+MODEL = "mp_rank_00_model_states.pt"
+EXPERT = "second.deepspeed_moe.experts.deepspeed_experts.{}.{}"
+
+
+def truth_of(fixtures: Path, name: str) -> Truth:
+    return Truth.load(fixtures / name / "truth" / f"{STEP}.safetensors")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_equals_what_the_live_engine_held(fixtures: Path, name: str) -> None:
+    truth, checkpoint = truth_of(fixtures, name), api.open(fixtures / name)
+    assert (checkpoint.format, checkpoint.state.step) == (RUNS[name], 2)
+    assert {key: content(tensor) for key, tensor in checkpoint.tensors.items()} == truth.tensors
+    assert {role for _, role in truth.tensors} == {WEIGHT, MASTER, BUFFER, "exp_avg", "exp_avg_sq"}
+    trained = [fqn for fqn, role in truth.tensors if role == MASTER]
+    grouped = [fqn for group in checkpoint.state.param_groups for fqn in group.fqns]
+    assert sorted(grouped) == sorted(trained)
+    assert set(checkpoint.state.scalars["step"]) == set(trained)
+
+
+@pytest.mark.parametrize("is_in_rows", [False, True])
+@pytest.mark.parametrize(("num_ranks", "world_size"), [(1, 3), (2, 4), (4, 4), (4, 8)])
+def test_every_expert_has_one_rank_and_every_rank_one_place(num_ranks: int, world_size: int, is_in_rows: bool) -> None:
+    known = Sharing("", num_ranks, counts={EXPERT.split("{}")[0]: 8}, is_in_rows=is_in_rows)
+    places = [known.place(rank, world_size) for rank in range(world_size)]
+    assert places == sorted(places) or not is_in_rows
+    assert all(known.holders(own, world_size)[place] == rank for rank, (own, place) in enumerate(places))
+    for number in range(8):
+        fqn = EXPERT.format(number, "up.weight")
+        (rank,) = [rank for rank in range(num_ranks) if known.held_by(rank, {fqn: (6, 5)})]
+        assert rank == known.rank_of(fqn) == number * num_ranks // 8
+        assert known.name_in_model(known.name_on_rank(fqn), rank) == fqn
+
+
+def test_groups_of_experts_are_in_the_order_of_the_model(fixtures: Path) -> None:
+    shared, *experts = api.open(fixtures / "experts-zero0").state.param_groups
+    assert not shared.options.get("moe") and all(group.options["moe"] for group in experts)
+    ends = ("up.weight", "down.weight", "down.bias")
+    names = [fqn for group in experts for fqn in group.fqns]
+    assert names[-24:] == [EXPERT.format(number, end) for number in range(8) for end in ends]
+
+
+def test_groups_of_experts_are_in_another_order_on_each_rank(fixtures: Path) -> None:
+    """DeepSpeed makes them from a set of names: what the fixture is read in spite of."""
+    files = (fixtures / "experts-zero2" / STEP).glob("*_optim_states.pt")
+    inners = [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
+    assert {tuple(inner["partition_count"]) for inner in inners} == {(4, 1, 2), (4, 2, 1)}
+
+
+HOLDERS = {"experts-zero2": {1, 3}, "experts-zero1": {2, 3}}  # one of ep_size 4 and 2; one of a row
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_parts_are_of_the_ranks_that_have_the_expert(fixtures: Path, name: str) -> None:
+    checkpoint = api.open(fixtures / name)
+    fqn = EXPERT.format(2 if name == "experts-zero2" else 5, "up.weight")
+    tensor = checkpoint.tensors[fqn, MASTER]
+    ranks = {fragment.rank for fragment in tensor.source.fragments(tensor.shape)}
+    assert ranks and ranks <= HOLDERS[name]
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("target", ["full", "dcp"])
+def test_everything_goes_on_to_other_formats(fixtures: Path, tmp_path: Path, name: str, target: str) -> None:
+    api.plan(api.open(fixtures / name), target, Layout(world_size=2 if target == "dcp" else None)).run(tmp_path / "out")
+    written, truth = api.open(tmp_path / "out", target), truth_of(fixtures, name)
+    masters = {fqn for fqn, role in truth.tensors if role == MASTER}
+    for (fqn, role), expected in truth.tensors.items():
+        if role != WEIGHT or fqn not in masters:  # which are the weights there
+            kind = WEIGHT if role in (MASTER, BUFFER) else role
+            found = written.tensors.get((fqn, kind)) or written.tensors[fqn, BUFFER]
+            assert content(found) == expected, (fqn, role)
+
+
+def test_weights_go_to_the_hub_as_the_ranks_held_them(fixtures: Path, tmp_path: Path) -> None:
+    api.plan(api.open(fixtures / "experts-zero2"), "hf").run(tmp_path / "out")
+    truth = truth_of(fixtures, "experts-zero2").tensors
+    assert stored(tmp_path / "out") == {fqn: value for (fqn, role), value in truth.items() if role in (WEIGHT, BUFFER)}
+
+
+@pytest.mark.parametrize("target", ["zero3", "universal"])
+def test_what_deepspeed_loads_is_not_written(fixtures: Path, target: str) -> None:
+    """Its engine takes the experts from files of their own."""
+    with pytest.raises(UsageError, match="from files of their own") as caught:
+        api.plan(api.open(fixtures / "experts-zero2"), target)
+    assert "dcp" in str(caught.value.hint)
+
+
+def change(run: Path, file: str, edit: Callable[[dict[str, Any]], object]) -> None:
+    path = next(run.rglob(file))
+    found = torch.load(path, weights_only=False)
+    edit(found)
+    torch.save(found, path)
+
+
+def exchange(run: Path) -> None:
+    a, b = (run / STEP / f"layer_1_expert_{number}_mp_rank_00_model_states.pt" for number in (2, 3))
+    data = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(data)
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda run: (run / STEP / name).unlink()
+
+
+def copied(name: str, to: str) -> Callable[[Path], object]:
+    return lambda run: shutil.copy(run / STEP / name, run / STEP / to)
+
+
+def partitions(run: Path) -> None:
+    for path in (run / STEP).glob("bf16_zero_pp_*"):
+        change(run, path.name, lambda s: s["optimizer_state_dict"].update(partition_count=[4, 4, 1]))
+
+
+FILE = "layer_1_expert_3_mp_rank_00_model_states.pt"
+FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = {
+    "an expert gone": ("experts-zero2", remove(FILE), IncompleteError, "files of experts are missing"),
+    "one too many": (
+        "experts-zero2",
+        copied(FILE, "layer_1_expert_8_mp_rank_00_model_states.pt"),
+        CorruptError,
+        "an expert that the model does not have",
+    ),
+    "files exchanged": ("experts-zero2", exchange, CorruptError, "saved under another name"),
+    "another's parameters": (
+        "experts-zero0",
+        lambda run: change(run, FILE, lambda s: s.update({EXPERT.format(4, "up.weight"): s.pop(next(iter(s)))})),
+        CorruptError,
+        "not one of the expert's tensors",
+    ),
+    "another layer's": (
+        "experts-zero0",
+        lambda run: change(
+            run,
+            FILE,
+            lambda s: [s.update({name.replace("second", "first"): s.pop(name)}) for name in list(s)],
+        ),
+        CorruptError,
+        "an expert of its layer",
+    ),
+    "more experts": (
+        "experts-zero2",
+        lambda run: change(run, MODEL, lambda s: s.update(num_experts=[4, 9])),
+        IncompleteError,
+        "files of experts are missing",
+    ),
+    "fewer ranks share a group": ("experts-zero2", partitions, CorruptError, "experts that the layer does not have"),
+    "an optimizer gone": (
+        "experts-zero0",
+        remove("expp_rank_1_mp_rank_00_optim_states.pt"),
+        IncompleteError,
+        "expert parallel ranks are missing",
+    ),
+    "AutoEP": (
+        "experts-zero2",
+        lambda run: change(run, MODEL, lambda s: s.update(ds_autoep_layers=[{}])),
+        NotFoundError,
+        "(AutoEP)",
+    ),
+    "tensor parallel ranks": (
+        "experts-zero2",
+        copied(MODEL, "mp_rank_01_model_states.pt"),
+        NotFoundError,
+        "tensor parallel, too",
+    ),
+    "tensor parallel experts": (
+        "experts-zero2",
+        copied(FILE, FILE.replace("_00_", "_01_")),
+        NotFoundError,
+        "DeepSpeed-MoE",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_refused(fixtures: Path, tmp_path: Path, fault: str) -> None:
+    name, damage, error, words = FAULTS[fault]
+    run = Path(shutil.copytree(fixtures / name, tmp_path / name))
+    damage(run)
+    with pytest.raises(error) as caught:
+        api.open(run)
+    assert words in caught.value.what
+
+
+def test_several_ep_sizes_without_zero_leave_the_optimizer_out(fixtures: Path, tmp_path: Path) -> None:
+    """Which ranks share an expert's file of states is not recorded then."""
+    run = Path(shutil.copytree(fixtures / "experts-zero0", tmp_path / "run"))
+
+    def other(found: dict[str, Any]) -> None:
+        base = found["optimizer"].get("optimizer_state_dict", found["optimizer"])
+        base["param_groups"][-1]["name"] = "ep_size_1"
+
+    change(run, MODEL, other)
+    for rank in range(2):
+        change(run, f"expp_rank_{rank}_*", other)
+    checkpoint = api.open(run)
+    assert {role for _, role in checkpoint.tensors} == {WEIGHT, BUFFER}
+    assert any("states and masters are left out" in note for note in checkpoint.notes)
+
+
+def test_a_universal_checkpoint_of_experts_is_refused(fixtures: Path, tmp_path: Path) -> None:
+    api.plan(api.open(fixtures / "toy-zero2"), "universal").run(tmp_path / "out")
+    change(tmp_path / "out", MODEL, lambda s: s.update(num_experts=[2]))
+    with pytest.raises(NotFoundError, match="universal checkpoint of a model whose experts"):
+        api.open(tmp_path / "out")

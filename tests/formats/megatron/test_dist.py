@@ -1,0 +1,313 @@
+"""`converters/megatron/dist/read.py`, `keys.py`, `optimizer.py`, `format.py`: Megatron's `torch_dist` format: forms of
+older and newer versions, keys, and faults.
+
+What is read and written is held against megatron-core itself in tests/formats/megatron/test_matrix.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import CorruptError, LossError, NotFoundError
+from ckpt.plan.checkpoint import WEIGHT
+from ckpt.plan.dtypes import FLOAT32
+from ckpt.plan.tensors import Box, Extent
+from converters.megatron.dist.keys import KeyWriter, ObjectKey, TensorKey, canonical_names, state_key
+from converters.megatron.dist.optimizer import bucket_places
+from converters.names.megatron.model.spelling import LayerKind
+from tests.support import commands
+from tests.support.describing import content
+from tests.support.engines import Truth
+from tests.support.megatron_runs import check_read, sample, truth
+from tests.support.places import FIXTURES
+
+FOLDER = "iter_0000002"
+FIXTURE = FIXTURES / "megatron-dist-flattened"
+
+
+def test_reads_flattened_ranges() -> None:
+    """What megatron-core 0.14 wrote of a distributed optimizer on three ranks, two of which begin within a row."""
+    checkpoint = ckpt.open(FIXTURE)
+    check_read(checkpoint, Truth.load(FIXTURE / "truth" / f"{FOLDER}.safetensors"))
+    states = list(checkpoint.with_role("exp_avg"))
+    assert any(f.region.sizes[-1] < tensor.shape[-1] for tensor in states for f in tensor.fragments())  # within a row
+
+
+@pytest.mark.slow
+def test_shifted_states_are_not_taken_for_true_ones() -> None:
+    """NVIDIA/Megatron-LM#5077: megatron-core's own file holds other states than the engine that wrote it."""
+    run = sample("llama-buckets", "shifted")
+    checkpoint, expected = ckpt.open(run), truth(run).tensors
+    assert checkpoint.tensors.keys() == {key for key in expected if key[1] == WEIGHT}
+    for key, tensor in checkpoint.tensors.items():
+        assert content(tensor) == expected[key], key
+    assert not checkpoint.state.param_groups and not checkpoint.state.scalars
+    assert any("#5077" in note for note in checkpoint.notes)
+    stored = _load(run / FOLDER, "optimizer.state.param.output_layer.weight", (264, 40))
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    moved = _load(run / FOLDER, "optimizer.state.param.decoder.layers.mlp.linear_fc1.weight", (4, 120, 40))
+    assert stored.numpy().tobytes() == expected["output_layer.weight", "master"][2]
+    assert moved[0].numpy().tobytes() != expected[name, "master"][2]
+
+
+def _load(folder: Path, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch.distributed.checkpoint as dcp
+
+    state = {key: torch.zeros(shape)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state[key]
+
+
+# -- written ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "llama-plain", "qwen3_moe", "mixtral"])
+def test_the_same_layout_is_written_as_it_was(name: str, tmp_path: Path) -> None:
+    """The same keys of the same shapes, the same common state, random state included."""
+    run = sample(name, "megatron-dist")
+    conversion = ckpt.plan(ckpt.open(run), "megatron-dist")
+    assert not conversion.plan.target.not_written
+    conversion.run(tmp_path / "out")
+    original, written = (_described(folder / FOLDER) for folder in (run, tmp_path / "out"))
+    assert written == original
+    common, ours = (torch.load(f / FOLDER / "common.pt", weights_only=False) for f in (run, tmp_path / "out"))
+    args, our_args = (vars(state.pop("args")) for state in (common, ours))
+    assert {key: value for key, value in args.items() if our_args.get(key) != value} == {}
+    assert ours.pop("content_metadata").items() >= common.pop("content_metadata").items()
+    assert repr(ours) == repr({key: common[key] for key in ours}) and ours.keys() == common.keys()
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        key: (tuple(one.size), one.properties.dtype) if hasattr(one, "size") else () for key, one in metadata.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["buckets", "megatron-dist"])
+def test_an_optimizer_of_another_kind_is_refused_by_name(form: str, tmp_path: Path) -> None:
+    """Muon's buffers are laid out otherwise: the checkpoint is whole, and was called damaged; a copy did not load."""
+    run = tmp_path / "run"
+    shutil.copytree(sample("llama-buckets" if form == "buckets" else "llama", form), run)
+    common = torch.load(run / FOLDER / "common.pt", weights_only=False)
+    common["args"].optimizer = "muon"
+    torch.save(common, run / FOLDER / "common.pt")
+    if form == "buckets":
+        for command in (("check", run), ("convert", "megatron-dist", "hf", run, "-o", tmp_path / "out")):
+            done = commands.ckpt(*command)
+            assert done.code == 3 and "Megatron's optimizer 'muon'" in done.out + done.err
+            assert "damaged" not in done.out + done.err
+    else:
+        done = commands.ckpt("convert", "megatron-dist", "megatron-dist", run, "-o", tmp_path / "out")
+        assert done.code == 6 and "Megatron's optimizer 'muon'" in done.err
+    assert not (tmp_path / "out").exists()
+
+
+# -- forms that no CPU writes --------------------------------------------------------------------------------
+
+
+def test_common_state_of_newer_versions(tmp_path: Path) -> None:
+    """By hand, after megatron-core 0.19: `common.pt` has become an item of the data files."""
+    run = _copy(tmp_path)
+    checkpoint = ckpt.open(run)
+    ckpt.plan(checkpoint, "megatron-dist").run(tmp_path / "old")
+    folder = tmp_path / "old" / FOLDER
+    common = torch.load(folder / "common.pt", weights_only=False)
+    (folder / "common.pt").unlink()
+    with pytest.raises(CorruptError, match=r"common\.pt|param groups is missing"):
+        ckpt.open(tmp_path / "old")
+    _add_item(folder, "common_state/shard_0_1", [common])
+    again = ckpt.open(tmp_path / "old")
+    assert ckpt.verify(checkpoint, again).equal and again.state.step == 2
+
+
+def _add_item(folder: Path, key: str, value: Any) -> None:
+    """Append an item to a data file, and say so in the metadata."""
+    import pickle
+
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    file = folder / "__0_0.distcp"
+    start = file.stat().st_size
+    with file.open("ab") as out:
+        torch.save(value, out)
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex(key)] = _StorageInfo(file.name, start, file.stat().st_size - start)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_keys_of_single_experts_and_halves() -> None:
+    """`singleton_local_shards`: a key for each expert, and for gate and up rows."""
+    up = TensorKey.parse("decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_v")
+    assert up.name == "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"
+    assert up.shape((6, 4)) == (12, 4)
+    extent = Extent.contiguous("f", 0, FLOAT32, (2, 4))
+    [(name, box, place)] = up.parts((6, 4), Box((3, 0), (2, 4)), extent)
+    assert (name, box, place) == (up.name, Box((9, 0), (2, 4)), extent)
+
+
+def test_keys_of_all_layers_and_experts() -> None:
+    key = TensorKey.parse("decoder.layers.mlp.experts.experts.linear_fc2.weight")
+    assert key.shape((2, 3, 5, 7)) == (5, 7)
+    assert len(list(key.names((2, 3, 5, 7)))) == 6
+    extent = Extent.contiguous("f", 100, FLOAT32, (1, 2, 5, 7))
+    parts = list(key.parts((2, 3, 5, 7), Box((1, 1, 0, 0), (1, 2, 5, 7)), extent))
+    assert [name for name, _, _ in parts] == [
+        f"decoder.layers.1.mlp.experts.local_experts.{expert}.linear_fc2.weight" for expert in (1, 2)
+    ]
+    assert [place.offset for _, _, place in parts] == [100, 100 + 4 * 35]
+
+
+def test_names_of_norms() -> None:
+    """In front of experts the norm is nobody's, whatever the key says; in front of an MLP it is the linear layer's."""
+    dense = ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "decoder.layers.0.mlp.linear_fc1.weight")
+    sparse = ("decoder.layers.1.mlp.linear_fc1.layer_norm_weight", "decoder.layers.1.mlp.router.weight")
+    found = canonical_names([*dense, *sparse])
+    assert found[dense[0]] == dense[0]
+    assert found[sparse[0]] == "decoder.layers.1.pre_mlp_layernorm.weight"
+    kind = LayerKind(moe=True, latent=False)
+    for local, name in ((True, "mlp.linear_fc1.layer_norm_weight"), (False, "pre_mlp_layernorm.weight")):
+        key, index = KeyWriter(True, local).key("decoder.layers.1.pre_mlp_layernorm.weight", kind)
+        assert (key, index) == (f"decoder.layers.{name}", (1,))
+
+
+def test_keys_of_states_and_objects() -> None:
+    assert state_key("chained_1.optimizer.state.fp32_param.decoder.x") == ("master", "decoder.x")
+    assert state_key("optimizer.state.exp_avg.decoder.x") == ("exp_avg", "decoder.x")
+    assert state_key("decoder.x") is None
+    assert str(ObjectKey.parse("rng_state/shard_0.1_2.2")) == "rng_state/shard_0.1_2.2"
+
+
+def test_places_in_buckets() -> None:
+    """From the last parameter on, each at a multiple of 64 elements; a shared embedding ends the bucket before it."""
+    assert bucket_places([100, 70, 30], [30 + 34 + 70, 100]) == [(1, 0), (0, 64), (0, 0)]
+    assert bucket_places([100, 70, 30], [192, 100]) == [(1, 0), (0, 64), (0, 0)]
+    assert bucket_places([100, 70, 30], [192 + 100]) == [(0, 192), (0, 64), (0, 0)]
+    assert bucket_places([100, 70, 30], [200]) is None
+
+
+# -- faults --------------------------------------------------------------------------------------------------
+
+
+def _copy(folder: Path) -> Path:
+    shutil.copytree(FIXTURE, folder / "run", ignore=shutil.ignore_patterns("truth"))
+    return folder / "run"
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def _without_chunk(folder: Path) -> None:
+    """The metadata of a save that one rank took no part in."""
+    import pickle
+
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _other_sharding(folder: Path) -> None:
+    common = torch.load(folder / "common.pt", weights_only=False)
+    common["optimizer"]["param_state_sharding_type"] = "fully_sharded_bucket_space"
+    torch.save(common, folder / "common.pt")
+
+
+ZARR = json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1})
+FAULTS = {
+    "no common state": (_remove("common.pt"), 4, "common.pt"),
+    "no data file": (_remove("__1_0.distcp"), 4, "a data file is missing"),
+    "no metadata": (_remove(".metadata"), 4, "the metadata is missing"),
+    "a hole": (_without_chunk, 4, "part of a tensor is stored nowhere"),
+    "another backend": (_write("metadata.json", ZARR), 3, "zarr"),
+    "no backends": (_write("metadata.json", "{"), 4, "backends"),
+    "another way of storing": (_other_sharding, 3, "fully_sharded_bucket_space"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults(name: str, tmp_path: Path) -> None:
+    damage, code, said = FAULTS[name]
+    run = _copy(tmp_path)
+    damage(run / FOLDER)
+    done = commands.ckpt("convert", "megatron-dist", "megatron", run, "-o", tmp_path / "out")
+    assert (done.code, said in done.err) == (code, True), done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_dcp_leaves_it_alone(tmp_path: Path) -> None:
+    """Its files are DCP's, and its keys are not."""
+    run = _copy(tmp_path)
+    with pytest.raises(NotFoundError):
+        ckpt.open(run, "dcp")
+    assert ckpt.open(run / FOLDER).format == ckpt.open(run).format == "megatron-dist"
+
+
+def test_megatrons_plain_dcp_is_told_from_torch_dist(tmp_path: Path) -> None:
+    """By hand: `torch_dcp` is DCP's files in Megatron-LM's run folder, without megatron-core's.
+
+    So is `fsdp_dtensor`, which has other names: see tests/formats/megatron/test_fsdp.py.
+    """
+    run = _copy(tmp_path)
+    for name in ("common.pt", "metadata.json"):
+        (run / FOLDER / name).unlink()
+    for source in ("auto", "megatron-dist"):
+        done = commands.ckpt("convert", source, "hf", run, "-o", tmp_path / "out")
+        assert done.code == 3 and "torch_dcp" in done.err and "--ckpt-format torch_dist" in done.err
+    assert ckpt.open(run / FOLDER).format == "dcp"
+
+
+def test_a_plain_step_of_dcp_is_taken_by_its_name(fixtures: Path) -> None:
+    """Only what Megatron-LM calls an iteration is one of its own."""
+    done = commands.ckpt("verify", fixtures / "dcp-fsdp2", fixtures / "dcp-fsdp2/step-2", "--tag-a", "step-2")
+    assert done.code == 0 and done.out.startswith("equal: "), done.err
+
+
+@pytest.mark.slow
+def test_buckets_without_arguments_are_refused(tmp_path: Path) -> None:
+    """Nothing else says which ranks there were."""
+    shutil.copytree(sample("llama-buckets", "buckets"), tmp_path / "run")
+    path = tmp_path / "run" / FOLDER / "common.pt"
+    common = torch.load(path, weights_only=False)
+    args = common.pop("args")
+    torch.save(common, path)
+    with pytest.raises(LossError, match="buffers of each rank"):
+        ckpt.open(tmp_path / "run")
+    args.tensor_model_parallel_size = 1
+    torch.save({**common, "args": args}, path)
+    with pytest.raises(CorruptError, match="recorded arguments: expert and tensor parallel ranks do not fit"):
+        ckpt.open(tmp_path / "run")
+    args.expert_tensor_parallel_size = 1
+    torch.save({**common, "args": args}, path)
+    with pytest.raises(CorruptError, match="not those of this model"):
+        ckpt.open(tmp_path / "run")
+
+
+def test_a_part_outside_its_tensor_is_refused(fixtures: Path, tmp_path: Path) -> None:
+    """The number of layers in `.metadata` is smaller than what its chunks tell of."""
+    run = Path(shutil.copytree(fixtures / "megatron-dist-flattened", tmp_path / "run"))
+    metadata = run / "iter_0000002/.metadata"
+    content = bytearray(metadata.read_bytes())
+    assert content[7073:7075] == b"K\x02"
+    content[7074] = 1
+    metadata.write_bytes(content)
+    with pytest.raises(CorruptError, match="lies outside it"):
+        ckpt.open(run)

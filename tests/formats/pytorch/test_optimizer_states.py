@@ -1,0 +1,70 @@
+"""`converters/pytorch/optimizer_states.py`: optimizers of torch's own other than Adam: their states numbered in a
+script's file, through other formats, as torch saved them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import api
+from ckpt.plan.checkpoint import Checkpoint, Layout, OneElement
+from ckpt.views.lazy import LazyTensor
+from tests.support.engines import raw
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters),
+    "muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2]),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+}
+#: States that are no part of a flat buffer.  Parameters that have them have zeros where others of the buffer have more.
+NOT_UNDER_ZERO = {"adafactor": {"row_var", "col_var"}}
+
+States = dict[tuple[str, str], Any]
+
+
+def trained(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], path: Path) -> States:
+    """A script's file after two steps; its states by the names of the live parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))
+    optimizer = make(list(model.parameters()))
+    for _ in range(2):
+        model(torch.rand(3, 6)).square().sum().backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = {(names[id(p)], state): v for p, states in optimizer.state.items() for state, v in states.items()}
+    return {key: raw(value) for key, value in held.items() if isinstance(value, torch.Tensor)}
+
+
+def states(checkpoint: Checkpoint) -> States:
+    found = {key: raw(LazyTensor(t, checkpoint.computed)[...]) for key, t in checkpoint.tensors.items()}
+    found = {key: value for key, value in found.items() if key[1] not in ("weight", "master")}
+    for state, values in checkpoint.state.scalars.items():
+        for fqn, value in values.items():
+            number = value.value if isinstance(value, OneElement) else value
+            found[fqn, state] = raw(torch.tensor(float(number)))
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_are_those_that_torch_saved(name: str, tmp_path: Path) -> None:
+    truth = trained(OPTIMIZERS[name], tmp_path / "model.pt")
+    source = api.open(tmp_path / "model.pt")
+    assert truth and states(source) == truth
+    for target, ranks in (("full", None), ("dcp", 2), ("zero2", 2), ("zero3", 3)):
+        conversion = api.plan(source, target, Layout(world_size=ranks))
+        conversion.run(tmp_path / target)
+        lost = NOT_UNDER_ZERO.get(name, set()) if target.startswith("zero") else set()
+        kept = {key: value for key, value in truth.items() if key[1] not in lost}
+        found = states(api.open(tmp_path / target))
+        assert {key: found.get(key) for key in kept} == kept and (lost or found == kept), target
+        assert all(any(state in line for line in conversion.plan.target.not_written) for state in lost)

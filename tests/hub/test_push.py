@@ -1,0 +1,389 @@
+"""`ckpt/hub/push.py`, `card.py`, `recorded.py`: pushing to a server on the loopback that speaks the Hub's protocol,
+through huggingface_hub as users run it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from ckpt import api
+from ckpt.errors import UsageError
+from ckpt.hub import push as hub
+from ckpt.hub.card import model_card
+from ckpt.hub.recorded import recorded_repo
+from ckpt.plan.checkpoint import Layout
+from converters.names.hub import asked
+from tests.support.commands import ckpt, process
+from tests.support.hub_server import LARGE, File, HubServer, Repo
+from tests.support.places import FIXTURES, REPOSITORY
+
+REPO = "me/merged"
+
+
+#: How the library sends large files: through Xet's store where hf_xet is installed, as it is with the library on
+#: most machines, otherwise through the LFS interface.
+both_ways = pytest.mark.parametrize("server", ["xet", "lfs"], indirect=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Hugging Face folder of several files, large ones and small ones."""
+    output = tmp_path / "model"
+    api.plan(api.open(FIXTURES / "lora-zero3"), "hf", Layout(max_shard_size=2500, names="own")).run(
+        output, manifest=False
+    )
+    config = json.loads((output / "config.json").read_text())
+    # which proves no names: these are of a model with adapters
+    (output / "config.json").write_text(json.dumps(config | {"model_type": None, "architectures": None}))
+    assert sum(path.stat().st_size >= LARGE for path in output.iterdir()) >= 3
+    return output
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@both_ways
+def test_push_and_push_again(server: HubServer, folder: Path) -> None:
+    before = contents(folder)
+    server.drop = 1  # the library tries once more
+    first = process("push", folder, "--repo-id", REPO, "--private", "--commit-message", "Weights")
+    assert first.code == 0, first.err
+    tree = server.tree(REPO)
+    card = tree.pop("README.md").decode()
+    assert tree == before == contents(folder)
+    assert api.digests(api.open(folder)).whole["weights"] in card and "ckpt push" in card and card.startswith("---\n")
+    assert server.repos[REPO].private and server.repos[REPO].messages == ["Weights", "Weights: model card"]
+    assert f"verified: {len(tree) + 1} files" in first.err and "/commit/" in first.out
+    server.uploads.clear()
+    second = process("push", folder, "--repo-id", REPO, "--json", "-q")
+    assert second.code == 0, second.err
+    assert json.loads(second.out)["files"] == len(tree)
+    assert not server.uploads and len(server.repos[REPO].messages) == 2
+
+
+@both_ways
+def test_a_branch_and_a_pull_request(server: HubServer, folder: Path) -> None:
+    (folder / "README.md").write_text("---\ntags: [mine]\n---\nmy own card\n")
+    branch = process("push", folder, "--repo-id", REPO, "--revision", "v1")
+    assert branch.code == 0, branch.err
+    assert server.tree(REPO, "v1") == contents(folder) and server.tree(REPO) == {}
+    request = process("push", folder, "--repo-id", REPO, "--create-pr")
+    assert request.code == 0, request.err
+    assert "/discussions/1" in request.out
+    assert server.tree(REPO, "refs/pr/1") == contents(folder) and server.tree(REPO) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [(["--revision", "v1", "--private"], "--revision v1 --private"), (["--create-pr"], "--revision refs/pr/1")],
+)
+def test_going_on_at_the_same_place(server: HubServer, folder: Path, options: list[str], again: str) -> None:
+    """The command that an error names goes on with the same branch, or in the pull request that was opened."""
+    server.refuse = 0
+    failed = process("push", folder, "--repo-id", REPO, *options)
+    command = f"ckpt push {folder} --repo-id {REPO} {again}"
+    assert failed.code == 7 and f"`{command}` goes on" in failed.err
+    server.refuse = None
+    resumed = process(*command.split()[1:])
+    assert resumed.code == 0, resumed.err
+    branch = again.split()[1]
+    assert {name: server.tree(REPO, branch)[name] for name in contents(folder)} == contents(folder)
+    assert server.tree(REPO) == {} and len(server.repos[REPO].pull_requests) == ("--create-pr" in options)
+    assert server.repos[REPO].private == ("--private" in options)
+
+
+@pytest.mark.parametrize("server", ["lfs"], indirect=True)
+def test_refused_midway_and_resumed(server: HubServer, folder: Path) -> None:
+    server.refuse = 3
+    before = contents(folder)
+    failed = process("push", folder, "--repo-id", REPO)
+    assert failed.code == 7 and "Traceback" not in failed.err
+    assert "the push did not come to its end" in failed.err and "413" in failed.err
+    assert f"ckpt push {folder} --repo-id {REPO}` goes on" in failed.err
+    assert contents(folder) == before and server.tree(REPO) == {}
+    server.refuse = None
+    arrived = set(server.blobs)
+    assert arrived
+    server.uploads.clear()
+    resumed = process("push", folder, "--repo-id", REPO)
+    assert resumed.code == 0, resumed.err
+    assert server.uploads and not arrived & set(server.uploads)
+    assert {name: server.tree(REPO)[name] for name in before} == before
+
+
+@both_ways
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_midway_and_resumed(server: HubServer, folder: Path, how: signal.Signals) -> None:
+    server.hold = threading.Event()
+    command = [sys.executable, "-m", "ckpt", "push", str(folder), "--repo-id", REPO]
+    running = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not server.uploads and time.monotonic() < deadline:
+        time.sleep(0.05)
+    running.send_signal(how)
+    time.sleep(0.5)
+    assert server.tree(REPO) == {}
+    server.hold.set()  # the library's threads end what they have begun
+    said = running.communicate(timeout=60)[1]
+    if how == signal.SIGINT:
+        assert running.returncode == 130 and "Traceback" not in said
+        assert f"interrupted; the local folder stays as it is; `ckpt push {folder} --repo-id {REPO}` goes on" in said
+    assert server.tree(REPO) == {}
+    server.hold = None
+    resumed = process("push", folder, "--repo-id", REPO)
+    assert resumed.code == 0, resumed.err
+    tree = server.tree(REPO)
+    assert {name: tree[name] for name in contents(folder)} == contents(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00001-of-*.safetensors"])
+def test_a_wrong_checksum_is_found(server: HubServer, folder: Path, name: str) -> None:
+    (path,) = folder.glob(name)
+    server.corrupt = path.name
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 4, report.err
+    assert "a file on the Hub is not the one that was pushed" in report.err and path.name in report.err
+
+
+@pytest.mark.parametrize("token", ["hf_other", None])
+def test_not_let_in(server: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
+    monkeypatch.setenv("HF_TOKEN", token) if token else monkeypatch.delenv("HF_TOKEN")
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 7 and "Traceback" not in report.err
+    assert "the Hub does not know who is pushing" in report.err and "set HF_TOKEN" in report.err
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "said"),
+    [
+        ("POST /api/repos/create", 403, "does not let this token push there"),
+        (r"POST /api/models/.*/commit/main", 403, "does not let this token push there"),
+        (r"POST /api/models/.*/preupload/main", 404, "has no such repository or branch"),
+        (r"POST /api/models/.*/commit/main", 409, "somebody else is changing the repository"),
+        (r"POST /api/models/.*/commit/main", 412, "somebody else is changing the repository"),
+    ],
+)
+def test_what_the_hub_refuses(server: HubServer, folder: Path, request_: str, status: int, said: str) -> None:
+    server.status[request_] = status
+    before = contents(folder)
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 7 and said in report.err and "Traceback" not in report.err
+    assert f"you get {status}" in report.err or str(status) in report.err
+    assert f"ckpt push {folder} --repo-id {REPO}` goes on" in report.err and contents(folder) == before
+
+
+def test_without_a_network_the_reason_is_said_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as bound:  # and not listening
+        bound.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{bound.getsockname()[1]}")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        report = process("push", folder, "--repo-id", REPO)
+    assert (report.code, report.err.count("Connection refused")) == (7, 1), report.err
+
+
+def test_a_repository_of_others_that_takes_pull_requests(server: HubServer, folder: Path) -> None:
+    """Whoever may not make a repository there may still open a pull request in it."""
+    server.repos[REPO] = Repo(private=False)
+    server.status["POST /api/repos/create"] = 403
+    report = process("push", folder, "--repo-id", REPO, "--create-pr")
+    assert report.code == 0, report.err
+    assert set(contents(folder)) < set(server.tree(REPO, "refs/pr/1"))
+
+
+def test_names_that_are_not_those_of_the_config(
+    server: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asked, "can_be_asked", lambda: False)  # the table is enough
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    refused = ckpt("push", folder, "--repo-id", REPO)
+    assert refused.code == 6 and "not what save_pretrained of LlamaForCausalLM writes" in refused.err
+    assert "too many: base_model.model." in refused.err and "--names own" in refused.err
+    assert REPO not in server.repos
+    assert hub.Push(REPO, own_names=True).again(folder).endswith(f"--repo-id {REPO} --names own` goes on")
+    pushed = process("push", folder, "--repo-id", REPO, "--names", "own")
+    assert pushed.code == 0, pushed.err
+    assert {name: server.tree(REPO)[name] for name in contents(folder)} == contents(folder)
+
+
+def test_no_repository_is_left_with_an_adapter_and_a_model(server: HubServer, folder: Path, tmp_path: Path) -> None:
+    """PEFT's adapter would be loaded, and not the model; what is there stays as it was."""
+    server.repos[REPO] = Repo(private=False)
+    there = server.repos[REPO].branches["main"]
+    there["adapter_config.json"] = File(b"{}", False)
+    there["config.json"] = File(b"{}", False)  # as Axolotl saves it beside an adapter
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 2 and "holds an adapter, and a model is to be pushed" in report.err
+    assert "--repo-id" in report.err and not server.uploads and len(there) == 2
+    report = process("push", folder, "--repo-id", REPO, "--revision", "merged")
+    assert report.code == 2 and len(there) == 2  # a new branch begins with what is on the main one
+    del server.repos[REPO].branches["merged"]
+    adapter = tmp_path / "adapter"
+    api.plan(api.open(FIXTURES / "lora-zero3"), "peft").run(adapter)
+    server.repos[REPO].branches["main"] = {"model-00001-of-00002.safetensors": File(b"older", True)}
+    report = process("push", adapter, "--repo-id", REPO)
+    assert report.code == 2 and "holds a model, and an adapter is to be pushed" in report.err
+    assert len(server.tree(REPO)) == 1 and not server.uploads
+
+
+def test_a_card_of_others_is_never_replaced(server: HubServer, folder: Path) -> None:
+    server.repos[REPO] = Repo(private=False)
+    there = server.repos[REPO].branches["main"]
+    there["README.md"] = File(b"---\ntags: [mine]\n---\nmy evaluation of three weeks\n", False)
+    (folder / "README.md").write_text("---\ntags: [ckpt]\n---\nanother card\n")
+    before = there["README.md"]
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 0 and "README.md in me/merged stays" in report.err
+    assert there["README.md"] == before
+    assert set(server.tree(REPO)) == set(contents(folder))
+    ours = model_card("merged", {}, {"weights": "0"}, ["ckpt", "push"]).encode()
+    there["README.md"] = File(ours, False)
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 0 and "stays" not in report.err
+    assert server.tree(REPO) == contents(folder)
+
+
+def test_a_file_that_the_hub_leaves_out(server: HubServer, folder: Path) -> None:
+    server.ignored = "generation_config.json"
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 4 and "did not arrive" in report.err and ".gitignore" in report.err
+    assert "generation_config.json" in report.err
+
+
+def test_nobody_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    report = process("push", folder, "--repo-id", REPO)
+    assert report.code == 7 and "Traceback" not in report.err
+
+
+@pytest.mark.parametrize(
+    "to", [{"repo_id": "noslash"}, {"repo_id": "a/b/c"}, {"repo_id": REPO, "create_pr": True, "revision": "v1"}]
+)
+def test_what_cannot_be_meant(to: dict) -> None:
+    with pytest.raises(UsageError):
+        hub.Push(**to)
+
+
+def test_the_repository_that_a_run_records(tmp_path: Path) -> None:
+    """`hub_model_id` of the real training arguments of transformers, read without running anything."""
+    import torch
+    from transformers import TrainingArguments
+
+    step = tmp_path / "checkpoint-3"
+    step.mkdir()
+    with pytest.raises(UsageError, match="to which repository"):
+        recorded_repo([step])
+    torch.save(TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), step / "training_args.bin")
+    with pytest.raises(UsageError, match="to which repository") as error:
+        recorded_repo([step])
+    assert "--repo-id" in str(error.value)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], hub_model_id="me/my-run")
+    torch.save(arguments, tmp_path / "training_args.bin")
+    assert recorded_repo([step]) == "me/my-run"
+    assert recorded_repo([tmp_path]) == "me/my-run"
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], hub_model_id="my-run")
+    torch.save(arguments, tmp_path / "training_args.bin")
+    with pytest.raises(UsageError, match="without its owner") as error:
+        recorded_repo([step])
+    assert "--repo-id ORG/my-run" in str(error.value)
+
+
+def test_what_an_unknown_class_records(tmp_path: Path) -> None:
+    """Arguments of a trainer of anybody's, whose class cannot even be imported; and files that are none."""
+    import torch
+
+    class Arguments:
+        def __init__(self, **values: object) -> None:
+            self.__dict__.update(values)
+
+    Arguments.__module__, Arguments.__qualname__ = "not_installed_anywhere", "Arguments"
+    module = types.ModuleType("not_installed_anywhere")
+    module.Arguments = Arguments
+    path = tmp_path / "training_args.bin"
+    name = "me/its-run"
+    for values, found in [
+        ({"output_dir": "out", "hub_model_id": name, "hub_token": None}, name),
+        ({"run_name": name, "hub_model_id": name}, name),  # from the memo
+        ({"hub_model_id": None, "run_name": name}, None),
+        ({"other": 3, "hub_model_id": ["a", name]}, None),
+    ]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "not_installed_anywhere", module)
+            torch.save(Arguments(**values), path)
+        if found:
+            assert recorded_repo([tmp_path]) == found
+        else:
+            with pytest.raises(UsageError, match="does not record one"):
+                recorded_repo([tmp_path])
+    whole = path.read_bytes()
+    for content in (
+        b"",
+        b"PK",
+        whole[:200],
+        whole[:-30],
+        b"\x80\x02]q\x00.",
+        whole.replace(b"hub_model_id", b"\xff" * 12),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match="does not record one"):
+            recorded_repo([tmp_path])
+
+
+def test_what_axolotls_card_records(tmp_path: Path) -> None:
+    card = "# out\n\n```yaml\nbase_model: org/base\nhub_model_id: {}\nlora_r: 16\n```\n"
+    (tmp_path / "README.md").write_text(card.format("me/my-axolotl  # mine"))
+    assert recorded_repo([tmp_path]) == "me/my-axolotl"
+    for none in ("null", "", "~"):
+        (tmp_path / "README.md").write_text(card.format(none))
+        with pytest.raises(UsageError, match="does not record one"):
+            recorded_repo([tmp_path])
+
+
+def test_merge_and_push_from_a_run_folder(server: HubServer, tmp_path: Path) -> None:
+    """Nothing is given but `--push`: the adapter, the base and the repository are what the run records."""
+    import torch
+    from transformers import TrainingArguments
+
+    run = tmp_path / "run"
+    shutil.copytree(FIXTURES / "lora-zero3", run)
+    asking = process("merge-lora", "--push", cwd=run)
+    assert asking.code == 2 and "to which repository" in asking.err and "--repo-id ORG/NAME" in asking.err
+    arguments = TrainingArguments(str(run), use_cpu=True, report_to=[], hub_model_id=REPO)
+    torch.save(arguments, run / "training_args.bin")
+    own = f"{REPO}-merged"  # the run's own repository is the adapter's
+    server.repos[REPO] = Repo(private=False)
+    server.repos[REPO].branches["main"] = {"adapter_config.json": File(b"{}", False), "README.md": File(b"x", False)}
+    merged = tmp_path / "run-merged"
+    refused = process("merge-lora", "--push", "--repo-id", REPO, cwd=run)
+    assert refused.code == 2 and "holds an adapter" in refused.err and not merged.exists()
+    server.refuse = 0
+    failed = process("merge-lora", "--push", cwd=run)
+    assert failed.code == 7 and f"ckpt push {merged} --repo-id {own}" in failed.err
+    server.refuse = None
+    resumed = process("push", merged, "--repo-id", own)
+    assert resumed.code == 0, resumed.err
+    assert server.tree(own) == contents(merged)
+    assert server.tree(REPO) == {"adapter_config.json": b"{}", "README.md": b"x"}
+    card = (merged / "README.md").read_text()
+    assert "ckpt merge-lora --push" in card and api.digests(api.open(merged)).whole["weights"] in card
+    again = process("merge-lora", ".", "--push", "--overwrite", "--json", cwd=run)
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["pushed"]["repo_id"] == own
+
+
+def test_options_of_a_push_without_it(tmp_path: Path) -> None:
+    report = process("merge-lora", FIXTURES / "lora-zero3", "-o", tmp_path / "out", "--repo-id", REPO)
+    assert report.code == 2 and "go with --push" in report.err

@@ -1,0 +1,82 @@
+"""`ckpt/lora/combine.py`: several adapters as one, against PEFT's own `add_weighted_adapter`, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt.errors import UsageError
+from ckpt.lora import find as adapters
+from ckpt.lora import merge as lora
+from tests.support.adapters import MODELS, TABLE, Tables, compare, load_base, save_adapter
+from tests.support.commands import ckpt
+
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "cat": {},
+    "svd": {},
+    "ties": {"density": 0.6},
+    "dare_linear": {"density": 0.6, "seed": 5},
+    "dare_ties": {"density": 0.6, "seed": 5},
+    "magnitude_prune": {"density": 0.6},
+    "ties_svd": {"density": 0.6},
+    "dare_ties_svd": {"density": 0.6, "seed": 5},
+}
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3_moe", "gpt_oss"])
+def test_combinations_are_pefts_own(model: str, bases: dict[str, Path], tmp_path: Path, tables: Tables) -> None:
+    from peft import PeftModel
+
+    from ckpt.lora.combine import combine
+
+    targets = {"target_modules": [*MODELS[model].linear, MODELS[model].embedding]}
+    saved = [save_adapter(bases[model], tmp_path / f"adapter-{i}", targets, seed=i) for i in range(2)]
+    shares = [0.7, -0.4]
+    failed = []
+    for combination, options in COMBINATIONS.items():
+        theirs = PeftModel.from_pretrained(load_base(bases[model]), saved[0], adapter_name="a")
+        theirs.load_adapter(saved[1], adapter_name="b")
+        if "seed" in options:
+            torch.manual_seed(options["seed"])
+        density = {"density": options["density"]} if "density" in options else {}
+        theirs.add_weighted_adapter(["a", "b"], shares, "c", combination, **density)
+        theirs.set_adapter("c")
+        theirs.merge_and_unload().save_pretrained(tmp_path / "peft")
+        found = [adapters.open_adapter(str(path)) for path in saved]
+        base = adapters.open_base(found[0], str(bases[model]))
+        one = combine(found, shares, base, combination, options.get("density"), options.get("seed"))
+        lora.plan([one], base).run(tmp_path / "ours", overwrite=True)
+        equal, total, changed = compare(tmp_path / "peft", tmp_path / "ours", bases[model])
+        tables[TABLE][f"combination {combination}"][model] = f"{equal}/{total} ({changed})"
+        if equal != total or not changed:
+            failed.append(f"{combination}: {equal} of {total} equal, {changed} changed")
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--adapter-weights", "1"], "needs one weight for each adapter"),
+        (["--adapter-weights", "a,b"], "takes numbers"),
+        (["--adapter-weights", "1,1", "--combination", "sum"], "no such combination"),
+        (["--adapter-weights", "1,1", "--combination", "ties"], "needs --density"),
+        (["--adapter-weights", "1,1", "--combination", "dare_ties", "--density", "0.5"], "give a --seed"),
+    ],
+)
+def test_combinations_need_what_they_need(linear: Path, tmp_path: Path, options: list[str], message: str) -> None:
+    result = ckpt("merge-lora", linear, linear, "-o", tmp_path / "out", *options)
+    assert result.code == UsageError.exit_code
+    assert message in result.err
+
+
+def test_combined_on_the_command_line(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+    other = save_adapter(bases["llama"], tmp_path / "other", {"target_modules": ["q_proj", "down_proj"]}, seed=9)
+    result = ckpt(
+        "merge-lora", linear, other, "--adapter-weights", "0.5,0.5", "--combination", "cat", "-o", tmp_path / "out"
+    )
+    assert result.code == 0, result.err
+    assert "combined by PEFT (cat): 0.5 of" in result.err

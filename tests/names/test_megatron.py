@@ -1,0 +1,699 @@
+"""`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `layers.py`, `model/axes.py`,
+`model/spelling.py`: names of the Hub and of Megatron: tables, arrangement by hand-computed rows, padding, refusals;
+logits of both.
+
+The fast part needs no engine.  The slow part builds megatron-core's own GPTModel from the arguments that our tables
+make, compares all names and shapes, and runs the same weights in both models.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckpt import api
+from ckpt.containers.torchfile.write import torch_file
+from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError
+from ckpt.plan.checkpoint import HUB, MEGATRON, OWN, TRANSFORMERS, WEIGHT, Checkpoint, Layout, ParamGroup, TrainingState
+from ckpt.plan.dtypes import BFLOAT16, FLOAT32
+from ckpt.plan.planner import check_source
+from ckpt.plan.relation import Relation
+from ckpt.plan.tensors import ZEROS, Extent, Shape, Tensor, Whole
+from ckpt.state.naming import to_namespace
+from converters.megatron.chunks import describe_model
+from converters.megatron.read import folder_name
+from converters.megatron.write import ModelFiles
+from converters.names.families import tables as families
+from converters.names.families.rows import Sizes
+from converters.names.megatron.relation import architectures
+from converters.names.megatron.rows import MegatronRow, parse
+from converters.names.megatron.table import Table
+from tests.support import commands
+from tests.support.megatron_logits import add_mtp, random_model
+from train.models import sizes_of
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+#: A case for the logits: the architecture, and what its config has otherwise than the trainer's tiny one.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-3.1": (
+        "llama",
+        {
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {}),
+    "mistral-window": ("mistral", {"sliding_window": 5}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_moe-pre-softmax": ("qwen3_moe", {"norm_topk_prob": False}),
+    "mixtral": ("mixtral", {}),
+    "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_oss": ("gpt_oss", {"num_attention_heads": 6, "num_key_value_heads": 2}),
+    "deepseek_v3": ("deepseek_v3", {"num_nextn_predict_layers": 1}),
+    "deepseek_v3-yarn": (
+        "deepseek_v3",
+        {
+            "max_position_embeddings": 2560,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 40.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "deepseek_v3-whole-queries": ("deepseek_v3", {"q_lora_rank": None}),
+}
+ARCHITECTURES = sorted({architecture for architecture, _ in CASES.values()})
+
+#: fp32 sums of tens of products in another order: a few units in the last place of logits around 1.
+TOLERANCE = 2e-6
+
+
+def config_of(architecture: str, **more: Any) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    made = AutoConfig.for_model(architecture, **{**sizes_of(architecture), **more}).to_dict()
+    return json.loads(json.dumps(made))
+
+
+def table_of(architecture: str) -> Table:
+    return import_module(f"converters.names.megatron.architectures.{architecture}").TABLE
+
+
+def relation_of(config: Mapping[str, Any], padded: int | None = None) -> tuple[Relation, Sizes]:
+    table = table_of(config["model_type"])
+    sizes = table.family.sizes(config)
+    return table.relation(sizes, padded or sizes.dims["v"], {}), sizes
+
+
+def described(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, namespace: str = HUB) -> Checkpoint:
+    """A checkpoint of tensors that lie nowhere, for what needs no data."""
+
+    def tensor(name: str, shape: Shape) -> Tensor:
+        return Tensor(name, WEIGHT, BFLOAT16, shape, Whole(Extent.contiguous(f"{name}.bin", 0, BFLOAT16, shape)))
+
+    tensors = {(name, WEIGHT): tensor(name, shape) for name, shape in shapes.items()}
+    return Checkpoint("run", "test", tensors, (), config=config, namespace=namespace)
+
+
+def hub_of(config: Mapping[str, Any]) -> Checkpoint:
+    return described(relation_of(config)[0].a_shapes, config)
+
+
+def saved(folder: Path, architecture: str, **more: Any) -> dict[str, torch.Tensor]:
+    """A random model as transformers saves it, and its tensors."""
+    random_model(architecture, more).save_pretrained(folder)
+    if more.get("num_nextn_predict_layers"):
+        add_mtp(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def arguments(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Megatron-LM's arguments in it."""
+    return dict(checkpoint.state.args or {})
+
+
+def moved(folder: Path, **layout: int) -> Checkpoint:
+    return to_namespace(api.open(folder), MEGATRON, Layout(**layout))
+
+
+def refused(error: type[CkptError], checkpoint: Checkpoint, namespace: str = MEGATRON) -> CkptError:
+    with pytest.raises(error) as caught:
+        to_namespace(checkpoint, namespace, Layout())
+    assert "Traceback" not in str(caught.value)
+    return caught.value
+
+
+class TestTables:
+    def test_every_table_is_tested(self) -> None:
+        assert list(architectures()) == ARCHITECTURES
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_the_inverse_is_mechanical_and_both_sides_are_tiled(self, case: str) -> None:
+        architecture, more = CASES[case]
+        relation, sizes = relation_of(config_of(architecture, **more), padded=384)
+        relation.check()
+        relation.inverse().check()
+        assert relation.inverse().inverse() == relation
+        assert relation.b_shapes[EMBEDDING] == (384, sizes.dims["h"])
+
+    def test_a_line_is_a_row_for_each_alternative(self) -> None:
+        line = "mlp.linear_fc1.[weight|bias]    mlp.[gate|up]_proj.[weight|bias]    joined"
+        assert parse(line, "layer.") == (
+            MegatronRow("layer.mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "joined"),
+            MegatronRow("layer.mlp.linear_fc1.bias", ("mlp.gate_proj.bias", "mlp.up_proj.bias"), "joined"),
+        )
+
+    def test_every_tensor_of_the_hubs_has_one_row(self) -> None:
+        table = table_of("llama")
+        sizes = table.family.sizes(config_of("llama"))
+        last = table.dense.strip().splitlines()[-1]
+        with pytest.raises(LossError, match="no place") as caught:
+            replace(table, dense=table.dense.replace(last, "")).relation(sizes, 384, {})
+        assert caught.value.fqn == "model.layers.0.mlp.down_proj.weight"
+        twice = replace(table, dense=f"{table.dense}\n{last.replace('fc2', 'fc3')}").relation(sizes, 384, {})
+        with pytest.raises(LossError, match="exactly once"):
+            twice.check()
+
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_a_link_less_is_a_loss(self, architecture: str) -> None:
+        relation, _ = relation_of(config_of(architecture))
+        for number in range(0, len(relation.links), 7):
+            links = relation.links[:number] + relation.links[number + 1 :]
+            with pytest.raises(LossError, match="exactly once"):
+                replace(relation, links=links).check()
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_there_and_back_every_tensor_is_the_same_bits(self, case: str, tmp_path: Path) -> None:
+        architecture, more = CASES[case]
+        saved(tmp_path / "hub", architecture, **more)
+        source = api.open(tmp_path / "hub")
+        there = to_namespace(source, MEGATRON, Layout(tp=2))
+        assert there.tensors[EMBEDDING, WEIGHT].shape[0] == 512
+        back = to_namespace(there, HUB)
+        assert back.ties == source.ties
+        assert {fqn for fqn, _ in back.tensors} == {fqn for fqn, _ in source.tensors}
+        assert api.verify(source, back).equal
+
+
+class TestTrainingState:
+    """What a run of transformers' model, and one of Megatron's, make of the other's."""
+
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_param_groups_are_in_the_order_of_transformers_modules(self, architecture: str) -> None:
+        """Which parameter lies where in a ZeRO partition, an engine knows by that order alone."""
+        model = random_model(architecture, {})
+        registered = [name for name, _ in model.named_parameters()]
+        hub = hub_of(config_of(architecture))
+        there = to_namespace(to_namespace(hub, TRANSFORMERS), MEGATRON, Layout())
+        names = tuple(fqn for fqn, role in there.tensors if role == WEIGHT)
+        groups = (ParamGroup(names[::2], {"lr": 1.0}), ParamGroup(names[1::2], {"lr": 2.0}))
+        back = to_namespace(replace(there, state=TrainingState(param_groups=groups)), TRANSFORMERS)
+        assert {fqn for group in back.state.param_groups for fqn in group.fqns} == set(registered)
+        for group in back.state.param_groups:
+            assert list(group.fqns) == [name for name in registered if name in set(group.fqns)]
+
+    @pytest.mark.parametrize("count", [{"global_samples": 96}, {"train_state": {"step": 4, "sequences": 96}}])
+    def test_schedule_and_data_go_on_where_they_were(self, count: dict[str, Any]) -> None:
+        config = config_of("llama")
+        hub = replace(hub_of(config), state=TrainingState(step=4, **count, scalars={"step": {OUTPUT: 4.0}}))
+        state = to_namespace(hub, MEGATRON, Layout()).state
+        assert state.args is not None
+        assert state.args["consumed_train_samples"] == 96
+        assert state.opt_param_scheduler["num_steps"] == 96
+        # Which schedule it is, the next run's options say: megatron-core compares these, or takes its own instead.
+        assert {value for name, value in state.opt_param_scheduler.items() if name != "num_steps"} == {None}
+
+    def test_sequences_seen_and_the_peak_of_the_rate_come_back(self) -> None:
+        config = config_of("llama")
+        there = to_namespace(hub_of(config), MEGATRON, Layout())
+        args = {**arguments(there), "consumed_train_samples": 96}
+        groups = (ParamGroup(("decoder.final_layernorm.weight",), {"lr": 0.5, "max_lr": 1.0}),)
+        state = to_namespace(replace(there, state=TrainingState(args=args, param_groups=groups)), HUB).state
+        assert state.global_samples == 96
+        assert state.param_groups[0].options == {"lr": 0.5, "max_lr": 1.0, "initial_lr": 1.0}
+
+
+class TestArrangement:
+    """Which row goes where, by lists written by hand."""
+
+    def test_queries_keys_and_values_by_group(self, tmp_path: Path) -> None:
+        """4 heads of 2 in 2 groups: q0 q1 k0 v0 q2 q3 k1 v1, two rows each."""
+        more = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "num_hidden_layers": 1}
+        hub = saved(tmp_path, "qwen2", **more)
+        there = moved(tmp_path)
+        for kind in ("weight", "bias"):
+            q, k, v = (hub[f"model.layers.0.self_attn.{x}_proj.{kind}"] for x in "qkv")
+            expected = [q[0], q[1], q[2], q[3], k[0], k[1], v[0], v[1], q[4], q[5], q[6], q[7], k[2], k[3], v[2], v[3]]
+            found = there[f"decoder.layers.0.self_attention.linear_qkv.{kind}"][...]
+            assert torch.equal(found, torch.stack(expected))
+
+    def test_gpt2_transposes_and_interleaves_by_head(self, tmp_path: Path) -> None:
+        """3 heads of 2: columns of c_attn are q0 q1 q2 k0 k1 k2 v0 v1 v2, rows of linear_qkv q0 k0 v0 q1 k1 v1 ..."""
+        hub = saved(tmp_path, "gpt2", n_embd=6, n_head=3, n_layer=1, n_inner=10)
+        there = moved(tmp_path)
+        order = [0, 1, 6, 7, 12, 13, 2, 3, 8, 9, 14, 15, 4, 5, 10, 11, 16, 17]
+        attention, h = "decoder.layers.0.self_attention", "transformer.h.0"
+        assert torch.equal(there[f"{attention}.linear_qkv.weight"][...], hub[f"{h}.attn.c_attn.weight"].T[order])
+        assert torch.equal(there[f"{attention}.linear_qkv.bias"][...], hub[f"{h}.attn.c_attn.bias"][order])
+        for name, conv in (("linear_fc1", "c_fc"), ("linear_fc2", "c_proj")):
+            assert torch.equal(there[f"decoder.layers.0.mlp.{name}.weight"][...], hub[f"{h}.mlp.{conv}.weight"].T)
+
+    def test_gate_rows_come_before_up_rows(self, tmp_path: Path) -> None:
+        hub, there = saved(tmp_path, "llama", num_hidden_layers=1), moved(tmp_path)
+        halves = [hub[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        assert torch.equal(there["decoder.layers.0.mlp.linear_fc1.weight"][...], torch.cat(halves))
+
+    def test_gpt_oss_gate_and_up_take_turns_in_the_hub_alone(self, tmp_path: Path) -> None:
+        """3 gate and 3 up columns g0 u0 g1 u1 g2 u2 are rows g0 g1 g2 u0 u1 u2; down is transposed, though square."""
+        more = {"intermediate_size": 3, "hidden_size": 3, "num_hidden_layers": 1, "num_local_experts": 2}
+        hub, there = saved(tmp_path, "gpt_oss", **more), moved(tmp_path)
+        experts, order = "model.layers.0.mlp.experts", [0, 2, 4, 1, 3, 5]
+        for e in range(2):
+            ours = f"decoder.layers.0.mlp.experts.local_experts.{e}"
+            assert torch.equal(there[f"{ours}.linear_fc1.weight"][...], hub[f"{experts}.gate_up_proj"][e].T[order])
+            assert torch.equal(there[f"{ours}.linear_fc1.bias"][...], hub[f"{experts}.gate_up_proj_bias"][e][order])
+            assert torch.equal(there[f"{ours}.linear_fc2.weight"][...], hub[f"{experts}.down_proj"][e].T)
+            assert torch.equal(there[f"{ours}.linear_fc2.bias"][...], hub[f"{experts}.down_proj_bias"][e])
+
+    def test_gpt_oss_stacks_are_a_few_copies(self) -> None:
+        """Columns in turns are boxes with a step, not one box per column."""
+        there = to_namespace(hub_of(config_of("gpt_oss")), MEGATRON, Layout())
+        back = to_namespace(there, HUB)
+        assert (
+            len(
+                list(
+                    there.tensors["decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", WEIGHT].fragments()
+                )
+            )
+            == 2
+        )
+        assert len(list(back.tensors["model.layers.0.mlp.experts.gate_up_proj", WEIGHT].fragments())) == 2 * 5
+
+    def test_experts_keep_their_numbers(self, tmp_path: Path) -> None:
+        """Megatron-LM#5844: its converter looked experts up under stacked keys that its own schema did not have,
+        matched nothing, copied nothing and reported success.  Here every expert is compared, and a name that matches
+        nothing stops the conversion."""
+        hub, there = saved(tmp_path, "mixtral"), moved(tmp_path)
+        for n in range(2):
+            for e in range(5):
+                ours, theirs = f"decoder.layers.{n}.mlp.experts.local_experts.{e}", f"model.layers.{n}.block_sparse_moe"
+                w1, w2, w3 = (hub[f"{theirs}.experts.{e}.w{i}.weight"] for i in (1, 2, 3))
+                assert torch.equal(there[f"{ours}.linear_fc1.weight"][...], torch.cat([w1, w3]))
+                assert torch.equal(there[f"{ours}.linear_fc2.weight"][...], w2)
+        renamed = dict(api.open(tmp_path).tensors)
+        name = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
+        renamed[name.format("stacked"), WEIGHT] = renamed.pop((name.format(3), WEIGHT)).renamed(name.format("stacked"))
+        error = refused(LossError, replace(api.open(tmp_path), tensors=renamed))
+        assert error.exit_code == 6 and error.fqn == name.format("stacked")
+
+    def test_equal_values_say_nothing(self, tmp_path: Path) -> None:
+        """lmms-engine#160: shards of a norm that were all ones were taken for replicas, as they were equal, and seven
+        of eight dropped.  What is where follows from the names alone, whatever the values are."""
+        saved(tmp_path, "qwen3_moe")
+        ones = {name: torch.ones_like(tensor) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+        save_file(ones, tmp_path / "model.safetensors", {"format": "pt"})
+        there = moved(tmp_path)
+        for (name, _), tensor in there.tensors.items():
+            check_source(tensor)
+            assert there[name][...].sum() == prod(tensor.shape) - (name in (EMBEDDING, OUTPUT)) * (384 - 259) * 35
+
+
+class TestPadding:
+    @pytest.mark.parametrize("tp, padded", [(1, 384), (2, 512), (3, 384), (8, 1024)])
+    def test_rows_are_zero_up_to_what_megatron_pads_to(self, tmp_path: Path, tp: int, padded: int) -> None:
+        """Megatron-Bridge#1853: a vocabulary that ranks do not divide (259 tokens among 2, 3 or 8) could not be
+        imported, as nothing padded the Hub's tensors."""
+        hub, there = saved(tmp_path, "llama"), moved(tmp_path, tp=tp)
+        for ours, theirs in ((EMBEDDING, "model.embed_tokens.weight"), (OUTPUT, "lm_head.weight")):
+            found = there[ours][...]
+            assert torch.equal(found[:259], hub[theirs]) and not found[259:].any() and len(found) == padded
+        assert arguments(there)["padded_vocab_size"] == padded
+        assert any("padded" in note for note in there.notes)
+
+    @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+    def test_padding_is_cut_from_both_ends_of_the_model(self, tmp_path: Path, architecture: str) -> None:
+        """Megatron-Bridge#625: rows that Megatron had added to the embedding and the output layer went into the Hub's
+        files.  They are random here, as in a trained model; tied and not."""
+        hub = saved(tmp_path / "hub", architecture)
+        there = moved(tmp_path / "hub")
+        tensors = {name: there[name][...].clone() for name, _ in there.tensors}
+        for name in {EMBEDDING, OUTPUT} & tensors.keys():
+            tensors[name][259:] = torch.randn(384 - 259, 35)
+        (tmp_path / "trained").mkdir()
+        save_file(tensors, tmp_path / "trained/model.safetensors")
+        trained = replace(api.open(tmp_path / "trained"), namespace=MEGATRON, config=there.config)
+        conversion = api.plan(trained, "hf")
+        assert (
+            "the vocabulary's padding is left out: 125 of 384 rows, which no token has" in conversion.plan.target.notes
+        )
+        conversion.run(tmp_path / "back")
+        back = load_file(tmp_path / "back/model.safetensors")
+        assert back.keys() == hub.keys() and all(torch.equal(back[name], hub[name]) for name in hub)
+
+    def test_optimizer_states_are_padded_too(self) -> None:
+        hub = hub_of(config_of("llama"))
+        states = {
+            (fqn, role): replace(tensor, role=role, dtype=FLOAT32)
+            for (fqn, _), tensor in hub.tensors.items()
+            for role in ("master", "exp_avg")
+        }
+        groups = (ParamGroup(tuple(fqn for fqn, _ in hub.tensors), {"lr": 0.1}),)
+        state = TrainingState(3, groups, {"step": {fqn: 3 for fqn, _ in hub.tensors}})
+        there = to_namespace(replace(hub, tensors={**hub.tensors, **states}, state=state), MEGATRON, Layout())
+        for role in (WEIGHT, "master", "exp_avg"):
+            *_, last = there.tensors[EMBEDDING, role].fragments()
+            assert last.extent.path == ZEROS and last.extent.dtype == there.tensors[EMBEDDING, role].dtype
+        assert set(there.state.param_groups[0].fqns) == {fqn for fqn, _ in there.tensors}
+        assert set(there.state.scalars["step"]) == set(there.state.param_groups[0].fqns)
+
+    def test_param_groups_of_experts_are_those_of_the_others_elsewhere(self) -> None:
+        """DeepSpeed has a group with weight decay and one without; Megatron has experts apart, as other ranks have
+        them, and would have DeepSpeed refuse what it loads."""
+        there = to_namespace(hub_of(config_of("qwen3_moe")), MEGATRON, Layout())
+        names = [fqn for fqn, _ in there.tensors]
+        experts = tuple(name for name in names if ".experts." in name)
+        norms = tuple(name for name in names if "norm" in name)
+        others = tuple(name for name in names if name not in (*experts, *norms))
+        groups = (
+            ParamGroup(others, {"wd_mult": 1.0, "is_expert_parallel": False}),
+            ParamGroup(norms, {"wd_mult": 0.0, "is_expert_parallel": False}),
+            ParamGroup(experts, {"wd_mult": 1.0, "is_expert_parallel": True}),
+        )
+        back = to_namespace(replace(there, state=replace(there.state, param_groups=groups)), HUB)
+        assert [dict(group.options) for group in back.state.param_groups] == [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
+        named = [fqn for group in back.state.param_groups for fqn in group.fqns]
+        assert sorted(named) == sorted(fqn for fqn, _ in back.tensors)
+
+    def test_resharding_pads_anew(self, tmp_path: Path) -> None:
+        """From tp 1 to 4 the vocabulary of 259 takes 512 rows instead of 384; back again it is the same 384."""
+        saved(tmp_path, "llama")
+        one = moved(tmp_path)
+        args = {**arguments(one), "tensor_model_parallel_size": 1}
+        one = replace(one, state=TrainingState(args=args))
+        four = to_namespace(one, MEGATRON, Layout(tp=4))
+        assert torch.equal(four[EMBEDDING][:384], one[EMBEDDING][...]) and not four[EMBEDDING][384:].any()
+        assert four.tensors[OUTPUT, WEIGHT].shape[0] == arguments(four)["padded_vocab_size"] == 512
+        assert to_namespace(one, MEGATRON, Layout(tp=1)) is one
+        assert to_namespace(one, MEGATRON, Layout(pp=2)) is one
+        assert api.verify(one, four).equal
+
+    def test_padding_that_is_asked_for(self, tmp_path: Path) -> None:
+        """--make-vocab-size-divisible-by, from the Hub and of a run that had another one."""
+        saved(tmp_path, "llama")
+        one = moved(tmp_path, make_vocab_size_divisible_by=1)
+        assert one.tensors[EMBEDDING, WEIGHT].shape[0] == 259
+        two = to_namespace(one, MEGATRON, Layout(tp=2, make_vocab_size_divisible_by=64))
+        assert torch.equal(two[EMBEDDING][:259], one[EMBEDDING][...]) and not two[EMBEDDING][259:].any()
+        args = arguments(two)
+        assert (args["make_vocab_size_divisible_by"], args["padded_vocab_size"]) == (64, 384)
+        unknown = described({EMBEDDING: (384, 8), "decoder.final_layernorm.weight": (8,)}, None, MEGATRON)
+        with pytest.raises(UsageError, match="needs the size of the vocabulary"):
+            to_namespace(unknown, MEGATRON, Layout(make_vocab_size_divisible_by=64))
+
+    def test_rows_that_do_not_divide_and_no_vocabulary(self) -> None:
+        shapes = {EMBEDDING: (385, 8), OUTPUT: (385, 8), "decoder.final_layernorm.weight": (8,)}
+        unknown = described(shapes, None, MEGATRON)
+        with pytest.raises(UsageError, match="do not divide") as caught:
+            to_namespace(unknown, MEGATRON, Layout(tp=2))
+        assert "--config" in str(caught.value.hint)
+        assert to_namespace(unknown, MEGATRON, Layout(tp=5)).tensors[EMBEDDING, WEIGHT].shape == (385, 8)
+
+    def test_fewer_rows_than_tokens(self) -> None:
+        config = config_of("llama")
+        there = to_namespace(hub_of(config), MEGATRON, Layout())
+        assert refused(CorruptError, replace(there, config={**config, "vocab_size": 400}), HUB).fqn == EMBEDDING
+
+
+class TestRefusals:
+    def test_a_tensor_without_a_place(self) -> None:
+        for architecture in ARCHITECTURES:
+            config = config_of(architecture)
+            hub = hub_of(config)
+            there = to_namespace(hub, MEGATRON, Layout())
+            for side, namespace in ((hub, MEGATRON), (there, HUB)):
+                extra = described({"decoder.layers.0.surprise": (2,)}, config).tensors
+                error = refused(LossError, replace(side, tensors={**side.tensors, **extra}), namespace)
+                assert (error.exit_code, error.fqn) == (6, "decoder.layers.0.surprise")
+
+    def test_a_tensor_that_is_missing(self) -> None:
+        hub = hub_of(config_of("qwen2"))
+        lost = ("model.layers.1.self_attn.k_proj.bias", WEIGHT)
+        error = refused(CorruptError, replace(hub, tensors={k: t for k, t in hub.tensors.items() if k != lost}))
+        assert error.fqn == lost[0]
+
+    def test_a_tensor_of_another_shape(self) -> None:
+        config = config_of("llama")
+        error = refused(CorruptError, replace(hub_of(config), config={**config, "intermediate_size": 54}))
+        assert "config" in str(error.hint)
+
+    @pytest.mark.parametrize("config", [None, {}, {"vocab_size": 3}])
+    def test_no_config(self, config: dict[str, Any] | None) -> None:
+        there = described({EMBEDDING: (4, 2)}, config, MEGATRON)
+        for namespace in (HUB, TRANSFORMERS):
+            error = refused(NotFoundError, there, namespace)
+            assert "--config" in str(error.hint)
+        error = refused(NotFoundError, described({"w": (4, 2)}, config, OWN))
+        assert "--config" in str(error.hint)
+
+    def test_an_architecture_without_a_table(self) -> None:
+        for model_type in ("bert", "_table", "os.path", "../llama"):
+            error = refused(UsageError, described({"w": (2,)}, {"model_type": model_type}))
+            assert "llama" in str(error.expected)
+
+    @pytest.mark.parametrize(
+        "architecture, more",
+        [
+            ("gpt_neox", {"attention_bias": False}),
+            ("llama", {"hidden_act": "gelu"}),
+            ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+            ("llama", {"rope_scaling": {"type": "longrope"}, "rope_parameters": None}),
+            ("gpt2", {"activation_function": "relu"}),
+            ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+            ("deepseek_v3", {"norm_topk_prob": False}),
+            ("deepseek_v3", {"rope_interleave": False}),
+        ],
+    )
+    def test_what_megatron_would_compute_otherwise(self, architecture: str, more: dict[str, Any]) -> None:
+        config = config_of(architecture)
+        assert refused(LossError, replace(hub_of(config), config={**config, **more})).exit_code == 6
+
+    @pytest.mark.parametrize(
+        ("architecture", "more", "name"),
+        [
+            ("llama", {"attention_bias": True}, "self_attn.o_proj.bias"),
+            ("llama", {"mlp_bias": True}, "mlp.gate_proj.bias"),
+            ("qwen3", {"attention_bias": True}, "self_attn.o_proj.bias"),
+            ("qwen3_moe", {"attention_bias": True}, "self_attn.o_proj.bias"),
+            ("gpt_oss", {"attention_bias": False}, "mlp.experts.gate_up_proj_bias"),
+            ("deepseek_v3", {"attention_bias": True}, "self_attn.q_a_proj.bias"),
+        ],
+    )
+    def test_biases_that_megatron_has_in_all_layers_or_in_none(
+        self, architecture: str, more: dict[str, Any], name: str
+    ) -> None:
+        """A config may ask for biases of the attention alone, of which o_proj's has no place in Megatron."""
+        config = config_of(architecture, **more)
+        hub = families.saved(config)
+        assert hub is not None
+        assert refused(LossError, described(hub.required, config)).fqn == f"model.layers.0.{name}"
+
+    @pytest.mark.parametrize(
+        "architecture, name",
+        [
+            ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj_blocks"),
+            ("deepseek_v3", "model.layers.0.self_attn.o_proj.weight_scale_inv"),
+        ],
+    )
+    def test_quantized_weights(self, architecture: str, name: str) -> None:
+        config = config_of(architecture)
+        shapes = {**relation_of(config)[0].a_shapes, name: (2, 2)}
+        assert "dequantize" in str(refused(LossError, described(shapes, config)).hint)
+
+    @pytest.mark.parametrize("value", [0, -1, "8", 1.5, 1 << 60, True, [2]])
+    def test_sizes_that_are_none(self, value: Any) -> None:
+        config = config_of("qwen3_moe")
+        for name in ("hidden_size", "num_experts", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+            with pytest.raises(CkptError):
+                to_namespace(replace(hub_of(config), config={**config, name: value}), MEGATRON, Layout())
+
+    def test_parallel_sizes_of_a_format_without_any(self, tmp_path: Path) -> None:
+        saved(tmp_path, "llama")
+        with pytest.raises(UsageError, match="parallel axes") as caught:
+            api.plan(api.open(tmp_path), "hf", Layout(tp=2, decoder_last_pipeline_num_layers=1))
+        assert caught.value.found == "--tp --decoder-last-pipeline-num-layers"
+
+
+class TestWhatFilesReallyHold:
+    def test_tensors_that_follow_from_the_config_are_left_out_and_named(self, tmp_path: Path) -> None:
+        """GPT-2's own files have the causal mask in every layer, and no prefix."""
+        hub = saved(tmp_path, "gpt2")
+        tensors = {name.removeprefix("transformer."): tensor for name, tensor in hub.items()}
+        tensors |= {f"h.{n}.attn.bias": torch.ones(1, 1, 4, 4) for n in range(2)}
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        there = moved(tmp_path)
+        assert any("2 tensors that follow from the config" in note for note in there.notes)
+        back = to_namespace(there, HUB)
+        assert {name for name, _ in back.tensors} == set(hub)
+        assert all(torch.equal(back[name][...], hub[name]) for name in hub)
+
+    def test_a_tied_output_layer_that_is_stored_again_is_compared(self, tmp_path: Path) -> None:
+        hub = saved(tmp_path, "qwen2")
+        head = hub["model.embed_tokens.weight"].clone()
+        save_file({**hub, "lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+        tied = moved(tmp_path)
+        assert (OUTPUT, WEIGHT) not in tied.tensors and tied.ties == {OUTPUT: EMBEDDING}
+        assert len(tied.tensors[EMBEDDING, WEIGHT].replicas) == 1
+        head[3, 4] += 1
+        save_file({**hub, "lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+        from ckpt.verify.compare import Reader, check_replicas
+
+        with pytest.raises(CorruptError, match="disagree"), Reader() as reader:
+            check_replicas(moved(tmp_path).tensors[EMBEDDING, WEIGHT], reader)
+
+    def test_layers_of_multi_token_prediction(self, tmp_path: Path) -> None:
+        """The release has layer 61 with its own copies of embedding and output layer; transformers drops all of it."""
+        hub = saved(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+        there = moved(tmp_path)
+        assert arguments(there)["mtp_num_layers"] == 1
+        assert torch.equal(there["mtp.layers.0.eh_proj.weight"][...], hub["model.layers.2.eh_proj.weight"])
+        assert len(there.tensors[EMBEDDING, WEIGHT].replicas) == 1
+        back = to_namespace(there, HUB)
+        assert {name for name, _ in back.tensors} == set(hub)
+        without = {name: tensor for name, tensor in hub.items() if not name.startswith("model.layers.2.")}
+        save_file(without, tmp_path / "model.safetensors", {"format": "pt"})
+        there = moved(tmp_path)
+        assert arguments(there)["mtp_num_layers"] is None
+        assert any("multi-token prediction" in note for note in there.notes)
+        assert {name for name, _ in to_namespace(there, HUB).tensors} == set(without)
+
+    def test_layers_of_multi_token_prediction_that_the_config_does_not_tell_of(self) -> None:
+        config = config_of("deepseek_v3", num_nextn_predict_layers=1)
+        there = to_namespace(hub_of(config), MEGATRON, Layout())
+        error = refused(LossError, replace(there, config={**config, "num_nextn_predict_layers": 0}), HUB)
+        assert "num_nextn_predict_layers" in str(error.hint)
+
+    def test_a_run_of_transformers_goes_over_the_hubs_names(self) -> None:
+        """Experts that transformers 5 stacks in memory."""
+        config = config_of("qwen3_moe")
+        memory = to_namespace(hub_of(config), TRANSFORMERS)
+        assert ("model.layers.1.mlp.experts.gate_up_proj", WEIGHT) in memory.tensors
+        there = to_namespace(memory, MEGATRON, Layout())
+        assert there.namespace == MEGATRON
+        back = to_namespace(there, TRANSFORMERS)
+        assert (back.namespace, set(back.tensors)) == (TRANSFORMERS, set(memory.tensors))
+
+    def test_the_routers_bias_is_a_buffer(self) -> None:
+        there = to_namespace(hub_of(config_of("deepseek_v3")), MEGATRON, Layout())
+        assert [key for key in there.tensors if key[1] == "buffer"] == [
+            ("decoder.layers.1.mlp.router.expert_bias", "buffer")
+        ]
+
+
+def test_a_model_of_deepseek_v3s_size_takes_seconds() -> None:
+    """46,000 tensors of the Hub; the relation, its proof and both translations."""
+    from transformers import DeepseekV3Config
+
+    config = {**DeepseekV3Config().to_dict(), "num_nextn_predict_layers": 1}
+    config = json.loads(json.dumps(config))
+    start = time.process_time()
+    hub = hub_of(config)
+    there = to_namespace(hub, MEGATRON, Layout(tp=8))
+    back = to_namespace(there, HUB)
+    assert time.process_time() - start < 20
+    assert len(hub.tensors) > 46_000 and len(there.tensors) > 31_000
+    assert {fqn for fqn, _ in back.tensors} >= {fqn for fqn, _ in hub.tensors}
+
+
+def test_padding_reads_as_zeros_of_any_dtype() -> None:
+    """What stands for padding is a file of zeros, so every reader of extents reads it."""
+    assert np.fromfile(ZEROS, np.uint8, 64).any() == np.False_
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the worker found of each case."""
+    pytest.importorskip("megatron.core")
+    cases = [(name, *case) for name, case in CASES.items()]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.megatron_logits",
+        str(tmp_path_factory.mktemp("logits")),
+        json.dumps(cases),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["case"]: line for line in lines}
+
+
+@pytest.mark.slow
+class TestAgainstMegatronCore:
+    @pytest.mark.parametrize("case", CASES)
+    def test_names_and_shapes_are_the_models_own(self, outcome: dict[str, dict[str, Any]], case: str) -> None:
+        assert outcome[case]["different"] == []
+
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_arguments_are_the_trainers(self, outcome: dict[str, dict[str, Any]], architecture: str) -> None:
+        """But for what a run of the trainer fixes or leaves to its options."""
+        fixed = {"params_dtype", "bf16", "fp16", "attention_dropout", "hidden_dropout", "mtp_num_layers"}
+        padding = {"make_vocab_size_divisible_by", "padded_vocab_size"}
+        assert set(outcome[architecture]["arguments"]) <= fixed | padding
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_logits_are_the_same_both_ways(self, outcome: dict[str, dict[str, Any]], case: str) -> None:
+        assert outcome[case]["largest"] > 0.5
+        assert outcome[case]["to_megatron"] < TOLERANCE
+        assert outcome[case]["to_hub"] < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--ep", "2"), ("a model without experts has no expert parallel ranks", "found: ep 2")),
+        (("--pp", "3"), ("2 layers cannot be dealt to 3 pipeline stages of 1 chunks",)),
+        (
+            ("--pp", "2", "--decoder-first-pipeline-num-layers", "7", "--account-for-loss-in-pipeline-split"),
+            ("2 layers cannot be dealt to 2", "found: 7 in the first, the loss counted"),
+        ),
+    ],
+)
+def test_sizes_that_the_model_has_no_use_for(
+    options: tuple[str, ...], said: tuple[str, ...], fixtures: Path, tmp_path: Path
+) -> None:
+    source = fixtures / "megatron-dist-flattened"
+    for way in ("megatron", "megatron-dist"):
+        refused = commands.ckpt("convert", "megatron-dist", way, source, "-o", tmp_path / way, *options)
+        assert refused.code == 2, refused.err
+        assert all(words in refused.err for words in said)
+        assert "None" not in refused.err
+
+
+# -- files of ranks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "ep": 4, "etp": 1}, {"pp": 2}])
+def test_files_of_ranks_are_those_that_each_would_have_for_itself(asked: dict[str, int]) -> None:
+    """Files that differ only in the boxes of tensors that they hold are laid out once."""
+    layout = Layout(**asked)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_attention_heads": 4}
+    hub = hub_of(config_of("qwen3_moe", num_experts=4, num_key_value_heads=2, **sizes))
+    model = describe_model(to_namespace(hub, MEGATRON, layout), layout)
+    files = ModelFiles(model, None, {})
+    for rank in model.grid.ranks():
+        chunks, name = model.chunks(rank), f"{folder_name(rank, model.grid)}/model_optim_rng.pt"
+        assert files.file(name, chunks, {}) == torch_file(name, files.root(chunks))
+    assert len(files.forms) <= model.grid.pp

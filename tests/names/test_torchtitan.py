@@ -1,0 +1,133 @@
+"""`converters/names/torchtitan.py`: torchtitan's checkpoints, against what its own adapters make of them; see
+`fixtures/make_torchtitan.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import ckpt
+from ckpt.errors import CorruptError, LossError, UsageError
+from ckpt.plan.checkpoint import HUB, WEIGHT, Layout
+from ckpt.plan.namespace import TORCHTITAN
+from ckpt.plan.tensors import Shape
+from converters.names import torchtitan
+
+CASES = ("torchtitan-llama3", "torchtitan-llama3-0.3", "torchtitan-qwen3-moe", "torchtitan-deepseek-v3")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_hubs_files_are_those_of_torchtitans_adapter(fixtures: Path, tmp_path: Path, name: str) -> None:
+    truth = load_file(fixtures / name / "truth" / "step-2.safetensors")
+    source = ckpt.open(fixtures / name / "step-2", "dcp")
+    assert source.namespace == TORCHTITAN
+    plan = ckpt.plan(source, "hf")
+    biases = [note for note in plan.plan.target.notes if "expert_bias" in note]
+    assert len(biases) == (name == "torchtitan-qwen3-moe")
+    plan.run(tmp_path / "hf")
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert written.keys() == truth.keys()
+    for fqn, tensor in truth.items():
+        assert torch.equal(written[fqn], tensor), fqn
+    if not biases:
+        assert ckpt.verify(source, ckpt.open(tmp_path / "hf"), only="weights").equal
+
+
+def test_an_optimizers_states_are_turned_alike(fixtures: Path) -> None:
+    """Its moments have the shape of their parameter, and the order of its rows."""
+    source = ckpt.open(fixtures / "torchtitan-llama3" / "step-2", "dcp")
+    named = torchtitan.to_hub(source)
+    assert named.namespace == HUB
+    stored = {fqn for fqn, _ in named.tensors}
+    assert {fqn for fqn, role in named.tensors if role == "exp_avg"} == stored
+    fqn = "model.layers.1.self_attn.k_proj.weight"
+    for role in (WEIGHT, "exp_avg", "exp_avg_sq"):
+        there = named.tensors[fqn, role].source
+        weight = named.tensors[fqn, WEIGHT].source
+        assert type(there) is type(weight) and named.tensors[fqn, role].shape == (8, 16)
+
+
+def test_its_own_runs_go_on_under_its_names(fixtures: Path, tmp_path: Path) -> None:
+    source = ckpt.open(fixtures / "torchtitan-llama3" / "step-2", "dcp")
+    ckpt.plan(source, "dcp").run(tmp_path / "dcp")
+    written = ckpt.open(tmp_path / "dcp", "dcp")
+    assert {fqn for fqn, _ in written.tensors} == {fqn for fqn, _ in source.tensors}
+    assert ckpt.verify(source, written).equal
+
+
+def stored(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of all that a DCP folder holds, as torch reads them."""
+    found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {key: tuple(getattr(value, "size", ())) for key, value in found.items()}
+
+
+def test_a_run_is_written_in_the_layout_that_it_loads(fixtures: Path, tmp_path: Path) -> None:
+    """The model at the top and the optimizer flattened: every key of torchtitan's own, and no other."""
+    folder = fixtures / "torchtitan-llama3" / "step-2"
+    ckpt.plan(ckpt.open(folder, "dcp"), "dcp", Layout(world_size=2)).run(tmp_path / "dcp")
+    assert stored(tmp_path / "dcp") == stored(folder)
+    state = {key: torch.zeros(shape) for key, shape in stored(folder).items() if "param_groups" not in key}
+    truth = {key: torch.zeros_like(value) for key, value in state.items()}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(truth, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(state[key], truth[key]) for key in truth)
+
+
+def test_a_model_of_the_hub_is_written_as_torchtitan_has_it(fixtures: Path, tmp_path: Path) -> None:
+    """Against the tensors that torchtitan 0.3.0 saved, from what its adapter made of them."""
+    folder = fixtures / "torchtitan-llama3-0.3"
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    shutil.copy(folder / "truth" / "step-2.safetensors", hub / "model.safetensors")
+    shutil.copy(folder / "config.json", hub)
+    ckpt.plan(ckpt.open(hub), "dcp", Layout(names="torchtitan", world_size=2)).run(tmp_path / "dcp")
+    shapes = stored(folder / "step-2")
+    assert stored(tmp_path / "dcp") == shapes
+    state, truth = ({key: torch.zeros(shape) for key, shape in shapes.items()} for _ in range(2))
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(truth, checkpoint_id=folder / "step-2", no_dist=True)
+    assert all(torch.equal(state[key], truth[key]) for key in truth)
+
+
+def test_names_that_a_format_does_not_write(fixtures: Path) -> None:
+    source = ckpt.open(fixtures / "torchtitan-llama3" / "step-2")
+    for target, names in (("hf", "torchtitan"), ("dcp", "hub"), ("dcp", "own")):
+        with pytest.raises(UsageError, match="--names"):
+            ckpt.plan(source, target, Layout(names=names))
+
+
+def test_without_a_config_names_stay(fixtures: Path, tmp_path: Path) -> None:
+    """Nothing tells the number of heads, without which queries cannot be turned."""
+    shutil.copytree(fixtures / "torchtitan-llama3" / "step-2", tmp_path / "step-2")
+    notes = ckpt.plan(ckpt.open(tmp_path / "step-2"), "hf").plan.target.notes
+    assert any("are not checked" in note for note in notes)
+
+
+def test_a_config_of_another_model_is_refused(fixtures: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(fixtures / "torchtitan-llama3", tmp_path / "run"))
+    config = json.loads((folder / "config.json").read_text())
+    for change, error in (
+        ({"num_hidden_layers": 3}, CorruptError),
+        ({"num_hidden_layers": 1}, LossError),
+        ({"num_key_value_heads": 4}, CorruptError),
+        ({"architectures": ["LlamaForTokenClassification"]}, UsageError),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(error):
+            ckpt.plan(ckpt.open(folder / "step-2"), "hf")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_relation_is_one_to_one(fixtures: Path, name: str) -> None:
+    source = ckpt.open(fixtures / name / "step-2", "dcp")
+    shapes: dict[str, Shape] = {fqn: source.tensors[fqn, WEIGHT].shape for fqn, _ in source.tensors}
+    saved = torchtitan._saved(source)
+    torchtitan._relation(source, saved, shapes).check()
+    torchtitan._relation(source, saved, ()).check()

@@ -1,0 +1,132 @@
+"""What real engines write is kept between test runs: the same jobs on the same files, by the same code and packages.
+
+`CKPT_TEST_CACHE` is the folder (`build/test-cache`); where it is empty, nothing is kept and engines train anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from tests.support.places import REPOSITORY
+
+UNUSED = 30 * 86400  # seconds after which what no test run has used is removed
+
+
+def made(folder: Path, modules: tuple[str, ...], words: str, make: Callable[[], object]) -> None:
+    """Put into `folder` what `make()` does, which runs these modules with `words`: a copy, where it did so before.
+
+    What was there before, and what stands at other paths that `words` name, is read, and is part of what must be the
+    same.  The copy is the test's own, to be changed as it likes.  Nothing is kept of modules that import what is
+    tested, nor where `words` name an output elsewhere.
+    """
+    entry = _entry(folder, modules, words)
+    if entry is None:
+        make()
+    elif entry.is_dir():
+        os.utime(entry)
+        shutil.copytree(entry, folder, symlinks=True, dirs_exist_ok=True)
+    else:
+        before = _states(folder)
+        make()
+        _keep(folder, before, entry)
+
+
+def _entry(folder: Path, modules: tuple[str, ...], words: str) -> Path | None:
+    """Where it is kept; None where it is not."""
+    cache = os.environ.get("CKPT_TEST_CACHE", str(REPOSITORY / "build" / "test-cache"))
+    read, sources = _read(folder, words), _sources(modules)
+    if not cache or read is None or sources is None:
+        return None
+    digest = hashlib.sha256("\n".join([*read, *sources, *_environment()]).encode())
+    return Path(cache, digest.hexdigest()[:32])
+
+
+def _read(folder: Path, words: str) -> list[str] | None:
+    """`words` without the places of this run, and the digest of what is at each; None where more is written."""
+    words = words.replace(f"{folder}/", "FOLDER/").replace(f'"{folder}"', '"FOLDER"')
+    digests = [_digest(folder)]
+    for path in dict.fromkeys(re.findall(r'"(/[^"]*)"', words)):
+        if f'"output": "{path}"' in words or not Path(path).exists():
+            return None
+        digests.append(_digest(Path(path)))
+        words = words.replace(f'"{path}"', f'"{digests[-1]}"')
+    return [words, *digests]
+
+
+def _digest(path: Path) -> str:
+    """Of the names and the content of all files at a path."""
+    found = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        content = file.read_bytes() if file.is_file() else b""
+        found.update(f"{file.relative_to(path)} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
+def _states(folder: Path) -> dict[Path, tuple[int, int]]:
+    files = (path for path in folder.rglob("*") if not path.is_dir())
+    return {path: ((info := path.lstat()).st_mtime_ns, info.st_size) for path in files}
+
+
+def _keep(folder: Path, before: dict[Path, tuple[int, int]], entry: Path) -> None:
+    """Copy what is new into the cache: all of it or nothing, whoever else does the same or is killed meanwhile."""
+    unchanged = before.items() & _states(folder).items()
+    old = {path for path, _ in unchanged}
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    for other in entry.parent.iterdir():
+        if time.time() - other.stat().st_mtime > UNUSED:
+            shutil.rmtree(other, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=entry.parent) as temporary:
+        copy = Path(temporary, "copy")
+        shutil.copytree(folder, copy, symlinks=True, ignore=lambda at, names: {n for n in names if Path(at, n) in old})
+        os.utime(copy)
+        with contextlib.suppress(OSError):  # another process was first
+            copy.rename(entry)
+
+
+@functools.cache
+def _sources(modules: tuple[str, ...]) -> list[str] | None:
+    """The content of this repository's files that a module runs; None where it imports what is tested."""
+    found: dict[Path, str] = {}
+    wanted = [*modules, *_modules_of_the_trainer()]
+    while wanted:
+        name = wanted.pop().replace(".", "/")
+        for path in (REPOSITORY / f"{name}.py", REPOSITORY / name / "__init__.py"):
+            if path.is_file() and path not in found:
+                found[path] = path.read_text()
+                wanted += _imported(found[path])
+    if any(path.relative_to(REPOSITORY).parts[0] in ("ckpt", "converters") for path in found):
+        return None
+    return [f"{path.relative_to(REPOSITORY)}\n{found[path]}" for path in sorted(found)]
+
+
+def _modules_of_the_trainer() -> list[str]:
+    """All of them, as some are imported by a name that is put together; and what starts ranks."""
+    paths = (path.relative_to(REPOSITORY).with_suffix("") for path in (REPOSITORY / "train").rglob("*.py"))
+    return [*(".".join(path.parts) for path in paths), "tests.support.engines", "tests.support.forked"]
+
+
+def _imported(text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+@functools.cache
+def _environment() -> list[str]:
+    """Python, the processor and every package that is installed, but the one that is tested."""
+    packages = {f"{one.name} {one.version}" for one in metadata.distributions() if one.name != "ckpt-toolkit"}
+    return [platform.python_version(), platform.machine(), *sorted(packages)]

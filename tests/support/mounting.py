@@ -1,0 +1,33 @@
+"""Whether anything can be mounted here, and its end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from ckpt.errors import NotFoundError
+from ckpt.views import mount
+
+
+def no_fuse() -> str:
+    """Why nothing can be mounted here; nothing where it can."""
+    try:
+        mount.library()
+    except NotFoundError as error:
+        return f"{error.what} ({error.hint})"
+    if os.geteuid() and not shutil.which("fusermount3") and not shutil.which("fusermount"):
+        return "there is no fusermount"
+    return ""
+
+
+def unmount(view: Path) -> None:
+    """`fusermount3 -u`, and at once where there is none."""
+    for words in (["fusermount3", "-u"], ["fusermount", "-u"], ["umount"]):
+        if shutil.which(words[0]):
+            subprocess.run([*words, str(view)], check=True)
+            break
+    while os.path.ismount(view):
+        time.sleep(0.05)

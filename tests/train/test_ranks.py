@@ -1,0 +1,103 @@
+"""`python -m train --ranks N`: looks at the line first, starts its ranks, and shows the error of any of them once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines import fork
+from tests.support.places import REPOSITORY
+from train.config import STRATEGIES
+
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+COMMAND = [sys.executable, "-m", "train", "--ranks", "2"]
+
+
+def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *words]
+    return subprocess.run(command, cwd=REPOSITORY, env=ENV | env, capture_output=True, text=True, timeout=300)
+
+
+def test_a_mistake_is_one_line_before_torch_is_there() -> None:
+    script = "import sys, train.__main__ as t; code = t.main(); print('torch' in sys.modules); sys.exit(code)"
+    words = ["--ranks", "2", "--strategy", "zerro3"]
+    command = [sys.executable, "-c", script, *words]
+    done = subprocess.run(command, cwd=REPOSITORY, env=ENV, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert re.fullmatch("train: error: argument --strategy: invalid choice: 'zerro3' .*\n", done.stderr)
+
+
+def test_ranks_of_a_launcher_are_not_started_again() -> None:
+    done = run("--strategy", "ddp", RANK="0", WORLD_SIZE="4", LOCAL_RANK="0")
+    assert (done.returncode, done.stderr) == (2, "train: error: --ranks 2: a launcher has started 4 already\n")
+
+
+def test_the_help_has_groups_and_examples() -> None:
+    done = run("--help")
+    assert done.returncode == 0 and len(re.findall("^[a-z].*:$", done.stdout, re.MULTILINE)) >= 7
+    assert len(re.findall("^  python -m train --ranks .*", done.stdout, re.MULTILINE)) == 2
+
+
+@pytest.mark.slow
+def test_every_strategy_works_with_the_defaults_alone(tmp_path: Path) -> None:
+    words = [["--strategy", strategy, "--output", str(tmp_path / strategy)] for strategy in STRATEGIES]
+    starts = [(ranks, "train.__main__", [*line[:-1], f"{line[-1]}-{ranks}"]) for line in words for ranks in (1, 2)]
+    fork(starts, ["train.engines.zero", "train.engines.native", "tests.support.megatron_imports"])
+    assert len(list(tmp_path.glob("*/metrics.jsonl"))) == 2 * len(STRATEGIES)
+
+
+@pytest.mark.slow
+def test_the_error_of_any_rank_is_shown_once(tmp_path: Path) -> None:
+    output = str(tmp_path / "run")
+    assert run("--strategy", "zero3", "--steps", "1", "--output", output).returncode == 0
+    again = run("--strategy", "zero3", "--steps", "1", "--output", output)
+    assert again.returncode == 2
+    assert re.fullmatch(r"train: error: --output \S+: a run has left .* there\nhint: --resume .*\n", again.stderr)
+    (cut,) = tmp_path.rglob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    os.truncate(cut, 8000)
+    done = run("--strategy", "zero3", "--steps", "1", "--output", output, "--resume", output)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.findall("^.*error: .*$", done.stderr, re.MULTILINE) == re.findall(
+        "^train: error: rank 1: --resume .*$", done.stderr, re.MULTILINE
+    )
+
+
+def endless(tmp_path: Path) -> subprocess.Popen[str]:
+    """A run of two ranks that trains."""
+    words = ["--strategy", "ddp", "--model", "toy", "--until", "100000", "--beat", "0.2", "--output", str(tmp_path)]
+    process = subprocess.Popen([*COMMAND, *words], cwd=REPOSITORY, env=ENV, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").is_file(), process)
+    return process
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 200
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_an_interrupt_has_all_ranks_save(tmp_path: Path) -> None:
+    process = endless(tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 143 and "Traceback" not in said
+    assert "SIGTERM: saved, and ended before the last step" in said and list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    process = endless(tmp_path)
+    os.kill(json.loads((tmp_path / "heartbeats" / "rank-1.json").read_text())["pid"], signal.SIGKILL)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 137 and said.endswith("train: error: rank 1 was ended by SIGKILL\n")

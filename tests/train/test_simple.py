@@ -1,0 +1,85 @@
+"""The trainer to copy (`train/simple.py`): every strategy goes on where every other one has stopped, on other ranks."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines import fork
+from tests.support.places import REPOSITORY
+
+SCRIPT = REPOSITORY / "train" / "simple.py"
+STRATEGIES = ("ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", "zero1", "zero2", "zero3")
+BEFORE, AFTER = 4, 2  # ranks: hsdp and tp-fsdp have grids of 2 by 2, and of 2 by 1
+PAIRS = [(one, other) for one in STRATEGIES for other in STRATEGIES]
+TITLE = f"train/simple.py in fp32, 2 steps on {BEFORE} ranks and 2 on {AFTER}: loss, of the unbroken run"
+#: The chain of all strategies in one folder, as it is run by default: in bf16.
+CHAIN = [("zero3", 4), ("fsdp2", 3), ("hsdp", 2), ("tp-fsdp", 4), ("zero1", 2), ("ddp", 1), ("fsdp1", 3), ("zero2", 2)]
+
+
+def start(strategy: str, ranks: int, output: Path, steps: int, *words: str) -> tuple[Any, ...]:
+    return ranks, "train.simple", [strategy, "--output", str(output), "--steps", str(steps), *words]
+
+
+def losses(printed: str) -> dict[str, dict[int, float]]:
+    """The losses by step that each run has printed, by the name of its output folder."""
+    found: dict[str, dict[int, float]] = {}
+    steps: dict[int, float] = {}
+    for line in printed.splitlines():
+        if match := re.match(r"step (\d+): loss ([0-9.]+),", line):
+            steps[int(match[1])] = float(match[2])
+        elif match := re.match(r"saved (.*)", line):
+            found.setdefault(Path(match[1]).parent.name, {}).update(steps)
+            steps = {}
+    return found
+
+
+def test_it_can_be_read_and_copied() -> None:
+    """No longer than one reads, and of all that is ours it takes the one call that users have."""
+    text = SCRIPT.read_text()
+    assert len(text.splitlines()) <= 220
+    names = [alias.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for alias in node.names]
+    assert "ckpt" in names and "from train" not in text and re.findall(r"\bckpt\.(\w+)", text) == ["resume"]
+
+
+@pytest.fixture(scope="module")
+def went_on(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, float]]:
+    """The losses of every pair, of every source, and of the run that was not stopped."""
+    folder = tmp_path_factory.mktemp("pairs")
+    words = ("--dtype", "fp32")
+    sources = [start(one, BEFORE, folder / one, 2, *words) for one in STRATEGIES]
+    before = losses(fork([*sources, start("ddp", AFTER, folder / "unbroken", 4, *words)], ["deepspeed"]))
+    for one, other in PAIRS:
+        shutil.copytree(folder / one, folder / f"{one} {other}")
+    pairs = [start(other, AFTER, folder / f"{one} {other}", 4, *words) for one, other in PAIRS]
+    return before | losses(fork(pairs, ["deepspeed"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda strategy: strategy)
+def test_each_goes_on_where_any_has_stopped(
+    one: str, other: str, went_on: dict[str, dict[int, float]], tables: Any
+) -> None:
+    unbroken, steps = went_on["unbroken"], went_on[one] | went_on[f"{one} {other}"]
+    assert list(went_on[f"{one} {other}"]) == [3, 4]
+    for step, loss in steps.items():
+        tables[TITLE][f"{one} to {other}"][f"step {step}"] = f"{loss:.6f} {unbroken[step]:.6f}"
+        assert loss == pytest.approx(unbroken[step], rel=5e-6), step
+
+
+@pytest.mark.slow
+def test_all_strategies_in_turn_in_one_folder(tmp_path: Path, tables: Any) -> None:
+    """As a user has it: one run folder, bf16, and other numbers of ranks each time."""
+    starts = [start(one, ranks, tmp_path / "run", 2 * number) for number, (one, ranks) in enumerate(CHAIN, 1)]
+    unbroken = start("ddp", 2, tmp_path / "unbroken", 2 * len(CHAIN))
+    found = losses(fork([*starts, unbroken], ["deepspeed"]))
+    for step, loss in found["unbroken"].items():
+        one, ranks = CHAIN[(step - 1) // 2]
+        row = tables["train/simple.py in bf16, from strategy to strategy in one folder: loss, of the unbroken run"]
+        row[f"{one} on {ranks}"][f"step {2 - step % 2} of 2"] = f"{found['run'][step]:.6f} {loss:.6f}"
+        assert found["run"][step] == pytest.approx(loss, abs=5e-3), step
