@@ -35,12 +35,13 @@ test-fast: env  ## the tests that start no engine
 wheel:  ## build the package, and try it on every Python at hand
 	.ci/wheel
 
-lint: env  ## ruff, mypy, import-linter, codespell
+lint: env  ## ruff, mypy, import-linter, codespell, plain words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python .ci/words
 
 format: env  ## format and sort imports
 	$(BIN)/ruff check --fix .

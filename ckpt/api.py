@@ -123,7 +123,7 @@ def check_casts(checkpoint: Checkpoint, target: Target, layout: Layout) -> None:
         tensor = checkpoint.tensors.get(slot.key)
         if tensor is not None and tensor.fqn in parts and slot.extent.dtype != tensor.dtype:
             raise UsageError(
-                "a part of a quantized weight would be cast, and the weight be another one",
+                "a part of a quantized weight would be cast, which would change the weight",
                 path=checkpoint.path,
                 fqn=tensor.fqn,
                 expected=tensor.dtype,
@@ -212,9 +212,9 @@ class Conversion:
 
             if overwrite or resume:
                 asked = "--overwrite" if overwrite else "--resume"
-                raise UsageError(f"{asked} is for local folders, and not for a store", path=place)
+                raise UsageError(f"{asked} works on local folders only, not on a store", path=place)
             if group is not None and group.size > 1:
-                raise UsageError(f"a store is written by one process, and there are {group.size}", path=place)
+                raise UsageError(f"only one process can write to a store, and there are {group.size}", path=place)
             phase("move")
             upload(self.plan, self.views, place, **what)
             return 0
@@ -318,7 +318,7 @@ def _namespace(target: Format, layout: Layout) -> str | None:
     if target.namespace == TRANSFORMERS and names == TORCHTITAN:
         return TORCHTITAN
     if names is not None and (target.namespace != HUB or names == TORCHTITAN):
-        raise UsageError(f"the format {target.name!r} is not written under such names", found=f"--names {names}")
+        raise UsageError(f"the format {target.name!r} cannot be written under these names", found=f"--names {names}")
     if layout.options.get("flat_optimizer") and not target.carries_optimizer:
         raise UsageError(f"the format {target.name!r} holds no optimizer", found="--flat-optimizer")
     return target.namespace

@@ -78,7 +78,7 @@ def test_names_that_nothing_relates(entries: dict[str, dict[str, str]], tmp_path
     with pytest.raises(UsageError, match="there are no names called 'quiet'"):
         to_namespace(source, "quiet")
     own = replace(source, namespace=OWN, config=None)
-    with pytest.raises(NotFoundError, match=r"it takes the model's config.json"):
+    with pytest.raises(NotFoundError, match=r"it needs the model's config.json"):
         to_namespace(own, LOUD)
 
 

@@ -20,10 +20,10 @@ def parse_size(text: str) -> int:
     unit = match[2].upper() if match else ""
     if match and not unit and Decimal(match[1]):
         hint = " or ".join(f"{match[1]}{name}" for name in ("GB", "MB", "B"))
-        raise UsageError("a size takes its unit", expected="for example 5GB or 512MB", found=repr(text), hint=hint)
+        raise UsageError("a size needs a unit", expected="for example 5GB or 512MB", found=repr(text), hint=hint)
     size = int(Decimal(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
     if size <= 0:
-        raise UsageError("this is no size", expected="for example 5GB or 512MB", found=repr(text))
+        raise UsageError("this is not a size", expected="for example 5GB or 512MB", found=repr(text))
     return size
 
 

@@ -23,7 +23,7 @@ from ckpt.check.files import (
     LEFT,
     NOT_READ,
     UNKNOWN,
-    Bytes,
+    ComparedBytes,
     Problem,
     files_below,
     problem_of,
@@ -112,13 +112,13 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CheckReport:
     """All checkpoints of a folder, the newest first, and what is wrong with the folder itself."""
 
     path: str
     checkpoints: tuple[Checked, ...]
     problems: tuple[Problem, ...]
-    bytes: Bytes | None = None
+    bytes: ComparedBytes | None = None
 
     @property
     def whole(self) -> bool:
@@ -169,7 +169,7 @@ def check(
     tag: str | None = None,
     every_byte: bool = False,
     progress: Callable[[int], None] | None = None,
-) -> Report:
+) -> CheckReport:
     """Look whether the checkpoint at `path` is whole, or each of those of the run folder `path`; `tag` names one.
 
     Tensor data is read where `every_byte` is asked for: then checksums in torch's files and ckpt's manifest are
@@ -179,11 +179,11 @@ def check(
     path = local(path)
     with translate_os_errors(path):
         places = [_tagged(path, tag, format)] if tag is not None else checkpoints_of(path)
-        count = Bytes() if every_byte else None
+        count = ComparedBytes() if every_byte else None
         found = [_check_one(place, path, places, format, count, progress) for place in places]
         if len(found) == 1 and found[0].format is None and found[0].exit_code == NotFoundError.exit_code:
             open_checkpoint(path, format, tag=tag)  # raises what says so
-        return Report(str(path), tuple(found), tuple(_run_problems(path, places)) if tag is None else (), count)
+        return CheckReport(str(path), tuple(found), tuple(_run_problems(path, places)) if tag is None else (), count)
 
 
 def survey(path: Path, every: list[Path], limit: int | None = None) -> list[Checked]:
@@ -281,7 +281,7 @@ def _check_one(
     root: Path,
     every: list[Path],
     format: str,
-    count: Bytes | None = None,
+    count: ComparedBytes | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Checked:
     others = [other for other in every if other != place]

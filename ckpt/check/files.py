@@ -112,7 +112,7 @@ def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Proble
     where = Path(error.path) if error.path is not None else path or root
     parts = [f"{name} {facts[name]}" for name in ("tensor", "rank", "expected", "found") if name in facts]
     what = error.what + (f" ({', '.join(parts)})" if parts else "")
-    return Problem(_kind(error), relative(where, root), what, error.exit_code)
+    return Problem(_kind_of_problem(error), relative(where, root), what, error.exit_code)
 
 
 def _left(error: CkptError, root: Path, path: Path) -> Problem | None:
@@ -123,7 +123,7 @@ def _left(error: CkptError, root: Path, path: Path) -> Problem | None:
     return Problem(LEFT, relative(path, root), f"{LEFT}: {error.what}")
 
 
-def _kind(error: CkptError) -> str:
+def _kind_of_problem(error: CkptError) -> str:
     if not isinstance(error, CorruptError):
         return UNKNOWN
     is_incomplete = isinstance(error, IncompleteError) or any(word in error.what for word in _WORDS)
@@ -164,7 +164,9 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str]]:
         if (shard := _SHARD.fullmatch(name)) is not None:
             key = (shard["stem"], shard["suffix"], int(shard["count"]))
             sets.setdefault(key, set()).add(int(shard["number"]))
-    indexes = {n: _named(folder / n) for n in names if n.endswith((".safetensors.index.json", ".bin.index.json"))}
+    indexes = {
+        n: _named_by_index(folder / n) for n in names if n.endswith((".safetensors.index.json", ".bin.index.json"))
+    }
     told = set()
     for (stem, suffix, count), numbers in sorted(sets.items()):
         index = f"{stem}{suffix}.index.json"
@@ -184,7 +186,7 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str]]:
         yield ".metadata", "the metadata is missing; torch writes it behind all shards"
 
 
-def _named(index: Path) -> set[str]:
+def _named_by_index(index: Path) -> set[str]:
     try:
         content = read_json(index, max_bytes=MAX_INDEX)
         return set(parse_index(content, index, suffixes=(".safetensors", ".bin")).weight_map.values())
@@ -196,14 +198,16 @@ def _named(index: Path) -> set[str]:
 
 
 @dataclass(slots=True)
-class Bytes:
+class ComparedBytes:
     """How many bytes were compared with a checksum that the files have, and how many were read that have none."""
 
     compared: int = 0
     without: int = 0
 
 
-def read_all(root: Path, files: Iterable[Path], count: Bytes, progress: Callable[[int], None]) -> Iterator[Problem]:
+def read_all(
+    root: Path, files: Iterable[Path], count: ComparedBytes, progress: Callable[[int], None]
+) -> Iterator[Problem]:
     """Read every byte of `files`, and compare the CRC-32s that torch puts into its zip files."""
     places = cache(lambda folder: read_metadata(folder).places)  # of all of its `.distcp` files
     for path in files:
@@ -226,7 +230,7 @@ def read_all(root: Path, files: Iterable[Path], count: Bytes, progress: Callable
         progress(size)
 
 
-def _read_items(path: Path, places: Places, count: Bytes) -> None:
+def _read_items(path: Path, places: Places, count: ComparedBytes) -> None:
     """Compare what torch's distributed checkpoint put into a file: zip files one behind another, or safetensors."""
     here = {row for row, name in enumerate(places.paths) if Path(name).name == path.name}
     with open_stream(path) as file:
@@ -236,15 +240,15 @@ def _read_items(path: Path, places: Places, count: Bytes) -> None:
                 file.seek(0)
                 _read_on(file, count)
                 return
-            _compare(_Part(file, offset, length), path, count)
+            _compare(_FileRange(file, offset, length), path, count)
 
 
-def _read_on(file: io.BufferedReader, count: Bytes) -> None:
+def _read_on(file: io.BufferedReader, count: ComparedBytes) -> None:
     while block := file.read(_BLOCK):
         count.without += len(block)
 
 
-def _compare(file: IO[bytes] | _Part, path: Path, count: Bytes) -> None:
+def _compare(file: IO[bytes] | _FileRange, path: Path, count: ComparedBytes) -> None:
     """Read each record of a zip file that has a CRC-32: torch may have been told to write none, which is 0."""
     try:
         with zipfile.ZipFile(file) as archive:
@@ -259,7 +263,7 @@ def _compare(file: IO[bytes] | _Part, path: Path, count: Bytes) -> None:
         raise CorruptError("a checksum of the zip file does not fit", path=path, found=str(error)) from None
 
 
-class _Part(Seekable):
+class _FileRange(Seekable):
     """`length` bytes at `offset` of an open file, as a file."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:

@@ -142,16 +142,16 @@ def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool
         raise
     if picture.is_file() and not _is_drawing(picture):
         raise UsageError(
-            "the file is no picture, and --overwrite would replace it", path=picture, expected="an SVG file"
+            "the file is not a picture, and --overwrite would replace it", path=picture, expected="an SVG file"
         )
     drawn = picture_of(checkpoint, only=only)
     files.write_file(picture, draw(drawn, checkpoint).encode(), overwrite=overwrite)
     if not drawn.damaged:
         return None
     first, count = drawn.damaged[0], len(drawn.damaged)
-    what = "what is stored of a tensor" if count == 1 else f"what is stored of each of {count} tensors"
+    what = "a tensor do not cover it" if count == 1 else f"{count} tensors do not cover them"
     return CorruptError(
-        f"{what} does not make it up exactly once",
+        f"the stored parts of {what} exactly once",
         path=checkpoint.path,
         fqn=first.fqn,
         expected="fragments that tile every tensor",
@@ -216,7 +216,7 @@ class Training:
     ] = None
 
     def setup(self) -> dict[str, Any]:
-        """What of `Setup` this tells; None for what is not given."""
+        """The fields of `Setup` that these options set; None for those that are not given."""
         return {
             "dtype": self.dtype,
             "mixed": False if self.pure else None,
@@ -246,7 +246,7 @@ class Gpus:
     ] = False
 
     def setup(self) -> dict[str, Any]:
-        """What of `Setup` this tells; None for what is not given."""
+        """The fields of `Setup` that these options set; None for those that are not given."""
         is_whole = False if self.no_sequence_parallel else None
         return {"gpus": self.gpus, "context_parallel": self.cp, "sequence_parallel": is_whole}
 
@@ -256,7 +256,7 @@ class Gpus:
 
 
 @dataclass(frozen=True)
-class OptimizerStates:
+class StateOptions:
     """What the optimizer keeps, and where."""
 
     optimizer: Annotated[Optimizer | None, typer.Option(help="Optimizer, by what it keeps. [default: adam]")] = None
@@ -275,7 +275,7 @@ class OptimizerStates:
     ] = None
 
     def setup(self) -> dict[str, Any]:
-        """What of `Setup` this tells; None for what is not given."""
+        """The fields of `Setup` that these options set; None for those that are not given."""
         return {
             "optimizer": self.optimizer,
             "master_dtype": self.master_dtype,
@@ -299,7 +299,7 @@ class Lora:
     qlora: Annotated[bool, typer.Option("--qlora", help="Keep the frozen model's linear layers in 4 bits.")] = False
 
     def setup(self) -> dict[str, Any]:
-        """What of `Setup` this tells; None for what is not given."""
+        """The fields of `Setup` that these options set; None for those that are not given."""
         targets = _listed(self.lora_target_modules)
         return {"lora_rank": self.lora_r, "lora_targets": targets, "quantized": self.qlora or None}
 
@@ -313,7 +313,7 @@ def estimate_(
     stated: Stated,
     training: Training,
     on: Gpus,
-    states: OptimizerStates,
+    states: StateOptions,
     lora: Lora,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
@@ -333,7 +333,7 @@ def estimate_(
     run_config = stated.run_config
     if model.endswith((".yaml", ".yml")):
         if run_config is not None:
-            raise UsageError("a run has one config", found=f"{model} and --run-config {run_config}")
+            raise UsageError("a run can have only one config", found=f"{model} and --run-config {run_config}")
         run_config = Path(model)
         model = configs.model_of(configs.load(run_config), run_config)
     subject = sizing.find(model)
@@ -347,7 +347,7 @@ def estimate_(
     if (setup.lora_targets or setup.quantized) and not setup.lora_rank:
         raise UsageError("--lora-target-modules and --qlora go with --lora-r")
     if on.axes() and chosen and "megatron" not in chosen:
-        raise UsageError("--tp, --pp and --ep are of the strategy megatron", found=", ".join(chosen))
+        raise UsageError("--tp, --pp and --ep need the strategy megatron", found=", ".join(chosen))
     if not quiet:
         say_notes(subject.notes)
     found = sizing.size(subject, setup, _gpu_memory(on.gpu_memory), chosen, **{**run.axes, **on.axes()})
@@ -359,7 +359,7 @@ def estimate_(
 
 
 def _listed(names: str | None) -> tuple[str, ...] | None:
-    """Names between commas; None where none are given."""
+    """The names between commas; None without any."""
     return tuple(names.split(",")) if names else None
 
 
@@ -368,7 +368,7 @@ def _gpu_memory(size: str) -> int:
     if not size.strip().replace(".", "", 1).isdecimal():
         return parse_size(size)
     if float(size) >= 1 << 16:
-        raise UsageError("a GPU has no such memory", expected="GB, or a size as 24GB or 24564MiB", found=size)
+        raise UsageError("this is not a size of GPU memory", expected="GB, or a size as 24GB or 24564MiB", found=size)
     return parse_size(f"{size.strip()}GB")
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Parts:
+class MergeOptions:
     """What is merged into what."""
 
     base: Annotated[
@@ -79,7 +79,7 @@ def merge_lora(
             "in the cache. [default: this folder]",
         ),
     ] = None,
-    parts: Parts,
+    parts: MergeOptions,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The folder to write. [default: ADAPTER-merged, beside it]")
     ] = None,

@@ -54,7 +54,7 @@ def mount(
     library()  # before anything is said
     if standins.is_standin(str(path)) and not foreground:
         hint = "--foreground serves it from this process; in a shell, with & behind the command"
-        raise UsageError("what is in a store is not served by another process", path=path, hint=hint)
+        raise UsageError("a store cannot be served by a background process", path=path, hint=hint)
     layout = Layout(CASTABLE.get(precision.dtype), parse_size(sharding.max_shard_size), sharding.world_size, options)
     checkpoint: Checkpoint = api.open(path, format, tag=tag, config=config)
     if precision.dequantize:

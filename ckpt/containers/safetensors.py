@@ -64,7 +64,7 @@ _NEXT = re.compile(rb"[ \t\r\n]*([,}])")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """One tensor of a file: its shape as torch counts, and where its bytes begin and end in the file."""
 
     name: str
@@ -78,7 +78,7 @@ class Entry:
 class Header:
     """What a safetensors file says of itself."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
     metadata: Mapping[str, str]
 
 
@@ -117,15 +117,15 @@ def parse_header(text: bytes, size: int, path: str) -> Header:
     if text.count(b'"data_offsets"') > MAX_TENSORS:  # in a name or a value its quotes would be escaped
         raise CorruptError("the header lists too many tensors", path=path, expected=f"at most {MAX_TENSORS}")
     base = 8 + len(text)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, HeaderEntry] = {}
     metadata: dict[str, str] | None = None
     for name, at in _Entries(text, path):
         if name == "__metadata__":
             if metadata is not None:
-                raise CorruptError("__metadata__ stands twice in the header", path=path)
+                raise CorruptError("__metadata__ appears twice in the header", path=path)
             metadata = at.metadata()
         elif name in entries:
-            raise CorruptError("the name stands twice in the header", path=path, fqn=name)
+            raise CorruptError("the name appears twice in the header", path=path, fqn=name)
         else:
             entries[name] = at.tensor(name, base)
     _check_offsets(entries.values(), base, size, path)
@@ -191,7 +191,7 @@ class _Entries:
                 raise self.fault("__metadata__ does not map strings to strings")
             name = self.string(key[1])
             if name in found:
-                raise self.fault(f"the key {name!r} stands twice in __metadata__")
+                raise self.fault(f"the key {name!r} appears twice in __metadata__")
             found[name] = self.string(value[1])
             if len(found) > MAX_METADATA:
                 raise self.fault("__metadata__ has too many keys")
@@ -199,7 +199,7 @@ class _Entries:
             if value[2] == b"}":
                 return found
 
-    def tensor(self, name: str, base: int) -> Entry:
+    def tensor(self, name: str, base: int) -> HeaderEntry:
         usual = _USUAL.match(self.text, self.at)
         if usual is None or usual[2].count(b",") >= MAX_DIMS:
             return self.entry(name, base, *self.fields(name))
@@ -216,7 +216,7 @@ class _Entries:
             if field is None:
                 raise self.fault("the header's entry has something else than dtype, shape and data_offsets", name)
             if field[1] in lists or (field[1] == b"dtype" and tag is not None):
-                raise self.fault(f"{field[1].decode()} stands twice in the header's entry", name)
+                raise self.fault(f"{field[1].decode()} appears twice in the header's entry", name)
             if (field[2] is None) == (field[1] == b"dtype"):
                 raise self.fault(f"{field[1].decode()} is of the wrong kind", name)
             if field[1] == b"dtype":
@@ -233,7 +233,7 @@ class _Entries:
             raise self.fault("data_offsets are not two numbers", name)
         return tag, lists[b"shape"], *offsets
 
-    def entry(self, name: str, base: int, tag: bytes, listed: Shape, start: int, stop: int) -> Entry:
+    def entry(self, name: str, base: int, tag: bytes, listed: Shape, start: int, stop: int) -> HeaderEntry:
         dtype, shape = _torch_view(tag.decode(), listed, name, self.path)
         nbytes = prod(shape) * dtype.itemsize
         if nbytes >= 1 << 63:
@@ -246,7 +246,7 @@ class _Entries:
                 expected=f"{nbytes} bytes for {dtype} {list(shape)}",
                 found=f"{stop - start} bytes, offsets [{start}, {stop}]",
             )
-        return Entry(name, dtype, shape, base + start, base + stop)
+        return HeaderEntry(name, dtype, shape, base + start, base + stop)
 
     def numbers(self, raw: bytes, field: str, name: str) -> tuple[int, ...]:
         if not raw.strip(b" \t\r\n"):
@@ -285,7 +285,7 @@ def _torch_view(tag: str, shape: Shape, name: str, path: str) -> tuple[DType, Sh
     return dtype, (*shape[:-1], shape[-1] // 2)
 
 
-def _check_offsets(entries: Iterable[Entry], base: int, size: int, path: str) -> None:
+def _check_offsets(entries: Iterable[HeaderEntry], base: int, size: int, path: str) -> None:
     """The tensors' bytes fill the file from the header's end to its own, without hole or overlap."""
     reached = base
     for entry in sorted(entries, key=lambda e: (e.start, e.stop)):

@@ -58,7 +58,7 @@ class Sources:
 
     by_path: dict[str, SourceFile] = field(default_factory=dict)
     alike: Pickles = field(default_factory=Pickles, repr=False)
-    storages: dict[str, _Storages] = field(default_factory=dict, repr=False)
+    storages: dict[str, _StorageSummary] = field(default_factory=dict, repr=False)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -94,7 +94,7 @@ class Sources:
             (one for one in file.records.values() if one.name != "data.pkl"), key=lambda one: one.size, default=None
         )
         if large is not None and large.size >= _TELLING and all(crc32 is not None for _, crc32 in found):
-            self.storages[str(path)] = _Storages(hash(found), large.offset, large.size, file.folder)
+            self.storages[str(path)] = _StorageSummary(hash(found), large.offset, large.size, file.folder)
         return file
 
     def check_distinct(self, files: Iterable[tuple[int, str]], writers: Mapping[str, object] | None = None) -> None:
@@ -120,7 +120,7 @@ class Sources:
                 )
             else:
                 raise CorruptError(
-                    "the files of two ranks hold the very same, and each should have a part of its own",
+                    "the files of two ranks have the same content, and each should have a part of its own",
                     path=path,
                     rank=rank,
                     expected=f"other elements than those of rank {other[0]}, {other[1]}",
@@ -130,8 +130,8 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True)
-class _Storages:
-    """What a torch file says of its storages: `sums` stands for their sizes and checksums; where the largest lies.
+class _StorageSummary:
+    """The storages of a torch file: `sums` is a hash of their sizes and checksums; and the place of the largest.
 
     `folder` is the name that the file was saved under.
     """
@@ -163,7 +163,7 @@ def _check_saved_as(path: Path, rank: int | None, folder: str | None, is_named: 
     numbers, saved = ([int(n) for n in _DIGITS.findall(one)] for one in (name, folder))
     if is_named or (numbers != saved and _DIGITS.sub("0", folder) == _DIGITS.sub("0", name)):
         raise CorruptError(
-            "the file was saved under another name: it is another one of the checkpoint's",
+            "the file was saved under another name: it is a different file of the checkpoint",
             path=path,
             rank=rank,
             expected=f"a file that was saved as {name}",

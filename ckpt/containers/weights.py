@@ -60,7 +60,7 @@ def parse_index(
         if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
             raise UnsafeError("the index names a file outside its folder", path=path, fqn=fqn, found=repr(name))
         if not name.endswith(suffixes) or not name.isprintable():
-            raise CorruptError(f"the index names a file that is no {what}", path=path, fqn=fqn, found=repr(name))
+            raise CorruptError(f"the index names a file that is not a {what}", path=path, fqn=fqn, found=repr(name))
     metadata = index.get("metadata")
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return Index(path.name, weight_map, total_size)
@@ -121,7 +121,7 @@ def _collect(
                 found=name,
             )
         if (entry.name, WEIGHT) in tensors:
-            raise CorruptError("the tensor stands in two files", path=path, fqn=entry.name)
+            raise CorruptError("the tensor is in two files", path=path, fqn=entry.name)
         extent = Extent.contiguous(path, entry.start, entry.dtype, entry.shape)
         tensors[entry.name, WEIGHT] = Tensor(entry.name, WEIGHT, entry.dtype, entry.shape, Whole(extent))
 

@@ -83,9 +83,9 @@ class Memory:
 
 def estimate(model: Model, strategy: str, setup: Setup) -> Memory:
     """A data-parallel strategy on all GPUs; UsageError for what it cannot do."""
-    frozen, trained = _split(model, setup)
+    frozen, trained = _frozen_and_trained(model, setup)
     if not setup.lora_rank and setup.quantized:
-        raise UsageError("4-bit weights are not trained", expected="--lora-r with --qlora")
+        raise UsageError("4-bit weights cannot be trained", expected="--lora-r with --qlora")
     engine, optimizer, params = placed(strategy, setup)
     makers: dict[str, Callable[..., Memory]] = {DDP: _ddp, ZERO1: _zero12, ZERO2: _zero12, ZERO3: _zero3}
     made = makers.get(engine, _fsdp)(
@@ -111,7 +111,7 @@ def megatron(
     found = []
     for number, stage in enumerate(stages):
         # The optimizer's states are divided among data and context parallel ranks.
-        memory = _stage(stage, setup, setup.gpus // (tp * pp), setup.gpus // (pp * (tp if ep == 1 else ep)))
+        memory = _stage_memory(stage, setup, setup.gpus // (tp * pp), setup.gpus // (pp * (tp if ep == 1 else ep)))
         if blocks:
             mine = [blocks[layer] for layer in stage.layers]
             of_layers = activations.megatron(mine, pp - number, blocks[0].hidden, vocabulary, setup, tp, stage.is_last)
@@ -123,13 +123,13 @@ def megatron(
 # -- data parallel -------------------------------------------------------------------------------------------
 
 
-def _split(model: Model, setup: Setup) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+def _frozen_and_trained(model: Model, setup: Setup) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
     """Frozen and trained parameters."""
     if not setup.lora_rank:
         return (), model.parameters
     made = [adapter for parameter in model.parameters for adapter in _adapters(parameter, setup)]
     if not made:
-        raise UsageError("no module of the model is called so", found=", ".join(setup.lora_targets or ()))
+        raise UsageError("no module of the model has this name", found=", ".join(setup.lora_targets or ()))
     return model.parameters, tuple(made)
 
 
@@ -308,7 +308,7 @@ def _flat_parts(parameters: Iterable[Parameter], setup: Setup) -> int:
 # -- Megatron ------------------------------------------------------------------------------------------------
 
 
-def _stage(stage: Stage, setup: Setup, dp: int, expert_dp: int) -> Memory:
+def _stage_memory(stage: Stage, setup: Setup, dp: int, expert_dp: int) -> Memory:
     item = setup.itemsize
     experts = [p for p in stage.parameters if p.kind == EXPERT]
     others = [p for p in stage.parameters if p.kind != EXPERT]

@@ -40,7 +40,7 @@ def num_elements(parameters: Iterable[Parameter]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One layer, as its activations depend on it; all sizes are elements per token.
+    """The sizes of a layer that its activations depend on; all are elements per token.
 
     `queries`, `keys`, `values` are those of all heads, `attended` what attention gives to its output layer, which
     transformers' fused attention saves `again` so many times; its eager attention saves each score `scores` times in

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
-from ckpt.estimate.setup import CPU, DDP, FSDP1, FSDP2, MEGATRON, NVME, OPTIMIZER_STATES, Zero
+from ckpt.estimate.setup import CPU, DDP, FSDP1, FSDP2, MEGATRON, NVME, OPTIMIZER_STATES, ZeroOptions
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import read_file
 
@@ -55,7 +55,7 @@ def load(path: Path) -> Mapping[str, Any]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise CorruptError("this is neither YAML nor JSON", path=path, found=str(error).splitlines()[0]) from error
     if not isinstance(found, dict):
-        raise CorruptError("this is no config of a run", path=path, expected="an object with names")
+        raise CorruptError("this is not the config of a run", path=path, expected="an object with names")
     return found
 
 
@@ -82,7 +82,7 @@ def understand(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
     if any(name.startswith("fsdp_") or name in ("reshard_after_forward", "offload_params") for name in content):
         return _fsdp(content, path)
     raise CorruptError(
-        "this is no config of a run",
+        "this is not the config of a run",
         path=path,
         expected="Axolotl's base_model, Accelerate's distributed_type, DeepSpeed's zero_optimization, or fsdp_config",
     )
@@ -97,7 +97,7 @@ def _deepspeed(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
             sizes[name] = automatic(hidden)
         elif _is_size(value):
             sizes[name] = int(value)
-    zero = replace(Zero(), overlap_comm=stated.get("overlap_comm") is True, **sizes)
+    zero = replace(ZeroOptions(), overlap_comm=stated.get("overlap_comm") is True, **sizes)
     setup: dict[str, Any] = {}
     for what, field_name in (("optimizer", "offload_optimizer"), ("param", "offload_params")):
         offload = stated.get(f"offload_{what}")
@@ -112,7 +112,7 @@ def _deepspeed(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
         else:
             names = {"buffer_count": "param_buffers", "buffer_size": "param_buffer_size", "max_in_cpu": "max_in_cpu"}
             zero = replace(zero, **_sizes(offload, **names))
-    if zero != Zero():
+    if zero != ZeroOptions():
         setup["zero"] = zero
     for dtype in ("fp16", "bf16"):
         section = content.get(dtype)

@@ -44,7 +44,7 @@ _8BIT_BLOCK, _8BIT_LEAST = 256, 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Zero:
+class ZeroOptions:
     """DeepSpeed's `zero_optimization` options that decide sizes of buffers, in elements, with its defaults.
 
     The last four are of `offload_optimizer` and `offload_param` with device nvme (runtime/zero/offload_config.py).
@@ -86,7 +86,7 @@ class Setup:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] | None = None
     quantized: bool = False
-    zero: Zero = Zero()
+    zero: ZeroOptions = ZeroOptions()
     distributed_optimizer: bool = True
     master_dtype: str = "fp32"
     state_dtype: str = "fp32"
@@ -135,7 +135,7 @@ def placed(strategy: str, setup: Setup) -> tuple[str, str, str]:
     )
     if not can:
         raise UsageError(
-            f"{strategy} does not offload so",
+            f"{strategy} has no such offloading",
             expected="optimizer: zero1, zero2, zero3; parameters: zero3, and with all states fsdp1, fsdp2; nvme: zero3",
             found=", ".join(
                 f"{what} to {device}" for what, device in (("optimizer", optimizer), ("parameters", params)) if device

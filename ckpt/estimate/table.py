@@ -61,7 +61,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EstimateRow:
     """A line of the table; `options` are sizes of parallel axes and LoRA, by the names of the command's options.
 
     `stages` are the numbers of layers of Megatron's pipeline stages.
@@ -87,7 +87,7 @@ class Sizing:
     subject: Subject
     setup: Setup
     gpu_memory: int
-    rows: tuple[Row, ...]
+    rows: tuple[EstimateRow, ...]
     suggestions: tuple[str, ...]
 
 
@@ -205,7 +205,7 @@ def _has_megatron(subject: Subject) -> bool:
     return subject.config is not None and bool(subject.model.blocks)
 
 
-def _row(subject: Subject, strategy: str, setup: Setup) -> Row:
+def _row(subject: Subject, strategy: str, setup: Setup) -> EstimateRow:
     cp = setup.context_parallel
     if setup.gpus % cp:
         raise UsageError("the GPUs do not divide", expected=f"a multiple of cp {cp}", found=setup.gpus)
@@ -217,10 +217,10 @@ def _row(subject: Subject, strategy: str, setup: Setup) -> Row:
         "offload-optimizer": "" if is_named else setup.offload_optimizer,
         "offload-param": "" if is_named else setup.offload_params,
     }
-    return Row(strategy, estimate(subject.model, strategy, setup), setup.gpus // cp, options)
+    return EstimateRow(strategy, estimate(subject.model, strategy, setup), setup.gpus // cp, options)
 
 
-def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) -> Row:
+def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) -> EstimateRow:
     """Megatron with these sizes of axes; UsageError where something does not divide."""
     if not _has_megatron(subject):
         raise UsageError("Megatron's layout of this model is not known", found=subject.model.name)
@@ -232,10 +232,12 @@ def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) 
     stages: tuple[Stage, ...] = registry.service("megatron_stages")(subject.config, tp=tp, pp=pp, ep=ep)
     memory = megatron(stages, subject.model.blocks, subject.model.vocabulary, setup, tp, ep)
     options = {"tp": tp, "pp": pp, "cp": cp if cp > 1 else 0, "ep": ep if ep > 1 else 0}
-    return Row(MEGATRON, memory, setup.gpus // (tp * pp * cp), options, tuple(len(stage.layers) for stage in stages))
+    return EstimateRow(
+        MEGATRON, memory, setup.gpus // (tp * pp * cp), options, tuple(len(stage.layers) for stage in stages)
+    )
 
 
-def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[Row]:
+def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[EstimateRow]:
     """A row for each number of ranks that share a model, as many of them tensor parallel as can be.
 
     Experts are dealt to as many ranks as can be, which takes nothing from data parallelism.
@@ -259,11 +261,11 @@ _PREFERRED = (DDP, ZERO1, ZERO2, FSDP2, ZERO3)
 _OFFLOADED = (ZERO2_OFFLOAD, ZERO3_OFFLOAD, FSDP2_OFFLOAD, ZERO3_OFFLOAD_ALL)
 
 
-def fits(row: Row, gpu_memory: int, *, checkpointing: bool) -> bool:
+def fits(row: EstimateRow, gpu_memory: int, *, checkpointing: bool) -> bool:
     return row.memory.total(checkpointing=checkpointing) <= USABLE * gpu_memory
 
 
-def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Row]) -> Iterator[str]:
+def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[EstimateRow]) -> Iterator[str]:
     """The largest data parallelism that fits, then tensor, then pipeline parallelism; more GPUs where nothing does.
 
     Activation checkpointing comes before tensor parallelism.
@@ -284,7 +286,7 @@ def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Row]
         yield more or f"{nothing} fits on up to {_MAX_GPUS} such GPUs: {_help(subject, setup, gpu_memory, mine)}"
 
 
-def _help(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Row]) -> str:
+def _help(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[EstimateRow]) -> str:
     """What helps where nothing of `rows` fits on any number of GPUs: fewer tokens, if all else would fit."""
     many = replace(setup, gpus=multiple(_MAX_GPUS, setup.context_parallel))
     tried = {row.strategy for row in rows}
@@ -302,7 +304,7 @@ def _help(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Row]) 
     return f"{alone}; LoRA (--lora-r), --optimizer adamw_8bit or larger GPUs take less of it"
 
 
-def _first(rows: Sequence[Row], gpu_memory: int) -> str | None:
+def _first(rows: Sequence[EstimateRow], gpu_memory: int) -> str | None:
     """The first row that fits, without activation checkpointing if any does so.
 
     Of Megatron the first that fits with checkpointing: that costs less than to cut the model once more.
@@ -314,7 +316,7 @@ def _first(rows: Sequence[Row], gpu_memory: int) -> str | None:
     return None
 
 
-def _words(row: Row, gpu_memory: int, checkpointing: bool) -> str:
+def _words(row: EstimateRow, gpu_memory: int, checkpointing: bool) -> str:
     total = show_size(row.memory.total(checkpointing=checkpointing))
     how = " with activation checkpointing" if checkpointing and row.memory.activations else ""
     host = f", and {show_size(row.memory.host)} of host memory for each" if row.memory.host else ""

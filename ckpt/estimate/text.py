@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt.base.sizes import show_size
 from ckpt.estimate.parameters import LINEAR, flops_per_token, num_elements
-from ckpt.estimate.table import USABLE, Row, Sizing, fits
+from ckpt.estimate.table import USABLE, EstimateRow, Sizing, fits
 
 _WIDTH = 80
 _HEADS = ("param", "grads", "optim", "extra", "acts", "total", "acts*", "total*", "host", "nvme")
@@ -28,7 +28,7 @@ def lines(sizing: Sizing) -> Iterator[str]:
         f"micro batch {setup.batch} x {setup.length} tokens{_choices(sizing)}"
     )
     yield ""
-    yield from _table(sizing)
+    yield from _table_lines(sizing)
     yield ""
     yield from _wrap("* with activation checkpointing. A total is the peak, in the backward pass or in the step.")
     yield from _wrap(f"fits: at most {USABLE:.0%} of the GPU's memory. host: CPU memory of each GPU's process.")
@@ -38,7 +38,7 @@ def lines(sizing: Sizing) -> Iterator[str]:
             f"{_scaled(flops * setup.tokens)} for a micro batch; 2 N + 4 s q more with activation checkpointing."
         )
     yield ""
-    notes = list(_notes(sizing))
+    notes = list(_sizing_notes(sizing))
     for note in notes:
         yield from _wrap(note)
     if notes:
@@ -78,7 +78,7 @@ def _choices(sizing: Sizing) -> str:
     return "".join(f", {text}" for text, is_chosen in chosen if is_chosen)
 
 
-def _table(sizing: Sizing) -> Iterator[str]:
+def _table_lines(sizing: Sizing) -> Iterator[str]:
     from rich.console import Console
     from rich.table import Table
 
@@ -99,7 +99,7 @@ def _table(sizing: Sizing) -> Iterator[str]:
     yield from (line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def _counts(row: Row) -> list[int | None]:
+def _counts(row: EstimateRow) -> list[int | None]:
     memory, made = row.memory, row.memory.activations
     return [
         memory.parameters,
@@ -124,13 +124,13 @@ def _cell(count: int | None, size: int) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 999.95 else 0}f}"
 
 
-def _mark(row: Row, gpu_memory: int) -> str:
+def _mark(row: EstimateRow, gpu_memory: int) -> str:
     if fits(row, gpu_memory, checkpointing=False):
         return "yes"
     return "*" if row.memory.activations and fits(row, gpu_memory, checkpointing=True) else "no"
 
 
-def _notes(sizing: Sizing) -> Iterator[str]:
+def _sizing_notes(sizing: Sizing) -> Iterator[str]:
     model, setup = sizing.subject.model, sizing.setup
     if any(row.options.get("qlora") for row in sizing.rows):
         rest = sum(parameter.numel for parameter in model.parameters if parameter.kind != LINEAR)
@@ -170,7 +170,7 @@ def to_json(sizing: Sizing) -> dict[str, Any]:
     }
 
 
-def _row_json(row: Row, gpu_memory: int) -> dict[str, Any]:
+def _row_json(row: EstimateRow, gpu_memory: int) -> dict[str, Any]:
     memory, made = row.memory, row.memory.activations
     return {
         "strategy": row.strategy,

@@ -1,4 +1,4 @@
-"""The model card of what ckpt made, and telling it from other people's."""
+"""The model card of a folder that ckpt made, and how to tell it from other people's cards."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Push:
         words += [word for name, value in options.items() if value is not None for word in (name, value)]
         words += ["--private"] * self.private + ["--create-pr"] * self.create_pr
         words += ["--names", "own"] * self.own_names
-        return f"what is here stays; `{shlex.join(words)}` goes on"
+        return f"the local folder stays as it is; `{shlex.join(words)}` goes on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def _check_what_is_there(files: Set[str], remote: Set[str], to: Push) -> list[st
         delete = _delete_command(stay, to)
         if loader := _who_prefers(name, stay, beside):
             raise UsageError(
-                f"the repository holds other weights, which {loader} takes in place of those that would be pushed",
+                f"the repository holds other weights, which {loader} takes in place of the pushed ones",
                 path=to.repo_id,
                 found=", ".join(stay[:_MAX_NAMES]),
                 hint=f"`{delete}` first, or push to another repository",
@@ -251,7 +251,7 @@ def _sets(files: Set[str]) -> dict[tuple[str, bool, str], list[str]]:
 
 
 def _who_prefers(name: str, stay: list[str], ours: list[str]) -> str | None:
-    """The loader that takes the set `name`, whose files `stay`, in place of each of the sets `ours`; None for none."""
+    """The loader that prefers the set `name`, whose files `stay`, to each of the sets `ours`; None without one."""
     if not ours or (name in ours and not any(file.endswith(".json") for file in stay)):
         return None  # of shards alone an index names those to be taken
     for loader, order in _ORDERS.items():
@@ -280,7 +280,7 @@ def _check_kind(files: Set[str], remote: Set[str], to: Push) -> None:
     else:
         return
     raise UsageError(
-        f"the repository holds {what}: of the two only the adapter would be loaded",
+        f"the repository holds {what}: loaders would take only the adapter",
         path=to.repo_id,
         found=found,
         hint="give another repository with --repo-id, or another branch with --revision",
@@ -294,8 +294,8 @@ def _models(files: Set[str]) -> list[str]:
     ]
 
 
-def _is_others_card(api: HfApi, files: Mapping[str, Path], remote: Mapping[str, _Remote], to: Push) -> bool:
-    """Whether both sides have model cards that differ, and the Hub's is none that ckpt wrote."""
+def _is_others_card(api: HfApi, files: Mapping[str, Path], remote: Mapping[str, _HubFile], to: Push) -> bool:
+    """Whether both sides have model cards that differ, and the Hub's was not written by ckpt."""
     there = remote.get(CARD)
     if CARD not in files or there is None:
         return False
@@ -352,7 +352,7 @@ def _check_manifest(folder: Path, say: Callable[[str], None]) -> None:
     checked = manifest.check(folder)
     if problems := [one for one in checked.problems if not one.startswith(f"{CARD}: ")]:
         raise CorruptError(
-            "the folder is not what its own manifest says",
+            "the folder does not match its own manifest",
             path=folder,
             found="; ".join(problems[:_MAX_NAMES]),
             hint=f"`ckpt verify {shlex.quote(str(folder))}` lists all; if the changes are meant, remove {MANIFEST}",
@@ -360,7 +360,7 @@ def _check_manifest(folder: Path, say: Callable[[str], None]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Remote:
+class _HubFile:
     """A file on the Hub: its size and checksum, of `kind` sha256 or git."""
 
     size: int
@@ -368,16 +368,16 @@ class _Remote:
     checksum: str
 
 
-def _remote_files(api: HfApi, repo_id: str, revision: str) -> dict[str, _Remote]:
+def _remote_files(api: HfApi, repo_id: str, revision: str) -> dict[str, _HubFile]:
     found = {}
     for entry in api.list_repo_tree(repo_id, recursive=True, revision=revision):
         if hasattr(entry, "blob_id"):
             lfs = entry.lfs
-            found[entry.path] = _Remote(entry.size, "sha256" if lfs else "git", lfs.sha256 if lfs else entry.blob_id)
+            found[entry.path] = _HubFile(entry.size, "sha256" if lfs else "git", lfs.sha256 if lfs else entry.blob_id)
     return found
 
 
-def _verify(files: Mapping[str, Path], extra: Mapping[str, bytes], remote: Mapping[str, _Remote], to: Push) -> None:
+def _verify(files: Mapping[str, Path], extra: Mapping[str, bytes], remote: Mapping[str, _HubFile], to: Push) -> None:
     """Raise CorruptError for the first file, by name, that is not on the Hub as it is here."""
     found: dict[str, str] = {}
 

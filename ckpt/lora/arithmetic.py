@@ -141,7 +141,7 @@ def _add(weight: torch.Tensor, product: torch.Tensor, scaling: float, dtype: tor
     Some rows at a time, which stay in the processor's cache from scaling to rounding.
     """
     wider = torch.promote_types(weight.dtype, dtype)
-    for part, rows in zip(weight.split(_rows(weight)), product.split(_rows(weight)), strict=True):
+    for part, rows in zip(weight.split(_rows_at_once(weight)), product.split(_rows_at_once(weight)), strict=True):
         delta = rows.mul_(scaling).to(dtype)
         if weight.dtype == wider:
             part.add_(delta)
@@ -151,7 +151,7 @@ def _add(weight: torch.Tensor, product: torch.Tensor, scaling: float, dtype: tor
     return weight
 
 
-def _rows(weight: torch.Tensor) -> int:
+def _rows_at_once(weight: torch.Tensor) -> int:
     """Rows that stay in the processor's cache while they are scaled, widened, added and rounded."""
     columns: int = weight.shape[1]
     return max(1, (1 << 17) // max(1, columns))

@@ -70,7 +70,7 @@ def combine(
     of_all = (item for one in adapters for item in one.factors.items())
     factors = {fqn: factor for fqn, factor in of_all if parse_name(fqn).kind == names.BASE}
     factors |= {fqn: _in_memory(fqn, tensor, first.checkpoint) for fqn, tensor in combined.items()}
-    settings = parse_config(_plain(wrapped.peft_config[_NAME].to_dict()), Path(first.config.path))
+    settings = parse_config(_plain_config(wrapped.peft_config[_NAME].to_dict()), Path(first.config.path))
     shares = " and ".join(f"{weight} of {one.path}" for one, weight in zip(adapters, weights, strict=True))
     notes = (*(note for one in adapters for note in one.notes), f"combined by PEFT ({combination}): {shares}")
     others = tuple(one.checkpoint for one in adapters[1:])
@@ -104,14 +104,14 @@ def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
     factors = {fqn: factor for fqn, factor in adapter.factors.items() if fqn not in lora}
     factors |= {fqn: _in_memory(fqn, tensor, adapter.checkpoint) for fqn, tensor in state.items()}
     kept = {key: adapter.config.raw.get(key) for key in whole}
-    settings = parse_config(_plain(wrapped.peft_config["default"].to_dict()) | kept, Path(adapter.config.path))
+    settings = parse_config(_plain_config(wrapped.peft_config["default"].to_dict()) | kept, Path(adapter.config.path))
     note = "the adapter is of single experts; PEFT has converted it to the stacked ones of transformers 5"
     return replace(adapter, config=settings, factors=factors, notes=(*adapter.notes, note))
 
 
 def require_peft(what: str) -> None:
     if find_spec("peft") is None or find_spec("transformers") is None:
-        raise UsageError(f"{what} takes PEFT", hint="pip install peft transformers")
+        raise UsageError(f"{what} needs PEFT", hint="pip install peft transformers")
 
 
 def _check(
@@ -170,6 +170,6 @@ def _in_memory(fqn: str, tensor: Any, of: Checkpoint) -> Factor:
     return Factor(fqn, tuple(tensor.shape), lambda: tensor, of, is_held=True)
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A LoraConfig's dict as its file has it."""
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}

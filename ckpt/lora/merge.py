@@ -90,7 +90,7 @@ def plan(
     not fit the base, and UsageError for what is not merged, or where torch is not installed.
     """
     if find_spec("torch") is None:
-        raise UsageError("merging takes torch, which does the arithmetic", hint="pip install torch")
+        raise UsageError("merging needs torch, which does the arithmetic", hint="pip install torch")
     layout = layout or Layout()
     try:
         return _plan(adapters, base, layout, resources or Resources(), notes)
@@ -131,14 +131,14 @@ def _plan(
 
 
 def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpoint:
-    """`merged` with what `adapters` were read from: to be watched for changes, and not to be written over or into."""
+    """Add the adapters' files and folders to `merged`: changes are noticed, and they cannot be chosen as output."""
     files = {file.path: file for one in (merged, *adapters) for file in one.files}
     places = dict.fromkeys(place for one in (merged, *adapters) for place in (one.path, *one.given.places))
     return replace(merged, files=tuple(files.values()), given=replace(merged.given, places=tuple(places)))
 
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:
-    """The adapter, made to fit stacked experts where it is of single ones and the base has none of these."""
+    """The adapter, stacked if it adapts single experts and the base has only stacked ones."""
     modules = {parse_name(fqn).module for fqn in adapter.factors}
     if not any(_EXPERT.search(module) and f"{module}.weight" not in merge.shapes for module in modules):
         return adapter
@@ -242,7 +242,7 @@ class _Merge:
         self._update(owner, _arithmetic("merge_embedding", a, b, magnitude, scaling=scaling))
 
     def _place_linear(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
-        """A linear layer or a convolution."""
+        """Add the update of a linear layer's or a convolution's weight."""
         a, b, magnitude = parts[names.A], parts[names.B], parts.get(names.MAGNITUDE)
         if adapter.config.is_of_peft:
             self._place_by_peft(adapter, module, parts)
@@ -288,7 +288,9 @@ class _Merge:
         owner = self._weight(adapter, module)
         if len(self.shapes[owner]) > 2 or names.BIAS in parts or self._attention(module):
             raise UsageError(
-                "of this kind only linear layers without a bias of their own are merged", path=adapter.path, fqn=module
+                "this kind of adapter is merged only into linear layers without a bias",
+                path=adapter.path,
+                fqn=module,
             )
         if owner in self.updates or owner in self.normed:
             raise UsageError(

@@ -39,8 +39,8 @@ _SMALL = 256 << 10  # a range of fewer bytes is gathered with its neighbours
 MAX_ROWS = 500  # ranges that are gathered at a time: one read scatters to 1,024 buffers at most, gaps included
 
 
-class Target(Protocol):
-    """An open target file, and what to hold while writing to it.
+class OpenTarget(Protocol):
+    """An open target file, and the lock to hold while writing to it.
 
     Linux lets one thread at a time write to a file, and those who wait in the kernel for their turn spin.
     """
@@ -57,20 +57,20 @@ class Batch(Protocol):
     def is_cast(self) -> bool: ...
 
     def reads(self) -> Iterator[tuple[str, int, int]]:
-        """What it will read: paths, offsets and numbers of bytes."""
+        """The ranges that it will read: paths, offsets and numbers of bytes."""
         ...
 
     def written(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where in the target it writes, and how many bytes there: one element per copy."""
         ...
 
-    def carry_out(self, sources: OpenFiles, output: Target, buffer_size: int) -> Iterator[int]:
+    def carry_out(self, sources: OpenFiles, output: OpenTarget, buffer_size: int) -> Iterator[int]:
         """Copy, and say after each step how many bytes were written."""
         ...
 
 
 def batches(spans: Iterable[Spans], slots: Iterable[tuple[Slot, Sequence[Copy]]], buffer_size: int) -> Iterator[Batch]:
-    """What a plan says of a target file (`Plan.spans`, `Plan.copies`) in batches of about `_BATCH` bytes."""
+    """A plan's copies to a target file (`Plan.spans`, `Plan.copies`) in batches of about `_BATCH` bytes."""
     for one in spans:
         yield from _span_batches(one, buffer_size)
     for slot, copies in slots:
@@ -100,7 +100,7 @@ class SpanBatch:
     def written(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         return self.spans.target, self.spans.numel * self.spans.target_dtype.itemsize
 
-    def carry_out(self, sources: OpenFiles, output: Target, buffer_size: int) -> Iterator[int]:
+    def carry_out(self, sources: OpenFiles, output: OpenTarget, buffer_size: int) -> Iterator[int]:
         spans = self.spans if self.is_cast else _joined(self.spans)
         with translate_os_errors(output.name):
             for start, stop in _windows(spans, buffer_size):
@@ -262,7 +262,7 @@ class CopyBatch:
         offsets, sizes = np.array(places, np.int64).reshape(-1, 2).T
         return offsets, sizes
 
-    def carry_out(self, sources: OpenFiles, output: Target, buffer_size: int) -> Iterator[int]:
+    def carry_out(self, sources: OpenFiles, output: OpenTarget, buffer_size: int) -> Iterator[int]:
         slab = _slab(self.copies, buffer_size // 2)
         with translate_os_errors(output.name):
             for copy in self.copies:
@@ -287,7 +287,7 @@ class ComputedBatch(CopyBatch):
     room: Turn
     is_cast = False  # what it computes is read from files, which takes longer
 
-    def carry_out(self, sources: OpenFiles, output: Target, buffer_size: int) -> Iterator[int]:
+    def carry_out(self, sources: OpenFiles, output: OpenTarget, buffer_size: int) -> Iterator[int]:
         with self.room:
             computed = self.content()
             for copy in self.copies:

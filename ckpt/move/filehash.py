@@ -90,7 +90,7 @@ class Hasher:
         return {piece: hasher.hexdigest() for piece, hasher in hashers.items()}
 
     def rest(self, descriptor: int, path: str, size: int, pieces: Iterable[Piece]) -> str:
-        """The digest of what lies outside of `pieces`, which are in order, in an open file of `size` bytes."""
+        """The digest of the bytes outside of `pieces`, which are in order, in an open file of `size` bytes."""
         hasher = xxh3_128()
         for _, part in self._parts(descriptor, path, [*_between(size, pieces)]):
             hasher.update(part)

@@ -250,7 +250,7 @@ class Staging:
     def _check_destination_free(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISDIR(os.lstat(self.destination).st_mode):  # one look: another process may rename it
-                raise UsageError("the destination exists and is no folder", path=self.destination)
+                raise UsageError("the destination exists and is not a folder", path=self.destination)
         if os.path.ismount(self.destination):
             raise UsageError(
                 "the destination is a mount point, which cannot be replaced in one step",
@@ -309,7 +309,7 @@ class Staging:
         return descriptor
 
     def _swap(self) -> None:
-        """Exchange the staged folder and the existing destination, then remove what was there before.
+        """Exchange the staged folder and the existing destination, then remove the old destination.
 
         What was there takes the staging folder's name until it is gone, so it is locked as one.
         """
@@ -369,7 +369,7 @@ class SharedStaging:
 
 
 def staging_folder(destination: Path) -> Path:
-    """Where what is to become `destination` is written."""
+    """The folder beside `destination` in which it is written first."""
     destination = Path(os.path.abspath(destination))
     return destination.with_name(f".{destination.name}.ckpt-staging")
 

@@ -37,7 +37,7 @@ Digests = dict[str, dict[Piece, str]]
 
 
 def header(plan: Plan) -> dict[str, Any]:
-    """What must be equal for a conversion to go on where another stopped: the version, the files, the plan."""
+    """The facts that must be equal for a conversion to continue another: the version, the files, the plan."""
     return {"version": __version__, "plan": _digest(plan), "sources": [_facts(file) for file in plan.checkpoint.files]}
 
 
@@ -72,7 +72,7 @@ def _digest(plan: Plan) -> str:
 
 
 class Journal:
-    """What the process `rank` has written; `add` is called from several threads."""
+    """The record of what the process `rank` has written; several threads call `add`."""
 
     def __init__(self, folder: Path, begin: Mapping[str, Any], rank: int = 0) -> None:
         self._path = _place(folder, rank)
@@ -109,7 +109,7 @@ def _open_there(path: str, flags: int) -> int:
 
 
 def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
-    """What the journals in `folder` say of the conversion whose header is `expected`; empty where there are none.
+    """The digests that the journals in `folder` record for the conversion with the header `expected`; empty if none.
 
     Raises CorruptError where a file of the source is not as it was, or a journal is none that was written here,
     UsageError where it was another conversion.
@@ -128,7 +128,7 @@ def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
 
 
 def sources_of(folder: Path) -> list[SourceFile]:
-    """The files that the conversion in `folder` was begun with; none where no journal says.  Raises CorruptError."""
+    """The source files of the conversion that was begun in `folder`; empty without a journal.  Raises CorruptError."""
     for path in sorted(folder.glob(f"{JOURNAL}*")):
         for line in _lines(path):
             if isinstance(line, dict) and "sources" in line:
@@ -137,7 +137,7 @@ def sources_of(folder: Path) -> list[SourceFile]:
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    """The JSON values in a journal, a line each, but for what was cut off.  CorruptError for what is no journal."""
+    """The JSON values of a journal's complete lines.  CorruptError for a file that is not a journal."""
     try:
         with translate_os_errors(path):
             if path.is_symlink():
@@ -173,7 +173,7 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
         return
     version = begun.get("version")
     if version != expected["version"]:
-        what = "what was begun there is of another version of ckpt"
+        what = "the conversion that was begun there is of another version of ckpt"
         found = version if isinstance(version, str) else "an older one"
         raise UsageError(what, path=path.parent, expected=expected["version"], found=found, hint=_STARTS_OVER)
     known = {file.path: file for file in _sources(begun, path)}
@@ -182,7 +182,7 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
         if then != now:
             what = "the source has changed since the conversion that is to go on"
             raise CorruptError(what, path=now.path, expected=then.facts(), found=now.facts(), hint=_STARTS_OVER)
-    what = "what was begun there is another conversion, or of another source"
+    what = "the conversion that was begun there is another one, or has another source"
     raise UsageError(what, path=path.parent, hint=_STARTS_OVER)
 
 

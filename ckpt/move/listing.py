@@ -1,4 +1,4 @@
-"""What is in a folder, by name: within one opening each folder is listed once."""
+"""The names in a folder: within one opening each folder is listed only once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _seen: ContextVar[dict[str, Entries] | None] = ContextVar("_seen", default=None)
 
 @contextlib.contextmanager
 def listed_once() -> Iterator[None]:
-    """List each folder once within this block, so that all that is found is of one moment.
+    """List each folder only once within this block, so that all answers agree with each other.
 
-    A block in another one shares its listings.  Nothing may be written in it to the folders that are listed.
+    A nested block shares the outer one's listings.  The block must not write to the folders that are listed.
     """
     if _seen.get() is not None:
         yield
@@ -55,7 +55,7 @@ def folders_in(path: Path) -> list[Path]:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or a link to one; a link that leads nowhere or to itself is none."""
+    """Whether it is a folder or a link to one; False for a link that leads nowhere or to itself."""
     return Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()
 
 

@@ -17,7 +17,7 @@ Pieces = Mapping[str, Sequence[Piece]]
 
 
 @dataclass(frozen=True)
-class Part:
+class Share:
     """What this process fills of a target file: the pieces `todo`, and where `is_owner` all that lies in no piece.
 
     `pieces` are all that the file is hashed in, in order; None where nothing is hashed and all of it is to be filled.
@@ -68,7 +68,7 @@ def deal(
     todo: Mapping[str, Collection[Piece]],
     nodes: Sequence[Hashable],
     rank: int,
-) -> list[Part]:
+) -> list[Share]:
     """What process `rank` is to do of each file; `nodes` are those of all processes, by rank.
 
     A node gets whole files: two that write into one page of a file would each put the other's bytes back as they had
@@ -98,7 +98,7 @@ def deal(
             is_owner = is_mine(_own_size(file, pieces))
             wanted = [p for p in pieces[file.name] if p in todo[file.name] and is_mine(p[1])]
             if is_owner or wanted:
-                found.append(Part(file, pieces[file.name], set(wanted), is_owner))
+                found.append(Share(file, pieces[file.name], set(wanted), is_owner))
     return found
 
 

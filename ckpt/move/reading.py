@@ -26,7 +26,7 @@ def read_box(tensor: Tensor, box: Box, computed: Computed) -> NDArray:
     dtype = storage_dtype(tensor.dtype)
     flat = np.empty(0, dtype)
     for common in overlay(tensor.fragments(), [wanted], tensor.shape):
-        read = _read(common.a, computed)
+        read = _read_extent(common.a, computed)
         if read.size == box.numel:  # all of it: there is nothing to put together
             return read.reshape(box.sizes)
         if not flat.size:
@@ -54,9 +54,9 @@ def read_box_into(tensor: Tensor, box: Box, computed: Computed, sources: OpenFil
         source, to = common.a, common.b
         place = strided(target[to.offset // size :], to.shape, to.strides)
         if source.path in computed:
-            place[...] = _read(source, computed)
+            place[...] = _read_extent(source, computed)
         else:
-            for index, run in _rows(source):
+            for index, run in _extent_rows(source):
                 bits = np.empty(run.end - run.offset, np.uint8)
                 read_exactly(sources, run.path, run.offset, bits.data)
                 place[index] = in_shape(bits, run)
@@ -64,14 +64,14 @@ def read_box_into(tensor: Tensor, box: Box, computed: Computed, sources: OpenFil
     return done
 
 
-def _rows(extent: Extent) -> Iterator[tuple[tuple[int, ...], Extent]]:
+def _extent_rows(extent: Extent) -> Iterator[tuple[tuple[int, ...], Extent]]:
     """The parts of an extent that are read one by one, with their leading indices: those with a page between them."""
     if len(extent.shape) > 1 and extent.shape[0] > 1:
         row = extent._replace(shape=extent.shape[1:], strides=extent.strides[1:])
         step = extent.strides[0] * extent.dtype.itemsize
-        if step - (row.end - row.offset) >= _PAGE or next(_rows(row))[0]:
+        if step - (row.end - row.offset) >= _PAGE or next(_extent_rows(row))[0]:
             for number in range(extent.shape[0]):
-                for index, part in _rows(row._replace(offset=row.offset + number * step)):
+                for index, part in _extent_rows(row._replace(offset=row.offset + number * step)):
                     yield (number, *index), part
             return
     yield (), extent
@@ -86,7 +86,7 @@ def read_exactly(sources: OpenFiles, path: str, offset: int, buffer: memoryview)
         raise truncated(path, offset + done)
 
 
-def _read(extent: Extent, computed: Computed) -> NDArray:
+def _read_extent(extent: Extent, computed: Computed) -> NDArray:
     if extent.path in computed:
         content = computed[extent.path]()
         return in_shape(np.frombuffer(content, np.uint8)[extent.offset : extent.end], extent)

@@ -19,7 +19,7 @@ from ckpt.move.blocks import batches, write_all
 from ckpt.move.filehash import FileDigest, max_pieces, pieces_of
 from ckpt.move.files import SharedStaging, Staging, check_destination, translate_os_errors
 from ckpt.move.journal import Digests, Journal, header, read_journals, remove_journals, still_there
-from ckpt.move.parts import Part, deal
+from ckpt.move.parts import Share, deal
 from ckpt.move.workers import MAX_UNFINISHED, FileDigests, Output, Progress, Resources, Workers
 from ckpt.plan.checkpoint import SourceFile, TargetFile
 from ckpt.plan.planner import Plan
@@ -87,7 +87,9 @@ def execute(
             found = group.gather(workers.digests())
             phase("manifest")
             more = describe(staging.path, _file_digests(found, done)).items()
-            return [_create(Part(TargetFile.of_bytes(name, content), None), staging, workers) for name, content in more]
+            return [
+                _create(Share(TargetFile.of_bytes(name, content), None), staging, workers) for name, content in more
+            ]
 
         # The last file of one process is the first of the next, and only one of them can write to it at a time.
         at_a_time = 1 if num_here > 1 else min(workers.num_fillers, MAX_UNFINISHED)
@@ -115,11 +117,11 @@ def _prepare(
     *,
     hashing: bool,
     resume: bool,
-) -> tuple[list[Part], Digests, Journal | None]:
+) -> tuple[list[Share], Digests, Journal | None]:
     """This process's part of the work, the pieces that are there already, and a journal where there is `hashing`."""
     files = plan.target.files
     if not hashing:
-        return [Part(file, None) for file in files], {}, None
+        return [Share(file, None) for file in files], {}, None
     at_most = max_pieces(len(files))
     pieces = {file.name: pieces_of(file, at_most) for file in files}
     begin, done = header(plan), Digests()
@@ -146,13 +148,13 @@ def _prepare(
 
 
 def _page_cache(folder: Path) -> tuple[str, int]:
-    """Equal in processes that see each other's writes to `folder` at once: those of one node with the same mount."""
+    """A key that is equal in processes that share a page cache for `folder`: one node, and the same mount."""
     with translate_os_errors(folder):
         return _node(), os.stat(folder).st_dev
 
 
 def _node() -> str:
-    """Equal in processes of one node."""
+    """A key that is equal in all processes of a node, and differs between nodes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text() if boot.is_file() else os.uname().nodename
 
@@ -187,7 +189,7 @@ def _file_digests(found: Iterable[tuple[Digests, Mapping[str, tuple[int, str]]]]
     }
 
 
-def _submit(part: Part, plan: Plan, staging: Staging | SharedStaging, workers: Workers) -> Iterator[None]:
+def _submit(part: Share, plan: Plan, staging: Staging | SharedStaging, workers: Workers) -> Iterator[None]:
     """Create a target file and hand out its copies, one batch at each step."""
     output = _create(part, staging, workers)
     for batch in batches(part.spans(plan), part.copies(plan), workers.buffer_size):
@@ -212,7 +214,7 @@ def _run_in_turn(iterators: Iterable[Iterator[None]], number: int) -> None:
             running.append(one)
 
 
-def _create(part: Part, staging: Staging | SharedStaging, workers: Workers) -> Output:
+def _create(part: Share, staging: Staging | SharedStaging, workers: Workers) -> Output:
     """Create a target file with all that is known now."""
     file = part.file
     output = workers.open(staging.create(file.name, file.size), part)

@@ -40,7 +40,7 @@ class Stores(Protocol):
 
 
 class _NoStores:
-    """All files are what they are."""
+    """No file stands for an object in a store."""
 
     def is_standin(self, path: str) -> bool:
         return False
@@ -88,7 +88,7 @@ def open_file(path: str) -> int:
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError("there is no such file", path=path) from None
     except ValueError:
-        raise NotFoundError("there can be no such file: its name holds a NUL", path=path) from None
+        raise NotFoundError("a file name cannot contain a NUL", path=path) from None
     except OSError as error:
         kind = CorruptError if error.errno in NO_NAME else StorageError
         raise kind(f"the file cannot be opened: {error.strerror}", path=path) from None
@@ -145,7 +145,7 @@ class Seekable(io.RawIOBase):
 
 
 class _Remote(Seekable):
-    """What is in a store, as a file."""
+    """An object in a store, as a file."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(os.fstat(descriptor).st_size)

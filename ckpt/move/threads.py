@@ -80,7 +80,7 @@ class Jobs(Generic[_Job]):
         return True
 
     def close(self, *, drop: bool = False) -> None:
-        """Say that no more will come; `drop`: nor are those taken that are still there."""
+        """Say that no more jobs will come; with `drop`, the waiting jobs are not done either."""
         with self._more:
             self._is_closed = True
             if drop:

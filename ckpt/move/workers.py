@@ -19,7 +19,7 @@ from ckpt.move import blocks
 from ckpt.move.blocks import Batch, ComputedBatch
 from ckpt.move.filehash import CHUNK, FileDigest, Hasher
 from ckpt.move.files import OpenFiles, sync, translate_os_errors
-from ckpt.move.parts import Part
+from ckpt.move.parts import Share
 from ckpt.move.source import is_standin
 from ckpt.move.threads import Jobs, num_cores
 from ckpt.plan.planner import Copy, Plan
@@ -87,7 +87,7 @@ class Resources:
 class Output:
     """A target file that several threads fill, and some more sync and hash, the last of which closes it."""
 
-    def __init__(self, file: FileIO, part: Part) -> None:
+    def __init__(self, file: FileIO, part: Share) -> None:
         self.descriptor = file.fileno()
         self.name = part.file.name
         self.size = part.file.size
@@ -132,7 +132,7 @@ class Output:
         return np.searchsorted(self._starts, offsets, side="right") - 1
 
     def release(self, uses: int = 1) -> bool:
-        """Whether these were the last uses, with which it is closed."""
+        """Give back some uses; True if they were the last ones, which closes the file."""
         with self._lock:
             self._uses -= uses
             last = not self._uses
@@ -237,7 +237,7 @@ class Workers:
         with self._present:
             return self._present.wait_for(lambda: self._num_present <= num_present, timeout)
 
-    def open(self, file: FileIO, part: Part) -> Output:
+    def open(self, file: FileIO, part: Share) -> Output:
         """Take over a target file, when there are not too many unfinished ones."""
         try:
             while not self._room_for_outputs.acquire(timeout=0.2):
@@ -379,7 +379,7 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 class _Room:
-    """Memory for what is computed: as much side by side as fits, and always at least one."""
+    """Memory for computed tensors: as many at the same time as fit, and always at least one."""
 
     def __init__(self, size: int) -> None:
         self._size = size

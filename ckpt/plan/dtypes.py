@@ -24,10 +24,10 @@ class DType:
         return self.name
 
     def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
-        return _named, (self.name,)
+        return _dtype_called, (self.name,)
 
 
-def _named(name: str) -> DType:
+def _dtype_called(name: str) -> DType:
     return BY_NAME[name]
 
 

@@ -41,11 +41,11 @@ def options_of(declaration: type) -> tuple[Option, ...]:
     """The options that a dataclass declares.  A field of type `int | None` takes an int."""
     hints = get_type_hints(declaration)
     return tuple(
-        Option(one.name, _plain(hints[one.name]), one.default, **one.metadata)
+        Option(one.name, _plain_hint(hints[one.name]), one.default, **one.metadata)
         for one in fields(declaration)
         if "help" in one.metadata
     )
 
 
-def _plain(hint: Any) -> Any:
+def _plain_hint(hint: Any) -> Any:
     return next(kind for kind in get_args(hint) or (hint,) if kind is not NoneType)

@@ -101,7 +101,7 @@ class Plan:
         return self._others.get(file.name, ())
 
     def slot_copies(self, slot: Slot) -> Iterator[Copy]:
-        """The copies to one of `slots` that `spans` has not: those of what is computed, and those with gaps."""
+        """The copies to one of `slots` that `spans` lacks: computed ones, and those with gaps."""
         tensor = self.checkpoint.tensors[slot.key]
         for copy in _slot_copies(tensor.fragments(), tensor.shape, slot):
             if copy.source.path in self.checkpoint.computed or not copy.is_flat:
@@ -198,7 +198,7 @@ class _Found:
                 filled = self._by_overlay(fragments, tensor.shape, file, slot)
             if filled != slot.extent.numel:
                 raise LossError(
-                    "part of the target is filled by nothing",
+                    "nothing fills a part of the target",
                     path=file.name,
                     fqn=tensor.fqn,
                     expected=f"{slot.extent.numel} elements",

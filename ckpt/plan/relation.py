@@ -158,7 +158,7 @@ def _check_side(
     padding: Mapping[str, tuple[Box, ...]],
     copies: Mapping[str, str],
 ) -> None:
-    """Prove that links and padding together tile every tensor, and that copies are of tensors that are linked."""
+    """Prove that links and padding together tile every tensor, and that copies belong to linked tensors."""
     for name in [*placed, *padding, *copies, *copies.values()]:
         if name not in shapes:
             raise LossError("the name mapping places a tensor that is not there", fqn=name)
@@ -363,7 +363,7 @@ class _Joint(NamedTuple):
                 )
             if not self.is_renaming and tensor.shape != a_shapes[link.a]:
                 raise LossError(
-                    f"{name!r} is made from parts of tensors, and the {role!r} of one has a shape of its own",
+                    f"{name!r} is made from parts of tensors, and the {role!r} of one part has a different shape",
                     fqn=link.a,
                     expected=f"shape {list(a_shapes[link.a])}",
                     found=f"shape {list(tensor.shape)}",

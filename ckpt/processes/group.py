@@ -105,7 +105,7 @@ class TorchGroup(Alone):
             self._raise_error()
             if not all(self._values):
                 raise StorageError(
-                    "another process of this conversion has come to its end, and this one waits for it",
+                    "another process of this conversion has ended while this one waits for it",
                     hint="were all of them given the same options, and the same version of ckpt?",
                 )
             return [values.popleft() for values in self._values]
@@ -174,7 +174,7 @@ class TorchGroup(Alone):
         return StorageError(
             f"another process of this conversion has ended, or cannot be reached any more: {who}",
             found=str(error).partition(". This is")[0],
-            hint="what it, or its system, printed says why; with --resume what is done stays, and is gone on with",
+            hint="what it or its system printed says why; --resume goes on from what is done",
         )
 
 

@@ -122,21 +122,21 @@ def _join(start: Launch) -> tuple[Any, Any, TorchGroup]:
     for what, number, last in (("rank", start.rank, start.size - 1), ("port", start.port, _LAST_PORT)):
         if number > last:
             raise UsageError(
-                f"there can be no such {what}", expected=f"at most {last}, of {start}", found=number, hint=alone
+                f"this {what} is out of range", expected=f"at most {last}, of {start}", found=number, hint=alone
             )
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of torch's own warnings; errors are raised, too
     try:
         import torch.distributed as distributed
     except ImportError as error:
         raise UsageError(
-            "several processes take torch to work together, and it cannot be imported",
+            "several processes need torch to work together, and it cannot be imported",
             expected=f"torch in the environment of all {start}",
             found=str(error),
             hint=f"pip install torch; {alone}",
         ) from None
     if start.address is None:
         raise UsageError(
-            "nothing tells where the processes meet",
+            "the address where the processes meet is not known",
             expected="MASTER_ADDR, the host of the first process",
             found=str(start),
             hint=f"mpirun -x MASTER_ADDR=HOST (Open MPI), or -genv MASTER_ADDR HOST; {alone}",
@@ -169,7 +169,7 @@ def _wait_for_first(address: str, port: int) -> None:
             return socket.create_connection((address, port), _JOINING.total_seconds()).close()
         except OSError as error:
             if time.monotonic() > end:
-                raise RuntimeError(f"nobody listens there: {error}") from None
+                raise RuntimeError(f"nothing listens there: {error}") from None
         time.sleep(0.1)
 
 

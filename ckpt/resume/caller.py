@@ -18,8 +18,10 @@ _KINDS = {"SHARDED_STATE_DICT": "dcp", "FULL_STATE_DICT": "full"}
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`format` is what its engine saves and loads, `dtype` the precision in which a DeepSpeed engine keeps the model,
-    which its files are named by; None where nothing tells, as `world_size`.
+    """What is known of the running script; None for what is unknown.
+
+    `format` is the checkpoint format of its engine, `world_size` its number of processes, and `dtype` the precision in
+    which DeepSpeed keeps the model, which is a part of its file names.
     """
 
     format: str | None = None
@@ -44,7 +46,7 @@ def _world_size(environment: Mapping[str, str]) -> int | None:
 
 
 def _deepspeed_config(environment: Mapping[str, str]) -> Any:
-    """The one that Trainer's arguments, an Accelerator or Accelerate's launcher was given; None without."""
+    """The DeepSpeed config that Trainer's arguments, an Accelerator or Accelerate's launcher got; None without."""
     trainers = sys.modules.get("transformers.integrations.deepspeed")
     config = trainers.deepspeed_config() if trainers is not None else None
     plugins = _live_accelerator().get("deepspeed_plugins")

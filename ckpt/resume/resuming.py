@@ -114,14 +114,14 @@ def resume(
     """
     if scheme_of(path) is not None:
         hint = "ckpt.open, ckpt.StorageReader and `ckpt convert` read from a store"
-        raise UsageError("a run that goes on lies in a local folder", path=path, hint=hint)
+        raise UsageError("only a run in a local folder can be resumed", path=path, hint=hint)
     path = Path(path)
     now = caller()
     dtype = dtype or now.dtype
     if dtype is not None and dtype not in CASTABLE:
         raise UsageError("no such dtype of weights", expected=f"one of {', '.join(CASTABLE)}", found=repr(dtype))
     if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
-        raise UsageError("this is no number of ranks", expected="an int of at least 1", found=f"{world_size=}")
+        raise UsageError("this is not a number of ranks", expected="an int of at least 1", found=f"{world_size=}")
     layout = Layout(CASTABLE[dtype] if dtype else None, world_size=world_size or now.world_size, **options)
     format = format or now.format
     asked = {"path": path, "tag": tag, "config": config, "format": format, "dtype": dtype, **options}
@@ -221,7 +221,7 @@ def _check_seen_by_all(found: _Way, group: Alone) -> None:
     without = [f"{hosts[rank]} (rank {rank}) lacks {files[0]}" for rank, files in enumerate(lacking) if files]
     if without:
         raise StorageError(
-            "other nodes do not see what is to be resumed from: it is not on storage that all of them share",
+            "other nodes do not see the checkpoint: it is not on storage that all of them share",
             path=found.place,
             found="; ".join(without[:8]),
             hint="keep the run on shared storage",
@@ -232,7 +232,7 @@ def _check_seen_by_all(found: _Way, group: Alone) -> None:
 
 
 class _Way(NamedTuple):
-    """The folder to resume from, and why that; to be converted to `format` by `layout` first, unless that is None.
+    """The folder to resume from, and the reason; it is first converted to `format` by `layout`, unless that is None.
 
     `files` are those that are loaded, where that is known; `source` is the path and the format of what is converted.
     """
@@ -290,7 +290,7 @@ def _way(
     say(f"{checkpoint.path} does not fit: {misfit or f'{LATEST} or a tracker names another step'}")
     if not (model_only or knows_optimizer(checkpoint)):
         raise LossError(
-            "the states of the optimizer would be left out: nothing tells which parameters they are of",
+            "the states of the optimizer would be left out: nothing tells which parameters they belong to",
             path=checkpoint.path,
             found="; ".join(checkpoint.notes),
             hint=f"it goes on as it is, under the engine and on the ranks that wrote it; or {_MODEL_ONLY}",
@@ -325,7 +325,7 @@ def _check_kept(destination: Path, checkpoint: Checkpoint) -> None:
             raise CorruptError("a file of the conversion is missing", path=destination / name)
     record = read_json(destination / RECORD)
     if not isinstance(record, dict) or record.get("source") != _sources(checkpoint):
-        raise CorruptError("it was not made of the checkpoint that its name says", path=destination / RECORD)
+        raise CorruptError("it was not made from the checkpoint in its name", path=destination / RECORD)
     is_small = manifest.expected_bytes(destination) <= _AFFORDABLE
     checked = manifest.check(destination, elements=is_small)
     if checked.problems:
@@ -371,7 +371,7 @@ def _hinting_at_what_to_do(way: _Way, path: Path) -> Iterator[None]:
             error.hint = "another resume makes the same of this run, or has just done so: start again when it is done"
         elif "-o" in (error.hint or ""):
             command = f"`ckpt convert auto {way.format} {path} -o FOLDER`, with the same options,"
-            error.hint = f"what is converted is kept beside the run; {command} writes elsewhere"
+            error.hint = f"the converted checkpoint is kept beside the run; {command} writes elsewhere"
         raise
 
 
@@ -447,7 +447,7 @@ def _kept_folder(path: Path) -> Path:
 
 
 def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
-    """Tells apart what was converted, from which files as they were, and to what."""
+    """A name for the kept conversion that depends on its source, the state of the source's files, and its target."""
     from xxhash import xxh3_64
 
     asked = (layout.dtype, layout.world_size, sorted(layout.options.items()))
@@ -493,7 +493,7 @@ def _clear(path: Path, used: _Way, newest: int | None, say: Callable[[str], None
                 _remove_staging(kept / left_over.name.removeprefix(".").removesuffix(".ckpt-staging"))
                 say(f"removed {left_over}, which a resume left that was killed: its source has gone or changed")
             else:
-                say(f"note: {left_over} is of another resume, one that was killed or is not done yet")
+                say(f"note: {left_over} belongs to another resume, which was killed or is still running")
 
 
 def _is_as_it_was(file: SourceFile) -> bool:

@@ -109,12 +109,12 @@ def config_path(checkpoint: Checkpoint, folder: Path | None = None) -> Path:
 
 
 def read_config(path: Path) -> AdapterConfig:
-    """The config of a LoRA adapter.  UsageError names what of it cannot be merged."""
+    """The config of a LoRA adapter.  UsageError names the feature that cannot be merged."""
     return parse_config(read_object(path, "the adapter's config"), path)
 
 
 def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
-    """As `read_config`, of a config at hand; `path` is for messages."""
+    """Same as `read_config`, for a config that was read; `path` is for messages."""
     if raw.get("peft_type") != "LORA":
         raise UsageError("only LoRA adapters are merged", path=path, found=f"peft_type {raw.get('peft_type')!r}")
     for key, what in _VARIANTS.items():

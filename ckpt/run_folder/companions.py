@@ -88,7 +88,7 @@ def parse_json(content: bytes, path: Path, *, unique: bool = False, max_bytes: i
         if unique and len(found) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in found if names.count(name) > 1)
-            raise CorruptError("a name stands twice in the JSON file", path=path, found=repr(twice))
+            raise CorruptError("a name appears twice in the JSON file", path=path, found=repr(twice))
         return found
 
     try:
@@ -124,7 +124,7 @@ def read_config(folders: Iterable[Path]) -> dict[str, Any] | None:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in a small file; CorruptError where it is none, which says `what` it is not."""
+    """The JSON object in a small file; CorruptError, with the words `what`, if it is something else."""
     found = read_json(path)
     if not isinstance(found, dict):
         raise CorruptError(f"{what} is not a JSON object", path=path, found=type(found).__name__)
@@ -226,7 +226,7 @@ def _relative_imports(text: str) -> list[str]:
 def corrected_config(
     config: Mapping[str, Any], written: Mapping[DType, int], *, plain: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """`config` with what the weights that are written make untrue corrected, and notes on what was changed.
+    """`config` with the entries corrected that the written weights make untrue, and notes on the changes.
 
     `written` counts the elements of floating parameters by dtype; `plain` says that nothing quantized is
     written.

@@ -46,7 +46,7 @@ class Steps:
 
 
 def find_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
-    """The step that `path` is, or that is meant in it; with a tag, the one of that name.  None where there is none.
+    """The step that `path` is or that its record means; with a tag, the step of that name.  None without such a step.
 
     Raises CorruptError where the record names what is not there, IncompleteError where it is missing or the newest step
     was not written to its end.

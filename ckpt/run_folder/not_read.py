@@ -86,7 +86,7 @@ class NotRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ListedName:
     """What a listing says of a name: `size` is None for a folder."""
 
     name: str
@@ -113,7 +113,7 @@ def not_read(checkpoint: Checkpoint) -> tuple[NotRead, ...]:
     return tuple(found)
 
 
-def judged(listing: Iterable[Entry], opened: Collection[str], ends: Callable[[str], bytes]) -> Iterator[NotRead]:
+def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callable[[str], bytes]) -> Iterator[NotRead]:
     """Same as `not_read`, for a listing and the opened names; `ends` gives a file's first and last bytes."""
     used = {place for name in opened for place in _around(name)}
     models = {found.group("stem", "suffix", "count") for name in opened if (found := _WEIGHTS.fullmatch(_base(name)))}
@@ -123,13 +123,13 @@ def judged(listing: Iterable[Entry], opened: Collection[str], ends: Callable[[st
         if name in opened or base.startswith("."):
             continue
         if entry.size is None:
-            if name not in used and (folder := _folder(name)) is not None:
+            if name not in used and (folder := _unread_folder(name)) is not None:
                 yield folder
         elif not _fits(base, _HARMLESS) and (entry.size or not base.endswith(".distcp")):  # of a rank that had no items
             if weights_alone and name in _OPTIMIZER:
                 yield NotRead(name, OTHER, "the run's optimizer, beside weights alone")
             else:
-                yield _other_weights(name, models) or NotRead(name, *_kind(base, partial(ends, name)))
+                yield _other_weights(name, models) or NotRead(name, *_kind_of_file(base, partial(ends, name)))
 
 
 def lines(found: Sequence[Mapping[str, str]]) -> list[str]:
@@ -152,7 +152,7 @@ def _fits(base: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(base, pattern) for pattern in patterns)
 
 
-def _folder(name: str) -> NotRead | None:
+def _unread_folder(name: str) -> NotRead | None:
     """A folder without a file that was read: another step, or pictures, say, are no part of the checkpoint."""
     base = _base(name)
     if _STATE.search(base.lower()) and not ANY_STEP.fullmatch(base):
@@ -172,7 +172,7 @@ def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> No
     return NotRead(name, OTHER, why)
 
 
-def _kind(base: str, ends: Callable[[], bytes]) -> tuple[str, str]:
+def _kind_of_file(base: str, ends: Callable[[], bytes]) -> tuple[str, str]:
     if known := next((why for pattern, why in _NAMED.items() if _fits(base, [pattern])), None):
         return OTHER, known
     if _STATE.search(base.lower()):
@@ -189,13 +189,13 @@ def _kind(base: str, ends: Callable[[], bytes]) -> tuple[str, str]:
     return OTHER, "no reader knows it"
 
 
-def _listed(root: Path, folder: str) -> Iterator[Entry]:
+def _listed(root: Path, folder: str) -> Iterator[ListedName]:
     for base, entry in entries_in(root / folder).items():
         name = f"{folder}/{base}" if folder else base
         try:
-            yield Entry(name, None if entry.is_dir() else entry.stat().st_size)
+            yield ListedName(name, None if entry.is_dir() else entry.stat().st_size)
         except OSError:  # a link to nothing, or a file that has just gone
-            yield Entry(name, 0)
+            yield ListedName(name, 0)
 
 
 def _ends(path: Path) -> bytes:

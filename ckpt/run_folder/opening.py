@@ -37,7 +37,7 @@ from ckpt.run_folder.steps import (
 from ckpt.stores import places
 
 AUTO = "auto"
-_LATER = "later than what is taken"
+_LATER = "later than the one that is taken"
 #: What a folder holds is asked what it is, as far as this, where the folder itself is nothing.
 _MAX_ENTRIES = 200
 _MAX_NEIGHBOURS = 2000  # names that a mistyped one is compared with
@@ -69,7 +69,7 @@ def open_checkpoint(
 
 
 def open_training(path: Path, *, tag: str | None = None, config: str | None = None) -> Checkpoint | None:
-    """The newest complete checkpoint with an optimizer at `path`, of itself, its steps and a run in it; None without.
+    """The newest complete checkpoint with an optimizer among `path` itself, its steps and a run in it; None without.
 
     A final model beside them is passed over, whatever its age.  Raises what `open` does.
     """
@@ -168,7 +168,7 @@ def _with_later_named(path: Path, checkpoint: Checkpoint, taken: list[str]) -> C
     """`checkpoint`, which `path` is or records, with notes on what was taken and on each later `checkpoint-N`."""
     step = checkpoint.state.step
     later = _untold(trainer_steps(path, after=step or -1), checkpoint) if step is not None or not taken else []
-    what = _LATER if step else "what is taken is the model of the folder itself; beside it"
+    what = _LATER if step else "the model of the folder itself is taken; beside it"
     told = [f"{what}: {', '.join(later[:8])} (--tag takes it)"] if later else []
     passed_over = (*checkpoint.passed_over, *(told if step else ()))
     return replace(checkpoint, notes=(*taken, *checkpoint.notes, *told), passed_over=passed_over)
@@ -232,7 +232,7 @@ def _finds(one: Format, folder: Path, tag: str | None) -> bool:
 def _open_here(
     path: Path, asked: Path, formats: list[Format], request: ReadRequest, tag: str | None, training: bool
 ) -> tuple[Checkpoint, list[str]] | None:
-    """The checkpoint that `path` is or records, and a note on what was taken where that is not what was `asked`.
+    """The checkpoint that `path` is or records, with a note if it is not the one that was `asked` for.
 
     What lies in a `checkpoint-N` of `path` may be a model beside the training checkpoint: each step is asked by itself,
     for all formats in turn.
@@ -288,7 +288,7 @@ def _with_newer_named(
     if later:
         passed.append(f"{_LATER}: {', '.join(step.name for step in later[:8])} (--tag takes it)")
     if others:
-        passed.append(f"skipped, no {one.name} checkpoint was found in what is newer: {', '.join(others[:8])}")
+        passed.append(f"skipped, no {one.name} checkpoint was found in newer folders: {', '.join(others[:8])}")
     return replace(checkpoint, notes=(*notes, *passed), passed_over=(*checkpoint.passed_over, *passed))
 
 
@@ -312,7 +312,7 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
             except CkptError:
                 continue
             others += [one.name] if found else []
-    hint = f"what is here looks like {' or '.join(others)}" if others else "see `ckpt formats`"
+    hint = f"this looks like {' or '.join(others)}" if others else "see `ckpt formats`"
     if not others and _is_part(path):
         hint = f"this is one file of the checkpoint in {path.parent}: give that folder"
     if tag is None and not others and (inside := _checkpoints_inside(path, format)):

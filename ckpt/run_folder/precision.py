@@ -57,7 +57,9 @@ def _keeps_float32(checkpoint: Checkpoint) -> bool:
 
 def _recorded_dtype(checkpoint: Checkpoint) -> ComputesIn:
     """What a run computes in, and what records it; float32 and nothing where there is no record."""
-    known = [arguments for folder in checkpoint.run_folders if (arguments := _read(Path(folder) / TRAINING_ARGS))]
+    known = [
+        arguments for folder in checkpoint.run_folders if (arguments := _read_arguments(Path(folder) / TRAINING_ARGS))
+    ]
     for arguments in known:
         for name, dtype in (("bf16", BFLOAT16), ("fp16", FLOAT16)):
             if arguments.get(name) is True:
@@ -72,17 +74,17 @@ def _recorded_dtype(checkpoint: Checkpoint) -> ComputesIn:
 def read_training_args(path: Path) -> Record | Mapping[Any, Any] | None:
     """The training arguments that HF Trainer saved (transformers, trainer.py, `_save`); None where there are none."""
     try:
-        return _read(path)
+        return _read_arguments(path)
     except (CorruptError, NotFoundError, UnsafeError):  # no file of torch.save, or one that is damaged
         return None
 
 
-def _read(path: Path) -> Record | Mapping[Any, Any] | None:
+def _read_arguments(path: Path) -> Record | Mapping[Any, Any] | None:
     """They may be of a class of anybody's, so names outside the table are read as inert records."""
     if not os.path.lexists(path):
         return None
     inside = confined(path.parent, path.name)
     if not inside.is_file() or inside.stat().st_size > _MAX_ARGUMENTS:
-        raise CorruptError("this is no file of training arguments", path=path)
+        raise CorruptError("this is not a file of training arguments", path=path)
     found = torchfile.read(inside, table=AnyName()).root
     return found if isinstance(found, Record | Mapping) else None

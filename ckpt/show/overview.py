@@ -46,7 +46,7 @@ def describe(
         "mesh": mesh(checkpoint),
         "bytes_per_rank": _bytes_per_rank(checkpoint, everything),
         "names": one_line(checkpoint.namespace),
-        "model": _model(checkpoint.config),
+        "model": _model_facts(checkpoint.config),
         "parameters": _parameters(checkpoint),
         "roles": _roles(checkpoint),
         "dtypes": _dtypes(checkpoint.tensors.values()),
@@ -61,7 +61,7 @@ def describe(
     return found
 
 
-def _model(config: Mapping[str, Any] | None) -> dict[str, JSON] | None:
+def _model_facts(config: Mapping[str, Any] | None) -> dict[str, JSON] | None:
     if not isinstance(config, Mapping):
         return None
     found = {name: summarise(config[name]) for name in ("model_type", "architectures") if name in config}

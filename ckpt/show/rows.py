@@ -32,7 +32,7 @@ _COARSE_COLUMNS, _COARSE_BANDS = 96, 16
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tensors that are drawn as one, as they differ in nothing but the numbers in their names, and in their roles.
+    """Tensors that are drawn as one, because they differ only in the numbers in their names, and in their roles.
 
     `name` has the numbers of all of them in braces; `roles` are (role, dtype); `nbytes` is that of all together.
     `is_grid` where the tensors lie beside and below each other in the row, each in a cell.
@@ -62,7 +62,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Picture:
-    """All rows.  `by_role` has for each rank or file, in their order, the bytes of what is stored of each role.
+    """All rows of a picture.  `by_role` has the stored bytes of each role for each rank or file, in order.
 
     `rows_left_out` is how many rows there are more than can be drawn.
     """
@@ -184,7 +184,7 @@ def _fold_layers(rows: list[Row]) -> list[Row]:
         if excess <= 0 or len(folded[key]) == 1:
             break
         excess -= len(folded[key]) - 1
-        folded[key] = [_grid(families[key])]
+        folded[key] = [_fold_into_grid(families[key])]
     return [row for family in folded.values() for row in family]
 
 
@@ -193,13 +193,13 @@ def _fold_sound(family: list[Row]) -> list[Row]:
     sound = [row for row in family if not row.sketch.faults]
     if len(sound) <= _FEW_ROWS:
         return family
-    grid = _grid(sound)
+    grid = _fold_into_grid(sound)
     if len(grid.sketch.patches) > _FEW_PATCHES:
         return family
     return [grid, *(row for row in family if row.sketch.faults)]
 
 
-def _grid(family: Sequence[Row]) -> Row:
+def _fold_into_grid(family: Sequence[Row]) -> Row:
     """All tensors of a family in one row, side by side by their first number and below each other by the others."""
     looks = {fqn: row.sketch for row in family for fqn in row.fqns}
     pattern, _ = _pattern(family[0].fqns[0])
@@ -251,7 +251,7 @@ def _as_one(sketch: Sketch) -> Sketch:
 
 
 def _joined(patches: Iterable[Patch]) -> list[Patch]:
-    """Neighbours of the same holders as one patch: first those below each other, then those side by side."""
+    """Join neighbouring patches with the same holders: first those below each other, then those side by side."""
     found = list(patches)
     for across in (False, True):
         found.sort(key=lambda p: (p.top, p.bottom, p.left) if across else (p.left, p.right, p.top))

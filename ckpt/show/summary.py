@@ -36,7 +36,7 @@ _COLOURS = dict(zip((*PARTS, OTHER), (COLOURS[i] for i in (3, 1, 0, 4, 2, 5, 6, 
 
 
 def part_of(name: str) -> str:
-    """What kind of module a tensor is of, as far as its name tells."""
+    """The kind of module that a tensor belongs to, as far as its name tells."""
     # a norm in front of attention or an MLP is a norm, unless what it is called after is the module itself
     last = ".".join(name.split(".")[-2:])
     if re.search(PARTS["norms"], last):
@@ -104,14 +104,14 @@ def _say_damage(canvas: Canvas, picture: Picture) -> None:
 
 
 def _draw_parts(canvas: Canvas, rows: Sequence[Row], *, by_part: bool) -> None:
-    """One strip of all bytes, cut by what modules they are of: in their colours, or in greys where these are ranks'."""
+    """One strip of all bytes, divided by kinds of modules: in colours, or in greys if colours stand for ranks."""
     sizes: Counter[str] = Counter()
     for row in rows:
         sizes[part_of(row.name)] += row.nbytes
     total = sum(sizes.values())
     if not total:
         return
-    canvas.say(MARGIN, canvas.y + 15, f"{show_size(total)} of tensors, by what they are of", "g")
+    canvas.say(MARGIN, canvas.y + 15, f"{show_size(total)} of tensors, by part of the model", "g")
     x = canvas.bar
     for number, (part, nbytes) in enumerate(sizes.most_common()):
         width = canvas.length * nbytes / total
@@ -147,7 +147,7 @@ _OPACITY = {"weights": "1", "masters": ".72", "optimizer states": ".44", "buffer
 
 
 def _draw_named(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, *, by_part: bool) -> None:
-    """A line for each holder: who it is, where it stands in the mesh, and how much of what it has."""
+    """A line for each holder: its name, its place in the mesh, and the bytes that it has of each role."""
     most, places = max([1, *picture.holders.values()]), coordinates(checkpoint)
     told = {axis for at in places.values() for axis, number in at.items() if number}
     there = {kind for roles in picture.by_role.values() for kind, _ in _roles(roles)}
@@ -231,7 +231,7 @@ def _draw_mesh(canvas: Canvas, picture: Picture, checkpoint: Checkpoint) -> None
 
 
 def _draw_kinds(canvas: Canvas, picture: Picture) -> None:
-    """What is not a plain slice of one rank, as far as it is there; faults in any case."""
+    """The legend for what the picture has beside plain slices of one rank; faults always have an entry."""
     patches = [patch for row in picture.rows for patch in row.sketch.patches]
     kinds = {patch.kind for patch in patches}
     any_two = list(picture.holders)[:2]

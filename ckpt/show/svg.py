@@ -91,7 +91,7 @@ class _Drawing:
             self.canvas.line(text, "g", 18)
 
     def _row(self, row: Row) -> None:
-        canvas, notes = self.canvas, [*_notes(row)]
+        canvas, notes = self.canvas, [*_labels(row)]
         share = row.nbytes / self.total
         if share >= 0.005:
             notes.append((f"{show_size(row.nbytes)}, {share:.1%}", "g"))
@@ -143,7 +143,7 @@ def _about(row: Row) -> str:
     return f"{list(row.shape)} · {show_size(row.nbytes)} · {roles}"
 
 
-def _notes(row: Row) -> Iterator[tuple[str, str]]:
+def _labels(row: Row) -> Iterator[tuple[str, str]]:
     """What stands beside a bar, and its style."""
     sketch, count = row.sketch, len(row.fqns)
     if row.is_grid:

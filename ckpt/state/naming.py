@@ -38,7 +38,7 @@ def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
     model_type = (checkpoint.config or {}).get("model_type")
     if not model_type:
         raise NotFoundError(
-            f"it takes the model's config.json to turn {in_words(checkpoint.namespace)} into {in_words(namespace)}",
+            f"it needs the model's config.json to turn {in_words(checkpoint.namespace)} into {in_words(namespace)}",
             path=checkpoint.path,
             expected="a config.json with a model_type",
             found="none beside the checkpoint" if checkpoint.config is None else "a config.json without a model_type",

@@ -69,7 +69,7 @@ def _summarise(value: Any, bounds: Bounds, depth: int, budget: list[int]) -> JSO
             shown.append(_summarise(member, bounds, depth - 1, budget))
         left = len(value) - len(shown)
         return [*shown, f"... {left} more"] if left else shown
-    return _kind(value)
+    return _kind_of_value(value)
 
 
 def _summarise_mapping(value: Mapping[Any, Any], bounds: Bounds, depth: int, budget: list[int]) -> JSON:
@@ -87,10 +87,10 @@ def _summarise_mapping(value: Mapping[Any, Any], bounds: Bounds, depth: int, bud
 
 
 def _key(key: Any) -> str:
-    return str(summarise(key) if isinstance(key, str | int | float | bytes | None) else _kind(key))
+    return str(summarise(key) if isinstance(key, str | int | float | bytes | None) else _kind_of_value(key))
 
 
-def _kind(value: Any) -> str:
+def _kind_of_value(value: Any) -> str:
     """What an object is, by the name that it records of its class, or else by its type."""
     name = getattr(value, "typename", None)
     shape = getattr(value, "shape", None)

@@ -1,4 +1,4 @@
-"""Stores of objects: what is at a URL as a source, and a URL as the place of a target.
+"""Stores of objects: reading a source from a URL, and writing a target to one.
 
 Files stand for the objects (`ckpt.stores.standins`), so that readers of all formats look at them as they look at local
 files; `ckpt.stores.objects` speaks with a store.  Importing this package makes `ckpt.move.source` ask about such files.

@@ -1,4 +1,4 @@
-"""What is asked of a store, and the libraries that do it: obstore for S3, Google and Azure, fsspec for all others.
+"""The interface of a store, and the libraries behind it: obstore for S3, Google and Azure, fsspec for all others.
 
 Other packages bring stores by the entry-point group `ckpt.stores`: under the scheme of its URLs, a function that makes
 a `Store` of what stands behind `scheme://` up to the next `/`.  `ckpt.testing.stores` has the suite for them.
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
 
 
 class Store(Protocol):
-    """What holds objects under keys, parts of which `/` separates; the key "" is of the folder of all."""
+    """Holds objects under keys whose parts are separated by `/`; the key "" is the folder of all objects."""
 
     def below(self, key: str) -> Iterator[Entry]:
         """All objects in the folder `key`."""
@@ -78,7 +78,7 @@ class WritableStore(Store, Protocol):
         """Send an object of `size` bytes in parts of `part` bytes; the error of `chunks` where it has one."""
 
     def claim(self, key: str) -> bool:
-        """Make an object that is one process's; False where another one has, as far as the store tells."""
+        """Make an object that only one process can make; False if another one has, as far as the store tells."""
 
     def remove(self, key: str) -> None:
         """Remove an object, if it is there."""
@@ -128,7 +128,7 @@ class _Obstore:
             import obstore.auth.boto3
         except ImportError:
             raise NotFoundError(
-                f"{scheme}:// takes the packages obstore and boto3", hint="pip install 'ckpt-toolkit[remote]'"
+                f"{scheme}:// needs the packages obstore and boto3", hint="pip install 'ckpt-toolkit[remote]'"
             ) from None
         self.lib = obstore
         with self.errors(""):
@@ -200,7 +200,7 @@ class _Obstore:
             there = self.lib.get(self.client, key)
         except (self.lib.exceptions.NotFoundError, FileNotFoundError):
             raise StorageError(
-                "the store refuses to make an object because it is there, and has none of this name",
+                "the store refuses to make an object because it exists, but does not list it",
                 path=f"{self._url}/{key}",
                 hint="another process may have ended just now: start again; or the store knows no conditional writes",
             ) from None
@@ -337,7 +337,7 @@ def _insist(get: Callable[[], memoryview], length: int, passing: type[Exception]
 
 
 def _failed(error: Exception, url: str) -> CkptError:
-    """What the user is told of an error of a library's: its first line, and what may help."""
+    """The error for the user if a library failed: the first line of its message, and a hint."""
     text = " ".join(str(error).split("\n\nDebug source")[0].split())
     hint = None
     if any(word in text for word in ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "credential")):
@@ -360,7 +360,7 @@ def _filesystem(scheme: str, url: str) -> Any:
         kind = fsspec.get_filesystem_class(scheme)
         return kind(**kind._get_kwargs_from_urls(url), use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
-        raise NotFoundError(f"{scheme}:// takes another package", found=str(error)) from None
+        raise NotFoundError(f"{scheme}:// needs another package", found=str(error)) from None
     except Exception as error:
         failure = _failed(error, url)
         _forget_frames(error)
@@ -368,7 +368,7 @@ def _filesystem(scheme: str, url: str) -> Any:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Let go of what an error's frames hold, in silence: what is half made there may fail as it goes."""
+    """Release what an error's frames hold, without messages: half-made objects there may fail as they go."""
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         error.__traceback__ = None
@@ -377,7 +377,7 @@ def _forget_frames(error: BaseException) -> None:
 
 
 class _Fsspec:
-    """What fsspec knows.  It has no conditional reads, so that an object is looked at again after each."""
+    """A store that fsspec knows.  It has no conditional reads, so an object is looked at again after each read."""
 
     def __init__(self, scheme: str, root: str) -> None:
         import fsspec
@@ -442,7 +442,7 @@ class _Fsspec:
 
 
 class _Hub:
-    """A model's repository on the Hugging Face Hub: what is read is of one commit, which does not change."""
+    """A model's repository on the Hugging Face Hub, read at one commit, which does not change."""
 
     def __init__(self, root: str) -> None:
         self._url = f"{_HUB}://{root}"

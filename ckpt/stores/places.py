@@ -1,4 +1,4 @@
-"""What is at a URL, as files that stand for the objects there."""
+"""Local files that stand for the objects at a URL."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def local(where: str | os.PathLike[str]) -> Path:
     objects, home = store(scheme, root), standins.place(f"{scheme}://{root}")
     found = {home / entry.key: entry for entry in islice(_files(each_once(objects.below(key), url)), _MOST + 1)}
     if len(found) > _MOST:
-        raise UsageError("there is too much below this URL", found=f"more than {_MOST} objects", path=url)
+        raise UsageError("too many objects are below this URL", found=f"more than {_MOST} objects", path=url)
     looked_at = {path}
     for _ in range(_ABOVE if key else 0):
         key = key.rpartition("/")[0]
@@ -86,7 +86,7 @@ def _stand(found: Mapping[Path, Entry], objects: Store) -> None:
             if not entry.size:  # what consoles make of a folder
                 continue
             hint = "no file can be a folder, too; give one of them another name"
-            raise StorageError("an object has the name of a folder of others", path=path, hint=hint)
+            raise StorageError("an object has the same name as a folder of objects", path=path, hint=hint)
         if _there.get(path) != entry:
             # Which version it is, is in the time, so that another one is another file.
             second, version = entry.modified_ns // 10**9, zlib.crc32(repr(entry).encode()) % 10**9

@@ -46,7 +46,7 @@ class Ranges:
         return done
 
     def fetched(self, start: int, stop: int) -> memoryview:
-        """The bytes from `start` to `stop`, or as many as there are, as they come: copied nowhere, and not kept."""
+        """The bytes from `start` to `stop`, or fewer at the end, as they arrive: without copies, and not cached."""
         stop = min(self.size, stop)
         return self._fetch(start, stop) if start < stop else memoryview(b"")
 
@@ -69,7 +69,7 @@ class Ranges:
         at = window.first * _PAGE
         return [window.fetched.result()[start - at : stop - at]]
 
-    def _window(self, page: int, stop: int) -> _Window:
+    def _window(self, page: int, stop: int) -> _PageWindow:
         """What has `page`; where nothing has it, it is fetched with those up to `stop`, or more if it is read on."""
         mine = None
         with _kept.lock:
@@ -88,13 +88,13 @@ class Ranges:
             self._fill(mine)
         return window
 
-    def _add(self, first: int, stop: int) -> _Window:
+    def _add(self, first: int, stop: int) -> _PageWindow:
         stop = next((page for page in range(first + 1, stop) if _kept.get(self, page) is not None), stop)
-        window = _Window(first, stop)
+        window = _PageWindow(first, stop)
         _kept.add(self, window)
         return window
 
-    def _fill(self, window: _Window) -> None:
+    def _fill(self, window: _PageWindow) -> None:
         try:
             data = self._fetch(window.first * _PAGE, min(self.size, window.stop * _PAGE))
         except BaseException as error:
@@ -105,7 +105,7 @@ class Ranges:
             window.fetched.set_result(data)
 
 
-class _Window:
+class _PageWindow:
     """Pages that are fetched together."""
 
     def __init__(self, first: int, stop: int) -> None:
@@ -118,9 +118,9 @@ class _Kept:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._windows: OrderedDict[tuple[Ranges, int], _Window] = OrderedDict()
+        self._windows: OrderedDict[tuple[Ranges, int], _PageWindow] = OrderedDict()
 
-    def get(self, of: Ranges, page: int) -> _Window | None:
+    def get(self, of: Ranges, page: int) -> _PageWindow | None:
         window = self._windows.get((of, page))
         if window is not None:
             self._windows.move_to_end((of, page))
@@ -130,7 +130,7 @@ class _Kept:
         """How many pages before this one are there without a gap, as far as that matters."""
         return next((n for n in range(_PAGES) if (of, page - n - 1) not in self._windows), _PAGES)
 
-    def add(self, of: Ranges, window: _Window) -> None:
+    def add(self, of: Ranges, window: _PageWindow) -> None:
         self._windows.update(((of, page), window) for page in range(window.first, window.stop))
         while len(self._windows) * _PAGE > _KEPT:
             self._windows.popitem(last=False)
@@ -138,7 +138,7 @@ class _Kept:
     def clear(self) -> None:
         self._windows.clear()
 
-    def drop(self, of: Ranges, window: _Window) -> None:
+    def drop(self, of: Ranges, window: _PageWindow) -> None:
         for page in range(window.first, window.stop):
             if self._windows.get((of, page)) is window:
                 del self._windows[of, page]
@@ -160,7 +160,7 @@ def _pool(process: int) -> ThreadPoolExecutor:
 
 
 def _scatter(data: memoryview, buffers: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
-    """Fill `buffers` with `data`; what is left of them."""
+    """Fill `buffers` with `data`, and return the buffers that are left."""
     while data and buffers:
         first, *rest = buffers
         count = min(len(first), len(data))

@@ -33,12 +33,12 @@ def is_standin(path: str) -> bool:
 
 
 def in_use() -> bool:
-    """Whether anything stands for what is in a store."""
+    """Whether any stand-in exists."""
     return bool(_behind)
 
 
 def place(url: str) -> Path:
-    """Where what is at `url` stands, or would: `s3://bucket/run` and `s3:/bucket/run/` at the same place.
+    """The path of the stand-in for `url`: the same for `s3://bucket/run` and `s3:/bucket/run/`.
 
     Raises UsageError for a key that would be folded into another one, and for a URL with a user or a password.
     """
@@ -51,8 +51,8 @@ def place(url: str) -> Path:
         raise UsageError(what, found=f"{scheme}://...", expected=f"{scheme}://bucket/folder, say", hint=hint)
     if scheme is None or not {"", ".", ".."}.isdisjoint(parts) or "\0" in url:
         raise UsageError("this is no URL of a folder or file in a store", found=url, expected="s3://bucket/folder, say")
-    errors.SHOWN[f"{_folder()}{scheme}/"] = f"{scheme}://"
-    return Path(_folder(), scheme, *parts)
+    errors.SHOWN[f"{_standin_folder()}{scheme}/"] = f"{scheme}://"
+    return Path(_standin_folder(), scheme, *parts)
 
 
 def _has_user(scheme: str | None, root: str) -> bool:
@@ -63,7 +63,7 @@ def _has_user(scheme: str | None, root: str) -> bool:
 
 
 def url_of(path: str | os.PathLike[str]) -> str | None:
-    """The URL of what stands at `path`; None for another path."""
+    """The URL of the object for which the file at `path` stands; None for another path."""
     text = os.fspath(path)
     if not is_standin(text):
         return None
@@ -85,14 +85,14 @@ def create(path: Path, mtime_ns: int, behind: Ranges) -> None:
 
 
 def behind(descriptor: int) -> Ranges | None:
-    """What an open file stands for; None where it is an ordinary one, even with the inode that a stand-in once had."""
+    """The object that an open file stands for; None for an ordinary file, even with the inode of an old stand-in."""
     if not _behind or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
         return None
     info = os.fstat(descriptor)
     return _behind.get((info.st_dev, info.st_ino))
 
 
-def _folder() -> str:
+def _standin_folder() -> str:
     """The folder of all stand-ins, which is made at the first call."""
     global _root
     if not _root:

@@ -1,4 +1,4 @@
-"""A target in a store: its files are sent in parts as they are computed, and what makes a checkpoint of them last.
+"""A target in a store: its files are sent in parts as they are computed, and those that loaders look for last.
 
 An object is there when all of its parts are.  What was sent is removed where anything fails.
 """
@@ -70,7 +70,7 @@ def upload(
     to = store(scheme, root)
     if not isinstance(to, WritableStore):
         hint = "convert to a local folder, then `ckpt push`" if scheme == "hf" else "convert to a local folder first"
-        raise UsageError(f"{scheme}:// can be read, and not written", found=url, hint=hint)
+        raise UsageError(f"{scheme}:// can be read, but not written", found=url, hint=hint)
     below = f"{folder}/" if folder else ""
     claim = below + _CLAIM
     _check_free(to, folder, claim, destination)
@@ -265,7 +265,7 @@ class _Sending:
         self._computing.shutdown(cancel_futures=True)
 
     def remove(self) -> bool:
-        """Remove what was sent; whether the store has let us do so."""
+        """Remove what was sent, and return whether the store allowed it."""
         removed = [_is_removed(self._to, self._below + name) for name in reversed(self._sent)]
         return all(removed)
 

@@ -1,4 +1,4 @@
-"""What a description says a tensor's bytes are: read fragment by fragment, apart from the code that converts."""
+"""A described tensor's bytes, read fragment by fragment, independently of the code that converts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Content = tuple[str, Shape, bytes]
 
 
 def content(tensor: Tensor) -> Content:
-    """What the files hold of a described tensor."""
+    """The bytes that the files hold of a described tensor."""
     dtype = np.dtype(f"u{tensor.dtype.itemsize}")
     flat = np.zeros(tensor.numel, dtype)
     for fragment in tensor.fragments():

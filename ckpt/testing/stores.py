@@ -126,7 +126,7 @@ class StoreConformance:
             opened.store.read(entry, 0, entry.size)
 
     def test_a_checkpoint_there_is_the_one_on_the_disk(self, opened: _Opened, tmp_path: Path) -> None:
-        for name, content in _model().items():
+        for name, content in _model_files().items():
             opened.served.put(f"run/{name}", content)
             (tmp_path / "model").mkdir(exist_ok=True)
             (tmp_path / "model" / name).write_bytes(content)
@@ -169,7 +169,7 @@ class StoreConformance:
         self, opened: _Opened, writable: WritableStore, tmp_path: Path
     ) -> None:
         (tmp_path / "model").mkdir()
-        for name, content in _model().items():
+        for name, content in _model_files().items():
             (tmp_path / "model" / name).write_bytes(content)
         plan = ckpt.plan(ckpt.open(tmp_path / "model"), "hf")
         plan.run(f"{opened.url}/out")
@@ -186,7 +186,7 @@ def _chunks(content: bytes, part: int) -> Iterator[memoryview]:
     yield from (memoryview(content)[at : at + part] for at in range(0, len(content), part))
 
 
-def _model() -> dict[str, bytes]:
+def _model_files() -> dict[str, bytes]:
     """The files of a model of two tensors, safetensors by hand."""
     header: dict[str, object] = {
         "a": {"dtype": "F32", "shape": [300], "data_offsets": [0, 1200]},

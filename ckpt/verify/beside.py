@@ -1,4 +1,4 @@
-"""What a checkpoint holds that `verify` does not compare and `hash` does not count."""
+"""The parts of a checkpoint that `verify` does not compare and `hash` does not count."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _tensors(value: Any) -> Iterator[StoredTensor]:
 
 
 def not_hashed(checkpoint: Checkpoint) -> list[str]:
-    """What no digest covers, a sentence for each."""
+    """A sentence for each part of a checkpoint that no digest covers."""
     found = [f"{counted(n, 'tensor')} of {one_line(name)}: {WHY}" for name, n in tensors_beside(checkpoint).items()]
     for role, values in checkpoint.state.scalars.items():
         plain = [one.value if isinstance(one, OneElement) else one for one in values.values()]

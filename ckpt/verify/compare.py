@@ -133,7 +133,7 @@ class Reader(AbstractContextManager["Reader"]):
         self._read(path, offset, self._views[side][:size])
 
     def hold(self, span: tuple[str, int, int] | None) -> None:
-        """Fetch a range (path, offset, number of bytes) of what is in a store, for `held` to give; None: no range."""
+        """Fetch a range (path, offset, number of bytes) from a store, for `held` to return; None: no range."""
         if span != self._held_span:
             self._held_span, self._held = None, memoryview(b"")  # given back before more is asked for
             if span is not None:
@@ -282,7 +282,7 @@ def _cast(bits: NDArray, source: DType, target: DType) -> NDArray:
 
 
 def blocks(common: Overlap) -> Iterator[tuple[Region, int, Extent, Extent]]:
-    """What both sides have in common in parts that fit the buffers.
+    """The common part of two fragments, in pieces that fit the buffers.
 
     Of each part: a region, the position in it of the part's first element, and the part's extents on both sides.
     """
@@ -295,11 +295,11 @@ def blocks(common: Overlap) -> Iterator[tuple[Region, int, Extent, Extent]]:
             yield common.region, start, a.flat(start, stop), b.flat(start, stop)
         return
     assert isinstance(common.region, Box)  # flat ranges are contiguous on both sides
-    for box in _cut(Box((0,) * len(common.region.sizes), common.region.sizes), a, b):
+    for box in _cut_to_buffers(Box((0,) * len(common.region.sizes), common.region.sizes), a, b):
         yield common.region.inside(box), 0, a.narrow(box), b.narrow(box)
 
 
-def _cut(box: Box, a: Extent, b: Extent) -> Iterator[Box]:
+def _cut_to_buffers(box: Box, a: Extent, b: Extent) -> Iterator[Box]:
     """`box` in parts that fit the buffers.
 
     The dim whose elements lie farthest apart on both sides is halved first, and of equals the longest: so a matrix
@@ -314,7 +314,7 @@ def _cut(box: Box, a: Extent, b: Extent) -> Iterator[Box]:
     for start, stop in ((0, half), (half, box.sizes[dim])):
         offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
         sizes = (*box.sizes[:dim], stop - start, *box.sizes[dim + 1 :])
-        yield from _cut(Box(offsets, sizes), a, b)
+        yield from _cut_to_buffers(Box(offsets, sizes), a, b)
 
 
 class _Tally:

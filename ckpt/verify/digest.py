@@ -119,7 +119,7 @@ def digests(
         left_out = {entry.kind for entry in entries if entry.dtype not in contents[entry.tensor.fqn, entry.tensor.role]}
     names = names or {}
     found = [
-        _named(OPTIMIZER, names.get(fqn, fqn), role, _NUMBER, (), content)
+        _named_digest(OPTIMIZER, names.get(fqn, fqn), role, _NUMBER, (), content)
         for fqn, role, content in _numbers(checkpoint)
         if OPTIMIZER not in left_out
     ]
@@ -127,7 +127,7 @@ def digests(
         if entry.kind not in left_out:
             tensor, fqn = entry.tensor, names.get(entry.tensor.fqn, entry.tensor.fqn)
             content = contents[tensor.key][entry.dtype]
-            found.append(_named(entry.kind, fqn, entry.role, entry.dtype.name, tensor.shape, content))
+            found.append(_named_digest(entry.kind, fqn, entry.role, entry.dtype.name, tensor.shape, content))
     for file in checkpoint.files if known is None else ():
         file.check_unchanged()
     return Digests(tuple(sorted(found, key=lambda t: (KINDS.index(t.kind), t.fqn, t.role))))
@@ -166,7 +166,7 @@ def _numbers(checkpoint: Checkpoint) -> Iterator[tuple[str, str, bytes]]:
                 yield fqn, role, xxh3_128(number_text(value).encode()).digest()
 
 
-def _named(kind: str, fqn: str, role: str, dtype: str, shape: Sequence[int], content: bytes) -> TensorDigest:
+def _named_digest(kind: str, fqn: str, role: str, dtype: str, shape: Sequence[int], content: bytes) -> TensorDigest:
     head = "\0".join((fqn, role, dtype, ",".join(map(str, shape)), ""))
     digest = xxh3_128(head.encode(errors="surrogatepass") + content).hexdigest()
     return TensorDigest(kind, fqn, role, dtype, tuple(shape), digest)

@@ -89,8 +89,8 @@ def own_digest(content: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """What came of checking a folder: `problems` with files and tensors, and files that the manifest does not know."""
+class ManifestCheck:
+    """The outcome of a check: `problems` with files and tensors, and files that the manifest does not know."""
 
     path: str
     num_files: int
@@ -127,7 +127,7 @@ def expected_bytes(folder: Path) -> int:
     return sum(entry["bytes"] for entry in _load(folder)["files"].values())
 
 
-def check(folder: Path, progress: Progress | None = None, *, elements: bool = True) -> Checked:
+def check(folder: Path, progress: Progress | None = None, *, elements: bool = True) -> ManifestCheck:
     """Hash every file that the manifest in `folder` names, and find which tensors are in those that changed.
 
     Without `elements` the bytes of tensors are not read, only all others.  Raises NotFoundError where there is no
@@ -157,7 +157,7 @@ def check(folder: Path, progress: Progress | None = None, *, elements: bool = Tr
         problems += _explain(folder, changes, content["format"])
     there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     unknown = sorted(there - set(expected) - {MANIFEST})
-    return Checked(
+    return ManifestCheck(
         str(folder), len(expected), sum(e["bytes"] for e in expected.values()), tuple(problems), tuple(unknown)
     )
 
@@ -198,7 +198,7 @@ def _load(folder: Path) -> dict[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether this is of a file whose pieces are in order, do not overlap and lie in it."""
+    """Whether this entry describes a file whose pieces are in order, do not overlap and lie in it."""
     if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or not isinstance(entry.get("rest"), str):
         return False
     if not isinstance(entry.get("pieces"), list):

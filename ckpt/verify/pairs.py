@@ -38,7 +38,7 @@ _MAX_NODES = 1000  # values looked at in one hyperparameter
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came out for one tensor.
+    """The outcome for one tensor.
 
     `status` is one of rclone's signs: `=` equal, `*` different, `-` only in A, `+` only in B, `!` not readable.
     `kind` says how: `equal`, `values`, `shape`, `dtype`, `scalar`, `missing`, `extra` or `unreadable`.  `fqn` and
@@ -189,7 +189,7 @@ def verify(
     results, num_bytes = _carry_out(work, cast, progress)
     for file in (*a.files, *b.files):
         file.check_unchanged()
-    notes = [*work.notes, *_notes(a, b, results)]
+    notes = [*work.notes, *_side_notes(a, b, results)]
     not_compared = [NotCompared(side, role, count, why) for (side, role, why), count in work.skipped.items()]
     for label, side in (("A", a), ("B", b)):
         if only == "all":
@@ -338,13 +338,13 @@ def _pair_up(a: Checkpoint, b: Checkpoint, only: Only) -> _Work:
         work.notes.append(f"{counted(num_tied, 'tensor')} compared with the owner of a tie that the other side records")
     if not num_common and work.a.names and work.b.names:
         work.notes.append(
-            f"no name stands on both sides (A {a.namespace}, B {b.namespace}): are they checkpoints of one model?"
+            f"no name is on both sides (A {a.namespace}, B {b.namespace}): are they checkpoints of one model?"
         )
     return work
 
 
 def _model_tensors(a: _Roles, b: _Roles) -> tuple[_Thing | None, _Thing | None]:
-    """What stands for the parameter or buffer itself on either side.
+    """The tensors that stand for the parameter or buffer itself on either side.
 
     A weight goes with a weight and a master with a master.  Where that leaves one side without a partner, its weight
     goes with the other's master; so does a weight that has the dtype of the other's master and not of its weight.
@@ -463,19 +463,19 @@ def _compare_scalars(work: _Work, a: _Thing, b: _Thing) -> Result | None:
     """Compare two numbers, one of which may be stored as a tensor of one element.  None where they are no numbers."""
     names = a.fqn, a.role, b.fqn, b.role
     try:
-        x, y = _number(a), _number(b)
+        x, y = _scalar_value(a), _scalar_value(b)
     except (CorruptError, NotFoundError, StorageError) as error:
         return _unreadable(names, error, is_scalar=True)
     same = same_value(x, y)
     if same is None:
-        work.skip(work.a, a, "the values are of kinds that cannot be compared")
+        work.skip(work.a, a, "values of these kinds cannot be compared")
         return None
     if same:
         return Result(EQUAL, "equal", *names, is_scalar=True)
     return Result(DIFFERENT, "scalar", *names, a=summary_text(x), b=summary_text(y), is_scalar=True)
 
 
-def _number(thing: _Thing) -> Any:
+def _scalar_value(thing: _Thing) -> Any:
     if isinstance(thing, _Scalar):
         return thing.value
     if thing.numel != 1:
@@ -519,7 +519,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, int | float | str | bytes | list | tuple | dict)
 
 
-def _notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iterator[str]:
+def _side_notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iterator[str]:
     """What a user should know beside the results."""
     results = list(results)
     if not any(r.status in (EQUAL, DIFFERENT) for r in results):

@@ -33,7 +33,7 @@ def sample_digest(checkpoint: Checkpoint) -> str:
 
     in_threads(look, checkpoint.files)
     with OpenFiles() as opened:
-        tensors = [_read(opened, [part]) for part in _tensor_ranges(checkpoint)]
+        tensors = [_read_ranges(opened, [part]) for part in _tensor_ranges(checkpoint)]
     return xxh3_128(shown(repr((sorted(found), tensors))).encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -41,7 +41,7 @@ def _of_file(file: SourceFile, opened: OpenFiles) -> str:
     if is_standin(file.path):
         return str(file.mtime_ns)  # which version of the object it stands for
     ends = {(0, min(file.size, _END)), (max(0, file.size - _END), min(file.size, _END))}
-    return _read(opened, ((file.path, *end) for end in sorted(ends)))
+    return _read_ranges(opened, ((file.path, *end) for end in sorted(ends)))
 
 
 def _tensor_ranges(checkpoint: Checkpoint) -> Iterator[tuple[str, int, int]]:
@@ -53,7 +53,7 @@ def _tensor_ranges(checkpoint: Checkpoint) -> Iterator[tuple[str, int, int]]:
             yield extent.path, extent.offset, min(extent.end - extent.offset, _BYTES)
 
 
-def _read(opened: OpenFiles, ranges: Iterable[tuple[str, int, int]]) -> str:
+def _read_ranges(opened: OpenFiles, ranges: Iterable[tuple[str, int, int]]) -> str:
     hasher = xxh3_128()
     for path, offset, size in ranges:
         buffer = bytearray(size)

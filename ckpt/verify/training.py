@@ -97,7 +97,7 @@ def compare_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
     Raises as `ckpt.containers.torchfile.read` where a file beside a checkpoint is damaged.
     """
     with Reader() as reader:
-        sides = [dict(_values(_recorded(side), "", reader)) for side in (a, b)]
+        sides = [dict(_plain_values(_recorded(side), "", reader)) for side in (a, b)]
     found, num_equal = [], 0
     for name in dict.fromkeys((*sides[0], *sides[1])):
         one, other = (side.get(name, _ABSENT) for side in sides)
@@ -143,25 +143,25 @@ def _united(values: Mapping[str, Any]) -> Any:
     return next(iter(plain.values())) if len({repr(value) for value in plain.values()}) == 1 else plain
 
 
-def _values(value: Any, name: str, reader: Reader) -> Iterator[tuple[str, Any]]:
+def _plain_values(value: Any, name: str, reader: Reader) -> Iterator[tuple[str, Any]]:
     """The plain values that `value` is made of, by dotted name."""
     if isinstance(value, Record):
         value = {"class": value.typename, **value.attributes}
     if isinstance(value, Mapping):
         for key, entry in value.items():
-            yield from _values(entry, f"{name}.{key}" if name else str(key), reader)
+            yield from _plain_values(entry, f"{name}.{key}" if name else str(key), reader)
     elif isinstance(value, list | tuple) and not _is_long(value):
         for number, entry in enumerate(value):
-            yield from _values(entry, f"{name}[{number}]", reader)
+            yield from _plain_values(entry, f"{name}[{number}]", reader)
     else:
-        yield name, _plain(value, reader)
+        yield name, _comparable(value, reader)
 
 
 def _is_long(value: list[Any] | tuple[Any, ...]) -> bool:
     return len(value) > _LONG and all(isinstance(entry, int | float | str) for entry in value)
 
 
-def _plain(value: Any, reader: Reader) -> Any:
+def _comparable(value: Any, reader: Reader) -> Any:
     """A value that can be compared and shown; what is longer than a line, by a digest."""
     if isinstance(value, StoredTensor):
         extent = value.extent

@@ -67,7 +67,7 @@ def check_loads(path: Path) -> Loading:
     taken = ("torch", "transformers", "accelerate")  # which puts it on the meta device
     if lacking := [name for name in taken if importlib.util.find_spec(name) is None]:
         hint = "pip install 'transformers>=5' torch accelerate"
-        raise UsageError(f"loading a model takes {' and '.join(lacking)}", found="not installed", hint=hint)
+        raise UsageError(f"loading a model needs {' and '.join(lacking)}", found="not installed", hint=hint)
     import transformers
 
     if not path.is_dir() or read_config([path]) is None:

@@ -41,7 +41,7 @@ class LazyTensor:
         return f"LazyTensor({tensor.fqn!r}, {tensor.role!r}, {tensor.dtype}, {list(tensor.shape)})"
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
-        """A torch tensor of what is indexed: integers, slices with step 1 and an ellipsis, as torch takes them.
+        """The indexed part as a torch tensor: integers, slices with step 1 and an ellipsis, as torch takes them.
 
         Raises UsageError for other indices and without torch, IndexError for one that is out of range; CorruptError,
         StorageError.
@@ -52,7 +52,7 @@ class LazyTensor:
             import torch
         except ImportError:
             raise UsageError(
-                "what is indexed is a torch tensor, and torch is not installed",
+                "indexing returns a torch tensor, and torch is not installed",
                 fqn=self._tensor.fqn,
                 hint="pip install torch; `.numpy(index)` takes none",
             ) from None
@@ -60,7 +60,7 @@ class LazyTensor:
         return torch.from_numpy(bits.reshape(-1).view(np.uint8)).view(getattr(torch, self.dtype)).reshape(bits.shape)
 
     def numpy(self, index: Index | tuple[Index, ...] = ...) -> NDArray:
-        """A numpy array of what is indexed, of all by default; it takes no torch.
+        """The indexed part as a numpy array, by default the whole tensor; torch is not needed.
 
         bfloat16 and the 8-bit floats are those of `ml_dtypes`.  Raises what indexing raises, and UsageError where that
         package is needed and not installed.
@@ -83,7 +83,7 @@ class LazyTensor:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def _read(self, index: Index | tuple[Index, ...]) -> NDArray:
-        """The bits of what is indexed, in its shape."""
+        """The bits of the indexed part, in its shape."""
         from ckpt.move.reading import read_box
 
         box, dropped = _box(index if isinstance(index, tuple) else (index,), self.shape)

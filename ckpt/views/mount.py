@@ -51,7 +51,7 @@ def mount(conversion: Conversion, view: Path, *, foreground: bool = False) -> No
         fuse.FUSE(served, str(view), foreground=foreground, ro=True, kernel_cache=True, fsname=name, subtype="ckpt")
     except RuntimeError as error:
         if not served.was_mounted:  # libfuse returns a code for an unmounting, too
-            hint = "what libfuse says is above; in a container it takes --device /dev/fuse --cap-add SYS_ADMIN"
+            hint = "libfuse's own message is above; in a container it needs --device /dev/fuse --cap-add SYS_ADMIN"
             raise StorageError("the folder could not be mounted", path=view, hint=hint) from error
 
 
@@ -60,10 +60,10 @@ def check_free(conversion: Conversion, view: Path) -> None:
     conversion.check_destination(view)
     try:
         if view.is_symlink() or (view.exists() and not view.is_dir()) or is_filled(view) or os.path.ismount(view):
-            raise UsageError("this is no empty folder", path=view, hint="give one, or a name that is not there yet")
+            raise UsageError("this is not an empty folder", path=view, hint="give one, or a name that is not there yet")
     except OSError as error:
         is_dead = error.errno == errno.ENOTCONN
-        hint = f"what served it has ended; `fusermount3 -u {view}` takes it away" if is_dead else None
+        hint = f"the process that served it has ended; `fusermount3 -u {view}` takes it away" if is_dead else None
         raise StorageError(error.strerror or str(error), path=view, hint=hint) from error
 
 
@@ -73,15 +73,15 @@ def library() -> Any:
         import mfusepy
     except ImportError:
         raise NotFoundError(
-            "`ckpt mount` takes the package mfusepy", hint="pip install 'ckpt-toolkit[mount]'"
+            "`ckpt mount` needs the package mfusepy", hint="pip install 'ckpt-toolkit[mount]'"
         ) from None
     except OSError as error:  # what it raises where it finds no libfuse
         raise NotFoundError(
-            "`ckpt mount` takes libfuse, and there is none", found=str(error), hint="apt-get install fuse3"
+            "`ckpt mount` needs libfuse, which is not installed", found=str(error), hint="apt-get install fuse3"
         ) from None
     if not os.path.exists(DEVICE):
         raise NotFoundError(
-            "`ckpt mount` takes FUSE, which this system does not offer",
+            "`ckpt mount` needs FUSE, which this system does not offer",
             path=DEVICE,
             hint="in a container: --device /dev/fuse --cap-add SYS_ADMIN; or write the files with `ckpt convert`",
         )

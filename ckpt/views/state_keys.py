@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.base.errors import LossError
-from ckpt.containers.dcp.write import AliasOf, Sharded
+from ckpt.containers.dcp.write import AliasOf, SourceTensor
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, OWN, Checkpoint
 
@@ -27,8 +27,8 @@ _PARAMS = "params"
 class StateKeys:
     """What can be asked for of a checkpoint under its names.
 
-    `leaves` has all there is, a tensor of the checkpoint as `Sharded`, anything else by its value; `paths` their places
-    in a nested state dict.  Param groups are in `find` and `value`, as the caller's may differ.
+    `leaves` has everything, a tensor of the checkpoint as `SourceTensor`, anything else by its value; `paths` their
+    places in a nested state dict.  Param groups are in `find` and `value`, as the caller's may differ.
     """
 
     checkpoint: Checkpoint
@@ -99,7 +99,7 @@ class StateKeys:
             number = self.group_of.get(self._owner(fqn))
             if number is None or option not in self.groups[number]:
                 raise LossError(
-                    "an option is asked for that the checkpoint does not record for this parameter",
+                    "the checkpoint does not record a requested option for this parameter",
                     path=self.checkpoint.path,
                     fqn=fqn,
                     expected=key,
@@ -109,7 +109,7 @@ class StateKeys:
         values = list(found.values())
         if any(type(value) is not type(values[0]) or value != values[0] for value in values):
             raise LossError(
-                "parameters that are asked for in one param group have different options in the checkpoint",
+                "parameters requested in one param group have different options in the checkpoint",
                 path=self.checkpoint.path,
                 expected="param groups in which they are apart, as they were in the run",
                 found=f"{option} of {key}: {', '.join(map(repr, values[:4]))}",
@@ -120,16 +120,18 @@ class StateKeys:
     def left(self, asked: Iterable[str]) -> str:
         """A line on what is there and not asked for; nothing where that is nothing."""
         asked = set(asked)
-        taken = {leaf.key[0] for key in asked if isinstance(leaf := self.find(key), Sharded) and _is_parameter(leaf)}
+        taken = {
+            leaf.key[0] for key in asked if isinstance(leaf := self.find(key), SourceTensor) and _is_parameter(leaf)
+        }
         names: dict[str, int] = {}
         for key, leaf in self.leaves.items():
             path = self.paths[key]
-            if key in asked or (isinstance(leaf, Sharded) and _is_parameter(leaf) and leaf.key[0] in taken):
+            if key in asked or (isinstance(leaf, SourceTensor) and _is_parameter(leaf) and leaf.key[0] in taken):
                 continue
             if key.startswith(self.groups_at):
                 if not any(other.startswith(self.groups_at) for other in asked):
                     names["param groups"] = len(self.groups)
-            elif isinstance(leaf, Sharded) and _is_parameter(leaf):
+            elif isinstance(leaf, SourceTensor) and _is_parameter(leaf):
                 names["parameters and buffers"] = names.get("parameters and buffers", 0) + 1
             else:
                 name = f"states {path[-1]}" if "state" in path[:2] else str(path[0])
@@ -137,7 +139,7 @@ class StateKeys:
         return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in names.items())
 
 
-def _is_parameter(leaf: Sharded) -> bool:
+def _is_parameter(leaf: SourceTensor) -> bool:
     return leaf.key[1] in MODEL_ROLES
 
 

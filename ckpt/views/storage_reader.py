@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, StorageError, UsageError, shown
-from ckpt.containers.dcp.write import Sharded
+from ckpt.containers.dcp.write import SourceTensor
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import NewTensor, torch_item
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
@@ -123,7 +123,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Read what this rank needs, straight into its tensors where these are in its memory."""
         assert self._keys is not None
-        with _Reading(self._keys, planner) as reading:
+        with _RankReading(self._keys, planner) as reading:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(_torch_bytes(reading.value(item.dest_index.fqn))))
@@ -197,7 +197,7 @@ class _Contents:
                     self.say(f"asked for, not there and left as they were: {', '.join(self.missing)}")
                 return keys
         raise LossError(
-            "the names that are asked for are of several namings, and a model has one",
+            "the requested names are of several naming schemes, and a model has one",
             path=self.checkpoint.path,
             found=", ".join(asked[:4]),
         )
@@ -209,16 +209,16 @@ class _Contents:
 
     def check_found(self, kinds: frozenset[LoadItemType], missing: list[str]) -> None:
         """LossError where no tensor that is asked for is there, or nothing; the last part of a name tells a tensor."""
-        endings = {key.rpartition(".")[2] for key, leaf in self.first.leaves.items() if isinstance(leaf, Sharded)}
+        endings = {key.rpartition(".")[2] for key, leaf in self.first.leaves.items() if isinstance(leaf, SourceTensor)}
         lost = [name for name in missing if name.rpartition(".")[2] in endings] if kinds else missing
         if not lost or LoadItemType.TENSOR in kinds:
             return
         raise LossError(
-            "not one of the tensors that are asked for is in the checkpoint",
+            "none of the requested tensors is in the checkpoint",
             path=self.checkpoint.path,
             expected=f"{', '.join(self._names()[:3])}, ...",
             found=", ".join(lost[:3]),
-            hint="ask by the names that the checkpoint has; of a model that PEFT wraps, before it is wrapped",
+            hint="use the names that the checkpoint has; load a model before PEFT wraps it",
         )
 
     def _names(self) -> list[str]:
@@ -228,7 +228,7 @@ class _Contents:
         if not self.missing:  # the others are reported together, if torch goes on without them
             names = self._names()
             self.say(
-                f"{key!r} is asked for and not there; what is, is called {', '.join(names[:3])}, ... ({len(names)})"
+                f"{key!r} is requested, but not in the checkpoint, which has {', '.join(names[:3])}, ... ({len(names)})"
             )
         self.missing[key] = None
 
@@ -264,7 +264,7 @@ class _Share:
 
 
 def _identity(checkpoint: Checkpoint) -> tuple[str, str]:
-    """What is equal where the same was opened, as copies of it on several nodes: in words, and a digest."""
+    """A description that is equal for equal contents, even of copies on several nodes: in words, and as a digest."""
     name = f"{Path(checkpoint.path).name} ({checkpoint.format}), step {checkpoint.state.step}"
     has_others = torch.distributed.is_available() and torch.distributed.is_initialized()
     return name, sample_digest(checkpoint) if has_others else ""
@@ -272,7 +272,7 @@ def _identity(checkpoint: Checkpoint) -> tuple[str, str]:
 
 def _description(leaf: Any) -> Any:
     """A leaf as torch describes it: a tensor in one piece, whose parts the ranks ask for; or a value."""
-    if not isinstance(leaf, Sharded | NewTensor | StoredTensor):
+    if not isinstance(leaf, SourceTensor | NewTensor | StoredTensor):
         return described.BytesStorageMetadata()
     shape = torch.Size(leaf.shape)
     chunk = described.ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
@@ -301,7 +301,7 @@ class _Sources(OpenFiles):
         return super().descriptor(path)
 
 
-class _Reading:
+class _RankReading:
     """One rank's part of a load.  At its end, that no file was replaced meanwhile is checked."""
 
     def __init__(self, keys: StateKeys, planner: LoadPlanner) -> None:
@@ -312,7 +312,7 @@ class _Reading:
         self._checked: set[Key] = set()
         self._casts: dict[tuple[str, DType, DType], set[Key]] = {}
 
-    def __enter__(self) -> _Reading:
+    def __enter__(self) -> _RankReading:
         return self
 
     def __exit__(self, kind: object, *exc: object) -> None:
@@ -332,8 +332,8 @@ class _Reading:
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         if tuple(target.shape) != box.sizes:
             found = f"{list(target.shape)} instead of {list(box.sizes)}"
-            raise LossError("a tensor has another shape than the part that it asks for", fqn=leaf.key[0], found=found)
-        if not isinstance(leaf, Sharded):
+            raise LossError("a tensor's shape differs from that of the part it requests", fqn=leaf.key[0], found=found)
+        if not isinstance(leaf, SourceTensor):
             part = torch.load(io.BytesIO(_torch_bytes(leaf)), weights_only=True)
             target.copy_(part[tuple(map(slice, box.offsets, box.ends))])
             return
@@ -341,7 +341,7 @@ class _Reading:
         tensor = self._stored(leaf.key, asked)
         if asked != tensor.dtype and not (asked in FLOATS and tensor.dtype in FLOATS):
             raise LossError(
-                "a tensor is asked for in a dtype that it cannot be cast to",
+                "a tensor is requested in a dtype that it cannot be cast to",
                 path=self._keys.checkpoint.path,
                 fqn=tensor.fqn,
                 expected=tensor.dtype,

@@ -8,7 +8,7 @@ from ckpt.base.errors import UsageError
 
 
 class StorageReader:
-    """Reads a checkpoint of any format for torch's `dcp.load`.  Making one takes torch, which is not installed here."""
+    """Reads a checkpoint of any format for torch's `dcp.load`.  Making one needs torch, which is not installed here."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise needs_torch("ckpt.StorageReader")
@@ -16,4 +16,4 @@ class StorageReader:
 
 def needs_torch(what: str) -> UsageError:
     """The error for a call that takes torch."""
-    return UsageError(f"{what} takes torch, which is not installed", hint="pip install torch")
+    return UsageError(f"{what} needs torch, which is not installed", hint="pip install torch")

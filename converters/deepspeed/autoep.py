@@ -91,7 +91,7 @@ def experts_of(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing
 def _of_expert(stored: Any, expert: int, shape: Shape, fqn: str, path: str) -> Fragment:
     if not isinstance(stored, StoredTensor) or stored.extent.shape != shape[1:] or not stored.extent.is_contiguous:
         raise CorruptError(
-            "an expert's matrix is not as it is recorded",
+            "an expert's matrix does not match its record",
             path=path,
             fqn=fqn,
             expected=list(shape[1:]),
@@ -125,7 +125,7 @@ def recorded(model: RankFile) -> Sharing:
         entries = affine["params"]
         if layer["moe_layer_id"] != number or sorted(entries) != names or any(fqn in cuts for fqn in names):
             raise CorruptError(
-                "what is recorded of a layer's experts does not agree",
+                "the records of a layer's experts do not agree",
                 path=model.path,
                 fqn=layer["module_path"],
                 expected=f"layer {number}: {', '.join(names)}",

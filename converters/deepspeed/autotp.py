@@ -33,7 +33,7 @@ _MAP_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class RankSlice:
     """What one tensor parallel rank has: its parts as if they were a model, and its model file."""
 
     checkpoint: Checkpoint
@@ -54,7 +54,7 @@ def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) ->
     return recorded(file, ranks)
 
 
-def together(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> Checkpoint:
+def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) -> Checkpoint:
     """The model that tensor parallel ranks have together; `sources` knows the storages of all their files.
 
     Raises NotFoundError for a tensor that `sharing` does not have, CorruptError where one is not as it has it, or two
@@ -71,7 +71,7 @@ def together(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> Che
     unread = Unread()
     tensors: dict[Key, Tensor] = {}
     for key in first.tensors:
-        (fqn, role), cut = key, _cut(key, slices, sharing)
+        (fqn, role), cut = key, _recorded_cut(key, slices, sharing)
         if cut.is_added and role not in (WEIGHT, MASTER):
             unread.add(role, "ranks add up what they have of it, and that of their sum is not known", [fqn])
             continue
@@ -105,7 +105,7 @@ def together(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> Che
     )
 
 
-def _check_alike(first: Slice, other: Slice) -> None:
+def _check_alike(first: RankSlice, other: RankSlice) -> None:
     """Ranks have parts of the same tensors in the same param groups, after the same steps."""
     a, b = first.checkpoint, other.checkpoint
     told = (
@@ -124,7 +124,7 @@ def _check_alike(first: Slice, other: Slice) -> None:
             )
 
 
-def _check_distinct(slices: Sequence[Slice], sharing: Sharing, sources: Sources) -> None:
+def _check_distinct(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) -> None:
     """Refuse equal files where ranks hold different parts.  A partition of an embedding may well be equal on each."""
     own = {fqn for fqn, one in sharing.cuts.items() if not one.is_replicated}
     parts = (t for one in slices for (fqn, _), t in one.checkpoint.tensors.items() if fqn in own)
@@ -132,7 +132,7 @@ def _check_distinct(slices: Sequence[Slice], sharing: Sharing, sources: Sources)
     sources.check_distinct((number, file) for number, file in enumerate(sources.storages) if file in with_own)
 
 
-def _cut(key: Key, slices: Sequence[Slice], sharing: Sharing) -> Cut:
+def _recorded_cut(key: Key, slices: Sequence[RankSlice], sharing: Sharing) -> Cut:
     """How ranks share a tensor; every rank has all of a buffer."""
     fqn, role = key
     if role == BUFFER:
@@ -204,7 +204,7 @@ def _boxes(
             reason = (
                 "a bias that ranks hold divided by their number" if piece.get("scale", 1.0) != 1.0 else "fused parts"
             )
-            raise unsupported(file.path, f": {fqn} is shared in a way that is no cut ({reason})")
+            raise unsupported(file.path, f": {fqn} is shared in a way that is not a cut ({reason})")
         offsets = []
         for stride in strides:
             offset, start = divmod(start, stride) if stride else (0, start)

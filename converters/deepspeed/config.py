@@ -1,4 +1,4 @@
-"""What a DeepSpeed config says of the engine that runs with it."""
+"""Facts about an engine that its DeepSpeed config tells."""
 
 from __future__ import annotations
 

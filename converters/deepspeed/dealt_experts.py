@@ -16,7 +16,7 @@ from ckpt.plan.checkpoint import ParamGroup
 from converters.deepspeed.experts import is_in_rows
 from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.keys import EXPERT
-from converters.deepspeed.model import Model, refuse_experts
+from converters.deepspeed.model import DeepSpeedModel, refuse_experts
 from converters.deepspeed.sharing import Sharing
 
 #: moe/utils.py: a param group of experts is split where it would have more elements.
@@ -25,13 +25,13 @@ _PREFIX = "ep_size_"
 
 
 def notes(sharing: Sharing) -> Iterator[str]:
-    """What the user of the files has to know of their experts."""
+    """Notes for the user of the files on their experts."""
     if sharing.counts:
         layers, size = len(sharing.counts), sharing.num_ranks
         yield f"experts of {layers} MoE layers are for ep_size {size}: build the model with it"
 
 
-def groups(model: Model, sharing: Sharing, rank: int) -> Iterator[ParamGroup]:
+def groups(model: DeepSpeedModel, sharing: Sharing, rank: int) -> Iterator[ParamGroup]:
     """The param groups of an expert parallel rank, as an engine of this `ep_size` makes them."""
     is_kept = _recorded_sizes(model) <= {sharing.num_ranks}  # the source's groups are those of such an engine
     for group in model.groups if is_kept else _whole_groups(model, sharing):
@@ -40,7 +40,7 @@ def groups(model: Model, sharing: Sharing, rank: int) -> Iterator[ParamGroup]:
             continue
         own = [fqn for fqn in group.fqns if sharing.rank_of(fqn) == rank]
         options = {**group.options, "name": f"{_PREFIX}{sharing.num_ranks}"}
-        yield from (ParamGroup(tuple(fqns), options) for fqns in ([own] if is_kept else _split(model, own)))
+        yield from (ParamGroup(tuple(fqns), options) for fqns in ([own] if is_kept else _split_large_group(model, own)))
 
 
 def files(sharing: Sharing, module: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -71,7 +71,7 @@ def without(sharing: Sharing, root: dict[str, Any]) -> dict[str, Any]:
     return found | {"num_experts": list(sharing.counts.values()), "ds_autoep_layers": None}
 
 
-def _whole_groups(model: Model, sharing: Sharing) -> list[ParamGroup]:
+def _whole_groups(model: DeepSpeedModel, sharing: Sharing) -> list[ParamGroup]:
     """The groups of the whole model: those that another `ep_size` told apart are one."""
     found: list[ParamGroup] = []
     seen: dict[str, int] = {}
@@ -88,7 +88,7 @@ def _whole_groups(model: Model, sharing: Sharing) -> list[ParamGroup]:
     return found
 
 
-def _split(model: Model, fqns: Sequence[str]) -> Iterator[list[str]]:
+def _split_large_group(model: DeepSpeedModel, fqns: Sequence[str]) -> Iterator[list[str]]:
     """A rank's parameters of a group, in several where they are too many."""
     own: list[str] = []
     size = 0
@@ -102,7 +102,7 @@ def _split(model: Model, fqns: Sequence[str]) -> Iterator[list[str]]:
     yield own
 
 
-def sharing_of(model: Model, config: Mapping[str, Any], num_ranks: int, ep_size: int | None) -> Sharing:
+def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, ep_size: int | None) -> Sharing:
     """How `ep_size` of `num_ranks` ranks share the experts of a model, if it has any; None is the source's `ep_size`.
 
     UsageError where experts do not divide, or where no engine would load them.
@@ -145,7 +145,7 @@ def _counts(names: Sequence[str]) -> dict[str, int]:
     return numbers
 
 
-def _recorded_sizes(model: Model) -> set[int]:
+def _recorded_sizes(model: DeepSpeedModel) -> set[int]:
     """`ep_size` of the source's param groups of experts.
 
     LossError for groups that no engine makes: of experts and others.
@@ -166,7 +166,7 @@ def _other_options(group: ParamGroup) -> str:
     return repr(sorted((key, value) for key, value in group.options.items() if key != "name"))
 
 
-def _refuse_split_groups(model: Model) -> None:
+def _refuse_split_groups(model: DeepSpeedModel) -> None:
     """LossError where groups of experts differ in nothing: an engine of another `ep_size` may split them elsewhere."""
     seen = set()
     for group in model.groups:

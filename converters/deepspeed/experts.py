@@ -95,11 +95,11 @@ def entries_of(content: Any, path: str) -> Iterable[tuple[Any, Any]]:
 
 
 def _beginning(name: Any, expert: int, value: Any, path: str) -> str:
-    """What names in an expert's file begin with; CorruptError where this is none of the expert's tensors."""
+    """The prefix of names in an expert's file; CorruptError for a name that is not one of the expert's tensors."""
     match = EXPERT.fullmatch(name) if isinstance(name, str) else None
     if match is None or int(match[2]) != expert or not isinstance(value, StoredTensor):
         raise CorruptError(
-            "an entry of an expert's file is none of its tensors",
+            "an entry of an expert's file is not one of the expert's tensors",
             path=path,
             fqn=str(name),
             expected=f"a tensor of expert {expert}",

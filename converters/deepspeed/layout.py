@@ -22,7 +22,7 @@ SUB_GROUP_SIZE = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FlatPart:
     """Elements `start:stop` of parameter number `index` lie from element `at` on of a rank's buffer."""
 
     index: int
@@ -53,8 +53,8 @@ class FlatLayout:
         """Elements at the end of the rank's partition that belong to no parameter; several last ranks may have some."""
         return min(self.partition, max(0, (rank + 1) * self.partition - self.used))
 
-    def parts(self, rank: int) -> Iterator[Part]:
-        """What the rank holds, in rising order."""
+    def parts(self, rank: int) -> Iterator[FlatPart]:
+        """The parts that the rank holds, in rising order."""
         first, last = rank * self.partition, (rank + 1) * self.partition
         for index in range(max(0, bisect_right(self.starts, first) - 1), len(self.starts)):
             begin, end = self.starts[index], self.starts[index] + self.numels[index]
@@ -62,7 +62,7 @@ class FlatLayout:
                 return
             start, stop = max(begin, first), min(end, last)
             if start < stop:
-                yield Part(index, start - begin, stop - begin, start - first)
+                yield FlatPart(index, start - begin, stop - begin, start - first)
 
 
 def flat_layout(numels: Sequence[int], num_ranks: int, alignment: int = 1) -> FlatLayout:
@@ -97,13 +97,13 @@ class SlotLayout:
     length: int
     num_ranks: int
 
-    def parts(self, rank: int) -> Iterator[Part]:
-        """What the rank holds, in rising order; the rest of its slots is padding."""
+    def parts(self, rank: int) -> Iterator[FlatPart]:
+        """The parts that the rank holds, in rising order; the rest of its slots is padding."""
         for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             slot = slot_size(numel, self.num_ranks)
             start, stop = min(rank * slot, numel), min((rank + 1) * slot, numel)
             if start < stop:
-                yield Part(index, start, stop, offset)
+                yield FlatPart(index, start, stop, offset)
 
 
 def slot_layout(numels: Sequence[int], num_ranks: int) -> SlotLayout:

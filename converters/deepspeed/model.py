@@ -28,7 +28,7 @@ _FIELDS = (*MODEL_STATE, "loss_scaler", "ds_config", "client_state", "extra_stat
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class DeepSpeedModel:
     """A model and its optimizer as DeepSpeed sees them.
 
     `groups` are those of the optimizer, in its own order; `resumable` is False where the source does not say what
@@ -147,7 +147,7 @@ def _is_deepspeed(checkpoint: Checkpoint) -> bool:
 
 def describe(
     checkpoint: Checkpoint, dtype: DType | None, *, may_be_elastic: bool = False, may_have_experts: bool = False
-) -> Model:
+) -> DeepSpeedModel:
     """`checkpoint` as a DeepSpeed model; `dtype` None keeps the model's own.
 
     `may_be_elastic`: whether the target has a schema for states without hyperparameters; `may_have_experts`: whether
@@ -162,7 +162,7 @@ def describe(
     chosen = {fqn: choice for fqn, choice in choices(checkpoint, dtype).items() if fqn not in ties}
     buffers = {fqn: choice.tensor for fqn, choice in chosen.items() if _is_buffer(choice.tensor)}
     weights = {fqn: choice for fqn, choice in chosen.items() if fqn not in buffers}
-    groups, resumable = _groups(checkpoint, weights)
+    groups, resumable = _param_groups(checkpoint, weights)
     known = () if resumable or not may_be_elastic else _elastic_groups(checkpoint, weights)
     groups = list(known) or groups
     trained = (fqn for group in groups for fqn in group.fqns)
@@ -180,7 +180,7 @@ def describe(
         *_schedule_notes(checkpoint),
     ]
     left_out |= {key: f"{key[0]}: the same tensor as {ties[key[0]]}" for key in checkpoint.tensors if key[0] in ties}
-    return Model(
+    return DeepSpeedModel(
         checkpoint,
         tuple(groups),
         resumable,
@@ -243,7 +243,7 @@ def _dtype_notes(checkpoint: Checkpoint, dtype: DType | None, recorded: DType | 
 def _kept_as_stored(
     checkpoint: Checkpoint, weights: Mapping[str, Choice], masters: Mapping[str, Tensor], resumable: bool
 ) -> dict[str, Choice]:
-    """What no optimizer owns, where the source does not tell buffers from frozen parameters.
+    """The tensors that no optimizer owns, if the source does not tell buffers from frozen parameters.
 
     An engine rounds the latter to its dtype as it loads them, and a buffer, which it keeps as it is, must not be.
     """
@@ -275,7 +275,7 @@ def _is_buffer(tensor: Tensor) -> bool:
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-def _groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> tuple[list[ParamGroup], bool]:
+def _param_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> tuple[list[ParamGroup], bool]:
     """The optimizer's groups, and whether the source records them with their hyperparameters."""
     known = _known_groups(checkpoint, weights)
     if known and all(group.options for group in known):
@@ -337,7 +337,7 @@ def _unknown_group_notes(resumable: bool, is_elastic: bool) -> Iterator[str]:
     if is_elastic:
         yield (
             "the source records no hyperparameters, and neither does this: load it with elastic_checkpoint, and "
-            "DeepSpeed goes on with those of its config, its first learning rate among them"
+            "DeepSpeed goes on with those of its config, including the first learning rate"
         )
     elif not resumable:
         yield (
@@ -412,7 +412,7 @@ def zero_options(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return options if isinstance(options, Mapping) else {}
 
 
-def ds_config(model: Model, stage: int, asked: DType | None) -> tuple[dict[str, Any], list[str]]:
+def ds_config(model: DeepSpeedModel, stage: int, asked: DType | None) -> tuple[dict[str, Any], list[str]]:
     """The DeepSpeed config of the source with the stage and the precision that are written, and notes on that.
 
     It is a record: a run that loads the checkpoint has a config of its own.
@@ -438,7 +438,7 @@ def ds_config(model: Model, stage: int, asked: DType | None) -> tuple[dict[str, 
     return config, notes
 
 
-def loss_scaler(model: Model, config: Mapping[str, Any]) -> Record:
+def loss_scaler(model: DeepSpeedModel, config: Mapping[str, Any]) -> Record:
     """The loss scaler of the source, or the one that DeepSpeed starts with: runtime/fp16/loss_scaler.py."""
     recorded = model.state.loss_scaler
     if isinstance(recorded, Record):
@@ -467,13 +467,13 @@ def loss_scaler(model: Model, config: Mapping[str, Any]) -> Record:
     return Record(module, "DynamicLossScaler", state=state)
 
 
-def optimizer_items(model: Model) -> dict[str, Any]:
-    """What an optimizer file holds beside tensors, as the source recorded it."""
+def optimizer_items(model: DeepSpeedModel) -> dict[str, Any]:
+    """The entries of an optimizer file beside tensors, as the source recorded them."""
     scaler = {} if model.state.loss_scaler is None else {"loss_scaler": model.state.loss_scaler}
     return scaler | dict(model.state.private.get("deepspeed", {}))
 
 
-def client_state(model: Model) -> tuple[dict[str, Any], list[str]]:
+def client_state(model: DeepSpeedModel) -> tuple[dict[str, Any], list[str]]:
     """The user's own entries of a model file, and the training state that has no place there.
 
     What other engines record and DeepSpeed has no place for is handed to the user as client state.

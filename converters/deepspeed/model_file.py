@@ -59,7 +59,7 @@ def whole(fqn: str, role: str, stored: StoredTensor, rank: int | None = None) ->
 def with_replicas(
     tensors: Mapping[Key, Tensor], ties: Mapping[str, str], module: Mapping[str, StoredTensor]
 ) -> dict[Key, Tensor]:
-    """The owners of ties of which `module` has each alias as well, with that as a replica, to be compared with it."""
+    """The owners of ties, each with the alias that `module` stores as a replica, to be compared with it."""
     found: dict[Key, Tensor] = {}
     for alias, owner in ties.items():
         tensor = tensors[owner, WEIGHT]

@@ -87,7 +87,7 @@ def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path])
             split = split_of(canonical, gated=False) if canonical else None
             if canonical is None or split is None:
                 raise LossError("nothing is known of this entry of a layer", path=file.path, fqn=fqn)
-            known = _cut(fqn, canonical, split, stored.extent.shape, size, sizes, file)
+            known = _neox_cut(fqn, canonical, split, stored.extent.shape, size, sizes, file)
             cuts[fqn] = replace(known, is_added=bool(are_added) and canonical.endswith(_ROW_BIASES))
     how = "as GPT-NeoX shares them"
     if any(one.is_added for one in cuts.values()):
@@ -103,7 +103,9 @@ def _are_added(folders: Sequence[Path]) -> bool | None:
     return told if isinstance(told, bool) else None
 
 
-def _cut(fqn: str, canonical: str, split: Split, local: Shape, size: int, sizes: dict[str, int], file: RankFile) -> Cut:
+def _neox_cut(
+    fqn: str, canonical: str, split: Split, local: Shape, size: int, sizes: dict[str, int], file: RankFile
+) -> Cut:
     """How ranks share a tensor if each holds a part of shape `local`; `sizes` learns the MLP's size from the first."""
     shape = full_shape(split, local, size)
     dims = _DIMS.get(".".join(canonical.split(".")[-2:]), "h").split()

@@ -1,4 +1,4 @@
-"""What is asked for of DeepSpeed's formats."""
+"""The options of DeepSpeed's formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckpt.plan.options import MAX_SIZE, option
 
 @dataclass(frozen=True, slots=True)
 class ExpertOptions:
-    """None is what the source's own layers have."""
+    """The options for experts; None means the same as in the source."""
 
     ep_size: int | None = option(
         "`ep_size` of all `deepspeed.moe` layers: ranks that share the experts of a layer. [default: as the source]",

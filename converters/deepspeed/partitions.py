@@ -44,7 +44,7 @@ class InFlatGroup:
         return run_fragments(self.runs(shape, prod(shape), prod(shape) + self.behind))
 
     def runs(self, shape: Shape, start: int, stop: int) -> list[Run]:
-        """What is stored of elements `start` to `stop`, counted from the parameter's first."""
+        """The stored runs of elements `start` to `stop`, counted from the parameter's first."""
         found: list[Run] = []
         start, stop, partition = self.start + start, self.start + stop, self.group.partition
         ranks = self.group.ranks

@@ -1,4 +1,4 @@
-"""A tensor of which ranks have parts, put together of them: arithmetic over boxes and extents."""
+"""Tensors that are put together from the ranks' parts: arithmetic over boxes and extents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, flat_regi
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """A rank's tensor of shape `shape`: where its elements are, and which boxes of the whole tensor they are.
 
     `boxes` are the rank's part of the whole tensor, one behind the other along the first dim.  `ranks` are those of the
@@ -41,7 +41,7 @@ class Part:
 class Joined:
     """A tensor that tensor or expert parallel ranks hold in parts."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[RankPart, ...]
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
         found = [fragment for part in self.parts for fragment in part.fragments(shape)]

@@ -25,7 +25,7 @@ from ckpt.plan.checkpoint import Key
 from ckpt.plan.tensors import Box, Shape, Source, Tensor, whole
 from converters.deepspeed.folder import experts_unsupported
 from converters.deepspeed.keys import EXPERT
-from converters.deepspeed.parts import Joined, Part
+from converters.deepspeed.parts import Joined, RankPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Cut:
         for one, shard, path in zip(held, self.shards, paths, strict=True):
             if one is None or (one.shape, one.dtype) != (shard, first.dtype):
                 raise CorruptError(
-                    f"{whose} part is not as it is recorded ({first.role})",
+                    f"{whose} part does not match its record ({first.role})",
                     path=path,
                     fqn=first.fqn,
                     expected=f"{first.dtype} {list(shard)}",
@@ -67,7 +67,7 @@ class Cut:
             sources: list[Source] = [source for one in held for source in (one.source, *one.replicas)]
             return replace(held[0], replicas=tuple(sources[1:]))
         each = zip(held, self.boxes, ranks, strict=True)
-        parts = tuple(Part(one.shape, boxes, one.source, own) for one, boxes, own in each)
+        parts = tuple(RankPart(one.shape, boxes, one.source, own) for one, boxes, own in each)
         return replace(held[0], shape=self.shape, source=Joined(parts), replicas=())
 
 
@@ -100,12 +100,12 @@ class Sharing:
         return int(match[2]) // (self._each(match) or 1) if match else None
 
     def name_on_rank(self, fqn: str) -> str:
-        """What the rank that has an expert calls a tensor of it."""
+        """The name of an expert's tensor on the rank that has the expert."""
         match = EXPERT.fullmatch(fqn)
         return numbered(fqn, int(match[2]) % self._each(match)) if match else fqn
 
     def name_in_model(self, fqn: str, rank: int) -> str:
-        """What a rank calls `fqn` by its name in the whole model."""
+        """The name in the whole model of the tensor that a rank calls `fqn`."""
         match = EXPERT.fullmatch(fqn)
         return numbered(fqn, rank * self._each(match) + int(match[2])) if match else fqn
 
@@ -167,7 +167,7 @@ class Sharing:
         for fqn, shape in shapes.items():
             if shape not in self.cuts[fqn].shards:
                 raise CorruptError(
-                    "an expert parallel rank's part is not as it is recorded",
+                    "an expert parallel rank's part does not match its record",
                     path=self.path,
                     fqn=fqn,
                     expected=list(self.cuts[fqn].shards[0]),
@@ -191,7 +191,7 @@ class Sharing:
             known = self.counts.get(layer, 0)
             if known % num_ranks or max(numbers) >= known // num_ranks:
                 raise CorruptError(
-                    "a rank has experts that are none of the layer's",
+                    "a rank has experts that the layer does not have",
                     path=self.path,
                     fqn=layer,
                     expected=f"{known} experts on {num_ranks} expert parallel ranks",

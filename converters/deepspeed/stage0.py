@@ -37,7 +37,7 @@ from ckpt.run_folder.finding import Steps, find_step, meant
 from ckpt.run_folder.steps import LATEST
 from converters.deepspeed import model_file
 from converters.deepspeed.autoep import experts_of, routers
-from converters.deepspeed.autotp import Slice, sharing_of, together
+from converters.deepspeed.autotp import RankSlice, sharing_of, together
 from converters.deepspeed.folder import (
     is_model_file,
     is_of_experts,
@@ -53,7 +53,7 @@ from converters.optimizers.states import OptimizerStates
 
 #: What DeepSpeed calls the param groups of experts by.
 _EP_SIZE = re.compile(r"ep_size_(\d+)")
-#: What of an optimizer's entries describes tensors; the others are training state.
+#: The entries of an optimizer that describe tensors; the others are training state.
 _TENSORS = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat", STATE, GROUPS)
 
 
@@ -78,7 +78,7 @@ class Stage0(Format):
         return found
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe a step; an optimizer's states under names that the shapes prove, or else left out, which is said."""
+        """Describe a step; an optimizer's states get the names that the shapes prove, or are left out with a note."""
         with known_structure(path):
             return _read(path, [one for one in (request.config, path, path.parent) if one])
 
@@ -110,7 +110,7 @@ def _read(path: Path, folders: Sequence[Path]) -> Checkpoint:
     sharing = sharing_of(_model_file(path, ranks[0], Sources()), ranks, folders)
     held = [_held(path, Sources(storages=sources.storages), rank, len(ranks)) for rank in ranks]
     is_proved = all(one.named is not None for one in held)
-    slices = [Slice(_checkpoint(one, one.named if is_proved else None), one.file) for one in held]
+    slices = [RankSlice(_checkpoint(one, one.named if is_proved else None), one.file) for one in held]
     return together(slices, sharing, sources)
 
 
@@ -274,7 +274,7 @@ def _named(shapes: Mapping[str, Shape], optimizers: Sequence[Optimizer], sharing
 
 
 def _groups(named: Sequence[Optimizer], sharing: Sharing) -> tuple[ParamGroup, ...]:
-    """Those of the whole model: what ranks have of one is one."""
+    """The param groups of the whole model: the ranks' parts of a group are joined."""
     every = zip(*(optimizer.groups for optimizer in named), strict=True)
     return tuple(
         replace(groups[0], fqns=sharing.in_order(fqn for group in groups for fqn in group.fqns)) for groups in every

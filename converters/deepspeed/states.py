@@ -45,7 +45,7 @@ class GroupStates:
     def add_to(self, found: OptimizerStates, fqns: Iterable[str], file: RankFile, who: str = "ranks") -> None:
         """Add what a buffer of these parameters, in `file` among others, has beside plain elements.
 
-        CorruptError where a parameter has had another number before, of another of `who` share it.
+        CorruptError if another of `who` has another number for a parameter that they share.
         """
         fqns = list(fqns)
         for name, parts in self.quantized.items():
@@ -74,7 +74,7 @@ def group_states(
             for inner, value in zip(inners, values, strict=True):
                 if value is None:
                     raise CorruptError("a rank lacks an optimizer state", **inner.where, expected=name)
-            found.buffers[name] = [_extent(value, inner) for inner, value in there]
+            found.buffers[name] = [_state_extent(value, inner) for inner, value in there]
             if quantized := [value for value in values if isinstance(value, Quantized)]:
                 found.quantized[name] = quantized
         elif there and all(_is_number(value) for _, value in there):
@@ -84,7 +84,7 @@ def group_states(
             else:
                 found.left[name] = "a number of its own on each rank"
         elif there:
-            found.left[name] = f"{_kind(there[0][1])} on each rank"
+            found.left[name] = f"{_kind_of_state(there[0][1])} on each rank"
     return found
 
 
@@ -105,7 +105,7 @@ def _is_part(value: Any, sizes: Sizes) -> bool:
     return value.shape[0] in sizes and (value.shape[0] > 1 or max(sizes) == 1)
 
 
-def _extent(value: Any, inner: RankFile) -> Extent:
+def _state_extent(value: Any, inner: RankFile) -> Extent:
     return value.extent if isinstance(value, Quantized) else flat_extent(value, inner)
 
 
@@ -113,7 +113,7 @@ def _is_number(value: Any) -> bool:
     return value.shape in ((), (1,)) if isinstance(value, StoredTensor) else isinstance(value, int | float | bool)
 
 
-def _kind(value: Any) -> str:
+def _kind_of_state(value: Any) -> str:
     if isinstance(value, StoredTensor | Quantized):
         return f"a tensor of shape {list(value.shape)}"
     return value.typename if isinstance(value, Record) else f"a {type(value).__name__}"

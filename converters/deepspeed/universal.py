@@ -48,7 +48,7 @@ from converters.deepspeed import model_file
 from converters.deepspeed import write as zero_writer
 from converters.deepspeed.folder import experts_unsupported, is_of_one_rank, list_step_folder
 from converters.deepspeed.layout import before_dealing
-from converters.deepspeed.model import Model
+from converters.deepspeed.model import DeepSpeedModel
 from converters.deepspeed.options import UniversalOptions
 from converters.deepspeed.rank_files import in_sub_groups, known_structure
 from converters.optimizers.state_dicts import groups_of
@@ -76,7 +76,7 @@ class Universal(Format):
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe it; the files of every parameter are opened, none of their data is read."""
         with known_structure(path):
-            return _read(path)
+            return _read_folder(path)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """A folder that `load_checkpoint` takes with `"checkpoint": {"load_universal": true}` in its config."""
@@ -102,7 +102,7 @@ _STEPS = Steps(_is_universal, record=LATEST_UNIVERSAL, owns_record=True)
 
 
 @dataclass
-class _Reading:
+class _UniversalReading:
     """What has been read so far of one folder."""
 
     path: Path
@@ -114,8 +114,8 @@ class _Reading:
         return self.sources.of_rank(path, rank, "DeepSpeed file")
 
 
-def _read(path: Path) -> Checkpoint:
-    reading = _Reading(path)
+def _read_folder(path: Path) -> Checkpoint:
+    reading = _UniversalReading(path)
     models = _model_files(reading)
     model = models[0]
     if model.content.get("ds_autoep_layers"):
@@ -176,7 +176,7 @@ def _stage_of(models: Sequence[RankFile]) -> int:
     return stage if type(stage) is int else 0
 
 
-def _model_files(reading: _Reading) -> list[RankFile]:
+def _model_files(reading: _UniversalReading) -> list[RankFile]:
     """The one model file of stages 1 and 2, or those of all ranks of stage 3; the former where there are both."""
     folder = list_step_folder(reading.path)
     single = [reading.load(folder.model)] if folder.model is not None else []
@@ -197,8 +197,8 @@ def _model_files(reading: _Reading) -> list[RankFile]:
     return single or models
 
 
-def _add_parameter(reading: _Reading, fqn: str, shape: Shape, native: StoredTensor | None) -> None:
-    """What `zero/<fqn>/` holds: master, states, step."""
+def _add_parameter(reading: _UniversalReading, fqn: str, shape: Shape, native: StoredTensor | None) -> None:
+    """Add the tensors in `zero/<fqn>/`: master, states, step."""
     folder = confined(reading.path / "zero", fqn)
     names = names_in(folder) if folder.is_dir() else []
     if f"{FP32}.pt" not in names:
@@ -207,7 +207,7 @@ def _add_parameter(reading: _Reading, fqn: str, shape: Shape, native: StoredTens
         role = name.removesuffix(".pt")
         value = reading.sources.root(confined(folder, name), is_named=True)
         if role == STEP or not isinstance(value, Mapping | StoredTensor):
-            reading.scalars.setdefault(role, {})[fqn] = _number(value, folder / name)
+            reading.scalars.setdefault(role, {})[fqn] = _plain_number(value, folder / name)
             continue
         extent = _param(value, folder / name).extent
         if extent.numel != prod(shape) or not extent.is_contiguous:
@@ -231,7 +231,7 @@ def _param(value: Any, path: Path) -> StoredTensor:
     return stored
 
 
-def _number(value: Any, path: Path) -> Any:
+def _plain_number(value: Any, path: Path) -> Any:
     if isinstance(value, StoredTensor):
         return read_scalar(value.extent)
     if isinstance(value, int | float):
@@ -244,18 +244,20 @@ def _stage3_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return optimizer if isinstance(optimizer, Mapping) else {}
 
 
-def _add_stage3_steps(reading: _Reading, state: Mapping[str, Any], groups: Sequence[Mapping[str, Shape]]) -> None:
+def _add_stage3_steps(
+    reading: _UniversalReading, state: Mapping[str, Any], groups: Sequence[Mapping[str, Shape]]
+) -> None:
     """Stage 3 records the step of each sub-group with the optimizer's state of rank 0."""
     states = _stage3_optimizer(state).get("state") or {}
     for number, shapes in enumerate(groups):
         step = (states.get(number) or {}).get(STEP)
         if step is not None:
-            value = _number(step, reading.path / "zero" / _OPTIMIZER_STATE)
+            value = _plain_number(step, reading.path / "zero" / _OPTIMIZER_STATE)
             for fqn in shapes:
                 reading.scalars.setdefault(STEP, {}).setdefault(fqn, value)
 
 
-def _check_complete(reading: _Reading, groups: Sequence[Mapping[str, Shape]]) -> None:
+def _check_complete(reading: _UniversalReading, groups: Sequence[Mapping[str, Shape]]) -> None:
     """A state that one parameter of a group has, all have: DeepSpeed keeps them in one buffer."""
     for group in groups:
         roles = {role for fqn, role in reading.tensors if fqn in group and role != WEIGHT}
@@ -269,7 +271,7 @@ def _check_complete(reading: _Reading, groups: Sequence[Mapping[str, Shape]]) ->
                 raise _lacking(reading, without[0], f"a file {name}.pt, as others of its group have")
 
 
-def _lacking(reading: _Reading, fqn: str, expected: str) -> CorruptError:
+def _lacking(reading: _UniversalReading, fqn: str, expected: str) -> CorruptError:
     what = "an optimizer state of a parameter is missing"
     return CorruptError(what, path=reading.path / "zero" / fqn, fqn=fqn, expected=expected)
 
@@ -290,7 +292,7 @@ def _param_groups(model: RankFile, state: RankFile, shapes: Sequence[Mapping[str
 def _lay_out(checkpoint: Checkpoint, layout: Layout, *, is_step: bool) -> Target:
     """A run's folder, or where it `is_step` that of the step alone."""
     model = zero_model.describe(checkpoint, layout.dtype)
-    stage = _stage(checkpoint)
+    stage = _written_stage(checkpoint)
     num_ranks = checkpoint.world_size or 1
     config, notes = zero_model.ds_config(model, stage or 3, layout.dtype)
     folder = f"{zero_writer.step_folder(checkpoint)}_universal"
@@ -305,11 +307,11 @@ def _lay_out(checkpoint: Checkpoint, layout: Layout, *, is_step: bool) -> Target
         ),
         left_out=model.left_out,
         dropped=(*dropped, *_dropped_numbers(model), *beside.dropped),
-        notes=(*notes, *_notes(model, stage), *beside.notes),
+        notes=(*notes, *_universal_notes(model, stage), *beside.notes),
     )
 
 
-def _stage(checkpoint: Checkpoint) -> int | None:
+def _written_stage(checkpoint: Checkpoint) -> int | None:
     """The stage whose form is written: the source's, or the one of its config.  None is the form that all load."""
     if checkpoint.state.zero_stage is not None:
         return checkpoint.state.zero_stage
@@ -318,7 +320,7 @@ def _stage(checkpoint: Checkpoint) -> int | None:
 
 
 def _files(
-    model: Model, config: Mapping[str, Any], num_ranks: int, stage: int | None
+    model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, stage: int | None
 ) -> Iterator[tuple[str, Mapping[str, Any] | NewTensor | Any]]:
     roles = model.roles(model.masters)
     for fqn in model.masters:
@@ -332,7 +334,7 @@ def _files(
         yield from zero_writer.slot_model_files(model, config, num_ranks)
 
 
-def _parameter_files(model: Model, fqn: str, roles: Sequence[str], *, bare: bool) -> Iterator[tuple[str, Any]]:
+def _parameter_files(model: DeepSpeedModel, fqn: str, roles: Sequence[str], *, bare: bool) -> Iterator[tuple[str, Any]]:
     """A parameter's files.  DeepSpeed has every state for every parameter: zeros for one that never had a gradient."""
     master, states = model.masters[fqn], model.states.get(fqn, {})
     for role in roles:
@@ -354,7 +356,9 @@ def _parameter_files(model: Model, fqn: str, roles: Sequence[str], *, bare: bool
         yield f"zero/{fqn}/{STEP}.pt", zero_writer.scalar(step)
 
 
-def _optimizer_state(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int | None) -> dict[str, Any]:
+def _optimizer_state(
+    model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, stage: int | None
+) -> dict[str, Any]:
     """What rank 0's optimizer file says beside tensors.  Stages 1 and 2 look for groups at the top, stage 3 within."""
     if stage in (1, 2):
         groups = zero_writer.flat_groups(model, config, num_ranks)
@@ -375,13 +379,13 @@ def _optimizer_state(model: Model, config: Mapping[str, Any], num_ranks: int, st
     return items | {"optimizer_state_dict": inner, "param_groups": groups_within}
 
 
-def _dropped_numbers(model: Model) -> Iterator[str]:
+def _dropped_numbers(model: DeepSpeedModel) -> Iterator[str]:
     for name in model.checkpoint.state.scalars:
         if name != STEP:
             yield f"optimizer state {name}: a universal checkpoint has no place for numbers other than the step"
 
 
-def _notes(model: Model, stage: int | None) -> Iterator[str]:
+def _universal_notes(model: DeepSpeedModel, stage: int | None) -> Iterator[str]:
     form = f"ZeRO-{stage} loads it" if stage else "any stage loads it, stage 3 from deepspeed 0.19.6 on"
     yield f'universal checkpoint: {form}, on any number of ranks, with "checkpoint": {{"load_universal": true}}'
     if model.frozen or model.buffers:

@@ -42,6 +42,7 @@ from converters.deepspeed.config import is_bf16_optimizer, is_enabled
 from converters.deepspeed.layout import (
     SUB_GROUP_SIZE,
     FlatLayout,
+    FlatPart,
     SlotLayout,
     dealt,
     flat_layout,
@@ -49,8 +50,7 @@ from converters.deepspeed.layout import (
     slot_layout,
     sub_groups,
 )
-from converters.deepspeed.layout import Part as Place
-from converters.deepspeed.model import Model
+from converters.deepspeed.model import DeepSpeedModel
 from converters.deepspeed.options import ExpertOptions
 from converters.deepspeed.sharing import Sharing
 
@@ -80,7 +80,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
         ),
         left_out=model.left_out,
         dropped=(*dropped, *model.dropped, *beside.dropped),
-        notes=(*notes, *model.notes, *_notes(model, config, num_ranks, stage), *beside.notes),
+        notes=(*notes, *model.notes, *_zero_notes(model, config, num_ranks, stage), *beside.notes),
     )
 
 
@@ -89,7 +89,7 @@ def step_folder(checkpoint: Checkpoint) -> str:
     return checkpoint.tag or f"global_step{checkpoint.state.step or 0}"
 
 
-def _notes(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) -> Iterator[str]:
+def _zero_notes(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, stage: int) -> Iterator[str]:
     checkpoint = model.checkpoint
     before = checkpoint.world_size
     yield f"ZeRO-{stage} for {num_ranks} ranks" + (f", from {before}" if before not in (None, num_ranks) else "")
@@ -105,7 +105,7 @@ def _notes(model: Model, config: Mapping[str, Any], num_ranks: int, stage: int) 
     yield from batch_notes(config, num_ranks)
 
 
-def master_notes(model: Model) -> Iterator[str]:
+def master_notes(model: DeepSpeedModel) -> Iterator[str]:
     """Notes on masters that are made of weights."""
     upcast = [fqn for fqn, master in model.masters.items() if master.role != MASTER]
     if upcast:
@@ -125,7 +125,7 @@ def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
 File = tuple[str, Any]
 
 
-def optimizer_file(model: Model, config: Mapping[str, Any], inner: Any, rank: int, mp_rank: int = 0) -> File:
+def optimizer_file(model: DeepSpeedModel, config: Mapping[str, Any], inner: Any, rank: int, mp_rank: int = 0) -> File:
     """A rank's, around `inner`.  engine.py, `_get_zero_ckpt_prefix`: the prefix says that bf16 is enabled, no more."""
     prefix = "bf16_" if is_enabled(config, "bf16") else ""
     root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
@@ -133,9 +133,9 @@ def optimizer_file(model: Model, config: Mapping[str, Any], inner: Any, rank: in
 
 
 def model_root(
-    model: Model, config: Mapping[str, Any], num_ranks: int, param_shapes: list[Any], rank: int, stage: int
+    model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, param_shapes: list[Any], rank: int, stage: int
 ) -> dict[str, Any]:
-    """What a model file holds that has the module of one rank without model parallelism."""
+    """The content of a model file with the module of one rank without model parallelism."""
     whole = stage < 3
     module = _module(model, whole)
     shapes, fragments = (None, None) if stage == 1 else _frozen(model, module, None if whole else (rank, num_ranks))
@@ -154,7 +154,7 @@ def model_root(
 
 
 def common_root(
-    model: Model,
+    model: DeepSpeedModel,
     config: Mapping[str, Any],
     num_ranks: int,
     param_shapes: list[Any],
@@ -195,7 +195,7 @@ def common_root(
     }
 
 
-def _module(model: Model, is_whole: bool) -> StoredDict:
+def _module(model: DeepSpeedModel, is_whole: bool) -> StoredDict:
     """The module's state dict; a tied alias is the tensor of its owner.
 
     Where it is not whole, as of stage 3, parameters are empty and buffers are there.
@@ -211,7 +211,7 @@ def _module(model: Model, is_whole: bool) -> StoredDict:
     return module
 
 
-def _frozen(model: Model, module: StoredDict, part: tuple[int, int] | None) -> tuple[StoredDict | None, ...]:
+def _frozen(model: DeepSpeedModel, module: StoredDict, part: tuple[int, int] | None) -> tuple[StoredDict | None, ...]:
     """Shapes and elements of the parameters that the optimizer does not own, whole or this rank's slots of them.
 
     None where the source leaves them out, as PEFT does: the loader takes None, but no dict that lacks one of them.
@@ -230,8 +230,8 @@ def _frozen(model: Model, module: StoredDict, part: tuple[int, int] | None) -> t
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
-    """What a tensor parallel rank's module has of a parameter.
+class LocalParameter:
+    """The part of a parameter in a tensor parallel rank's module.
 
     `name` is the module's own for it, `shape` that of its part, which is made of `boxes` of the whole tensor, one
     behind the other.
@@ -255,8 +255,8 @@ def _flat(
     dtype: DType,
     length: int,
     tensors: Sequence[Tensor | None],
-    places: Iterator[Place],
-    local: Sequence[Local | None] = (),
+    places: Iterator[FlatPart],
+    local: Sequence[LocalParameter | None] = (),
     **options: Any,
 ) -> NewTensor:
     """A 1-d tensor of a rank: parts of source tensors, and zeros between and where there is no tensor.
@@ -277,12 +277,12 @@ def _flat(
 
 
 def _state(
-    model: Model,
+    model: DeepSpeedModel,
     fqns: Sequence[str],
     length: int,
     layout: FlatLayout | SlotLayout,
     rank: int,
-    local: Sequence[Local | None] = (),
+    local: Sequence[LocalParameter | None] = (),
 ) -> dict[str, Any]:
     """The optimizer's states of a flat buffer, by name; none before the first step."""
     numbers, roles = model.numbers(fqns), model.roles(fqns)
@@ -302,7 +302,7 @@ def scalar(value: Any) -> Any:
     return number(value) if isinstance(value, float) else value
 
 
-def param_groups(model: Model, members: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+def param_groups(model: DeepSpeedModel, members: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """The param groups as torch's optimizers record them: hyperparameters, then the numbers of the flat buffers."""
     return [{**group.options, "params": list(ids)} for group, ids in zip(model.groups, members, strict=True)]
 
@@ -315,7 +315,7 @@ def stage_record(stage: int) -> Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class FlattenedGroup:
     """A flat group: its parameters in flattening order, their order in the optimizer, and where each lies.
 
     `local` has what a tensor parallel rank's module has of each of them; it is empty where that is the whole.
@@ -325,29 +325,29 @@ class Group:
     optimizer_order: tuple[str, ...]
     options: Mapping[str, Any]
     layout: FlatLayout
-    local: Mapping[str, Local] = field(default_factory=dict)
+    local: Mapping[str, LocalParameter] = field(default_factory=dict)
 
     @property
-    def in_order(self) -> list[Local | None]:
+    def in_order(self) -> list[LocalParameter | None]:
         return [self.local.get(fqn) for fqn in self.fqns]
 
     def name(self, fqn: str) -> str:
-        """What the module calls it."""
+        """The parameter's name in the module."""
         return self.local[fqn].name if fqn in self.local else fqn
 
-    def shapes(self, model: Model) -> StoredDict:
+    def shapes(self, model: DeepSpeedModel) -> StoredDict:
         """The group's entry of `param_shapes`."""
         shapes = (self.local.get(fqn, model.masters[fqn]).shape for fqn in self.fqns)
         return StoredDict("OrderedDict", zip(map(self.name, self.fqns), map(Size, shapes), strict=True))
 
 
 def flat_group(
-    model: Model,
+    model: DeepSpeedModel,
     config: Mapping[str, Any],
     group: ParamGroup,
     num_ranks: int,
-    local: Mapping[str, Local] | None = None,
-) -> Group:
+    local: Mapping[str, LocalParameter] | None = None,
+) -> FlattenedGroup:
     """A group as an engine with this config flattens it on `num_ranks` ranks."""
     options = {} if is_bf16_optimizer(config) else config.get("zero_optimization", {})
     own = local or {}
@@ -356,16 +356,16 @@ def flat_group(
     if options.get("parameter_alignment"):
         alignment = parameter_alignment(model.weights[fqns[0]].dtype.itemsize)
     numels = [own[fqn].numel if fqn in own else model.masters[fqn].numel for fqn in fqns]
-    return Group(tuple(fqns), group.fqns, group.options, flat_layout(numels, num_ranks, alignment), own)
+    return FlattenedGroup(tuple(fqns), group.fqns, group.options, flat_layout(numels, num_ranks, alignment), own)
 
 
-def flat_groups(model: Model, config: Mapping[str, Any], num_ranks: int) -> list[Group]:
+def flat_groups(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int) -> list[FlattenedGroup]:
     """All groups, of which every rank has a partition."""
     return [flat_group(model, config, group, num_ranks) for group in model.groups]
 
 
 def _stage12_files(
-    model: Model, config: Mapping[str, Any], num_ranks: int, stage: int, experts: Sharing
+    model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, stage: int, experts: Sharing
 ) -> Iterator[File]:
     of_ranks = [_rank_groups(model, config, num_ranks, experts, rank) for rank in range(experts.num_ranks)]
     root = model_root(model, config, num_ranks, [group.shapes(model) for group in of_ranks[0]], 0, stage)
@@ -381,19 +381,23 @@ def _stage12_files(
 
 
 def _rank_groups(
-    model: Model, config: Mapping[str, Any], num_ranks: int, experts: Sharing, expert_rank: int
-) -> list[Group]:
+    model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, experts: Sharing, expert_rank: int
+) -> list[FlattenedGroup]:
     """The groups of an expert parallel rank: those of experts are under the names that it has for these."""
     groups = []
     for group in dealt_experts.groups(model, experts, expert_rank):
         shapes = {fqn: model.masters[fqn].shape for fqn in group.fqns if experts.is_shared(fqn)}
-        local = {fqn: Local(experts.name_on_rank(fqn), shape, (whole(shape),)) for fqn, shape in shapes.items()}
+        local = {
+            fqn: LocalParameter(experts.name_on_rank(fqn), shape, (whole(shape),)) for fqn, shape in shapes.items()
+        }
         count = num_ranks // experts.num_ranks if local else num_ranks
         groups.append(flat_group(model, config, group, count, local))
     return groups
 
 
-def stage12_items(model: Model, config: Mapping[str, Any], counts: Sequence[int], stage: int) -> dict[str, Any]:
+def stage12_items(
+    model: DeepSpeedModel, config: Mapping[str, Any], counts: Sequence[int], stage: int
+) -> dict[str, Any]:
     """The entries of an optimizer file of stages 1 and 2 beside its partitions; each group has several partitions.
 
     What the source did not record is left to the engine (`_load_global_state`), which has its config for it.
@@ -409,12 +413,12 @@ def stage12_items(model: Model, config: Mapping[str, Any], counts: Sequence[int]
     }
 
 
-def _scaler_items(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
+def _scaler_items(model: DeepSpeedModel, config: Mapping[str, Any]) -> dict[str, Any]:
     scaler = zero_model.loss_scaler(model, config)
     return {"loss_scaler": scaler, "dynamic_loss_scale": bool(scaler.get("dynamic")), "overflow": False}
 
 
-def partitions(model: Model, groups: Sequence[Group], ranks: Sequence[int]) -> dict[str, Any]:
+def partitions(model: DeepSpeedModel, groups: Sequence[FlattenedGroup], ranks: Sequence[int]) -> dict[str, Any]:
     """A rank's flat buffers: masters without padding, states with it, but for elastic ones.
 
     `ranks` are its numbers among those that share each group.
@@ -442,7 +446,7 @@ def partitions(model: Model, groups: Sequence[Group], ranks: Sequence[int]) -> d
     }
 
 
-def _elastic(model: Model, states: Mapping[int, Any]) -> dict[str, Any]:
+def _elastic(model: DeepSpeedModel, states: Mapping[int, Any]) -> dict[str, Any]:
     """stage_1_and_2.py, `_get_base_optimizer_state`; its loader puts the step into all groups."""
     step = next((model.numbers(group.fqns).get("step") for group in model.groups), None)
     taken = step.value if isinstance(step, OneElement) else step
@@ -452,7 +456,7 @@ def _elastic(model: Model, states: Mapping[int, Any]) -> dict[str, Any]:
     }
 
 
-def _slice_mapping(group: Group, rank: int) -> StoredDict:
+def _slice_mapping(group: FlattenedGroup, rank: int) -> StoredDict:
     """The place of each parameter's elements in the rank's partition.
 
     True also with `round_robin_gradients`, where DeepSpeed's own are those of the order before dealing.
@@ -478,7 +482,7 @@ class _SubGroups:
     members: list[list[int]]
 
 
-def slot_groups(model: Model, num_ranks: int) -> _SubGroups:
+def slot_groups(model: DeepSpeedModel, num_ranks: int) -> _SubGroups:
     """The sub-groups as an engine with the recorded config makes them on `num_ranks` ranks."""
     recorded = zero_model.zero_options(model.checkpoint).get("sub_group_size", SUB_GROUP_SIZE)
     size = int(recorded) if isinstance(recorded, int | float) and recorded else SUB_GROUP_SIZE
@@ -494,7 +498,7 @@ def slot_groups(model: Model, num_ranks: int) -> _SubGroups:
     return found
 
 
-def _stage3_files(model: Model, config: Mapping[str, Any], num_ranks: int) -> Iterator[File]:
+def _stage3_files(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int) -> Iterator[File]:
     groups = slot_groups(model, num_ranks)
     items = stage3_items(model, config, num_ranks)
     for rank, model_file in enumerate(slot_model_files(model, config, num_ranks)):
@@ -502,7 +506,7 @@ def _stage3_files(model: Model, config: Mapping[str, Any], num_ranks: int) -> It
         yield optimizer_file(model, config, items | _slots(model, groups, rank), rank)
 
 
-def slot_model_files(model: Model, config: Mapping[str, Any], num_ranks: int) -> Iterator[File]:
+def slot_model_files(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int) -> Iterator[File]:
     """The ranks' model files of stage 3.  Where nothing is frozen, rank 0's alone differs from others."""
     groups = slot_groups(model, num_ranks).fqns
     shapes = [StoredDict("OrderedDict", ((fqn, Size(model.masters[fqn].shape)) for fqn in fqns)) for fqns in groups]
@@ -513,14 +517,14 @@ def slot_model_files(model: Model, config: Mapping[str, Any], num_ranks: int) ->
         yield f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", root
 
 
-def stage3_items(model: Model, config: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+def stage3_items(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
     """What an optimizer file of stage 3 says beside its slots.  The loader asks for all of these."""
     items = zero_model.optimizer_items(model)
     items = _scaler_items(model, config) | {name: value for name, value in items.items() if name != "clip_grad"}
     return {"zero_stage": stage_record(3), **items, "partition_count": num_ranks}
 
 
-def _slots(model: Model, groups: _SubGroups, rank: int) -> dict[str, Any]:
+def _slots(model: DeepSpeedModel, groups: _SubGroups, rank: int) -> dict[str, Any]:
     """A rank's flat buffers, one per sub-group."""
     masters, states = [], {}
     for index, (fqns, layout) in enumerate(zip(groups.fqns, groups.layouts, strict=True)):

@@ -35,7 +35,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from converters.deepspeed import model_file
 from converters.deepspeed.autoep import experts_of, routers, sharers_under_stage3, sharing_under_stage3
-from converters.deepspeed.autotp import Slice, sharing_of, together
+from converters.deepspeed.autotp import RankSlice, sharing_of, together
 from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.folder import (
     StepFolder,
@@ -109,7 +109,7 @@ ZERO1, ZERO2, ZERO3 = Zero(1), Zero(2), Zero(3)
 
 
 @dataclass
-class _Reading:
+class _ZeroReading:
     """What has been read so far of one step folder."""
 
     folder: StepFolder
@@ -128,7 +128,7 @@ class _Reading:
         return file
 
 
-def _framework(reading: _Reading) -> str:
+def _framework(reading: _ZeroReading) -> str:
     return f"deepspeed {reading.version}" if reading.version else "deepspeed"
 
 
@@ -156,23 +156,23 @@ def _read_step(path: Path, config: Path | None = None) -> Checkpoint:
         raise tensor_parallel(str(path))
     with known_structure(path):
         folders = [one for one in (config, path, path.parent) if one]
-        sharing = sharing_of(_Reading(first).load(model, ranks[0]), ranks, folders)
+        sharing = sharing_of(_ZeroReading(first).load(model, ranks[0]), ranks, folders)
     sources = Sources()
     return together([_read_slice(path, rank, len(ranks), sources) for rank in ranks], sharing, sources)
 
 
-def _read_slice(path: Path, tp_rank: int, num_ranks: int, every: Sources | None = None) -> Slice:
+def _read_slice(path: Path, tp_rank: int, num_ranks: int, every: Sources | None = None) -> RankSlice:
     """What one of `num_ranks` tensor parallel ranks wrote; all there is, if it is the only one.
 
     `every` is told of the storages of every rank's files.
     """
     sources = Sources() if every is None else Sources(storages=every.storages)
-    reading = _Reading(list_step_folder(path, tp_rank), num_ranks, sources)
+    reading = _ZeroReading(list_step_folder(path, tp_rank), num_ranks, sources)
     with known_structure(path, lambda: _framework(reading)):
         return _understand(reading)
 
 
-def _understand(reading: _Reading) -> Slice:
+def _understand(reading: _ZeroReading) -> RankSlice:
     folder, path = reading.folder, reading.folder.path
     if not folder.optimizer:
         raise IncompleteError("a tensor parallel rank has no optimizer files", path=path, found=folder.model)
@@ -200,7 +200,7 @@ def _understand(reading: _Reading) -> Slice:
     inners = [in_group_order(inner, counts) for inner in inners]
     reading.sources.check_distinct((inner.rank, inner.path) for inner in inners)
     (_read_stage3 if stage == 3 else _read_stage12)(reading, inners)
-    return Slice(_checkpoint(reading, inners, stage, world_size), reading.models[0])
+    return RankSlice(_checkpoint(reading, inners, stage, world_size), reading.models[0])
 
 
 def _listed(counts: tuple[int, ...]) -> str:
@@ -233,7 +233,7 @@ def _name_for_rank(files: Mapping[int, str], rank: int, kind: str) -> str:
 # -- stages 1 and 2 ----------------------------------------------------------------------------------------------------
 
 
-def _read_stage12(reading: _Reading, inners: list[RankFile]) -> None:
+def _read_stage12(reading: _ZeroReading, inners: list[RankFile]) -> None:
     assert reading.folder.model is not None
     file = reading.load(reading.folder.model, 0)
     reading.models = [file]
@@ -269,7 +269,7 @@ def _read_stage12(reading: _Reading, inners: list[RankFile]) -> None:
 
 
 def _read_flat_group(
-    reading: _Reading, number: int, inners: list[RankFile], ranks: range, shapes: Mapping[str, Shape]
+    reading: _ZeroReading, number: int, inners: list[RankFile], ranks: range, shapes: Mapping[str, Shape]
 ) -> dict[Key, Tensor]:
     """Masters and states of the parameters that lie in a flat buffer of a param group, which `ranks` share."""
     partition = partition_size(inners, number)
@@ -291,7 +291,7 @@ def _read_flat_group(
 # -- stage 3 -----------------------------------------------------------------------------------------------------------
 
 
-def _read_stage3(reading: _Reading, inners: list[RankFile]) -> None:
+def _read_stage3(reading: _ZeroReading, inners: list[RankFile]) -> None:
     models = reading.models = [_light(reading, rank) for rank in range(len(inners))]
     file = models[0]
     module = model_file.module(file, reading.num_tensor_parallel)
@@ -323,7 +323,7 @@ def _read_stage3(reading: _Reading, inners: list[RankFile]) -> None:
 
 
 def _read_sub_group(
-    reading: _Reading,
+    reading: _ZeroReading,
     number: int,
     inners: list[RankFile],
     shapes: Mapping[str, Shape],
@@ -346,7 +346,7 @@ def _read_sub_group(
     return found
 
 
-def _light(reading: _Reading, rank: int) -> RankFile:
+def _light(reading: _ZeroReading, rank: int) -> RankFile:
     """A rank's model file without what only rank 0's is read for, so that a thousand ranks fit in memory."""
     file = reading.load(reading.folder.model_per_rank[rank], rank)
     if rank == 0:
@@ -357,7 +357,7 @@ def _light(reading: _Reading, rank: int) -> RankFile:
     return RankFile(file.path, file.rank, content)
 
 
-def _add_buffers(reading: _Reading, models: list[RankFile], names: set[str]) -> None:
+def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str]) -> None:
     """Buffers are not partitioned: every rank wrote its own copy."""
     copies = [model_file.module(model, reading.num_tensor_parallel) for model in models]
     for fqn in (fqn for fqn in copies[0] if fqn in names):
@@ -377,7 +377,7 @@ def _add_buffers(reading: _Reading, models: list[RankFile], names: set[str]) -> 
         reading.tensors[fqn, BUFFER] = replace(tensor, replicas=tuple(replicas))
 
 
-def _check_placeholders(reading: _Reading, module: Iterable[str]) -> None:
+def _check_placeholders(reading: _ZeroReading, module: Iterable[str]) -> None:
     """Every parameter of the module dict, an empty placeholder there, must have been found elsewhere."""
     found = {fqn for fqn, _ in reading.tensors}
     for fqn in module:
@@ -392,7 +392,7 @@ def _check_placeholders(reading: _Reading, module: Iterable[str]) -> None:
             )
 
 
-def _sub_group_state(reading: _Reading, inner: RankFile, number: int, length: int) -> Mapping[str, Any]:
+def _sub_group_state(reading: _ZeroReading, inner: RankFile, number: int, length: int) -> Mapping[str, Any]:
     optimizer = inner.content.get("optimizer_state_dict") or {}
     state = (optimizer.get("state") or {}).get(number) or {}
     return {
@@ -403,7 +403,7 @@ def _sub_group_state(reading: _Reading, inner: RankFile, number: int, length: in
     }
 
 
-def _offloaded(reading: _Reading, inner: RankFile, stored: Any, state: str | None, length: int) -> Extent:
+def _offloaded(reading: _ZeroReading, inner: RankFile, stored: Any, state: str | None, length: int) -> Extent:
     """A rank's buffer of a sub-group, which with NVMe offload lies in a file of its own and is empty here.
 
     deepspeed/runtime/swap_tensor/optimizer_utils.py: raw elements in `{ds_id}.tensor.swp`, for optimizer states
@@ -445,7 +445,7 @@ def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple
 # -- what the stages share ---------------------------------------------------------------------------------------------
 
 
-def _step_note(reading: _Reading) -> tuple[str, ...]:
+def _step_note(reading: _ZeroReading) -> tuple[str, ...]:
     """A save that was cut off in a folder that is used again, as Accelerate's is, leaves files of two steps.
 
     The optimizer's own count alone is no proof of it: it starts anew where only weights were loaded.  CorruptError
@@ -470,7 +470,7 @@ def _step_note(reading: _Reading) -> tuple[str, ...]:
     )
 
 
-def _checkpoint(reading: _Reading, inners: list[RankFile], stage: int, world_size: int) -> Checkpoint:
+def _checkpoint(reading: _ZeroReading, inners: list[RankFile], stage: int, world_size: int) -> Checkpoint:
     file, folder = reading.models[0], reading.folder.path
     check_same("step", [(model, model.content.get("global_steps")) for model in reading.models])
     check_same_options([(inner, base_groups(inner)) for inner in inners])

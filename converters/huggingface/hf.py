@@ -232,11 +232,9 @@ def _adapter_notes(chosen: Iterable[str], checkpoint: Checkpoint, layout: Layout
     if layout.read(NameOptions).names != OWN_NAMES:
         where = shlex.quote(next(iter(checkpoint.given.places), checkpoint.path))
         if checkpoint.is_adapter:
-            what, hint = "this is an adapter, and no model", f"`ckpt merge-lora {where} --base MODEL` makes one"
+            what, hint = "this is an adapter, not a model", f"`ckpt merge-lora {where} --base MODEL` makes one"
         else:
-            what = (
-                "this is a model with PEFT adapters, and as it stands in training from_pretrained loads nothing of it"
-            )
+            what = "this is a model with PEFT adapters, and from_pretrained loads none of its names from training"
             hint = f"`ckpt merge-lora {where}` merges the adapter into its base, "
             hint += f"`ckpt convert auto peft {where}` takes it out; --names own writes all as it stands"
         raise UsageError(what, path=checkpoint.path, hint=hint)

@@ -48,8 +48,8 @@ TORCH = "adapter_model.bin"
 METADATA = {"format": "pt"}
 #: Axolotl 0.19 writes such names under FSDP2 with `activation_checkpointing`.
 _WRAPPED = (
-    "{}: {} names hold those of wrappers, as {}; they are read without. PEFT loads no such name, and takes the adapter "
-    "for untrained: `ckpt convert peft peft` writes it anew"
+    "{}: {} names contain those of wrappers, such as {}; they are read without these. PEFT does not load such names, "
+    "and treats the adapter as untrained: `ckpt convert peft peft` writes it anew"
 )
 
 
@@ -117,7 +117,7 @@ PEFT = Peft()
 
 
 def prove_names(folder: Path) -> None:
-    """Prove that names in an adapter's folder hold none of wrappers, as PEFT loads no such name; others pass."""
+    """Prove that the names in an adapter's folder contain no wrapper's name, as PEFT does not load these."""
     name = _weights(folder) if PEFT.find(folder, None) else None
     _, wrapped = _stored(confined(folder, name)) if name else ({}, [])
     if wrapped:
@@ -160,7 +160,7 @@ def _torch(path: Path) -> dict[str, Extent]:
 
 
 def _check_pairs(fqns: Iterable[str], path: Path) -> None:
-    """CorruptError where one factor is there without the other: no checksum is of the names in safetensors' header."""
+    """CorruptError if one factor is there without the other: no checksum protects names in a safetensors header."""
     kinds: dict[str, set[str]] = {}
     for name in map(adapter.parse_name, fqns):
         kinds.setdefault(name.module, set()).add(name.kind)

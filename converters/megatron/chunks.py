@@ -41,7 +41,7 @@ _ENGINE = "transformer_engine"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChunkPiece:
     """Box `box` of a tensor of the whole model, in a rank's own tensor: from element `offset` on, with `strides`."""
 
     box: Box
@@ -55,14 +55,14 @@ class Piece:
 
 
 @lru_cache(8192)  # the same few shapes for thousands of experts
-def pieces_of(split: Split, shape: Shape, size: int, rank: int) -> tuple[Piece, ...]:
+def pieces_of(split: Split, shape: Shape, size: int, rank: int) -> tuple[ChunkPiece, ...]:
     """What rank `rank` of `size` holds of a tensor of `shape`, in its own contiguous tensor.
 
     UsageError where the tensor does not divide.
     """
     pieces, at = [], 0
     for box in rank_boxes(split, shape, size, rank):
-        pieces.append(Piece(box, at, contiguous_strides(box.sizes)))
+        pieces.append(ChunkPiece(box, at, contiguous_strides(box.sizes)))
         at += box.numel
     return tuple(pieces)
 
@@ -77,7 +77,7 @@ class ChunkTensor:
     name: str
     fqn: str
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkPiece, ...]
     shared: bool
 
     @property
@@ -107,7 +107,7 @@ class _Listed:
 
 
 @dataclass(frozen=True)
-class Model:
+class MegatronModel:
     """A checkpoint as Megatron's model, and the layout that it has or is to have."""
 
     checkpoint: Checkpoint
@@ -256,7 +256,7 @@ def _extra_name(name: str, spelling: Spelling) -> str:
     return f"{module}._extra_state"
 
 
-def describe_model(checkpoint: Checkpoint, layout: Layout) -> Model:
+def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
     """The source's tensors, and the layout to write them in.
 
     Raises UsageError for a layout that does not fit the model.
@@ -297,7 +297,7 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> Model:
         raise LossError(
             "the arguments say that the output layer is not the embedding, and the source has none", fqn=OUTPUT
         )
-    return Model(
+    return MegatronModel(
         checkpoint,
         _args(args, grid, stages, checkpoint, layout, chosen),
         grid,

@@ -10,7 +10,7 @@ from ckpt.base.errors import LossError
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.containers.torchfile.write import torch_file
 from ckpt.plan.checkpoint import TrainingState
-from converters.megatron.chunks import EXTRA, Model
+from converters.megatron.chunks import EXTRA, MegatronModel
 from converters.megatron.optimizer import Optimizers
 
 #: Entries that each rank has for itself.
@@ -57,7 +57,7 @@ def read_state(
     )
 
 
-def to_write(model: Model, per_rank: Mapping[str, Any], *own: str) -> tuple[dict[str, Any], list[str]]:
+def to_write(model: MegatronModel, per_rank: Mapping[str, Any], *own: str) -> tuple[dict[str, Any], list[str]]:
     """Entries that are the same on all ranks, and what is not written.
 
     `per_rank` is written for each rank, and `own` are entries that the format makes anew.

@@ -26,7 +26,7 @@ from converters.megatron.entries import OF_RANKS, read_state
 from converters.megatron.facts import MegatronFacts
 from converters.megatron.folder import find_iteration
 from converters.megatron.optimizer_read import read_optimizers
-from converters.megatron.read import MODEL, RankFile, Reading, folder_name, rank_folders, read_ranks
+from converters.megatron.read import MODEL, MegatronReading, RankContent, folder_name, rank_folders, read_ranks
 from converters.megatron.write import lay_out
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
@@ -44,7 +44,7 @@ class Megatron(Format):
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the checkpoint of one iteration."""
-        reading = Reading(path)
+        reading = MegatronReading(path)
         files = read_ranks(reading)
         optimizers = read_optimizers(reading, files)
         tensors = reading.tensors()
@@ -84,7 +84,7 @@ def _is_iteration(folder: Path) -> bool:
     return any((folder / name / MODEL).is_file() or (folder / name / "model_rng.pt").is_file() for name in names[:4])
 
 
-def _per_rank(reading: Reading, files: Sequence[RankFile]) -> dict[str, dict[str, Any]]:
+def _per_rank(reading: MegatronReading, files: Sequence[RankContent]) -> dict[str, dict[str, Any]]:
     """The entries of single ranks, by the names of their folders."""
     return {
         name: {folder_name(f.rank, reading.grid): f.content[name] for f in files if f.content.get(name) is not None}

@@ -18,7 +18,7 @@ from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, ParamGroup
 from ckpt.plan.tensors import Tensor
-from converters.megatron.chunks import Model
+from converters.megatron.chunks import MegatronModel
 from converters.names.megatron.model.spelling import is_expert, split_layer
 from converters.optimizers.states import OptimizerStates
 
@@ -63,7 +63,7 @@ def is_decoupled(name: str, args: Mapping[str, Any]) -> bool:
 
 
 def belongs(name: str, ndim: int, group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
-    """Whether a parameter, under its module's own name, is of the kind that this param group is for."""
+    """Whether a parameter, under its module's own name, belongs in this param group by its kind."""
     multiplier = group.get("wd_mult", group.get("pre_wd_mult", 1.0))
     if (multiplier != 0.0) != is_decayed(name, ndim, args):
         return False
@@ -74,7 +74,7 @@ def belongs(name: str, ndim: int, group: Mapping[str, Any], args: Mapping[str, A
 
 
 def plain(value: Any) -> Any:
-    """A tensor of one number as that number."""
+    """The number in a tensor of one element."""
     is_number = isinstance(value, StoredTensor) and value.extent.numel == 1
     return read_scalar(value.extent) if is_number else value
 
@@ -129,13 +129,13 @@ class Group:
         return self.expert, self.decayed, self.decoupled
 
 
-class Optimizer:
+class MegatronOptimizer:
     """The source's optimizer as Megatron's: a master and states of every parameter, and Megatron's own param groups.
 
     LossError where the distributed optimizer has no place for the states, or an optimizer of this kind is not written.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: MegatronModel) -> None:
         self.model = model
         self.args = model.args
         if (kind := unknown_kind(self.args)) is not None:

@@ -28,7 +28,7 @@ from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.tensors import Extent
 from converters.megatron.buffers import bucket_sizes, by_buffer, find_buffer, gathered
 from converters.megatron.optimizer import Optimizers, belongs, check_kind, plain
-from converters.megatron.read import DISTRIBUTED, MODEL, Local, RankFile, Reading
+from converters.megatron.read import DISTRIBUTED, MODEL, LocalTensor, MegatronReading, RankContent
 
 #: Under which name the masters stand in distrib_optim.pt; the others there are optimizer states.
 _PARAM = "param"
@@ -39,11 +39,11 @@ _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 class Trained:
     """A parameter that an optimizer of a rank has, and the number of the model chunk that it is in."""
 
-    local: Local
+    local: LocalTensor
     vp: int
 
 
-def read_optimizers(reading: Reading, files: Sequence[RankFile]) -> Optimizers:
+def read_optimizers(reading: MegatronReading, files: Sequence[RankContent]) -> Optimizers:
     """Note all optimizer states in `reading`.
 
     CorruptError where files do not fit the model, NotFoundError for a layout that is not read.
@@ -52,8 +52,8 @@ def read_optimizers(reading: Reading, files: Sequence[RankFile]) -> Optimizers:
     if all(file.content.get("optimizer") is None for file in files):
         if any(Path(file.path).with_name(DISTRIBUTED).exists() for file in files):
             reading.notes.append(
-                f"{DISTRIBUTED} is not read: {MODEL} records no optimizer, without whose param groups nothing says "
-                "whose states are there"
+                f"{DISTRIBUTED} is not read: {MODEL} records no optimizer, and without its param groups nothing tells "
+                "which parameters the states belong to"
             )
         return found
     for file in files:
@@ -70,9 +70,9 @@ def read_optimizers(reading: Reading, files: Sequence[RankFile]) -> Optimizers:
 class _RankOptimizers:
     """The optimizers of a rank, being read into `found`."""
 
-    reading: Reading
+    reading: MegatronReading
     found: Optimizers
-    file: RankFile
+    file: RankContent
     contents: Sequence[Any]
 
     def read(self) -> None:

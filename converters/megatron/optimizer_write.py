@@ -13,7 +13,7 @@ from ckpt.plan.checkpoint import Key
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from converters.megatron.buffers import bucket_sizes, by_buffer, stored_buffer
 from converters.megatron.chunks import Chunk, ChunkTensor
-from converters.megatron.optimizer import ADAM, Group, Optimizer
+from converters.megatron.optimizer import ADAM, Group, MegatronOptimizer
 from converters.names.megatron.model.axes import Rank
 from converters.names.megatron.model.spelling import is_expert
 
@@ -23,7 +23,7 @@ def new_tensor(tensor: ChunkTensor, key: Key, dtype: DType) -> NewTensor:
     return NewTensor(dtype, tensor.shape, tuple(FromSource(key, p.box, p.offset) for p in tensor.pieces))
 
 
-class RankOptimizers(Optimizer):
+class RankOptimizers(MegatronOptimizer):
     """The optimizer's state as the files of ranks hold it."""
 
     def _split(self, chunks: Sequence[Chunk]) -> list[tuple[list[Group], list[tuple[int, ChunkTensor]]]]:

@@ -22,7 +22,7 @@ from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent, Fragment, Shape, Tensor
-from converters.megatron.chunks import BUFFERS, Piece, pieces_of
+from converters.megatron.chunks import BUFFERS, ChunkPiece, pieces_of
 from converters.megatron.entries import is_empty, plain_args
 from converters.megatron.legacy_names import LANGUAGE_MODEL, core_names
 from converters.names.megatron.model.axes import Grid, Rank, Stages
@@ -74,15 +74,15 @@ def rank_folders(folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank's tensor holds of tensor `fqn` of the whole model, which is of `shape`."""
+    """The part of tensor `fqn` of the whole model, which has `shape`, that a rank's tensor holds."""
 
     fqn: str
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalTensor:
     """A tensor of one chunk of a rank, under the chunk's own name, and the part of the whole model that it holds.
 
     `shared` marks a copy of the embedding that is kept equal on two stages.
@@ -105,17 +105,17 @@ class Local:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFile:
+class RankContent:
     """What one rank's file holds: its content, and its tensors by model chunk, in the order of the modules."""
 
     rank: Rank
     path: str
     content: Mapping[Any, Any]
-    chunks: tuple[tuple[Local, ...], ...]
+    chunks: tuple[tuple[LocalTensor, ...], ...]
 
 
 @dataclass
-class Reading:
+class MegatronReading:
     """What has been read so far of one iteration's folder."""
 
     folder: Path
@@ -140,8 +140,8 @@ class Reading:
             raise CorruptError("this is no checkpoint of Megatron", path=path, found=type(root).__name__)
         return root  # type: ignore[return-value]
 
-    def add(self, local: Local, role: str, extent: Extent, path: str, rank: Rank) -> None:
-        """Take note of what a rank's tensor, which lies at `extent`, holds in this role."""
+    def add(self, local: LocalTensor, role: str, extent: Extent, path: str, rank: Rank) -> None:
+        """Record the part that a rank's tensor at `extent` holds in this role."""
         if not extent.is_contiguous:
             raise CorruptError("a rank's tensor is not contiguous", path=path, rank=rank.number, fqn=local.name)
         for held in local.held:
@@ -157,7 +157,7 @@ class Reading:
 # -- the files of all ranks ----------------------------------------------------------------------------------
 
 
-def read_ranks(reading: Reading) -> list[RankFile]:
+def read_ranks(reading: MegatronReading) -> list[RankContent]:
     """The files of all ranks, with the tensors of the model noted in `reading`.
 
     Raises CorruptError for ranks that are missing, left over, of another iteration or of another layout.
@@ -167,7 +167,7 @@ def read_ranks(reading: Reading) -> list[RankFile]:
         raise NotFoundError("there are no folders of ranks", path=reading.folder, expected="mp_rank_00, ...")
     first = reading.load(_model_file(reading.folder, names[0]))
     reading.args = plain_args(first)
-    reading.grid = _grid(reading, names)
+    reading.grid = _recorded_grid(reading, names)
     expected = {folder_name(rank, reading.grid): rank for rank in reading.grid.ranks()}
     _check_folders(reading, names, expected)
     contents = [(rank, _model_file(reading.folder, name)) for name, rank in expected.items()]
@@ -178,7 +178,7 @@ def read_ranks(reading: Reading) -> list[RankFile]:
     reading.sources.check_distinct(((rank.number, str(path)) for rank, path, _ in loaded), writers)
     _check_version(reading, first)
     files = [
-        RankFile(rank, str(path), content, tuple(_chunks(reading, rank, str(path), content)))
+        RankContent(rank, str(path), content, tuple(_chunks(reading, rank, str(path), content)))
         for rank, path, content in loaded
     ]
     for file in files:
@@ -205,7 +205,7 @@ def _model_file(folder: Path, name: str) -> Path:
     return path
 
 
-def _grid(reading: Reading, names: Sequence[str]) -> Grid:
+def _recorded_grid(reading: MegatronReading, names: Sequence[str]) -> Grid:
     parts = {sum(number is not None for number in m.groups()) for name in names if (m := _FOLDER.fullmatch(name))}
     if not reading.args:
         if parts != {1}:
@@ -231,7 +231,7 @@ def _describe(grid: Grid) -> str:
     return f"TP {grid.tp}, PP {grid.pp}, EP {grid.ep}" + (f", expert TP {grid.etp}" if grid.etp != grid.tp else "")
 
 
-def _check_folders(reading: Reading, names: Sequence[str], expected: Mapping[str, Rank]) -> None:
+def _check_folders(reading: MegatronReading, names: Sequence[str], expected: Mapping[str, Rank]) -> None:
     missing = [name for name in expected if name not in names]
     left_over = [name for name in names if name not in expected]
     if missing:
@@ -264,7 +264,7 @@ _AGREED = (
 )
 
 
-def _check_agreement(reading: Reading, loaded: Sequence[tuple[Rank, Path, Mapping[Any, Any]]]) -> None:
+def _check_agreement(reading: MegatronReading, loaded: Sequence[tuple[Rank, Path, Mapping[Any, Any]]]) -> None:
     said: dict[Any, str] = {}
     for _, path, content in loaded:
         said.setdefault(content.get("iteration"), f"{path.parent.name}: {content.get('iteration')}")
@@ -290,7 +290,7 @@ def _check_agreement(reading: Reading, loaded: Sequence[tuple[Rank, Path, Mappin
 
 
 def _check_places(grid: Grid, loaded: Sequence[tuple[Rank, Path, Mapping[Any, Any]]]) -> None:
-    """CorruptError where a file records that another rank wrote it (`args.rank`) than its folder is of.
+    """CorruptError if a file records a rank (`args.rank`) that is not its folder's.
 
     Ranks are in the order tp-cp-ep-dp-pp, or with `use_tp_pp_dp_mapping` tp-cp-ep-pp-dp.  What another program has
     converted has the same arguments in every file, which say nothing.
@@ -316,7 +316,7 @@ def _check_places(grid: Grid, loaded: Sequence[tuple[Rank, Path, Mapping[Any, An
             )
 
 
-def _check_version(reading: Reading, content: Mapping[Any, Any]) -> None:
+def _check_version(reading: MegatronReading, content: Mapping[Any, Any]) -> None:
     """Before version 2.0 the rows of query, key and value were in another order (`fix_query_key_value_ordering`)."""
     version = content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version < 2:
@@ -340,7 +340,9 @@ def _check_version(reading: Reading, content: Mapping[Any, Any]) -> None:
 # -- the model -----------------------------------------------------------------------------------------------
 
 
-def _chunks(reading: Reading, rank: Rank, path: str, content: Mapping[Any, Any]) -> Iterator[tuple[Local, ...]]:
+def _chunks(
+    reading: MegatronReading, rank: Rank, path: str, content: Mapping[Any, Any]
+) -> Iterator[tuple[LocalTensor, ...]]:
     if reading.grid.vpp == 1 and "model" in content:
         keys = ["model"]
     else:
@@ -356,7 +358,7 @@ def _chunks(reading: Reading, rank: Rank, path: str, content: Mapping[Any, Any])
             found=", ".join(str(key) for key in content if str(key).startswith("model")) or "none",
         )
     if not reading.stages.num_layers:
-        reading.stages = _stages(reading, content, keys)
+        reading.stages = _recorded_stages(reading, content, keys)
     for number, key in enumerate(keys):
         chunk = tuple(_Chunk(reading, rank, number, path, _flat_names(content[key])).tensors())
         names = [local.name for local in chunk]
@@ -366,7 +368,7 @@ def _chunks(reading: Reading, rank: Rank, path: str, content: Mapping[Any, Any])
         yield chunk
 
 
-def _stages(reading: Reading, content: Mapping[Any, Any], keys: Sequence[str]) -> Stages:
+def _recorded_stages(reading: MegatronReading, content: Mapping[Any, Any], keys: Sequence[str]) -> Stages:
     if reading.args.get("num_layers"):
         return Stages.of_args(reading.args)
     if reading.grid.pp == 1:  # all layers are here, whoever counts them
@@ -387,7 +389,7 @@ def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
 class _Chunk:
     """A model chunk in a rank's file: its entries by the chunk's own names, in megatron-core's spelling."""
 
-    reading: Reading
+    reading: MegatronReading
     rank: Rank
     vp: int
     path: str
@@ -411,7 +413,7 @@ class _Chunk:
         args = self.reading.args
         return (args.get("num_experts") or args.get("num_moe_experts") or 0) // self.reading.grid.ep
 
-    def tensors(self) -> Iterator[Local]:
+    def tensors(self) -> Iterator[LocalTensor]:
         """The chunk's tensors; CorruptError for an entry that is no tensor, LossError for an unknown one."""
         self._check_layers()
         for name, value in self.state.items():
@@ -422,13 +424,13 @@ class _Chunk:
                 what = type(value).__name__
                 raise CorruptError("an entry of the model is no tensor", path=self.path, fqn=name, found=what)
             if match := _GROUPED_GEMM.fullmatch(name):
-                yield Local(name, value, tuple(self._grouped_gemm(match, value)), True)
+                yield LocalTensor(name, value, tuple(self._grouped_gemm(match, value)), True)
                 continue
             canonical = self._canonical(name)
             if is_expert(canonical) and not self.num_experts:
                 raise CorruptError("the file records no number of experts", path=self.path, expected="args.num_experts")
             canonical, shared = self._shared(canonical)
-            yield Local(name, value, (self._held(name, canonical, value.shape),), is_expert(canonical), shared)
+            yield LocalTensor(name, value, (self._held(name, canonical, value.shape),), is_expert(canonical), shared)
 
     def _check_layers(self) -> None:
         layers = self.layers
@@ -507,6 +509,6 @@ class _Chunk:
             name = f"{match['layer']}local_experts.{expert}.linear_fc{1 if first else 2}.weight"
             pieces, at = [], expert * hidden * width
             for piece in pieces_of(split, shape, self.reading.grid.etp, self.rank.etp):
-                pieces.append(Piece(piece.box, at, strides))
+                pieces.append(ChunkPiece(piece.box, at, strides))
                 at += piece.box.sizes[0] if first else 0
             yield Held(self._canonical(name), shape, tuple(pieces))

@@ -19,7 +19,7 @@ from ckpt.plan.tensors import Extent
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
 from converters.megatron.buffers import bucket_sizes
-from converters.megatron.chunks import Chunk, Model, describe_model
+from converters.megatron.chunks import Chunk, MegatronModel, describe_model
 from converters.megatron.entries import to_write
 from converters.megatron.facts import MegatronFacts
 from converters.megatron.folder import RELEASE, iteration_folder
@@ -56,7 +56,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     return Target(
         files=(*files, *model_files(checkpoint, layout.dtype)[0], TargetFile.of_bytes(TRACKER, tracker.encode())),
         dropped=tuple(dropped),
-        notes=tuple(_notes(model, layout, optimizer)),
+        notes=tuple(_megatron_notes(model, layout, optimizer)),
     )
 
 
@@ -64,7 +64,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 class ModelFiles:
     """The ranks' model files: those that differ only in the boxes of tensors that they hold are laid out once."""
 
-    model: Model
+    model: MegatronModel
     optimizer: RankOptimizers | None
     items: Mapping[str, Any]
     forms: dict[Any, TargetFile] = field(default_factory=dict)
@@ -106,14 +106,14 @@ class ModelFiles:
         return root | ({"optimizer": self.optimizer.of_rank(chunks)} if self.optimizer else {})
 
 
-def _per_rank(model: Model) -> Mapping[str, Mapping[str, Any]]:
+def _per_rank(model: MegatronModel) -> Mapping[str, Mapping[str, Any]]:
     """What each rank of the source has for itself, by entry and folder, where the target's ranks are the source's."""
     state, names = model.checkpoint.state, {folder_name(rank, model.grid) for rank in model.grid.ranks()}
     is_same = state.engine == "megatron" and Grid.of_args(state.args or {}) == model.grid
     return state.per_rank if is_same and all(values.keys() <= names for values in state.per_rank.values()) else {}
 
 
-def _notes(model: Model, layout: Layout, optimizer: RankOptimizers | None) -> Iterator[str]:
+def _megatron_notes(model: MegatronModel, layout: Layout, optimizer: RankOptimizers | None) -> Iterator[str]:
     grid = model.grid
     sizes = f"TP {grid.tp}, PP {grid.pp}, EP {grid.ep}, VPP {grid.vpp}"
     yield f"Megatron for {sizes}" + (f", expert TP {grid.etp}" if grid.etp != grid.tp else "")

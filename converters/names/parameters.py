@@ -22,7 +22,7 @@ from converters.names.megatron.model.spelling import EMBEDDING as MEGATRON_EMBED
 from converters.names.megatron.model.spelling import OUTPUT
 from converters.names.megatron.model.splits import padded_vocab_size, rank_shape, split_of
 from converters.names.megatron.rows import PADDED
-from converters.names.megatron.table import Place, Table
+from converters.names.megatron.table import RowPlace, Table
 from converters.names.transformers import installed
 
 #: Megatron-LM's `--make-vocab-size-divisible-by`.
@@ -45,7 +45,7 @@ def in_memory(config: Mapping[str, Any]) -> Model:
     model_type = config.get("model_type")
     if model_type not in megatron.architectures():
         return _from_transformers(config)
-    table, sizes = _table(config)
+    table, sizes = _table_of_config(config)
     return Model(
         str(model_type),
         tuple(_hub_parameters(table, sizes)),
@@ -63,7 +63,7 @@ def megatron_stages(
     UsageError where heads or experts do not divide, where there are more stages than layers, embedding and loss, or
     where there is no table.
     """
-    table, sizes = _table(config)
+    table, sizes = _table_of_config(config)
     heads, groups = sizes.dims["heads"], sizes.dims["groups"]
     grid = Grid(tp=tp, pp=pp, ep=ep, etp=tp if ep == 1 else 1)
     grid.check()
@@ -134,7 +134,7 @@ def _on_rank(parameter: Parameter, grid: Grid) -> Parameter:
     return replace(parameter, shape=shape, count=count)
 
 
-def _table(config: Mapping[str, Any]) -> tuple[Table, Sizes]:
+def _table_of_config(config: Mapping[str, Any]) -> tuple[Table, Sizes]:
     model_type = config.get("model_type")
     if model_type not in megatron.architectures():
         raise UsageError(
@@ -170,8 +170,8 @@ def _registered(parameter: Parameter) -> tuple[float, bool]:
     return layer, parameter.name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight"))
 
 
-def _hub_tensors(place: Place, sizes: Sizes, has_split_experts: bool) -> Iterator[Parameter]:
-    layer, kind = place.layer, _kind(place.megatron, len(place.pattern.shape))
+def _hub_tensors(place: RowPlace, sizes: Sizes, has_split_experts: bool) -> Iterator[Parameter]:
+    layer, kind = place.layer, _kind_of_parameter(place.megatron, len(place.pattern.shape))
     if kind != EXPERT:
         for hub, shape in zip(place.hubs, place.shapes, strict=True):
             yield Parameter(hub, shape, kind, layer, adapter=_adapter(kind, hub, has_split_experts))
@@ -201,20 +201,20 @@ def _megatron_parameters(table: Table, sizes: Sizes, padded: int) -> Iterator[Pa
     yield Parameter(MEGATRON_EMBEDDING, vocabulary, EMBEDDING)
     for place in _parameter_places(table, sizes):
         name, shape = place.megatron.replace("{e}", "0"), place.pattern.shape
-        kind = _kind(name, len(shape))
+        kind = _kind_of_parameter(name, len(shape))
         yield Parameter(name, shape, kind, place.layer, sizes.num_experts if kind == EXPERT else 1)
     if not sizes.tied:
         yield Parameter(OUTPUT, vocabulary, HEAD)
 
 
-def _parameter_places(table: Table, sizes: Sizes) -> Iterator[Place]:
+def _parameter_places(table: Table, sizes: Sizes) -> Iterator[RowPlace]:
     """Places of parameters, but for the embedding and the output layer."""
     for place in table.places(sizes):
         if place.row.kind != PADDED and not place.megatron.endswith(megatron.BUFFERS):
             yield place
 
 
-def _kind(name: str, ndim: int) -> str:
+def _kind_of_parameter(name: str, ndim: int) -> str:
     """The kind of a parameter, by the name that Megatron has for it."""
     if ".local_experts." in name:
         return EXPERT

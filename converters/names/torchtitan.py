@@ -57,7 +57,7 @@ _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint`, which has torchtitan's names, under those of the Hub.
+    """Rename `checkpoint` from torchtitan's names to the Hub's.
 
     Raises UsageError for an architecture that is not known, LossError for a tensor that has no place, CorruptError
     where one is missing or not as the config says.
@@ -154,7 +154,7 @@ def recognizes(names: Collection[str]) -> bool:
 
 
 def namespace_of(checkpoint: Checkpoint) -> str | None:
-    """`torchtitan` where a run's own names are its, and the config is of an architecture that it trains."""
+    """`torchtitan` if a run's own names are torchtitan's and the config's architecture is one that it trains."""
     known = (checkpoint.config or {}).get("model_type") in _PERMUTED
     return TORCHTITAN if known and recognizes({fqn for fqn, _ in checkpoint.tensors}) else None
 

@@ -44,11 +44,11 @@ class OptimizerStates:
     unread: Unread = field(default_factory=Unread)
     #: Quantized states that were not understood, by kind: the parameter, the name and the file of one of each.
     odd: dict[str, tuple[str, str, str]] = field(default_factory=dict)
-    #: Those of which a part at least was, by kind: the parameter and the name of one of each.
+    #: Quantized states with at least one part that was understood, by kind: the parameter and the name of one of each.
     known: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def recorded(self) -> dict[str, Any]:
-        """What of it is training state, by the fields of that."""
+        """The training state among it, by the fields of `TrainingState`."""
         return {"param_groups": self.groups, "scalars": self.scalars}
 
     def add(self, fqn: str, shape: Shape, states: Mapping[str, Any], path: str) -> None:
@@ -118,7 +118,7 @@ class OptimizerStates:
     def add_parts(
         self, fqn: str, name: str, shape: Shape, parts: Iterable[tuple[Box, Record | Extent, int | None, str]]
     ) -> None:
-        """Add a tensor of which some parts, or all of them, are objects of a tensor subclass.
+        """Add a tensor whose parts are, at least in part, objects of a tensor subclass.
 
         Each part has its box, what is stored, the rank that has it and the path of its file.
         """
@@ -147,12 +147,12 @@ class OptimizerStates:
         self.known.setdefault(part.method, (fqn, name))
 
     def add_unknown(self, fqn: str, name: str, value: Any, path: str) -> None:
-        """Leave out a state that is, or of which a part is, an object of which nothing is known.
+        """Leave out a state that is, or contains, an object of an unknown class.
 
         `path`, for messages, is that of its file or of what names it.
         """
         kind = value.typename if isinstance(value, Record) else "a dict"
-        self.unread.add(name, f"it is {kind}, in a form of which nothing is known", [fqn])
+        self.unread.add(name, f"it is {kind}, in an unknown form", [fqn])
         if known := kind_of(value):
             files = [part.extent.path for part in value.attributes.values() if isinstance(part, StoredTensor)]
             self.odd.setdefault(known, (fqn, name, files[0] if files else path))

@@ -75,7 +75,7 @@ class DistributedCheckpoint(Format):
         return find_folder(path, tag)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        reading = _Reading()
+        reading = _DcpReading()
         found = parts(path)
         for folder in found.folders:
             reading.folder(folder)
@@ -122,7 +122,7 @@ def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 @dataclass
-class _Reading:
+class _DcpReading:
     """What has been read so far of one checkpoint."""
 
     data: DataFiles = field(default_factory=DataFiles)

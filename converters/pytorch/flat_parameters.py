@@ -37,7 +37,7 @@ Units = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FlatPiece:
     """Elements `start` to `stop` of the parameter `fqn`, from element `at` of a rank's slice on."""
 
     fqn: str
@@ -51,7 +51,7 @@ def slice_length(unit: Sequence[str], shapes: Mapping[str, Shape], num_ranks: in
     return -(-sum(prod(shapes[fqn]) for fqn in unit) // num_ranks)
 
 
-def slice_pieces(unit: Sequence[str], shapes: Mapping[str, Shape], num_ranks: int, rank: int) -> Iterator[Piece]:
+def slice_pieces(unit: Sequence[str], shapes: Mapping[str, Shape], num_ranks: int, rank: int) -> Iterator[FlatPiece]:
     """What a rank's slice of a flat parameter holds; padding follows the last of all."""
     length = slice_length(unit, shapes, num_ranks)
     first, last, begin = rank * length, (rank + 1) * length, 0
@@ -59,7 +59,7 @@ def slice_pieces(unit: Sequence[str], shapes: Mapping[str, Shape], num_ranks: in
         end = begin + prod(shapes[fqn])
         start, stop = max(first, begin), min(last, end)
         if start < stop:
-            yield Piece(fqn, start - begin, stop - begin, start - first)
+            yield FlatPiece(fqn, start - begin, stop - begin, start - first)
         begin = end
 
 

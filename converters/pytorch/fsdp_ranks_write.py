@@ -59,13 +59,13 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         )
     chosen = kept_in_training(checkpoint, layout.dtype)
     states = _States.of(checkpoint, chosen)
-    folder = _folder(checkpoint)
+    folder = _step_folder(checkpoint)
     files: list[TargetFile] = []
     schedule, rng, dropped = _rest(checkpoint, num_ranks)
     for rank in range(num_ranks):
         dtensors = DTensors(facts.dtensor, options.mesh_device, num_ranks, rank)
         suffix = f"world_size_{num_ranks}_rank_{rank}.pt"
-        model = _model(checkpoint, chosen, dtensors, num_ranks, rank)
+        model = _rank_model(checkpoint, chosen, dtensors, num_ranks, rank)
         files.append(torch_file(f"{folder}model_{suffix}", model))
         if states.groups:
             optimizer = states.flat(num_ranks, rank) if version == 1 else states.sharded(dtensors, num_ranks, rank)
@@ -86,11 +86,11 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         files=tuple(files),
         left_out=states.left_out,
         dropped=tuple(dropped),
-        notes=(*_notes(checkpoint, states, version, num_ranks), *notes),
+        notes=(*_rank_notes(checkpoint, states, version, num_ranks), *notes),
     )
 
 
-def _folder(checkpoint: Checkpoint) -> str:
+def _step_folder(checkpoint: Checkpoint) -> str:
     """verl's folder of a step and a role, with a slash behind it; none where no step is known."""
     if checkpoint.state.step is None:
         return ""
@@ -106,7 +106,7 @@ def _position(checkpoint: Checkpoint) -> Iterator[TargetFile]:
         yield TargetFile.of_bytes(f"global_step_{checkpoint.state.step}/{_DATA}", content)
 
 
-def _notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks: int) -> Iterator[str]:
+def _rank_notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks: int) -> Iterator[str]:
     before = checkpoint.world_size
     yield f"FSDP{version} on {num_ranks} ranks" + (f", from {before}" if before not in (None, num_ranks) else "")
     path = Path(checkpoint.path)
@@ -139,7 +139,7 @@ def _rest(checkpoint: Checkpoint, num_ranks: int) -> tuple[Any, list[Any], list[
     return schedule, rng, dropped
 
 
-def _model(
+def _rank_model(
     checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtensors: DTensors, num_ranks: int, rank: int
 ) -> StoredDict:
     """A rank's state dict: tied names share one tensor, buffers are whole on every rank."""

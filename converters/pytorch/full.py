@@ -189,7 +189,7 @@ def _is_weights_name(name: str) -> bool:
 
 
 def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
-    """By its first bytes: a zip archive, or the magic number of files from before torch 1.6; an index by its name.
+    """Whether a file is torch's: a zip archive or the magic number from before torch 1.6; an index by its name.
 
     No large file is opened to find what it is: one that was not asked for itself is told by its name, and
     other programs, too, write `.bin`.
@@ -235,7 +235,7 @@ class _Reading(Reading):
 
     def add(self, tensor: Tensor, path: str) -> None:
         if tensor.key in self.tensors:
-            raise CorruptError("the tensor stands in two files", path=path, fqn=tensor.fqn)
+            raise CorruptError("the tensor is in two files", path=path, fqn=tensor.fqn)
         self.tensors[tensor.key] = tensor
 
 

@@ -55,7 +55,7 @@ def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> Lo
     for fqn in recorded.keys() & built.keys():
         if recorded[fqn] != built[fqn]:
             raise CorruptError(
-                "the config is of another model than the optimizer's states",
+                "the config and the optimizer's states are of different models",
                 path=files[0].path,
                 fqn=fqn,
                 expected=f"{list(recorded[fqn])}, as the states have it",

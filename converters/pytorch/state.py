@@ -21,7 +21,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError
 from ckpt.containers.dcp.metadata import Path_
-from ckpt.containers.dcp.write import AliasOf, Sharded, flatten
+from ckpt.containers.dcp.write import AliasOf, SourceTensor, flatten
 from ckpt.containers.torchfile.write import number, one_element
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, Checkpoint, OneElement
 from ckpt.plan.dtypes import FLOAT32, FLOAT64, INT64, DType
@@ -58,15 +58,15 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: b
     if masters := sum(role == MASTER and (fqn, role) not in written for fqn, role in checkpoint.tensors):
         dropped.append(f"fp32 masters of {masters} parameters, as --dtype asks for weights in {dtype}")
     return StateDict(
-        tuple(_model(checkpoint, chosen)),
-        tuple(_optimizer(checkpoint, flat_optimizer or checkpoint.namespace == TORCHTITAN)),
+        tuple(_model_entries(checkpoint, chosen)),
+        tuple(_optimizer_entries(checkpoint, flat_optimizer or checkpoint.namespace == TORCHTITAN)),
         tuple(rest),
         tuple(dropped),
-        tuple(_notes(checkpoint, chosen, dtype)),
+        tuple(_dcp_notes(checkpoint, chosen, dtype)),
     )
 
 
-def _notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtype: DType | None) -> Iterator[str]:
+def _dcp_notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtype: DType | None) -> Iterator[str]:
     exact = [choice for choice in chosen.values() if choice.tensor.role == MASTER and not choice.is_cast]
     if exact and dtype is None:
         yield (
@@ -79,11 +79,11 @@ def _notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtype: DType | 
         yield f"options that torch's Adam asks for and the source does not record: {', '.join(dict.fromkeys(added))}"
 
 
-def _model(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Iterator[tuple[Path_, Any]]:
+def _model_entries(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Iterator[tuple[Path_, Any]]:
     root: Path_ = () if checkpoint.namespace == TORCHTITAN else ("model",)
     for fqn, choice in chosen.items():
         cut = choice.tensor.role != BUFFER
-        yield (*root, fqn), Sharded(choice.key, choice.dtype, choice.tensor.shape, cut)
+        yield (*root, fqn), SourceTensor(choice.key, choice.dtype, choice.tensor.shape, cut)
     for alias, owner in checkpoint.ties.items():  # a model's state dict has both names
         if owner in chosen and alias not in chosen:
             yield (*root, alias), AliasOf((*root, owner))
@@ -91,15 +91,15 @@ def _model(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Iterator[tup
         yield (*root, str(fqn)), value
 
 
-def _optimizer(checkpoint: Checkpoint, is_flat: bool) -> Iterator[tuple[Path_, Any]]:
+def _optimizer_entries(checkpoint: Checkpoint, is_flat: bool) -> Iterator[tuple[Path_, Any]]:
     for name, values in checkpoint.state.scalars.items():
         for fqn, value in values.items():
-            yield ("optimizer", "state", fqn, name), _number(value)
+            yield ("optimizer", "state", fqn, name), _state_number(value)
     for (fqn, role), tensor in checkpoint.tensors.items():
         if role not in MODEL_ROLES:
             stored = checkpoint.quantized.blocks.get((fqn, role))
             part = None if stored is None else partial(carried_tensor, (fqn, role), stored)
-            yield ("optimizer", "state", fqn, role), Sharded((fqn, role), tensor.dtype, tensor.shape, part=part)
+            yield ("optimizer", "state", fqn, role), SourceTensor((fqn, role), tensor.dtype, tensor.shape, part=part)
     for index, group in enumerate(checkpoint.state.param_groups):
         options = {name: value for name, value in group.options.items() if name != "params"}
         options |= _missing(checkpoint, options)
@@ -121,7 +121,7 @@ def _missing(checkpoint: Checkpoint, options: Mapping[str, Any]) -> dict[str, An
     return adam.missing_for_torch(options, checkpoint.state.ds_config)
 
 
-def _number(value: Any) -> Any:
+def _state_number(value: Any) -> Any:
     """A state of one number as torch's optimizers keep it: fp32 without dims, or what holds it exactly."""
     if isinstance(value, OneElement):
         return one_element(value)

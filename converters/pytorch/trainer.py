@@ -4,7 +4,7 @@
     model.safetensors or shards, optimizer.bin, scheduler.bin                                      accelerate 1.15
 
 The weights are under the Hub's names, and the optimizer numbers its parameters as the model in memory registers them.
-Which has which number is proved by shapes (`ckpt.state.numbered`), or else the states are left out, which is said.
+The shapes prove which parameter has which number (`ckpt.state.numbered`); otherwise the states are left out and noted.
 
 Written is what Trainer resumes from: it loads `model.safetensors` by the names in memory (trainer.py,
 `_load_from_checkpoint`), and `optimizer.pt` by numbers alone, into its groups with weight decay and without.

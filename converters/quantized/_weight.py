@@ -23,8 +23,8 @@ _CONV1D_MODELS = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gp
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A region of a plain tensor, and what computes its elements in row-major order.
+class WeightBlock:
+    """A region of a plain tensor, and the function that computes its elements in row-major order.
 
     `transposed` says that the elements are in the order of the region's box turned over, which is of a matrix then.
     """
@@ -46,12 +46,12 @@ class Weight:
     dtype: DType
     shape: Shape
     parts: tuple[str, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[WeightBlock, ...]
     unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredWeights:
     """The tensors among which quantized weights are looked for.
 
     `quantization` is the config's `quantization_config`; `dtype` is what weights become.

@@ -33,7 +33,7 @@ from ckpt.base.errors import UsageError
 from ckpt.plan.dtypes import BY_NAME, CASTABLE, FLOAT32, DType
 from ckpt.plan.tensors import Box, FlatRange, Shape, whole
 from converters.quantized import BITSANDBYTES_STATE
-from converters.quantized._weight import Block, Stored, Weight, rounded
+from converters.quantized._weight import StoredWeights, Weight, WeightBlock, rounded
 from converters.quantized.blocks import BLOCK, spans
 
 METHOD = "bitsandbytes"
@@ -63,7 +63,7 @@ _VALUES = {
 }
 
 
-def find(stored: Stored) -> Iterator[Weight]:
+def find(stored: StoredWeights) -> Iterator[Weight]:
     """Every weight of 4 or 8 bits.  Raises CorruptError where one is not complete or contradicts itself."""
     for name in stored.tensors:
         if match := BITSANDBYTES_STATE.fullmatch(name):
@@ -91,7 +91,7 @@ class _State:
     nested: _Nested | None
 
 
-def _four_bits(stored: Stored, owner: str, kind: str, name: str) -> Weight:
+def _four_bits(stored: StoredWeights, owner: str, kind: str, name: str) -> Weight:
     state = _read_state(stored, owner, kind, name)
     packed = stored.part(owner, owner)
     numel = prod(state.shape)
@@ -111,13 +111,13 @@ def _four_bits(stored: Stored, owner: str, kind: str, name: str) -> Weight:
     transposed = _is_conv1d(stored, owner)
     step = BLOCK if not transposed else max(1, numel)  # block sizes divide it
     blocks = tuple(
-        Block(FlatRange(start, stop), partial(_four_bit_values, stored, owner, state, start, stop))
+        WeightBlock(FlatRange(start, stop), partial(_four_bit_values, stored, owner, state, start, stop))
         for start, stop in spans(numel, step)
     )
     return _oriented(Weight(owner, METHOD, stored.dtype, state.shape, tuple(parts), blocks), transposed)
 
 
-def _read_state(stored: Stored, owner: str, kind: str, name: str) -> _State:
+def _read_state(stored: StoredWeights, owner: str, kind: str, name: str) -> _State:
     tensor = stored.tensors[name]
     if tensor.dtype != _UINT8 or tensor.numel > _MAX_STATE:
         raise stored.corrupt(name, f"at most {_MAX_STATE} bytes of JSON", f"{tensor.numel} of {tensor.dtype}")
@@ -139,7 +139,7 @@ def _read_state(stored: Stored, owner: str, kind: str, name: str) -> _State:
     return _State(kind, content["blocksize"], dtype, tuple(shape), nested)
 
 
-def _check_values(stored: Stored, owner: str, kind: str) -> None:
+def _check_values(stored: StoredWeights, owner: str, kind: str) -> None:
     tensor = stored.part(owner + MAP, owner)
     if tensor.dtype == FLOAT32 and tensor.numel == 16:
         values = stored.read(owner + MAP).view(np.float32).reshape(-1)
@@ -153,7 +153,7 @@ def _check_values(stored: Stored, owner: str, kind: str) -> None:
     )
 
 
-def _read_nested(stored: Stored, owner: str, name: str, content: dict[str, Any], num_factors: int) -> _Nested:
+def _read_nested(stored: StoredWeights, owner: str, name: str, content: dict[str, Any], num_factors: int) -> _Nested:
     factors, values = stored.part(owner + NESTED_ABSMAX, owner), stored.part(owner + NESTED_MAP, owner)
     size, offset = content.get("nested_blocksize"), content.get("nested_offset")
     if type(size) is not int or size <= 0 or not isinstance(offset, int | float):
@@ -170,7 +170,7 @@ def _read_nested(stored: Stored, owner: str, name: str, content: dict[str, Any],
     return _Nested(size, np.float32(offset), *read)
 
 
-def _four_bit_values(stored: Stored, owner: str, state: _State, start: int, stop: int) -> memoryview:
+def _four_bit_values(stored: StoredWeights, owner: str, state: _State, start: int, stop: int) -> memoryview:
     """Elements `start` to `stop` of a flattened weight, from the start of a block on."""
     numel, size = stop - start, state.block_size
     values = _pairs(state.kind)[_bytes(stored, owner, start // 2, -(-stop // 2))].reshape(-1)[:numel]
@@ -181,14 +181,14 @@ def _four_bit_values(stored: Stored, owner: str, state: _State, start: int, stop
     return rounded(values, state.dtype, stored.dtype)
 
 
-def _bytes(stored: Stored, owner: str, first: int, last: int) -> NDArray:
+def _bytes(stored: StoredWeights, owner: str, first: int, last: int) -> NDArray:
     """The packed bytes, whatever the dtype that they are stored as."""
     item = stored.tensors[owner].dtype.itemsize
     raw = _elements(stored, owner, first // item, -(-last // item)).view(np.uint8)
     return raw[first % item :][: last - first]
 
 
-def _factors(stored: Stored, owner: str, state: _State, first: int, last: int) -> NDArray:
+def _factors(stored: StoredWeights, owner: str, state: _State, first: int, last: int) -> NDArray:
     nested, found = state.nested, _elements(stored, owner + ABSMAX, first, last)
     if nested is None:
         return found.view(np.float32)
@@ -197,7 +197,7 @@ def _factors(stored: Stored, owner: str, state: _State, first: int, last: int) -
     return factors
 
 
-def _elements(stored: Stored, fqn: str, start: int, stop: int) -> NDArray:
+def _elements(stored: StoredWeights, fqn: str, start: int, stop: int) -> NDArray:
     """Elements of a vector, or of a matrix with one column."""
     column = stored.tensors[fqn].shape[1:]
     return stored.read(fqn, Box((start, *(0,) * len(column)), (stop - start, *column))).reshape(-1)
@@ -209,7 +209,7 @@ def _pairs(kind: str) -> NDArray:
     return np.stack([_VALUES[kind][byte >> 4], _VALUES[kind][byte & 15]], axis=1)
 
 
-def _eight_bits(stored: Stored, module: str) -> Weight:
+def _eight_bits(stored: StoredWeights, module: str) -> Weight:
     owner = f"{module}weight"
     tensor, scales = stored.part(owner, owner), stored.tensors[module + SCB]
     if tensor.dtype != _INT8 or len(tensor.shape) != 2:
@@ -232,11 +232,11 @@ def _eight_bits(stored: Stored, module: str) -> Weight:
     transposed = _is_conv1d(stored, owner)
     rows = BLOCK // max(1, num_in) if not transposed else num_out
     boxes = [Box((start, 0), (stop - start, num_in)) for start, stop in spans(num_out, rows)]
-    blocks = tuple(Block(box, partial(_eight_bit_values, stored, owner, module, box)) for box in boxes)
+    blocks = tuple(WeightBlock(box, partial(_eight_bit_values, stored, owner, module, box)) for box in boxes)
     return _oriented(Weight(owner, METHOD, stored.dtype, tensor.shape, tuple(parts), blocks), transposed)
 
 
-def _eight_bit_values(stored: Stored, owner: str, module: str, rows: Box) -> memoryview:
+def _eight_bit_values(stored: StoredWeights, owner: str, module: str, rows: Box) -> memoryview:
     """Some rows of an int8 matrix."""
     scales = stored.read(module + SCB).view(np.float32).reshape(-1)[rows.offsets[0] : rows.ends[0]]
     values = stored.read(owner, rows).view(np.int8).astype(np.float32)
@@ -245,7 +245,7 @@ def _eight_bit_values(stored: Stored, owner: str, module: str, rows: Box) -> mem
     return rounded(values, stored.dtype)
 
 
-def _is_conv1d(stored: Stored, owner: str) -> bool:
+def _is_conv1d(stored: StoredWeights, owner: str) -> bool:
     """Whether the plain weight is [in, out]: transformers turns a Conv1D's over before it is quantized."""
     module = "." + owner.rpartition(".")[0]
     return any(f".{name}".endswith(module) for name in stored.conv1d)
@@ -256,5 +256,5 @@ def _oriented(weight: Weight, transposed: bool) -> Weight:
     if not transposed:
         return weight
     shape = weight.shape[::-1]
-    blocks = tuple(Block(whole(shape), block.content, transposed=True) for block in weight.blocks)
+    blocks = tuple(WeightBlock(whole(shape), block.content, transposed=True) for block in weight.blocks)
     return Weight(weight.fqn, weight.method, weight.dtype, shape, weight.parts, blocks)

@@ -63,12 +63,12 @@ def as_stored(checkpoint: Checkpoint) -> Checkpoint:
     for key, stored in checkpoint.quantized.blocks.items():
         for number, extents in enumerate(_extents(stored)):
             for name, extent in extents.items():
-                part = _key(key, name, number)
+                part = _part_key(key, name, number)
                 tensors[part] = Tensor(*part, extent.dtype, (extent.numel,), Whole(extent.reshape((extent.numel,))))
     return replace(checkpoint, tensors=tensors)
 
 
-def _key(key: Key, name: str, number: int) -> Key:
+def _part_key(key: Key, name: str, number: int) -> Key:
     return key[0], f"{key[1]}: {name} of part {number}"
 
 
@@ -94,7 +94,7 @@ def carried(key: Key, stored: Stored, box: Box) -> NewTensor | Record | Blocks:
     held = [one for one in pieces if one.start < whole.stop and whole.start < one.stop]
     if all(one.quantized is None for one in held):
         return NewTensor(FLOAT32, box.sizes, tuple(_from(key, "values", one, whole, 1) for one in held))
-    kinds = {_kind(one.quantized) for one in held}
+    kinds = {_kind_of_part(one.quantized) for one in held}
     if len(kinds) != 1 or held[0].quantized is None:
         raise _refused(key, "parts of it are stored in different ways, and they would be together")
     first = held[0].quantized
@@ -126,12 +126,12 @@ def _pieces(stored: Stored) -> list[_Piece] | None:
     return sorted(found, key=lambda one: one.start)
 
 
-def _kind(part: Quantized | None) -> Any:
-    """What parts must have in common to be one: the method, the size of blocks, and the values of codes."""
-    return part and (part.method, part.num_bits, part.block_size, part.values and _read(part.values))
+def _kind_of_part(part: Quantized | None) -> Any:
+    """The properties that parts of one state must share: the method, the block size, and the values of codes."""
+    return part and (part.method, part.num_bits, part.block_size, part.values and _read_values(part.values))
 
 
-def _read(extent: Extent) -> bytes:
+def _read_values(extent: Extent) -> bytes:
     with opened(extent.path) as descriptor:
         return read_at(descriptor, extent.path, extent.offset, extent.nbytes)
 
@@ -140,7 +140,7 @@ def _from(key: Key, name: str, one: _Piece, whole: FlatRange, per: int) -> FromS
     """What `whole` takes of a piece's tensor `name`, of which an element stands for `per` of the state."""
     low, high = max(one.start, whole.start), min(one.stop, whole.stop)
     region = FlatRange((low - one.start) // per, -(-(high - one.start) // per))
-    return FromSource(_key(key, name, one.number), region, (low - whole.start) // per)
+    return FromSource(_part_key(key, name, one.number), region, (low - whole.start) // per)
 
 
 def _put_together(key: Key, like: Quantized, held: list[_Piece], whole: FlatRange, sizes: Shape) -> Record | Blocks:
@@ -149,7 +149,7 @@ def _put_together(key: Key, like: Quantized, held: list[_Piece], whole: FlatRang
     codes = NewTensor(like.codes.dtype, shape, tuple(_from(key, "codes", one, whole, per_byte) for one in held))
     factors: tuple[Part, ...] = tuple(_from(key, "factors", one, whole, like.block_size) for one in held)
     scale = NewTensor(FLOAT32, (-(-numel // like.block_size),), factors)
-    values = like.values and NewTensor(FLOAT32, like.values.shape, (Bytes(_read(like.values)),))
+    values = like.values and NewTensor(FLOAT32, like.values.shape, (Bytes(_read_values(like.values)),))
     if like.record is None:
         assert values is not None
         return Blocks(codes, scale, values)

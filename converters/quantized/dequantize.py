@@ -13,10 +13,10 @@ from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor
 from converters.quantized import bitsandbytes, fp8, mxfp4
-from converters.quantized._weight import Block, Stored, Weight, model_dtype
+from converters.quantized._weight import StoredWeights, Weight, WeightBlock, model_dtype
 
 #: By the config's `quant_method`.
-_METHODS: Mapping[str, Callable[[Stored], Iterator[Weight]]] = {
+_METHODS: Mapping[str, Callable[[StoredWeights], Iterator[Weight]]] = {
     mxfp4.METHOD: mxfp4.find,
     bitsandbytes.METHOD: bitsandbytes.find,
     fp8.METHOD: fp8.find,
@@ -36,7 +36,7 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
     quantization = config.get("quantization_config")
     quantization = quantization if isinstance(quantization, Mapping) else {}
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
-    stored = Stored(checkpoint, tensors, quantization, dtype or model_dtype(config))
+    stored = StoredWeights(checkpoint, tensors, quantization, dtype or model_dtype(config))
     weights = [weight for find in _finders(checkpoint, quantization) for weight in find(stored)]
     gone = {part for weight in weights for part in (*weight.parts, *weight.unused)}
     kept = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in gone}
@@ -51,11 +51,13 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
         tensors={**kept, **plain},
         computed=computed,
         config=checkpoint.config and {name: value for name, value in config.items() if name != "quantization_config"},
-        notes=(*checkpoint.notes, *_notes(weights)),
+        notes=(*checkpoint.notes, *_dequantized_notes(weights)),
     )
 
 
-def _finders(checkpoint: Checkpoint, quantization: Mapping[str, Any]) -> Iterable[Callable[[Stored], Iterator[Weight]]]:
+def _finders(
+    checkpoint: Checkpoint, quantization: Mapping[str, Any]
+) -> Iterable[Callable[[StoredWeights], Iterator[Weight]]]:
     method = quantization.get("quant_method")
     if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
         method = bitsandbytes.METHOD
@@ -89,7 +91,7 @@ def _tensor(weight: Weight) -> Tensor:
     return Tensor(weight.fqn, WEIGHT, weight.dtype, weight.shape, Pieces(pieces))
 
 
-def _fragment(weight: Weight, number: int, block: Block) -> Fragment:
+def _fragment(weight: Weight, number: int, block: WeightBlock) -> Fragment:
     sizes = block.region.sizes if isinstance(block.region, Box) else (block.region.numel,)
     extent = Extent.contiguous(_path(weight, number), 0, weight.dtype, sizes)
     return Fragment(block.region, extent._replace(strides=(1, sizes[0])) if block.transposed else extent)
@@ -99,7 +101,7 @@ def _path(weight: Weight, number: int) -> str:
     return f"dequantized:{weight.fqn}:{number}"
 
 
-def _notes(weights: list[Weight]) -> list[str]:
+def _dequantized_notes(weights: list[Weight]) -> list[str]:
     counts = Counter((weight.method, weight.dtype.name) for weight in weights)
     notes = [f"{counted(count, 'weight')} dequantized from {of} to {dtype}" for (of, dtype), count in counts.items()]
     unused = sorted(fqn for weight in weights for fqn in weight.unused)

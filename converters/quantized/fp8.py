@@ -21,7 +21,7 @@ from ckpt.move.casts import cast_bits
 from ckpt.plan.dtypes import BY_NAME, FLOAT32
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Box, whole
-from converters.quantized._weight import Block, Stored, Weight, rounded
+from converters.quantized._weight import StoredWeights, Weight, WeightBlock, rounded
 from converters.quantized.blocks import BLOCK, spans
 
 METHOD = "fp8"
@@ -32,7 +32,7 @@ _E4M3 = BY_NAME["float8_e4m3fn"]
 _ACTIVATIONS = ("activation_scale", "input_scale")
 
 
-def find(stored: Stored) -> Iterator[Weight]:
+def find(stored: StoredWeights) -> Iterator[Weight]:
     """Every weight that is stored with block scales.  Raises CorruptError where one is not complete."""
     for name, scales in stored.tensors.items():
         owner = name.removesuffix(SCALE)
@@ -55,7 +55,7 @@ def find(stored: Stored) -> Iterator[Weight]:
         yield _weight(stored, owner, size, unused)
 
 
-def _block_size(stored: Stored, name: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
+def _block_size(stored: StoredWeights, name: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
     if prod(scales) == 1:
         return shape[-2], shape[-1]
     given = stored.quantization.get("weight_block_size")
@@ -75,7 +75,7 @@ def _block_size(stored: Stored, name: str, shape: tuple[int, ...], scales: tuple
     return rows, columns
 
 
-def _weight(stored: Stored, owner: str, size: tuple[int, int], unused: tuple[str, ...]) -> Weight:
+def _weight(stored: StoredWeights, owner: str, size: tuple[int, int], unused: tuple[str, ...]) -> Weight:
     shape = stored.tensors[owner].shape
     rows = BLOCK // max(1, shape[-1])
     if size[0] < shape[-2]:  # there are several blocks, and only a start of one is a place to cut
@@ -84,11 +84,11 @@ def _weight(stored: Stored, owner: str, size: tuple[int, int], unused: tuple[str
     for lead in np.ndindex(*shape[:-2]):
         for start, stop in spans(shape[-2], rows):
             box = Box((*lead, start, 0), (*(1,) * len(lead), stop - start, shape[-1]))
-            blocks.append(Block(box, partial(_rows, stored, owner, size, box)))
+            blocks.append(WeightBlock(box, partial(_matrix_rows, stored, owner, size, box)))
     return Weight(owner, METHOD, stored.dtype, shape, (owner, owner + SCALE), tuple(blocks), unused)
 
 
-def _rows(stored: Stored, owner: str, size: tuple[int, int], box: Box) -> memoryview:
+def _matrix_rows(stored: StoredWeights, owner: str, size: tuple[int, int], box: Box) -> memoryview:
     """Some rows of one matrix, from the start of a block on."""
     num_rows, num_columns = box.sizes[-2:]
     values = e4m3_values()[stored.read(owner, box).reshape(num_rows, num_columns)]
@@ -98,7 +98,7 @@ def _rows(stored: Stored, owner: str, size: tuple[int, int], box: Box) -> memory
     return rounded(values, stored.dtype)
 
 
-def _scales(stored: Stored, name: str, size: int, rows: Box) -> NDArray:
+def _scales(stored: StoredWeights, name: str, size: int, rows: Box) -> NDArray:
     """The scales of some rows in fp32, [blocks of `size` rows, blocks of columns]."""
     tensor = stored.tensors[name]
     box = whole(tensor.shape)

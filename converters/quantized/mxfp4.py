@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.plan.dtypes import BY_NAME, FLOAT32, DType
 from ckpt.plan.tensors import Box
-from converters.quantized._weight import Block, Stored, Weight
+from converters.quantized._weight import StoredWeights, Weight, WeightBlock
 from converters.quantized.blocks import BLOCK, spans
 
 METHOD = "mxfp4"
@@ -28,7 +28,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
 
 
-def find(stored: Stored) -> Iterator[Weight]:
+def find(stored: StoredWeights) -> Iterator[Weight]:
     """Every weight of the checkpoint that is stored in MXFP4.  Raises CorruptError where one is not complete."""
     for name, tensor in stored.tensors.items():
         owner = name.removesuffix(SCALES if name.endswith(SCALES) else BLOCKS)
@@ -50,19 +50,19 @@ def find(stored: Stored) -> Iterator[Weight]:
         yield _weight(stored, owner)
 
 
-def _weight(stored: Stored, owner: str) -> Weight:
+def _weight(stored: StoredWeights, owner: str) -> Weight:
     num_experts, num_out, num_groups, _ = stored.tensors[owner + BLOCKS].shape
     group = 2 * _BYTES
     blocks = []
     for expert in range(num_experts):
         for start, stop in spans(num_groups, BLOCK // max(1, group * num_out)):
             region = Box((expert, start * group, 0), (1, (stop - start) * group, num_out))
-            blocks.append(Block(region, partial(_groups, stored, owner, expert, start, stop)))
+            blocks.append(WeightBlock(region, partial(_output_groups, stored, owner, expert, start, stop)))
     shape = (num_experts, num_groups * group, num_out)
     return Weight(owner, METHOD, stored.dtype, shape, (owner + BLOCKS, owner + SCALES), tuple(blocks))
 
 
-def _groups(stored: Stored, owner: str, expert: int, start: int, stop: int) -> memoryview:
+def _output_groups(stored: StoredWeights, owner: str, expert: int, start: int, stop: int) -> memoryview:
     """Groups `start` to `stop` of all outputs of one expert, computed as [in, out]."""
     num_out, num_groups = stored.tensors[owner + BLOCKS].shape[1], stop - start
     box = Box((expert, 0, start), (1, num_out, num_groups))

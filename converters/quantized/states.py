@@ -221,7 +221,7 @@ def _extent(value: Any) -> Extent | None:
 
 
 def _checked(found: Quantized, num_codes: int | None) -> Quantized | None:
-    """The state, or None where a part is not of the dtype and size that it must be."""
+    """The state; None if a part has another dtype or size than it must have."""
     factors, values = found.factors, found.values
     if factors.dtype != FLOAT32 or len(factors.shape) != 1 or BLOCK % found.block_size:
         return None

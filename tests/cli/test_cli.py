@@ -304,7 +304,7 @@ def snapshot_of_files(folder: str) -> dict[str, bytes]:
 MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
     "no such format": (("convert", "zero9", "hf", "outputs"), 2, "zero1, zero2, zero3"),
     "no such target": (("convert", "zero3", "gguf", "outputs"), 2, "there is no format called 'gguf'"),
-    "another stage": (("convert", "zero2", "hf", "outputs"), 3, "what is here looks like zero3"),
+    "another stage": (("convert", "zero2", "hf", "outputs"), 3, "this looks like zero3"),
     "not a checkpoint": (("convert", "auto", "hf", "empty"), 3, "no checkpoint of a known format here"),
     "no such tag": (("convert", "auto", "hf", "outputs", "--tag", "global_step7"), 3, "there is global_step2"),
     "an empty tag": (("inspect", "outputs", "--tag", ""), 2, "an argument is empty"),

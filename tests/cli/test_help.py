@@ -139,7 +139,7 @@ complete -p ckpt
         (("inspect", "output"), "did you mean outputs"),
         (("inspect", "outputs", "--tensor", "model.norm.weights"), "did you mean model.norm.weight"),
         (("convert", "auto", "hf", "outputs", "--max-memory", "4"), "4GB or 4MB or 4B"),
-        (("convert", "auto", "hf", "outputs", "--max-shard-size", "1000000"), "a size takes its unit"),
+        (("convert", "auto", "hf", "outputs", "--max-shard-size", "1000000"), "a size needs a unit"),
         (("convert", "hf", "outputs"), "hint: ckpt convert auto hf outputs"),
         (("convert", "outputs", "hf"), "hint: ckpt convert auto hf outputs"),
         (("convert",), "there is nothing to convert"),

@@ -40,7 +40,7 @@ from ckpt.estimate.setup import (
     ZERO3_OFFLOAD,
     ZERO3_OFFLOAD_ALL,
     Setup,
-    Zero,
+    ZeroOptions,
 )
 from converters.names.parameters import in_memory, megatron_stages
 from converters.names.transformers import installed
@@ -505,19 +505,19 @@ def test_a_lora_run_is_its_model(fixtures: Path, tmp_path: Path) -> None:
     [
         (["--strategy", "zero9"], 2, "there is no strategy called"),
         (["--qlora"], 2, "go with --lora-r"),
-        (["--tp", "2", "--strategy", "zero1"], 2, "of the strategy megatron"),
+        (["--tp", "2", "--strategy", "zero1"], 2, "need the strategy megatron"),
         (["--tp", "3", "--strategy", "megatron"], 2, "the GPUs do not divide"),
         (["--gpus", "3", "--tp", "3", "--strategy", "megatron"], 2, "heads do not divide"),
         (["--gpus", "35", "--pp", "35", "--strategy", "megatron"], 2, "layers are too few"),
         (["--gpus", "4", "--ep", "4", "--strategy", "megatron"], 2, "no experts"),
         (["--strategy", "megatron", "--lora-r", "4"], 2, "LoRA is not estimated for Megatron"),
-        (["--gpu-memory", "much"], 2, "this is no size"),
-        (["--gpu-memory", "80000000000"], 2, "a GPU has no such memory"),
+        (["--gpu-memory", "much"], 2, "this is not a size"),
+        (["--gpu-memory", "80000000000"], 2, "this is not a size of GPU memory"),
         (["--recompute-modules", "core"], 2, "no module called 'core' is recomputed"),
         (["--gpus", "4", "--cp", "3"], 2, "the GPUs do not divide"),
-        (["--strategy", "ddp", "--offload-param", "cpu"], 2, "ddp does not offload so"),
-        (["--strategy", "zero2", "--offload-optimizer", "nvme"], 2, "zero2 does not offload so"),
-        (["--strategy", "fsdp2", "--offload-optimizer", "cpu"], 2, "fsdp2 does not offload so"),
+        (["--strategy", "ddp", "--offload-param", "cpu"], 2, "ddp has no such offloading"),
+        (["--strategy", "zero2", "--offload-optimizer", "nvme"], 2, "zero2 has no such offloading"),
+        (["--strategy", "fsdp2", "--offload-optimizer", "cpu"], 2, "fsdp2 has no such offloading"),
         (["--strategy", "zero3", "--state-dtype", "bf16"], 2, "16-bit states only beside 16-bit masters"),
     ],
 )
@@ -545,7 +545,7 @@ def test_models_that_are_not_there(tmp_path: Path) -> None:
 # -- states, by what ranks hold ------------------------------------------------------------------------------
 
 RANKS = 4
-BUFFERS = Zero(reduce_bucket_size=100_000, param_persistence_threshold=40)  # as the trainer sets them
+BUFFERS = ZeroOptions(reduce_bucket_size=100_000, param_persistence_threshold=40)  # as the trainer sets them
 TITLE = "bytes that the fullest of 4 ranks holds: estimated, and measured where that differs"
 _OPTIMIZER, _PARAMS = ({f"offload_{what}": {"device": "cpu"}} for what in ("optimizer", "param"))
 _BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}

@@ -15,7 +15,7 @@ import pytest
 from ckpt.errors import CkptError
 from ckpt.estimate.memory import estimate
 from ckpt.estimate.run_config import RunConfig, load, understand
-from ckpt.estimate.setup import DDP, FSDP1, FSDP2, MEGATRON, ZERO2, ZERO3, Setup, Zero
+from ckpt.estimate.setup import DDP, FSDP1, FSDP2, MEGATRON, ZERO2, ZERO3, Setup, ZeroOptions
 from converters.names.parameters import in_memory
 from tests.estimate.models import PUBLIC
 from tests.support.commands import ckpt
@@ -129,7 +129,7 @@ def test_deepspeed(tmp_path: Path) -> None:
         "train_micro_batch_size_per_gpu": 4,
     }
     found = read(tmp_path, json.dumps(content))
-    sizes = Zero(HIDDEN * HIDDEN, True, 500_000_000, 10 * HIDDEN, optimizer_buffers=5)
+    sizes = ZeroOptions(HIDDEN * HIDDEN, True, 500_000_000, 10 * HIDDEN, optimizer_buffers=5)
     assert (found.strategy, Setup(**found.setup)) == (
         ZERO3,
         Setup(
@@ -146,15 +146,15 @@ def test_deepspeed(tmp_path: Path) -> None:
     found = read(tmp_path, json.dumps({"zero_optimization": prefixed}))
     assert (found.strategy, found.setup["zero"]) == (
         None,
-        Zero(max_live_parameters=500_000_000, param_persistence_threshold=7),
+        ZeroOptions(max_live_parameters=500_000_000, param_persistence_threshold=7),
     )
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "no config of a run"),
-        ("{a: 1}", "no config of a run"),
+        ("[]", "not the config of a run"),
+        ("{a: 1}", "not the config of a run"),
         ("{a: [", "neither YAML nor JSON"),
         ("{base_model: x, optimizer: adafactor}", "states of this optimizer are not known"),
         ("{base_model: x, adapter: lora}", "rank is not stated"),

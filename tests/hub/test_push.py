@@ -139,7 +139,7 @@ def test_stopped_midway_and_resumed(server: HubServer, folder: Path, how: signal
     said = running.communicate(timeout=60)[1]
     if how == signal.SIGINT:
         assert running.returncode == 130 and "Traceback" not in said
-        assert f"interrupted; what is here stays; `ckpt push {folder} --repo-id {REPO}` goes on" in said
+        assert f"interrupted; the local folder stays as it is; `ckpt push {folder} --repo-id {REPO}` goes on" in said
     assert server.tree(REPO) == {}
     server.hold = None
     resumed = process("push", folder, "--repo-id", REPO)

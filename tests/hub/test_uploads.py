@@ -82,7 +82,7 @@ def test_every_kind_of_weights_beside_every_other(
     with pytest.raises(UsageError) as refused:
         hub.check_room(files, to)
     if (here in MODELS) == (there in MODELS):
-        assert "takes in place of those that would be pushed" in str(refused.value)
+        assert "takes in place of the pushed ones" in str(refused.value)
         assert f"`hf repos delete-files {REPO} " in str(refused.value)
         monkeypatch.setitem(server.repos[REPO].branches, "main", {})  # what the hint does
         hub.check_room(files, to)
@@ -196,7 +196,7 @@ def test_the_metadata_of_dcp_is_pushed(server: HubServer, tmp_path: Path) -> Non
 def test_a_folder_that_is_not_what_its_manifest_says(server: HubServer, folder: Path, options: list[str]) -> None:
     flip(folder / "model.safetensors", -100)
     report = process("push", folder, "--repo-id", REPO, *options)
-    assert report.code == 4 and "is not what its own manifest says" in report.err and "has changed" in report.err
+    assert report.code == 4 and "does not match its own manifest" in report.err and "has changed" in report.err
     assert f"ckpt verify {folder}" in report.err and REPO not in server.repos
     flip(folder / "model.safetensors", -100)
     config = json.loads((folder / "config.json").read_text())

@@ -145,7 +145,7 @@ def test_without_torch_it_says_what_it_takes(fixtures: Path, tmp_path: Path) -> 
     script = "import sys\nsys.modules['torch'] = None\nfrom ckpt.cli import main\nmain()"
     done = process("merge-lora", fixtures / "lora-zero3", "-o", tmp_path / "out", script=script)
     assert (done.code, "Traceback" in done.err, (tmp_path / "out").exists()) == (2, False, False)
-    assert "merging takes torch" in done.err and "pip install torch" in done.err
+    assert "merging needs torch" in done.err and "pip install torch" in done.err
 
 
 def test_an_adapter_in_a_torch_file(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -541,7 +541,7 @@ class TestDestination:
             out.symlink_to(tmp_path / "target")
             if kind == "link to a folder":
                 make(tmp_path / "target", OLD)
-        with pytest.raises(UsageError, match="is no folder"):
+        with pytest.raises(UsageError, match="is not a folder"):
             write(out, overwrite=True)
         assert os.path.lexists(out) and not (tmp_path / ".out.ckpt-staging").exists()
 

@@ -191,5 +191,5 @@ class TestRefused:
         file = replace(other.plan.target.files[0], literals=((0, b"HEADER 0: "),))
         plan = replace(other.plan, target=replace(other.plan.target, files=(file, *other.plan.target.files[1:])))
         checkpoint = replace(plan.checkpoint, files=case.plan.checkpoint.files)
-        with pytest.raises(UsageError, match="another conversion"):
+        with pytest.raises(UsageError, match="is another one"):
             run(replace(plan, checkpoint=checkpoint), tmp_path / "out")

@@ -39,7 +39,7 @@ from converters.megatron.write import ModelFiles
 from converters.names.families import tables as families
 from converters.names.families.rows import Sizes
 from converters.names.megatron.relation import architectures
-from converters.names.megatron.rows import Row, parse
+from converters.names.megatron.rows import MegatronRow, parse
 from converters.names.megatron.table import Table
 from tests.support import commands
 from tests.support.megatron_logits import add_mtp, random_model
@@ -172,8 +172,8 @@ class TestTables:
     def test_a_line_is_a_row_for_each_alternative(self) -> None:
         line = "mlp.linear_fc1.[weight|bias]    mlp.[gate|up]_proj.[weight|bias]    joined"
         assert parse(line, "layer.") == (
-            Row("layer.mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "joined"),
-            Row("layer.mlp.linear_fc1.bias", ("mlp.gate_proj.bias", "mlp.up_proj.bias"), "joined"),
+            MegatronRow("layer.mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "joined"),
+            MegatronRow("layer.mlp.linear_fc1.bias", ("mlp.gate_proj.bias", "mlp.up_proj.bias"), "joined"),
         )
 
     def test_every_tensor_of_the_hubs_has_one_row(self) -> None:

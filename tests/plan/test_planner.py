@@ -132,7 +132,7 @@ class TestTheTarget:
     def test_a_slot_that_nothing_fills(self, region: Region) -> None:
         first = Slot(("w", "weight"), whole((4,)), Extent.contiguous("out.bin", 0, FLOAT32, (4,)))
         slot = Slot(("w", "weight"), region, Extent.contiguous("out.bin", 16, FLOAT32, (4,)))
-        with pytest.raises(LossError, match="filled by nothing") as caught:
+        with pytest.raises(LossError, match="nothing fills") as caught:
             make_plan(checkpoint(tensor()), Target((TargetFile("out.bin", 32, (), (first, slot)),)))
         assert (caught.value.expected, caught.value.found) == ("4 elements", "2 elements")
 

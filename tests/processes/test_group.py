@@ -15,7 +15,7 @@ import pytest
 
 import ckpt
 from ckpt.errors import UsageError
-from ckpt.move.parts import Part, deal
+from ckpt.move.parts import Share, deal
 from ckpt.plan.checkpoint import Layout, TargetFile
 from ckpt.processes.group import Alone, check_alike
 from tests.support.commands import contents
@@ -57,8 +57,8 @@ def test_what_is_done_is_gone_on_with(folder: Path) -> None:
 
 
 def test_nobody_waits_for_one_that_has_done_something_else(folder: Path) -> None:
-    first, *others = said(folder, "has come to its end")
-    assert "has come to its end, and this one waits for it" in first and others == [first] * 2
+    first, *others = said(folder, "has ended while")
+    assert "has ended while this one waits for it" in first and others == [first] * 2
 
 
 def test_other_options_than_those_of_the_first_one() -> None:
@@ -108,7 +108,7 @@ PIECES = {file.name: [(at, 10) for at in range(10, file.size, 10)] for file in F
 
 
 class TestDealing:
-    def dealt(self, nodes: list[Hashable]) -> list[list[Part]]:
+    def dealt(self, nodes: list[Hashable]) -> list[list[Share]]:
         return [deal(FILES, PIECES, PIECES, nodes, rank) for rank in range(len(nodes))]
 
     @pytest.mark.parametrize("nodes", [["a"], ["a"] * 4, ["a", "b"], ["a", "a", "b"], ["a", "b"] * 4, ["a"] * 50])

@@ -71,7 +71,7 @@ def test_where_they_meet_has_to_be_told() -> None:
 @pytest.mark.parametrize(("rank", "port", "what"), [(2, 29500, "rank"), (1, 65536, "port")])
 def test_what_another_job_left_in_the_environment(rank: int, port: int, what: str) -> None:
     start = Launch("torchrun", rank, 2, ("RANK", "WORLD_SIZE"), "127.0.0.1", port)
-    with pytest.raises(UsageError, match=f"no such {what}") as caught, joined(start):
+    with pytest.raises(UsageError, match=f"this {what} is out of range") as caught, joined(start):
         pass
     assert "without RANK and WORLD_SIZE" in str(caught.value.hint)
 
@@ -98,7 +98,7 @@ def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     script = "import sys; sys.modules['torch'] = None; from ckpt.__main__ import main; main()"
     done = process("convert", "zero3", "hf", ZERO3, "-o", tmp_path / "out", script=script)
-    assert done.code == 2 and "take torch to work together" in done.err and "pip install torch" in done.err
+    assert done.code == 2 and "need torch to work together" in done.err and "pip install torch" in done.err
 
 
 def test_two_agents_of_torchrun_and_a_process_that_is_killed(tmp_path: Path) -> None:

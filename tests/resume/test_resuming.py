@@ -95,7 +95,7 @@ class TestOneProcess:
         assert any(line.startswith(f"removed {left}") and "another version of ckpt" in line for line in said)
         left = is_killed(5)
         assert ckpt.resume(run, say=said.append) == str(run)
-        assert f"note: {left} is of another resume, one that was killed or is not done yet" in said and left.exists()
+        assert f"note: {left} belongs to another resume, which was killed or is still running" in said and left.exists()
         (run / "global_step2" / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
         kept = sorted(path.name for path in left.parent.iterdir())
         assert ckpt.resume(run, say=said.append) == str(run)
@@ -379,7 +379,7 @@ class TestStepsOfSeveralEngines:
         assert ckpt.verify(ckpt.open(mixed, tag="step-8"), ckpt.open(found)).equal
 
     def test_what_others_take_names_it(self, mixed: Path) -> None:
-        told = "later than what is taken: step-8 (--tag takes it)"
+        told = "later than the one that is taken: step-8 (--tag takes it)"
         opened = ckpt.open(mixed)
         assert opened.format == "zero3" and told in opened.notes and told in opened.passed_over
         result = run_ckpt("convert", "auto", "full", mixed, "-o", mixed.with_name("full"), "-q")
@@ -437,7 +437,7 @@ class TestAKeptConversion:
         record = json.loads((found / RECORD).read_text())
         record["source"][0][0] += "x"
         (found / RECORD).write_text(json.dumps(record))
-        with pytest.raises(CorruptError, match="not made of the checkpoint that its name says"):
+        with pytest.raises(CorruptError, match="not made from the checkpoint in its name"):
             ckpt.resume(run, world_size=2)
 
     @pytest.mark.parametrize("whole", [True, False])
@@ -577,7 +577,7 @@ def test_every_process_does_its_share_and_returns_the_same_or_raises_the_same(ru
     assert 0.3 < one_share / (one_share + other_share) < 0.7, "the work is dealt out"
     assert first["nowhere on 2"][0] == "NotFoundError"
     lacks = {
-        "run on 3": ("do not see what is to be resumed from", "node1 (rank 1) lacks "),
+        "run on 3": ("do not see the checkpoint", "node1 (rank 1) lacks "),
         "run on 2": ("do not see the same files", "node1 (rank 1) lacks 1 file, as global_step2/"),
         "other on 3": ("do not see the same files", "node0 (rank 0) lacks 2 files, as global_step2/"),
     }

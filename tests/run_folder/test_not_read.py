@@ -15,7 +15,7 @@ import torch
 
 import ckpt
 from ckpt.errors import CorruptError
-from ckpt.run_folder.not_read import Entry, judged, not_read
+from ckpt.run_folder.not_read import ListedName, judged, not_read
 from ckpt.testing import Declaration
 from tests.formats.declarations import DECLARATIONS
 from tests.support.commands import ckpt as run_ckpt
@@ -121,7 +121,7 @@ def test_no_fixture_has_a_file_that_is_not_read(fixtures: Path) -> None:
 
 
 def names(opened: set[str], *entries: str, empty: bool = False) -> list[tuple[str, str]]:
-    listing = [Entry(e.rstrip("/"), None if e.endswith("/") else 0 if empty else 1) for e in entries]
+    listing = [ListedName(e.rstrip("/"), None if e.endswith("/") else 0 if empty else 1) for e in entries]
     return [(one.name, one.kind) for one in judged(listing, opened, lambda name: b"")]
 
 
@@ -215,7 +215,7 @@ def test_a_long_list_is_cut(fixtures: Path, tmp_path: Path) -> None:
 
 def test_only_what_looks_like_state_is_opened() -> None:
     opened: list[str] = []
-    checked = judged([Entry(n, 1) for n in ("optimizer.x", "a.txt", "b.safetensors", "c.q")], set(), opened.append)
+    checked = judged([ListedName(n, 1) for n in ("optimizer.x", "a.txt", "b.safetensors", "c.q")], set(), opened.append)
     with pytest.raises(AttributeError):
         list(checked)
     assert opened == ["c.q"]

@@ -119,7 +119,7 @@ def test_steps_without_the_weights_that_are_looked_for(run: Path) -> None:
         file.unlink()
     result = ckpt("convert", "full", "hf", steps, "-o", run.with_name("out"), "-q")
     assert result.code == 0
-    assert result.err == "note: skipped, no full checkpoint was found in what is newer: step-2\n"
+    assert result.err == "note: skipped, no full checkpoint was found in newer folders: step-2\n"
 
 
 def test_a_newer_step_without_an_adapter(fixtures: Path, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_later_steps_than_that_of_the_run_folder_are_named(run: Path) -> None:
     shutil.copytree(run / "checkpoint-1" / "global_step1", run / "global_step1")
     (run / "latest").write_text("global_step1")
     notes = api.open(run).notes
-    assert notes == ("taking global_step1", "later than what is taken: checkpoint-2 (--tag takes it)")
+    assert notes == ("taking global_step1", "later than the one that is taken: checkpoint-2 (--tag takes it)")
 
 
 def test_an_optimizer_that_was_read_is_no_file_left_behind(run: Path) -> None:
@@ -120,7 +120,7 @@ def test_checkpoints_beside_a_finished_runs_model_are_named(fixtures: Path) -> N
     run = fixtures / "axolotl-fsdp2/outputs/gpt-oss-out"
     checkpoint = api.open(run)
     assert checkpoint.format == "hf" and checkpoint.state.step is None
-    told = "what is taken is the model of the folder itself; beside it: checkpoint-2 (--tag takes it)"
+    told = "the model of the folder itself is taken; beside it: checkpoint-2 (--tag takes it)"
     assert told in checkpoint.notes
     assert told in ckpt("inspect", run).err + ckpt("inspect", run).out
     assert all("beside it" not in note for note in api.open(run, tag="checkpoint-2").notes)

@@ -139,7 +139,7 @@ def test_axolotls_lora_under_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     resumed = ckpt("resume", "outputs", "--world-size", "3")
     assert resumed.code == 4 and "one rank's parts" in resumed.err, "the adapter alone would lose the optimizer"
     elsewhere = ckpt("convert", "fsdp", "hf", "outputs")
-    assert elsewhere.code == 3 and "hint: what is here looks like full or peft" in elsewhere.err
+    assert elsewhere.code == 3 and "hint: this looks like full or peft" in elsewhere.err
     checked = ckpt("check", "outputs")
     assert checked.code == 4 and "unknown" not in checked.out
     assert "gpt-oss-lora: whole (peft, " in checked.out
@@ -267,7 +267,7 @@ def test_a_yaml_without_a_run_folder(command: list[str], tmp_path: Path, monkeyp
         ("base_model: a/b", 2, "this YAML names no run folder"),
         ("base_model: a/b\noutput_dir: [x]", 2, "this YAML names no run folder"),
         ("base_model: a/b\noutput_dir: gone", 3, "gone"),
-        ("- 1", 4, "this is no config of a run"),
+        ("- 1", 4, "this is not the config of a run"),
         ("a: {", 4, "this is neither YAML nor JSON"),
     ):
         Path("run.yaml").write_text(text)

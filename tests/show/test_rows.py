@@ -538,7 +538,7 @@ def test_bars_of_a_model_in_one_file_are_as_long_as_they_are_large() -> None:
     sizes = (400, 100, 200)
     found = drawn(*map(whole, names, sizes), whole("model.norm.weight", 4))
     assert [found.row(name).patches[0][1][:2] for name in names] == [near(0, size / 400) for size in sizes]
-    assert len({found.row(name).patches[0][0] for name in names}) == 3  # by what they are of
+    assert len({found.row(name).patches[0][0] for name in names}) == 3  # by part of the model
     assert {"embeddings 800 B", "MLP 400 B", "attention 200 B", "norms 8 B"} <= set(found.texts)
     assert any("as long as its tensors are large" in text for text in found.texts)
     several = drawn(*(whole(name, size, f"{size}.safetensors") for name, size in zip(names, sizes, strict=True)))
@@ -572,7 +572,7 @@ def test_each_rank_has_a_line_with_what_it_has() -> None:
     ]
     found = drawn(*of_roles)
     assert {"rank 0 · 288 B", "rank 1 · 288 B", "weights", "masters", "optimizer states"} <= set(found.texts)
-    assert "576 B of tensors, by what they are of" in found.texts
+    assert "576 B of tensors, by part of the model" in found.texts
 
 
 def megatron(format: str, world_size: int, **args: int | bool) -> Checkpoint:

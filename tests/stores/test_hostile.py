@@ -78,4 +78,4 @@ def test_a_host_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 def test_a_store_that_refuses_to_make_what_nobody_has_says_so(store: ObjectStore) -> None:
     store.faults = Faults(status=412, num_status=100, writes=True)
     done = command("convert", "zero3", "hf", RUN, "-o", f"s3://{BUCKET}/claimed/out")
-    assert done.code == 7 and "has none of this name" in done.err, done.err
+    assert done.code == 7 and "does not list it" in done.err, done.err

@@ -61,7 +61,7 @@ def test_the_command_line(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, t
         (("-o", source), "overlap"),
         (("-o", f"{source}/global_step2/hf"), "overlap"),
         (("-o", "hf://org/name"), "ckpt push"),
-        (("-o", "memory://to/model"), "can be read, and not written"),
+        (("-o", "memory://to/model"), "can be read, but not written"),
     ):
         done = command("convert", "zero3", "hf", source, *words)
         assert (done.code, what in done.err) == (UsageError.exit_code, True), done
@@ -81,7 +81,7 @@ def test_several_processes(store: ObjectStore, tmp_path: Path) -> None:
     assert done.stderr.count("resuming with 2 processes of torchrun") == 1
     ckpt.plan(ckpt.open(run), "hf").run(tmp_path / "alone")
     assert files_in(out) == files_in(tmp_path / "alone")
-    assert "a store is written by one process, and there are 2" in done.stderr and "exit code 2" in done.stderr
+    assert "only one process can write to a store, and there are 2" in done.stderr and "exit code 2" in done.stderr
     assert store.objects("several/outputs-hf") == {}
 
 

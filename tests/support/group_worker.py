@@ -56,7 +56,7 @@ def main() -> None:
             if rank != 1:
                 group.gather(rank)
     except StorageError as error:
-        found["has come to its end"] = str(error)
+        found["has ended while"] = str(error)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as where no launcher ends the others
     with failing_at(2, rank == 1, lambda: os._exit(9)):

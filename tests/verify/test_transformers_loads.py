@@ -45,7 +45,7 @@ def test_verify_loads_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
         find = importlib.util.find_spec
         patch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name))
         lacking = ckpt("verify", "--loads", bases["qwen3_moe"])
-    assert lacking.code == UsageError.exit_code and "loading a model takes accelerate" in lacking.err
+    assert lacking.code == UsageError.exit_code and "loading a model needs accelerate" in lacking.err
     assert lacking.err.rstrip().endswith("hint: pip install 'transformers>=5' torch accelerate")
     assert ckpt("verify", "--loads", bases["llama"], bad).code == UsageError.exit_code
     assert ckpt("verify", "--loads", tmp_path / "empty").code == NotFoundError.exit_code

@@ -117,7 +117,7 @@ class TestMounted:
             assert serving.poll() is None
             time.sleep(0.05)
         taken = command("mount", "hf", ZERO3, tmp_path / "view")
-        assert taken.returncode == 2 and "no empty folder" in taken.stderr and "reads as" not in taken.stderr
+        assert taken.returncode == 2 and "not an empty folder" in taken.stderr and "reads as" not in taken.stderr
         serving.kill()
         serving.wait()
         dead = command("mount", "hf", ZERO3, tmp_path / "view")
@@ -202,7 +202,7 @@ def test_a_source_that_was_replaced_is_an_error_of_the_read(tmp_path: Path, capf
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "mfusepy", None)
-    with pytest.raises(NotFoundError, match="takes the package mfusepy") as caught:
+    with pytest.raises(NotFoundError, match="needs the package mfusepy") as caught:
         mount.mount(ckpt.plan(ckpt.open(ZERO3), "hf"), tmp_path / "view")
     assert caught.value.hint == "pip install 'ckpt-toolkit[mount]'"
     assert os.listdir(tmp_path) == []
@@ -223,7 +223,7 @@ def test_where_nothing_is_mounted(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     (tmp_path / "filled").mkdir()
     (tmp_path / "filled" / "a").touch()
     for view in (tmp_path / "filled", tmp_path / "filled" / "a"):
-        with pytest.raises(UsageError, match="no empty folder"):
+        with pytest.raises(UsageError, match="not an empty folder"):
             mount.mount(conversion, view)
     with pytest.raises(UsageError, match="overlap"):
         mount.mount(conversion, tmp_path / "run" / "view")

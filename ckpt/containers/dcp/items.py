@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.containers import safetensors as st
-from ckpt.containers.dcp.metadata import Place
+from ckpt.containers.dcp.metadata import ItemPlace
 from ckpt.containers.dcp.shards import saved_offsets
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.scalars import scalar_from_bytes
@@ -45,7 +45,7 @@ _UNKNOWN = None, None
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """An item that was read in full: how many bytes stand before and behind its elements, and those that never vary."""
+    """The form of an item that was read in full: the bytes before and behind its elements, and which never vary."""
 
     head_size: int
     tail_size: int
@@ -68,7 +68,7 @@ class Items:
         self._ahead: tuple[int, bytes] = 0, b""
         self._kinds: dict[tuple[int, DType, Shape], list[_Kind]] = {}
         self._values: dict[bytes, tuple[bytes, Any]] = {}  # by their pickles: whole items, and what they are
-        self._shards: dict[tuple[str, int], dict[str, tuple[Shape, st.Entry]]] = {}
+        self._shards: dict[tuple[str, int], dict[str, tuple[Shape, st.HeaderEntry]]] = {}
 
     def __enter__(self) -> Items:
         return self
@@ -82,7 +82,7 @@ class Items:
         self._fd, self._path, self._reached, self._ahead = -1, "", -1, (0, b"")
 
     def open(self, path: str, key: str, box: Box | None) -> int:
-        """Make this the file that items are read from, and return its size; `key` and `box` are those of its first."""
+        """Open the file to read items from, and return its size; `key` and `box` are those of its first item."""
         self._close()
         if path not in self.files:
             self.files[path] = _stat(path, key, box)
@@ -113,7 +113,7 @@ class Items:
                 return Extent(self._path, offset + extent.offset, extent.dtype, extent.shape, extent.strides)
         if (in_shard := self._in_shard(offset, key, box, dtype)) is not None:
             return in_shard
-        place = Place(self._path, offset, length)
+        place = ItemPlace(self._path, offset, length)
         with _about(key, box, place):
             found = torchfile.read(*place)
         stored = found.root
@@ -161,8 +161,8 @@ class Items:
         ]
         return kind.fits(b"".join(ends))
 
-    def _kind(self, place: Place, found: torchfile.TorchFile, extent: Extent) -> _Kind | None:
-        """What items like this one look like; None where it has no elements of its own, or is unusual."""
+    def _kind(self, place: ItemPlace, found: torchfile.TorchFile, extent: Extent) -> _Kind | None:
+        """The form that items like this one have; None if it has no elements of its own, or is unusual."""
         records = [record for name, record in found.records.items() if name.startswith("data/")]
         if found.container != "zip" or len(records) != 1 or records[0].offset != extent.offset:
             return None
@@ -186,12 +186,12 @@ class Items:
         return scalar_from_bytes(data, extent.dtype)
 
     def value(self, offset: int, length: int, key: str) -> Any:
-        """The value of an item that is no tensor.  Equal values are the same object: they are not to be changed."""
+        """The value of an item that is not a tensor.  Equal values are one object, so callers must not change it."""
         item = self._read(offset, length) if length <= _MAX_SHARED else b""
         known, value = self._values.get(item[_TELLING], _UNKNOWN)
         if known == item:
             return value
-        place = Place(self._path, offset, length)
+        place = ItemPlace(self._path, offset, length)
         with _about(key, None, place):
             found = torchfile.read(*place)
         if item and len(item) == length and not any(name.startswith("data/") for name in found.records):
@@ -229,7 +229,7 @@ def _for(box: Box | None) -> str:
 
 
 @contextlib.contextmanager
-def _about(key: str, box: Box | None, place: Place) -> Iterator[None]:
+def _about(key: str, box: Box | None, place: ItemPlace) -> Iterator[None]:
     """Add to an error about an item which tensor and which box it holds."""
     where = f"item of {place.length} bytes at {place.offset}{_for(box)}"
     try:

@@ -56,7 +56,7 @@ _TENSOR = "TensorStorageMetadata"
 _MANY = 50_000  # keys from which on numpy is worth its import
 
 
-class Place(NamedTuple):
+class ItemPlace(NamedTuple):
     """An item, which is a torch file of its own: `length` bytes at `offset` of the file `path`."""
 
     path: str
@@ -66,14 +66,14 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Places:
-    """Where items are: numbers side by side and not objects, as there may be millions.  An item is a row of these."""
+    """The places of items, as columns of numbers: there may be millions of items, and each is a row."""
 
     paths: list[str] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
 
-    def __getitem__(self, row: int) -> Place:
-        return Place(self.paths[row], self.offsets[row], self.lengths[row])
+    def __getitem__(self, row: int) -> ItemPlace:
+        return ItemPlace(self.paths[row], self.offsets[row], self.lengths[row])
 
     def __iadd__(self, other: Places) -> Places:
         self.paths += other.paths
@@ -92,7 +92,7 @@ class Places:
 
 
 @dataclass(slots=True)
-class Entry:
+class TensorEntry:
     """A tensor, and the rows of its chunks, those without elements left out; `replicas` are further copies of these."""
 
     key: str
@@ -115,12 +115,12 @@ class Metadata:
     keys: list[str]
     steps: list[Path_]
     rows: list[int]
-    entries: dict[int, Entry]
+    entries: dict[int, TensorEntry]
     order: list[int]
     is_nested: bool
     places: Places
 
-    def chunks(self, number: int) -> dict[Box, Place]:
+    def chunks(self, number: int) -> dict[Box, ItemPlace]:
         """Where the chunks of a tensor are."""
         return {box: self.places[row] for box, row in self.entries[number].chunks.items()}
 
@@ -155,7 +155,7 @@ def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.
     """
     path = folder / METADATA
     if path.exists():
-        return _read(folder, METADATA, classes)
+        return _read_metadata(folder, METADATA, classes)
     names = per_rank_names(folder)
     for rank, name in enumerate(names):
         if name != f"__{rank}{METADATA}":
@@ -164,10 +164,10 @@ def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.
             )
     if not names:
         raise IncompleteError("the metadata is missing: the save was not finished", path=folder, expected=METADATA)
-    merged = _read(folder, names[0], classes)
+    merged = _read_metadata(folder, names[0], classes)
     numbers = {key: number for number, key in enumerate(merged.keys)}
     for name in names[1:]:
-        _merge(merged, numbers, _read(folder, name, classes))
+        _merge(merged, numbers, _read_metadata(folder, name, classes))
     return merged
 
 
@@ -177,7 +177,7 @@ def per_rank_names(folder: Path) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-def _read(folder: Path, name: str, classes: tuple[str, ...]) -> Metadata:
+def _read_metadata(folder: Path, name: str, classes: tuple[str, ...]) -> Metadata:
     path = str(confined(folder, name))
     runs = Runs()
     try:
@@ -187,7 +187,7 @@ def _read(folder: Path, name: str, classes: tuple[str, ...]) -> Metadata:
 
 
 def _merge(first: Metadata, numbers: dict[str, int], other: Metadata) -> None:
-    """Add what another rank has saved; `numbers` are those of the keys of `first`.
+    """Add the entries of another rank's metadata to `first`, whose keys have the numbers `numbers`.
 
     The same chunk again is a replica; of plain values the first rank's stay.
     """
@@ -210,8 +210,8 @@ def _merge(first: Metadata, numbers: dict[str, int], other: Metadata) -> None:
     first.is_nested = first.is_nested or other.is_nested
 
 
-def _add_chunks(mine: Entry | None, other: Entry | None, path: str, key: str) -> None:
-    """Add the chunks of another rank; CorruptError where this is another tensor there, or none."""
+def _add_chunks(mine: TensorEntry | None, other: TensorEntry | None, path: str, key: str) -> None:
+    """Add the chunks of another rank; CorruptError if its entry is another tensor, or no tensor."""
     said = [f"{entry.dtype} of shape {list(entry.shape)}" if entry else "no tensor" for entry in (mine, other)]
     if said[0] != said[1]:
         raise CorruptError(
@@ -251,7 +251,7 @@ class _Parser:
             self.fault("a key of the metadata is no text", found=odd.pop().__name__)
         numbers = _Numbers(keys)
         ids = [*map(id, descriptions)]  # equal ones are mostly one object
-        kinds = {name: _kind(what) for name, what in dict(zip(ids, descriptions, strict=True)).items()}
+        kinds = {name: _kind_of_object(what) for name, what in dict(zip(ids, descriptions, strict=True)).items()}
         if strange := set(kinds.values()) - {_TENSOR, "BytesStorageMetadata"}:
             key, kind = next((key, kinds[name]) for key, name in zip(keys, ids, strict=True) if kinds[name] in strange)
             self.fault("the metadata describes something that is no tensor and no value", key, found=kind)
@@ -380,7 +380,9 @@ class _Parser:
         found = self.known[id(what)] = dtype, shape, boxes
         return found
 
-    def _entry(self, number: int, key: str, described: _Described, rows: Mapping[tuple[int, Shape], int]) -> Entry:
+    def _entry(
+        self, number: int, key: str, described: _Described, rows: Mapping[tuple[int, Shape], int]
+    ) -> TensorEntry:
         dtype, shape, boxes = described
         chunks = {}
         for box, least in boxes.items():
@@ -396,7 +398,7 @@ class _Parser:
                     expected=f"{box.numel} elements of {dtype} for {box}",
                     found=f"an item of {self.places.lengths[row]} bytes in {self.places.paths[row]}",
                 )
-        return Entry(key, dtype, shape, chunks)
+        return TensorEntry(key, dtype, shape, chunks)
 
     def _numbers(self, value: Any, key: str, what: str) -> Shape:
         if type(value) is list:
@@ -448,7 +450,7 @@ class _Parser:
 
 
 class _Numbers:
-    """Where each of many texts is in a list: those of a million are sorted in a quarter of the time of a dict."""
+    """The positions of many texts in a list; for a million, sorting takes a quarter of the time of a dict."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         """IrregularError where one is there twice."""
@@ -488,18 +490,18 @@ def _hashes(texts: Sequence[str]) -> NDArray[np.int64]:
 
 
 def _columns(found: Any) -> Columns | None:
-    """Items of a dict; None where it is none."""
+    """The items of a dict; None for any other object."""
     if isinstance(found, Mapping):
         return Columns([*found], [*found.values()])
     return found if isinstance(found, Columns) else None
 
 
-def _kind(what: Any) -> str:
+def _kind_of_object(what: Any) -> str:
     return what.name if isinstance(what, Record) else type(what).__name__
 
 
 def _spell(paths: Columns) -> bool:
-    """Whether all paths are names alone, as nearly everywhere, and those of their keys."""
+    """Whether all paths consist of names only, as nearly always, and spell their keys."""
     try:
         are_alike = (
             {*map(type, paths.values)} == {tuple} and all(paths.values) and max(map(len, paths.values)) <= _MAX_DEPTH

@@ -184,7 +184,7 @@ class Runs:
         return take(machine, at, taken)
 
     def _take_described(self, machine: Machine, at: int, taken: Columns) -> int:
-        rows, end = _rows(self._described, machine.data, at)
+        rows, end = _matched_rows(self._described, machine.data, at)
         if not rows:
             return at
         keys, blobs = zip(*rows, strict=True)
@@ -206,7 +206,7 @@ class Runs:
         while end < at:
             end = at
             for form in _PATHS:
-                rows, at = _rows(form, machine.data, at)
+                rows, at = _matched_rows(form, machine.data, at)
                 if rows:
                     keys, *steps = self._resolved(machine, *zip(*rows, strict=True), 1)
                     taken.keys.extend(_as_names(keys))
@@ -217,7 +217,7 @@ class Runs:
         form = self._place_form(machine, at)
         if form is None:
             return at
-        rows, end = _rows(form, machine.data, at)
+        rows, end = _matched_rows(form, machine.data, at)
         if not rows:
             return at
         keys, wheres, files, offsets, lengths = zip(*rows, strict=True)
@@ -234,23 +234,26 @@ class Runs:
         return end
 
     def _place_form(self, machine: Machine, at: int) -> re.Pattern[bytes] | None:
-        """The form of places with this pickle's references in it, which are proven to be what they must be to."""
+        """The pattern of places with this pickle's references in it; None if a reference does not mean what it must."""
         if self._form is None and (found := _ANY_PLACE.match(machine.data, at)):
             self._refs = {name: found[name.decode()] for name in _NAMED}
             self._refs[b"at"] = self._refs[b"start"]  # the first of them may have no offset
             self._form = _place_form({name: re.escape(token) for name, token in self._refs.items()})
         for name, token in self._refs.items():
-            named = machine.memo[_number(token)]
+            named = machine.memo[_step_number(token)]
             if (named.name if type(named) is Global else named) != _NAMED[name]:
                 return None
         return self._form
 
     def _know(self, machine: Machine, codes: Iterable[bytes]) -> bool:
-        """Keep what each of these pieces of code makes; whether each makes the same wherever it stands."""
+        """Run each distinct byte string once and cache its result.  Returns False if a result depends on its position.
+
+        It does if the code refers to a memo entry of its own run.
+        """
         base = _num_memoized(machine)
         for code in set(codes) - self._values.keys():
             for token in _TOKENS.findall(code):
-                if token[:1] in _REFS and _number(token) >= base:
+                if token[:1] in _REFS and _step_number(token) >= base:
                     return False
                 if token[:1] == _NEW and len(token) != token[1] + 3:
                     return False
@@ -264,7 +267,7 @@ class Runs:
         return True
 
     def _made(self, codes: Sequence[bytes]) -> tuple[list[Any], _Counts]:
-        """What each of these pieces of code makes, and how many entries of the memo with it."""
+        """The cached result of each byte string, and the number of memo entries that it adds."""
         if _are_alike(codes):
             value, count = self._values[codes[0]]
             return [value] * len(codes), count
@@ -272,7 +275,7 @@ class Runs:
         return list(values), counts
 
     def _resolved(self, machine: Machine, *parts: Sequence[Any] | int) -> list[list[Any]]:
-        """The values of the columns of steps among `parts`, whose others say how many entries of the memo come between.
+        """The values of the columns of steps among `parts`; a number among them counts the memo entries in between.
 
         The machine takes all of these entries for skipped ones.
         """
@@ -282,7 +285,7 @@ class Runs:
         columns = []
         for part, size in zip(parts, sizes, strict=True):
             if part is not size and not isinstance(part, int):
-                columns.append(_values(self._memo, base, part, size, places))
+                columns.append(_pushed_values(self._memo, base, part, size, places))
             places = _later(places, size)
         machine.skipped += end - base
         return columns
@@ -296,7 +299,7 @@ class _Memo(dict[int, Any]):
         self._columns: list[list[tuple[Sequence[int], Sequence[str]]]] = []
 
     def add(self, base: int, places: Sequence[int], texts: Sequence[str]) -> None:
-        """Add a column of a run before which there were `base` entries: places, which rise, and what is there."""
+        """Add a column of a run that began after `base` memo entries: rising places, and the texts there."""
         if not self._bases or self._bases[-1] != base:
             self._bases.append(base)
             self._columns.append([])
@@ -321,11 +324,11 @@ def _numbers(tokens: Sequence[bytes]) -> list[int]:
     """The numbers that these steps push."""
     if set(map(itemgetter(0), tokens)) == {ord("J")}:
         return [number for (number,) in iter_unpack("<xi", b"".join(tokens))]
-    known = {token: _number(token) for token in set(tokens)}
+    known = {token: _step_number(token) for token in set(tokens)}
     return list(map(known.__getitem__, tokens))
 
 
-def _number(token: bytes) -> int:
+def _step_number(token: bytes) -> int:
     """The number that a step pushes, or that it refers to."""
     if token[:1] == b"\x8a":
         return int.from_bytes(token[2:], "little", signed=True)
@@ -336,8 +339,8 @@ def _num_memoized(machine: Machine) -> int:
     return len(machine.memo) + machine.skipped
 
 
-def _rows(form: re.Pattern[bytes], data: bytes, at: int) -> tuple[list[Any], int]:
-    """The groups of the matches that stand one behind the other from `at` on, and where the last one ends."""
+def _matched_rows(form: re.Pattern[bytes], data: bytes, at: int) -> tuple[list[Any], int]:
+    """The groups of consecutive matches from `at` on, and where the last one ends."""
     rows: list[Any] = []
     found = None
     for found in iter(form.scanner(data, at).match, None):  # type: ignore[attr-defined]
@@ -376,7 +379,7 @@ def _later(places: Sequence[int], count: _Counts) -> Sequence[int]:
     return [place + count for place in places] if count else places
 
 
-def _values(memo: _Memo, base: int, steps: Sequence[bytes], new: _Counts, places: Sequence[int]) -> list[Any]:
+def _pushed_values(memo: _Memo, base: int, steps: Sequence[bytes], new: _Counts, places: Sequence[int]) -> list[Any]:
     """What these steps push, at whose turn so many entries are in the memo.
 
     IrregularError for a text of another length than it says, and for a reference to what is yet to come.
@@ -391,7 +394,7 @@ def _values(memo: _Memo, base: int, steps: Sequence[bytes], new: _Counts, places
             return texts
         known = dict(zip(said, texts, strict=True))
     for step in set(steps).difference(known):
-        number = _number(step)
+        number = _step_number(step)
         known[step] = number if step[:1] == b"K" else memo[number]
         if step[:1] != b"K" and number >= places[0]:
             first = first or dict(zip(reversed(steps), reversed(places), strict=True))

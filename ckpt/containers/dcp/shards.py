@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError
-from ckpt.containers.safetensors import Entry, Header, read_header
+from ckpt.containers.safetensors import Header, HeaderEntry, read_header
 from ckpt.move.files import confined
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape
@@ -69,7 +69,7 @@ def _shape(value: Any, name: str, path: str) -> Shape:
     return tuple(offsets)
 
 
-def _add(found: dict[str, Sharded], entry: Entry, offsets: Shape | None, path: str) -> None:
+def _add(found: dict[str, Sharded], entry: HeaderEntry, offsets: Shape | None, path: str) -> None:
     if offsets is None or len(offsets) != len(entry.shape):
         raise CorruptError(
             "the file does not say which part of a tensor it holds",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.containers.dcp.items import Items, too_short
-from ckpt.containers.dcp.metadata import DATA_FILE, Entry, Metadata
+from ckpt.containers.dcp.metadata import DATA_FILE, Metadata, TensorEntry
 from ckpt.containers.dcp.tiling import Tiling, copies, note_of_copy
 from ckpt.containers.torchfile.values import Record
 from ckpt.move.listing import names_in
@@ -57,7 +57,7 @@ class FoundTensor:
     `wrapped` are the chunks that are objects of a subclass, which wraps tensors of its own.
     """
 
-    entry: Entry
+    entry: TensorEntry
     placed: Placed = field(default_factory=list)
     replicas: Placed = field(default_factory=list)
     number: int | float | bool | None = None

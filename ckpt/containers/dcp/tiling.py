@@ -1,8 +1,8 @@
-"""Whether the places that DCP's `.metadata` names can be those of its items: nothing else checks a damaged offset,
-nor the copy of one rank's file over another's.
+"""Check that items in `.distcp` files follow each other without gaps, as torch writes them.
 
-torch writes item behind item, with nothing between them (2.1 to 2.13, `distributed/checkpoint/filesystem.py`,
-`_write_item`).  Only ties that were written here share items, and then all of them.
+It is the only check that finds a damaged offset, or one rank's file copied over another's.  torch writes items with
+nothing between them (2.1 to 2.13, `distributed/checkpoint/filesystem.py`, `_write_item`).  Only ties that ckpt wrote
+share items, and then all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from ckpt.base.errors import CorruptError
-from ckpt.containers.dcp.metadata import Metadata, Place
+from ckpt.containers.dcp.metadata import ItemPlace, Metadata
 from ckpt.containers.sources import is_constant
 from ckpt.move.source import open_file, read_at
 from ckpt.plan.checkpoint import SourceFile
@@ -25,26 +25,26 @@ _CHUNK = 1 << 20
 
 
 class Tiling:
-    """Takes the places of all items by file and offset, and raises CorruptError for one that cannot be."""
+    """Collects the places of all items by file and offset; raises CorruptError for an impossible one."""
 
     def __init__(self, metadata: Metadata, owners: Sequence[object]) -> None:
         self._metadata = metadata
         unused = (metadata.places[row] for row, owner in enumerate(owners) if owner is None)
         self._unused = {(place.path, place.offset): place.length for place in unused if place.length}
-        self._last = Place("", 0, 0)
+        self._last = ItemPlace("", 0, 0)
         self._number = -1
         self._ends: dict[str, int] = {}
         self._loose: set[str] = set()
-        self._shared: list[tuple[int, int, Place]] = []
+        self._shared: list[tuple[int, int, ItemPlace]] = []
 
     def is_row(self, path: str, offsets: Sequence[int], lengths: Iterable[int]) -> bool:
-        """Whether items of a file, by their offsets, stand one behind the other: then none of them is to be added."""
+        """Whether the items of a file, by their offsets, follow each other without gaps; then none has to be added."""
         *ends, end = accumulate(lengths, initial=0)
         if is_row := offsets == ends:
             self._ends[path] = end
         return is_row
 
-    def add(self, place: Place, number: int) -> None:
+    def add(self, place: ItemPlace, number: int) -> None:
         end = self._ends.get(place.path, 0)
         if place.offset > end:
             if not self._is_filled(place.path, end, place.offset):
@@ -58,9 +58,9 @@ class Tiling:
         self._last, self._number = place, number
 
     def finish(self, files: Mapping[str, SourceFile]) -> None:
-        """Check what shares items; `files` are the data files.
+        """Check the tensors that share items; `files` are the data files.
 
-        Where bytes of a file are of no item, it is a damaged offset that makes two tensors look like one.
+        If some bytes of a file belong to no item, a damaged offset makes two tensors look like one.
         """
         ends = {path: end for path, end in self._ends.items() if path in files}  # others have no elements
         loose = self._loose | {path for path, end in ends.items() if not self._is_filled(path, end, files[path].size)}
@@ -75,7 +75,7 @@ class Tiling:
             start += self._unused[path, start]
         return start == stop
 
-    def _overlap(self, place: Place, number: int, expected: str) -> CorruptError:
+    def _overlap(self, place: ItemPlace, number: int, expected: str) -> CorruptError:
         return CorruptError(
             "the metadata places an item in the bytes of another one",
             path=place.path,
@@ -92,7 +92,7 @@ def copies(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, str]]:
     sizes = Counter(file.size for file in files.values())
     for path, file in sorted(files.items()):
         if sizes[file.size] > 1:
-            tail = hash(_read(path, max(0, file.size - _TAIL), file.size))
+            tail = hash(_read_range(path, max(0, file.size - _TAIL), file.size))
             first = seen.setdefault((file.size, tail), path)
             if first != path and _are_equal(first, path, file.size):
                 yield first, path
@@ -119,10 +119,10 @@ def note_of_copy(first: str, path: str, held: Mapping[str, Mapping[str, tuple[Bo
 
 def _are_equal(one: str, other: str, size: int) -> bool:
     spans = ((start, min(size, start + _CHUNK)) for start in range(0, size, _CHUNK))
-    return all(_read(one, *span) == _read(other, *span) for span in spans)
+    return all(_read_range(one, *span) == _read_range(other, *span) for span in spans)
 
 
-def _read(path: str, start: int, stop: int) -> bytes:
+def _read_range(path: str, start: int, stop: int) -> bytes:
     descriptor = open_file(path)
     try:
         return read_at(descriptor, path, start, stop - start)

@@ -1,4 +1,4 @@
-"""What a DCP checkpoint to be written consists of: data files of items, and `.metadata` that says where each is.
+"""The content of a new DCP checkpoint: data files of items, and `.metadata` with the place of each item.
 
 After torch 2.13: `default_planner.py`, `filesystem.py`, and `distributed/checkpoint/state_dict.py` for the nested
 optimizer state.  Tensors are cut along the first dim as FSDP2 cuts them, which is `torch.chunk`: pieces of ceil(n / W)
@@ -34,7 +34,7 @@ _VALUE_BYTES = 64  # what a value counts for when the ranks are filled evenly
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class SourceTensor:
     """A tensor of the source that is cut among the ranks; not `cut`, it goes to one of them.
 
     `part` makes what is written of a box of it, where that is not the tensor's elements as they are.
@@ -94,7 +94,7 @@ def flatten(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
 
 def _is_terminal(value: list[Any]) -> bool:
     for item in value:
-        if isinstance(item, Mapping | NewTensor | StoredTensor | Sharded):
+        if isinstance(item, Mapping | NewTensor | StoredTensor | SourceTensor):
             return False
         if isinstance(item, list) and not _is_terminal(item):
             return False
@@ -126,7 +126,7 @@ class Writing:
         key = ".".join(map(str, path))
         assert key not in self.paths, f"{key} twice"
         self.paths[key] = path
-        if isinstance(value, Sharded):
+        if isinstance(value, SourceTensor):
             self._add_sharded(key, value)
         elif isinstance(value, NewTensor | StoredTensor):
             nbytes = prod(value.shape) * value.dtype.itemsize
@@ -149,7 +149,7 @@ class Writing:
             else:
                 self.add(path, value)
 
-    def _add_sharded(self, key: str, tensor: Sharded) -> None:
+    def _add_sharded(self, key: str, tensor: SourceTensor) -> None:
         boxes = list(dim0_boxes(tensor.shape, self.num_ranks if tensor.cut else 1))
         self.tensors[key] = (tensor.dtype, tensor.shape, boxes)
         for number, box in enumerate(boxes):
@@ -159,7 +159,7 @@ class Writing:
             self.pieces.append((rank, _Item(key, box, new)))
 
     def add_tiles(self, key: str, dtype: DType, shape: Shape, tiles: Iterable[tuple[Box, FromSource]]) -> None:
-        """Add a tensor whose boxes are of several tensors of the source."""
+        """Add a tensor whose boxes come from several tensors of the source."""
         self.paths[key] = (key,)
         boxes = []
         for box, source in tiles:
@@ -169,7 +169,7 @@ class Writing:
         self.tensors[key] = (dtype, shape, boxes)
 
     def _emptiest(self, nbytes: int) -> int:
-        """The rank to which least has gone so far of what is not cut."""
+        """The rank that has the fewest bytes so far of the items that are not cut."""
         filled, rank = self._least[0]
         heapq.heapreplace(self._least, (filled + nbytes, rank))
         return rank
@@ -206,7 +206,7 @@ class Writing:
         return TargetFile(path, at, tuple(literals), tuple(slots))
 
     def _laid_out(self, item: _Item) -> TargetFile:
-        """The item as a file of its own.  Those of tensors of one dtype and shape differ in their slots only."""
+        """The item as a file of its own.  Items with the same dtype and shape differ only in their slots."""
         root, only = item.root, _only_fill(item.root)
         if only is None:
             return torch_item(root)

@@ -127,7 +127,7 @@ def _ordered_dict(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Store
 
 def _defaultdict(machine: Machine, cls: Global, args: tuple[Any, ...]) -> StoredDict:
     if args and args[0] is not None and type(args[0]) is not Global:
-        raise MalformedError("a default factory that is no class")
+        raise MalformedError("a default factory that is not a class")
     return _ordered_dict(machine, cls, args[1:])
 
 
@@ -204,7 +204,7 @@ def _size(machine: Machine, _: Global, args: tuple[Any, ...]) -> tuple[Any, ...]
     return size
 
 
-def _extent(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Extent:
+def _tensor_extent(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Extent:
     """The elements of a tensor, proven to lie within its storage.  Raises MalformedError."""
     if type(storage) is not Storage or type(dtype) is not DType:
         raise MalformedError("a tensor without a storage")
@@ -241,7 +241,7 @@ def _plain_bits(machine: Machine, metadata: Any) -> None:
 def _tensor(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
     """`_rebuild_tensor(storage, storage_offset, size, stride)`."""
     storage, offset, shape, strides = args
-    return StoredTensor(_extent(storage, storage.dtype, offset, shape, strides))
+    return StoredTensor(_tensor_extent(storage, storage.dtype, offset, shape, strides))
 
 
 def _tensor_v2(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
@@ -251,7 +251,7 @@ def _tensor_v2(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTens
             raise MalformedError("a tensor of too many arguments")
         _plain_bits(machine, args[6])
     storage, offset, shape, strides, requires_grad = args[:5]
-    return StoredTensor(_extent(storage, storage.dtype, offset, shape, strides), requires_grad is True)
+    return StoredTensor(_tensor_extent(storage, storage.dtype, offset, shape, strides), requires_grad is True)
 
 
 def _tensor_v3(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
@@ -262,7 +262,7 @@ def _tensor_v3(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTens
     if len(args) > 7:
         _plain_bits(machine, args[7])
     storage, offset, shape, strides, requires_grad, _hooks, dtype = args[:7]
-    return StoredTensor(_extent(storage, dtype, offset, shape, strides), requires_grad is True)
+    return StoredTensor(_tensor_extent(storage, dtype, offset, shape, strides), requires_grad is True)
 
 
 def _parameter(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
@@ -272,7 +272,7 @@ def _parameter(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
     if type(data) is Record:  # a parameter that is a DTensor
         return data
     if type(data) is not StoredTensor:
-        raise MalformedError("a parameter that is no tensor")
+        raise MalformedError("a parameter that is not a tensor")
     return StoredTensor(data.extent, requires_grad is True, _attributes(machine, state))
 
 

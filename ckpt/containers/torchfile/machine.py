@@ -233,7 +233,7 @@ class Machine:
         """What a call of `function`, an entry of the table, makes of `args`; UnsafeError where it is no function."""
         if type(function) is not Global or function.build is None:
             name = function.typename if type(function) is Global else f"an object of type {type(function).__name__}"
-            raise UnsafeError(f"the pickle calls {name}, which is nothing to call; nothing was run", path=self.path)
+            raise UnsafeError(f"the pickle calls {name}, which cannot be called; nothing was run", path=self.path)
         if type(args) is not tuple:
             raise MalformedError("the arguments of a call are no tuple")
         return function.build(self, function, args)
@@ -285,7 +285,7 @@ def _reason(error: Exception) -> str:
 _Handler = Callable[[Machine, int], int | None]
 
 
-def _number(layout: str) -> _Handler:
+def _push_number(layout: str) -> _Handler:
     """Push the number that follows."""
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
@@ -588,13 +588,13 @@ _ONE_BYTE = b"K\x8chq"
 OPCODES: Mapping[bytes, _Handler] = {
     # numbers
     b"I": _line(texts.decimal_or_bool),
-    b"J": _number("<i"),
-    b"M": _number("<H"),
+    b"J": _push_number("<i"),
+    b"M": _push_number("<H"),
     b"L": _line(lambda line: texts.decimal(line.removesuffix(b"L"))),
     b"\x8a": _counted("B", texts.two_complement),
     b"\x8b": _counted("<i", texts.two_complement, MAX_LONG, "an integer of {} bytes"),
     b"F": _line(float),
-    b"G": _number(">d"),
+    b"G": _push_number(">d"),
     # text and bytes
     b"S": _line(texts.quoted),
     b"T": _counted("<i", texts.python2_text, 1 << 31, "a string of negative length"),

@@ -105,7 +105,7 @@ def read(
                 expected=f"{offset + length} bytes or more",
                 found=f"{available} bytes",
             )
-        return _read(_Region(fd, path, offset, length, allowed() if table is None else table), alike)
+        return _read_region(_Region(fd, path, offset, length, allowed() if table is None else table), alike)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class _Region:
         raise UnsafeError(f"{what}; no data was read", path=self.path, expected=expected, found=found)
 
 
-def _read(region: _Region, alike: Pickles | None) -> TorchFile:
+def _read_region(region: _Region, alike: Pickles | None) -> TorchFile:
     if region.size == 0:
         raise IncompleteError(
             "the file is empty", path=region.path, expected="a file written by torch.save", found="0 bytes"
@@ -208,7 +208,7 @@ _HAS_DESCRIPTOR, _UTF8 = 1 << 3, 1 << 11
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _ZipEntry:
     """A line of the central directory.  `limit` is where the next record begins, or the directory."""
 
     name: str
@@ -301,10 +301,10 @@ def _find_directory(region: _Region, tail: bytes) -> tuple[int, int, int]:
     return offset, size, count
 
 
-def _read_directory(region: _Region, offset: int, length: int, count: int) -> dict[str, _Entry]:
+def _read_directory(region: _Region, offset: int, length: int, count: int) -> dict[str, _ZipEntry]:
     """Every record by its full name; proven to be stored, unencrypted, unique and, by their headers, disjoint."""
     data = region.read(offset, length)
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, _ZipEntry] = {}
     at = 0
     for _ in range(count):
         if at + _ENTRY_SIZE > len(data):
@@ -338,7 +338,7 @@ def _read_directory(region: _Region, offset: int, length: int, count: int) -> di
             region.unsafe("a record of the zip archive has unknown flags", found=f"{name}: {flags:#x}")
         if disk:
             region.unsafe("the zip archive says that it continues in other files")
-        entries[name] = _Entry(name, flags, crc32, size, header)
+        entries[name] = _ZipEntry(name, flags, crc32, size, header)
     if at != len(data):
         region.unsafe("there is something behind the directory of the zip archive")
     return _with_limits(region, entries, offset)
@@ -359,14 +359,14 @@ def _wide(region: _Region, extra: bytes, *narrow: int) -> list[int]:
     return region.corrupt("a record of the zip archive lacks its 64-bit size")
 
 
-def _with_limits(region: _Region, entries: dict[str, _Entry], end: int) -> dict[str, _Entry]:
+def _with_limits(region: _Region, entries: dict[str, _ZipEntry], end: int) -> dict[str, _ZipEntry]:
     """The entries with their limits; refuses records that overlap by what the directory alone says."""
     limit = end
-    limited: dict[str, _Entry] = {}
+    limited: dict[str, _ZipEntry] = {}
     for entry in sorted(entries.values(), key=lambda e: e.header, reverse=True):
         if entry.header + _LOCAL_SIZE + len(entry.name) + entry.size > limit:
             region.unsafe("records of the zip archive overlap each other or its directory", found=entry.name)
-        limited[entry.name] = _Entry(entry.name, entry.flags, entry.crc32, entry.size, entry.header, limit)
+        limited[entry.name] = _ZipEntry(entry.name, entry.flags, entry.crc32, entry.size, entry.header, limit)
         limit = entry.header
     if limit != 0 and entries:
         region.unsafe("there is something before the first record of the zip archive", found=f"{limit} bytes")
@@ -386,7 +386,7 @@ def _refuse_program(region: _Region) -> NoReturn:
     )
 
 
-def _locate(region: _Region, entry: _Entry) -> StoredRecord:
+def _locate(region: _Region, entry: _ZipEntry) -> StoredRecord:
     """Where the bytes of a record begin: behind its local header, which must agree with the directory."""
     raw_name = entry.name.encode()
     header = region.read(entry.header, _LOCAL_SIZE + len(raw_name))
@@ -416,7 +416,7 @@ def _locate(region: _Region, entry: _Entry) -> StoredRecord:
     return StoredRecord(entry.name.partition("/")[2], region.start + offset, entry.size, entry.crc32 or None)
 
 
-def _check_end(region: _Region, entry: _Entry, end: int) -> None:
+def _check_end(region: _Region, entry: _ZipEntry, end: int) -> None:
     """Raise CorruptError unless nothing but its descriptor lies between a record's `end` and what comes next.
 
     The length of the header's extra field stands in the header alone, and one wrong bit of it moves every element.
@@ -439,10 +439,10 @@ def _check_end(region: _Region, entry: _Entry, end: int) -> None:
 class _Archive:
     """The records of one zip archive by their names within its folder, located when they are asked for."""
 
-    def __init__(self, region: _Region, entries: dict[str, _Entry]) -> None:
+    def __init__(self, region: _Region, entries: dict[str, _ZipEntry]) -> None:
         self.region = region
         self.entries = entries
-        self.folder = _folder(region, entries)
+        self.folder = _archive_folder(region, entries)
         self.located: dict[str, StoredRecord] = {}
 
     def locate(self, name: str) -> StoredRecord:
@@ -469,7 +469,7 @@ class _Archive:
         return data
 
 
-def _folder(region: _Region, entries: dict[str, _Entry]) -> str:
+def _archive_folder(region: _Region, entries: dict[str, _ZipEntry]) -> str:
     """The one folder in which all records stand, with its slash."""
     folders = {name.partition("/")[0] for name in entries}
     if any(_is_program(name) for name in entries):
@@ -527,7 +527,7 @@ def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
 
 
 def _known_root(region: _Region, archive: _Archive, parsed: Parsed | None) -> Any:
-    """What the same pickle made in another file, if all of its storages are where they are in that; otherwise None."""
+    """The root of an equal pickle in another file, if all storages lie at the same places; otherwise None."""
     if parsed is None or parsed.table is not region.table or parsed.start != region.start:
         return None
     for key, storage in parsed.storages.items():

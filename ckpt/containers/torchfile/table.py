@@ -150,7 +150,7 @@ _UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def _table() -> dict[Name, Any]:
+def _make_table() -> dict[Name, Any]:
     table: dict[Name, Any] = {("torch", dtype.name): dtype for dtype in dtypes.ALL}
     table |= {(module, name): Global(module, name, record) for module, name in _each(_RECORDS)}
     for module, name, fields in _each(_FIELDS):
@@ -174,7 +174,7 @@ def _each(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
             yield module, name, *more
 
 
-GLOBALS: Mapping[Name, Any] = _table()
+GLOBALS: Mapping[Name, Any] = _make_table()
 
 
 @cache

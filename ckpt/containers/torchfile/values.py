@@ -196,7 +196,7 @@ class Array:
         if type(shape) is int:
             shape = (shape,)
         if type(shape) is not tuple or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
-            raise MalformedError("the shape of an array")
+            raise MalformedError("an array whose shape is not a tuple of sizes")
         if text == "|O":
             if type(data) is not list or len(data) != prod(shape):
                 raise MalformedError("an array that is not as long as its shape says")

@@ -169,7 +169,7 @@ def torch_file(name: str, root: Any) -> TargetFile:
     A `StoredTensor` in the tree (part of a training state that was read) is carried along if it is small.
     Raises LossError for what cannot be written.
     """
-    return _Layout(name, _folder(name)).write(root)
+    return _Layout(name, _archive_folder(name)).write(root)
 
 
 def torch_item(root: Any) -> TargetFile:
@@ -177,7 +177,7 @@ def torch_item(root: Any) -> TargetFile:
     return _Layout("", "archive").write(root)
 
 
-def _folder(name: str) -> str:
+def _archive_folder(name: str) -> str:
     """The folder in the archive: the file's stem.  torch writes other than ASCII names through a stream."""
     stem = os.path.basename(name).rpartition(".")[0] or os.path.basename(name)
     return stem if stem.isascii() and name.isascii() else "archive"
@@ -314,7 +314,7 @@ class _Storages:
         self._known: dict[int, tuple[str, Any]] = {}  # owners are kept, so that their ids stay theirs
 
     def reference(self, value: Any) -> TensorRef | None:
-        """What the pickle says of a tensor; None for what is none."""
+        """The reference to a tensor that the pickle holds; None for any other object."""
         if isinstance(value, StoredTensor):
             value = _carried(value)
         elif not isinstance(value, NewTensor):

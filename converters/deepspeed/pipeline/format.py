@@ -30,7 +30,7 @@ from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, OPTIMIZER_FILE, PIPELINE, UNIVERSAL_INFO
 from converters.deepspeed.pipeline.args import attributes, current
 from converters.deepspeed.pipeline.read import (
-    Reading,
+    PipelineReading,
     is_pipeline,
     list_folder,
     read_layers,
@@ -77,11 +77,11 @@ class MegatronDeepSpeed(Format):
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the checkpoint of one step."""
-        reading = Reading(list_folder(path))
+        reading = PipelineReading(list_folder(path))
         with known_structure(path):
             return self._read(reading, path, request)
 
-    def _read(self, reading: Reading, path: Path, request: ReadRequest) -> Checkpoint:
+    def _read(self, reading: PipelineReading, path: Path, request: ReadRequest) -> Checkpoint:
         read_layers(reading)
         slices = read_slices(reading)
         optimizer = read_partitions(reading, slices)
@@ -125,7 +125,7 @@ MEGATRON_DEEPSPEED = MegatronDeepSpeed()
 
 
 def _entries(
-    reading: Reading, slices: Sequence[RankFile], optimizer: RankFile | None, config: Mapping[str, Any] | None
+    reading: PipelineReading, slices: Sequence[RankFile], optimizer: RankFile | None, config: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What describes the run, by the names in the files.
 

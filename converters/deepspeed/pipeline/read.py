@@ -21,7 +21,7 @@ from converters.deepspeed.folder import MODEL, OPTIMIZER, PIPELINE_LAYER, put
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model_file import is_dealt, param_shapes
 from converters.deepspeed.partitions import FlatGroup, InFlatGroup
-from converters.deepspeed.parts import Joined, Part
+from converters.deepspeed.parts import Joined, RankPart
 from converters.deepspeed.pipeline.args import attributes
 from converters.deepspeed.rank_files import (
     base_groups,
@@ -111,7 +111,7 @@ def list_folder(path: Path) -> Folder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldPart:
     """A rank's part of a tensor, before it is known which ranks have the others.
 
     `layer` is whose file has it; None for what lies in partitions, whose files are of slices.
@@ -131,13 +131,13 @@ _GroupKey = tuple[str, int]
 
 
 @dataclass
-class Reading:
+class PipelineReading:
     """What has been read so far of one step folder."""
 
     folder: Folder
     layers: Layers = field(default_factory=lambda: Layers({}))
     sources: Sources = field(default_factory=Sources)
-    held: dict[Key, list[_Held]] = field(default_factory=dict)
+    held: dict[Key, list[_HeldPart]] = field(default_factory=dict)
     natives: dict[str, Any] = field(default_factory=dict)
     groups: dict[_GroupKey, tuple[dict[str, None], Mapping[str, Any]]] = field(default_factory=dict)
     group_order: list[_GroupKey] = field(default_factory=list)
@@ -164,7 +164,7 @@ class Reading:
         held = self.held[fqn, role]
         first = held[0]
         shape = full_shape(first.split, first.shape, tp)
-        copies: dict[int, dict[int, Part]] = {}
+        copies: dict[int, dict[int, RankPart]] = {}
         for one in held:
             if (one.shape, one.dtype) != (first.shape, first.dtype):
                 raise CorruptError(
@@ -175,7 +175,7 @@ class Reading:
                     expected=f"{first.dtype} {list(first.shape)}",
                     found=f"{one.dtype} {list(one.shape)}",
                 )
-            part = Part(one.shape, rank_boxes(one.split, shape, tp, one.tp), one.source, self._ranks(one))
+            part = RankPart(one.shape, rank_boxes(one.split, shape, tp, one.tp), one.source, self._ranks(one))
             copies.setdefault(one.slice - one.tp, {})[one.tp] = part
         sources: list[Source] = []
         for stage, parts in copies.items():
@@ -196,7 +196,7 @@ class Reading:
             fqn, role, first.dtype, shape, sources[0], native if native != first.dtype else None, tuple(sources[1:])
         )
 
-    def _ranks(self, held: _Held) -> range | None:
+    def _ranks(self, held: _HeldPart) -> range | None:
         """The ranks of the run that have a part, by data parallel rank.
 
         runtime/pipe/topology.py, `PipeModelDataParallelTopology`: the axes are pipe, data, model, the last one's ranks
@@ -210,7 +210,7 @@ class Reading:
         return range(first, first + self.dp * tp, tp)
 
 
-def read_layers(reading: Reading) -> None:
+def read_layers(reading: PipelineReading) -> None:
     """Note the tensors of all layers' files; LossError for names without a rule."""
     folder = reading.folder
     contents = {key: reading.load(path, key[1]) for key, path in folder.layers.items()}
@@ -234,7 +234,7 @@ def read_layers(reading: Reading) -> None:
             _note_weight(reading, layer, rank, file, name, value)
 
 
-def _note_weight(reading: Reading, layer: int, rank: int, file: RankFile, name: str, value: Any) -> None:
+def _note_weight(reading: PipelineReading, layer: int, rank: int, file: RankFile, name: str, value: Any) -> None:
     fqn = reading.layers.canonical(layer, name)
     if fqn is None:
         raise LossError("nothing is known of this entry of a layer", path=file.path, rank=rank, fqn=f"{layer}.{name}")
@@ -242,12 +242,12 @@ def _note_weight(reading: Reading, layer: int, rank: int, file: RankFile, name: 
         raise CorruptError("an entry of a layer is no tensor", path=file.path, fqn=name, found=type(value).__name__)
     extent = value.extent
     split = reading.split(fqn, file.path)
-    held = _Held(rank, rank, split, extent.dtype, extent.shape, Whole(extent, 0), layer)
+    held = _HeldPart(rank, rank, split, extent.dtype, extent.shape, Whole(extent, 0), layer)
     reading.held.setdefault((fqn, WEIGHT), []).append(held)
     reading.natives[fqn] = extent.dtype
 
 
-def _note_gated(reading: Reading, layer: int, entries: Mapping[str, Any]) -> None:
+def _note_gated(reading: PipelineReading, layer: int, entries: Mapping[str, Any]) -> None:
     """Whether the rows of the first matrix of an MLP are gate and up: the shape of the second tells."""
     shapes = {
         reading.layers.canonical(layer, name): value.shape
@@ -266,7 +266,7 @@ def check_neox(
     tp: int,
     hint: str = "convert it with GPT-NeoX's tools/ckpts/convert_neox_to_hf.py",
 ) -> None:
-    """What GPT-NeoX does otherwise than Megatron, and no box can say."""
+    """Refuse what GPT-NeoX does differently from Megatron and boxes cannot express."""
     biases = [name for name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias") if name in entries]
     if biases and tp > 1:
         raise LossError(
@@ -279,14 +279,14 @@ def check_neox(
     qkv, dense = (entries.get(f"attention.{name}.weight") for name in ("query_key_value", "dense"))
     if isinstance(qkv, StoredTensor) and isinstance(dense, StoredTensor) and qkv.shape[0] != 3 * dense.shape[1]:
         raise LossError(
-            "GPT-NeoX orders the rows of grouped queries otherwise than Megatron, which is not supported",
+            "GPT-NeoX orders the rows of grouped queries in another way than Megatron, which is not supported",
             path=file.path,
             expected=f"{3 * dense.shape[1]} rows",
             found=f"{qkv.shape[0]}",
         )
 
 
-def read_slices(reading: Reading) -> list[RankFile]:
+def read_slices(reading: PipelineReading) -> list[RankFile]:
     """The model files of all slices: param shapes, training state, and no weights."""
     folder = reading.folder
     files = [reading.load(folder.slices[number], number) for number in range(len(folder.slices))]
@@ -317,7 +317,7 @@ def read_slices(reading: Reading) -> list[RankFile]:
     recorded_dp = files[0].content.get("dp_world_size")
     ranks = (rank for rank, _ in folder.partitions)
     reading.dp = recorded_dp if isinstance(recorded_dp, int) else 1 + max(ranks, default=0)
-    reading.stages = _stages(reading, files)
+    reading.stages = _stages_by_layer(reading, files)
     return files
 
 
@@ -342,7 +342,7 @@ def _check_order(file: RankFile) -> None:
         )
 
 
-def _check_layers(reading: Reading, files: Sequence[RankFile]) -> None:
+def _check_layers(reading: PipelineReading, files: Sequence[RankFile]) -> None:
     """Every layer that a slice has parameters of must have its files, and none may be left over."""
     recorded = attributes(files[0].content.get("args")).get("num_layers")
     found = len(reading.layers.transformers)
@@ -374,7 +374,7 @@ def _parameters(file: RankFile) -> Iterator[tuple[str, int | None]]:
             yield name, int(number) if number.isdigit() else None
 
 
-def _stages(reading: Reading, files: Sequence[RankFile]) -> dict[int, int]:
+def _stages_by_layer(reading: PipelineReading, files: Sequence[RankFile]) -> dict[int, int]:
     """The pipeline stage of each layer that some slice has parameters of; tied ones are on the first and the last."""
     found: dict[int, int] = {}
     tied: list[int] = []
@@ -391,7 +391,7 @@ def _stages(reading: Reading, files: Sequence[RankFile]) -> dict[int, int]:
     return found
 
 
-def read_partitions(reading: Reading, slices: Sequence[RankFile]) -> RankFile | None:
+def read_partitions(reading: PipelineReading, slices: Sequence[RankFile]) -> RankFile | None:
     """Note masters and optimizer states of all slices; returns the first rank's optimizer, None where there is none."""
     folder = reading.folder
     if not folder.partitions:
@@ -420,7 +420,7 @@ def read_partitions(reading: Reading, slices: Sequence[RankFile]) -> RankFile | 
     return first
 
 
-def stage_sizes(reading: Reading, slices: Sequence[RankFile]) -> list[int] | None:
+def stage_sizes(reading: PipelineReading, slices: Sequence[RankFile]) -> list[int] | None:
     """Numbers of transformer layers of the pipeline's stages; None where the files do not tell of all layers."""
     transformers = set(reading.layers.transformers)
     stages = slices[:: reading.folder.tp]
@@ -428,7 +428,7 @@ def stage_sizes(reading: Reading, slices: Sequence[RankFile]) -> list[int] | Non
     return sizes if sum(sizes) == len(transformers) else None
 
 
-def _read_slice(reading: Reading, file: RankFile, inners: list[RankFile]) -> None:
+def _read_slice(reading: PipelineReading, file: RankFile, inners: list[RankFile]) -> None:
     groups = param_shapes(file)
     expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
     _check_partitions(inners)
@@ -455,7 +455,7 @@ def _read_slice(reading: Reading, file: RankFile, inners: list[RankFile]) -> Non
             tp = file.rank % reading.folder.tp
             for role, extents in {MASTER: masters, **states.buffers}.items():
                 source = states.in_blocks(InFlatGroup(FlatGroup(extents, partition), starts[name]), role)
-                held = _Held(file.rank, tp, split, extents[0].dtype, shape, source)
+                held = _HeldPart(file.rank, tp, split, extents[0].dtype, shape, source)
                 reading.held.setdefault((fqn, role), []).append(held)
         states.add_to(reading.states, fqns, file)
         _check_parameter_order(
@@ -479,7 +479,7 @@ def _merge_order(order: list[_GroupKey], keys: Sequence[_GroupKey]) -> None:
         place = order.index(key) + 1
 
 
-def _check_parameter_order(reading: Reading, names: Iterable[str]) -> None:
+def _check_parameter_order(reading: PipelineReading, names: Iterable[str]) -> None:
     """Note where the optimizer of a slice has its parameters in another order than that of the modules we know."""
     fqns = [fqn for name in names if (fqn := reading.layers.of_parameter(name)) is not None]
     if fqns != sorted(fqns, key=reading.layers.order) and not reading.own_module_order:
@@ -502,7 +502,7 @@ def _check_partitions(inners: Sequence[RankFile]) -> None:
     check_same_options([(inner, base_groups(inner)) for inner in inners])
 
 
-def _check_shape(reading: Reading, file: RankFile, fqn: str, shape: Shape) -> None:
+def _check_shape(reading: PipelineReading, file: RankFile, fqn: str, shape: Shape) -> None:
     """The optimizer's part of a parameter must be as large as the layer's."""
     weights = reading.held.get((fqn, WEIGHT))
     if not weights or weights[0].shape != shape:

@@ -26,12 +26,12 @@ from ckpt.run_folder.steps import TRACKER
 from converters.deepspeed import model as zero_model
 from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.keys import MODEL_STATE, OPTIMIZER_STATE, PIPELINE, UNIVERSAL_INFO
-from converters.deepspeed.model import Model
+from converters.deepspeed.model import DeepSpeedModel
 from converters.deepspeed.pipeline.args import namespace, of_neox, recorded
 from converters.deepspeed.pipeline.read import OTHER_ORDER
 from converters.deepspeed.write import (
-    Group,
-    Local,
+    FlattenedGroup,
+    LocalParameter,
     batch_notes,
     common_root,
     flat_group,
@@ -78,7 +78,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         files=(*files, *model_files(checkpoint, layout.dtype)[0], *trackers),
         left_out={**model.left_out, **pipeline.without_groups},
         dropped=(*dropped, *model.dropped),
-        notes=(*pipeline.notes, *model.notes, *_notes(pipeline)),
+        notes=(*pipeline.notes, *model.notes, *_pipeline_notes(pipeline)),
     )
 
 
@@ -92,7 +92,7 @@ class _Pipeline:
     `record` is what the reader of this format noted of the source's own pipeline.
     """
 
-    model: Model
+    model: DeepSpeedModel
     layers: Layers
     grid: Grid
     stages: Stages
@@ -145,8 +145,8 @@ class _Pipeline:
                 found[-1][fqn] = None
         return [dict.fromkeys(sorted(names, key=self.layers.order)) for names in found]
 
-    def local(self, fqn: str, tp: int) -> Local:
-        """What a tensor parallel rank has of a tensor."""
+    def local(self, fqn: str, tp: int) -> LocalParameter:
+        """The part of a tensor that a tensor parallel rank has."""
         shape, second = self.tensors[fqn].tensor.shape, self.tensors.get(second_linear(fqn) or "")
         split = known_split(fqn, gated=second is not None and is_gated(shape, second.tensor.shape))
         try:
@@ -154,7 +154,7 @@ class _Pipeline:
         except UsageError as error:
             error.fqn = fqn
             raise
-        return Local(self.layers.parameter(fqn), rank_shape(split, shape, self.grid.tp), boxes)
+        return LocalParameter(self.layers.parameter(fqn), rank_shape(split, shape, self.grid.tp), boxes)
 
 
 def _describe(checkpoint: Checkpoint, layout: Layout) -> _Pipeline:
@@ -182,7 +182,7 @@ def _describe(checkpoint: Checkpoint, layout: Layout) -> _Pipeline:
     return pipeline
 
 
-def _layers(model: Model, record: Mapping[str, Any], args: Mapping[str, Any]) -> Layers:
+def _layers(model: DeepSpeedModel, record: Mapping[str, Any], args: Mapping[str, Any]) -> Layers:
     """The source's own numbering, or Megatron-DeepSpeed's, or GPT-NeoX's where only that has such a model."""
     names = (*model.weights, *model.buffers)
     if record:
@@ -297,7 +297,7 @@ def _layer_files(pipeline: _Pipeline) -> Iterator[_File]:
             yield f"layer_{number:02d}-model_{tp:02d}-model_states.pt", state
 
 
-def _part(choice: Choice, local: Local) -> NewTensor:
+def _part(choice: Choice, local: LocalParameter) -> NewTensor:
     parts, at = [], 0
     for box in local.boxes:
         parts.append(FromSource(choice.key, box, at))
@@ -310,7 +310,7 @@ def _slice_files(pipeline: _Pipeline, client: Mapping[str, Any], pp: int, tp: in
     model, config, dp = pipeline.model, pipeline.config, pipeline.dp
     number = pp * pipeline.grid.tp + tp
     local = {fqn: pipeline.local(fqn, tp) for fqn in pipeline.members[pp]}
-    groups = list(_groups(pipeline, local)) if pipeline.has_optimizer else []
+    groups = list(_slice_groups(pipeline, local)) if pipeline.has_optimizer else []
     shapes = [group.shapes(model) for group in groups]
     if not pipeline.has_optimizer:
         shapes = [StoredDict("OrderedDict", ((one.name, Size(one.shape)) for one in local.values()))]
@@ -323,7 +323,7 @@ def _slice_files(pipeline: _Pipeline, client: Mapping[str, Any], pp: int, tp: in
         yield optimizer_file(model, config, items | partitions(model, groups, [rank] * len(groups)), rank, number)
 
 
-def _groups(pipeline: _Pipeline, local: Mapping[str, Local]) -> Iterator[Group]:
+def _slice_groups(pipeline: _Pipeline, local: Mapping[str, LocalParameter]) -> Iterator[FlattenedGroup]:
     """The param groups of a slice, each with its parameters in the order of the module; a slice may lack some."""
     for group in pipeline.model.groups:
         members = set(group.fqns)
@@ -392,7 +392,7 @@ def _of_slice(pipeline: _Pipeline, number: int) -> dict[str, Any]:
     return {name: of_ranks[number] for name, of_ranks in found.items() if number in of_ranks}
 
 
-def _notes(pipeline: _Pipeline) -> Iterator[str]:
+def _pipeline_notes(pipeline: _Pipeline) -> Iterator[str]:
     grid, before = pipeline.grid, pipeline.checkpoint.world_size
     ranks = grid.tp * grid.pp * pipeline.dp
     changed = f", from {before} ranks" if before not in (None, ranks) else ""

@@ -29,7 +29,7 @@ from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
 from converters.megatron.dist.optimizer import is_optimizers, read_optimizer
-from converters.megatron.dist.read import BACKENDS, COMMON, Reading, is_iteration, read_folder
+from converters.megatron.dist.read import BACKENDS, COMMON, DistReading, is_iteration, read_folder
 from converters.megatron.dist.write import lay_out
 from converters.megatron.entries import OF_RANKS, read_state
 from converters.megatron.folder import find_iteration, is_iterations_name
@@ -113,7 +113,7 @@ def _is_read(folder: Path) -> bool:
     return is_iteration(folder) or megatron_fsdp.is_iteration(folder)
 
 
-def _per_rank(reading: Reading) -> dict[str, dict[str, Any]]:
+def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:
     """What each rank has for itself, by its place among them."""
     common = {name: value for name in OF_RANKS if isinstance(value := reading.common.get(name), Mapping)}
     return {name: {str(key): value for key, value in values.items()} for name, values in common.items()} | {

@@ -42,7 +42,7 @@ from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.tensors import Box, Extent, Shape, whole
 from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.keys import ObjectKey, TensorKey
-from converters.megatron.dist.read import BACKENDS, COMMON, Reading, is_models
+from converters.megatron.dist.read import BACKENDS, COMMON, DistReading, is_models
 from converters.megatron.optimizer import Optimizers, plain
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import Spelling, is_expert, layer_kinds, split_layer
@@ -76,13 +76,13 @@ def is_iteration(folder: Path) -> bool:
     return _MARK.search(read_file(path, _MARKED)) is not None
 
 
-def read_folder(folder: Path) -> tuple[Reading, Optimizers]:
+def read_folder(folder: Path) -> tuple[DistReading, Optimizers]:
     """The folder of one iteration.
 
     Raises CorruptError for one that contradicts itself, LossError for one that does not hold all that was saved,
     NotFoundError for states that are stored in a way that is not read.
     """
-    stored = _Stored.of(folder)
+    stored = _SavedState.of(folder)
     reading = stored.reading
     _note_model(stored)
     _check_layers(reading)
@@ -96,7 +96,7 @@ def read_folder(folder: Path) -> tuple[Reading, Optimizers]:
 
 
 @dataclass
-class _Stored:
+class _SavedState:
     """The state dict that was saved.
 
     `found` has what is stored by the numbers of `metadata`, `parts` these numbers by the first name of their paths, of
@@ -105,7 +105,7 @@ class _Stored:
     copies.
     """
 
-    reading: Reading
+    reading: DistReading
     metadata: Metadata
     found: Sequence[Any]
     parts: Mapping[Path_, Sequence[int]]
@@ -117,8 +117,8 @@ class _Stored:
     masters: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, folder: Path) -> _Stored:
-        reading, metadata = Reading(folder), read_metadata(folder)
+    def of(cls, folder: Path) -> _SavedState:
+        reading, metadata = DistReading(folder), read_metadata(folder)
         _refuse_flat(metadata)
         found, steps = reading.data.read(metadata), metadata.steps
         reading.data.count_ranks(folder)
@@ -167,12 +167,12 @@ def _refuse_flat(metadata: Metadata) -> None:
                 "names of the state dict are not nested as Megatron-FSDP has them",
                 path=metadata.path,
                 fqn=key,
-                hint="was this made of a torch_dist checkpoint? convert that one, or what training goes on to save; "
+                hint="was this made of a torch_dist checkpoint? convert that one, or a later save of the training; "
                 "as dcp it is read under the names that it has",
             )
 
 
-def _value(reading: Reading, found: Any) -> Any:
+def _value(reading: DistReading, found: Any) -> Any:
     """A value of the training state, which every rank has for itself and the checkpoint has once."""
     if not isinstance(found, FoundTensor):
         return found
@@ -199,7 +199,7 @@ def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
 # -- the model -----------------------------------------------------------------------------------------------
 
 
-def _note_model(stored: _Stored) -> None:
+def _note_model(stored: _SavedState) -> None:
     """Note the parameters and buffers.  Those that are fp32 in a model of 16 bits are the optimizer's masters."""
     reading = stored.reading
     found: dict[TensorKey, FoundTensor] = {}
@@ -208,7 +208,7 @@ def _note_model(stored: _Stored) -> None:
         if name is None or not is_models(name.name) or not isinstance(tensor, FoundTensor):
             raise stored.strange(key, "a tensor of embedding., decoder., mtp. or output_layer.")
         if name in found:
-            raise CorruptError("two keys are of the same tensor", path=stored.metadata.path, fqn=key)
+            raise CorruptError("two keys name the same tensor", path=stored.metadata.path, fqn=key)
         found[name] = tensor
         stored.shapes[name] = tensor.entry.shape
     for name, tensor in found.items():
@@ -226,7 +226,7 @@ def _note_model(stored: _Stored) -> None:
         )
 
 
-def _note(stored: _Stored, name: TensorKey, role: str, tensor: FoundTensor, copy: int = 0) -> None:
+def _note(stored: _SavedState, name: TensorKey, role: str, tensor: FoundTensor, copy: int = 0) -> None:
     shape, placed = tensor.entry.shape, tensor.placed
     if name.half is not None and not shape:
         raise stored.strange(tensor.entry.key, "rows")
@@ -236,7 +236,7 @@ def _note(stored: _Stored, name: TensorKey, role: str, tensor: FoundTensor, copy
     stored.reading.add((name.name, role), name.shape(shape), tensor.entry.dtype, parts, copy)
 
 
-def _tensor_ranks(stored: _Stored, fqn: str, shape: Shape) -> int:
+def _tensor_ranks(stored: _SavedState, fqn: str, shape: Shape) -> int:
     """How many ranks' rows of a gated MLP stand behind each other in its first layer; 1 for any other tensor."""
     second = second_linear(fqn)
     other = stored.shapes.get(TensorKey(second)) if second else None
@@ -252,7 +252,7 @@ def _tensor_ranks(stored: _Stored, fqn: str, shape: Shape) -> int:
     return stored.grid.etp if is_expert(fqn) else stored.grid.tp
 
 
-def _by_halves(stored: _Stored, tensor: FoundTensor, size: int) -> Iterator[tuple[Box, Extent]]:
+def _by_halves(stored: _SavedState, tensor: FoundTensor, size: int) -> Iterator[tuple[Box, Extent]]:
     """Where the rows belong that are stored as gate and up rows of the first of `size` ranks, of the second, ..."""
     each, rest = divmod(tensor.entry.shape[0], 2 * size)
     if rest:
@@ -267,7 +267,7 @@ def _by_halves(stored: _Stored, tensor: FoundTensor, size: int) -> Iterator[tupl
             yield Box((row, *box.offsets[1:]), inner.sizes), extent.narrow(inner)
 
 
-def _number(reading: Reading, name: str) -> int | None:
+def _recorded_number(reading: DistReading, name: str) -> int | None:
     """A recorded argument that is a number, where there is one."""
     value = reading.args.get(name)
     if value is not None and (type(value) is not int or value < 0):
@@ -280,9 +280,9 @@ def _are_all(found: set[int], number: int) -> bool:
     return len(found) == number and found == set(range(number))
 
 
-def _check_layers(reading: Reading) -> None:
+def _check_layers(reading: DistReading) -> None:
     found = {int(match[1]) for fqn, _ in reading.placed if (match := _LAYER.match(fqn))}
-    number = _number(reading, "num_layers") or max(found, default=-1) + 1
+    number = _recorded_number(reading, "num_layers") or max(found, default=-1) + 1
     if not _are_all(found, number):
         raise LossError(
             "layers of the model are missing: stages of a pipeline save theirs under the same names",
@@ -293,14 +293,14 @@ def _check_layers(reading: Reading) -> None:
         )
 
 
-def _check_experts(reading: Reading) -> None:
+def _check_experts(reading: DistReading) -> None:
     """Every expert must be there for each tensor that one has."""
     found: dict[tuple[str, str], set[int]] = {}
     for fqn, _ in reading.placed:
         if match := _EXPERT.fullmatch(fqn):
             found.setdefault((match["before"], match["after"]), set()).add(int(match["expert"]))
     most = max((max(numbers) + 1 for numbers in found.values()), default=0)
-    count = _number(reading, "num_experts") or _number(reading, "num_moe_experts") or most
+    count = _recorded_number(reading, "num_experts") or _recorded_number(reading, "num_moe_experts") or most
     for (before, after), numbers in found.items():
         if not _are_all(numbers, count):
             raise LossError(
@@ -312,7 +312,7 @@ def _check_experts(reading: Reading) -> None:
                 hint="save with megatron-core 0.16 or later, whose names number experts over all ranks",
             )
     legacy = next((fqn for fqn, _ in reading.placed if _LEGACY_EXPERTS.search(fqn)), None)
-    if legacy is not None and _number(reading, "expert_model_parallel_size") not in (None, 1):
+    if legacy is not None and _recorded_number(reading, "expert_model_parallel_size") not in (None, 1):
         raise LossError(
             "the experts of one expert parallel rank stand for those of all: megatron-core numbers no weights of "
             "the legacy grouped GEMM",
@@ -322,7 +322,7 @@ def _check_experts(reading: Reading) -> None:
         )
 
 
-def _check_sinks(reading: Reading) -> None:
+def _check_sinks(reading: DistReading) -> None:
     """Refuse sinks of fewer heads than the model has: megatron-core 0.16.1 does not mark them as tensor parallel."""
     heads = reading.args.get("num_attention_heads")
     for (fqn, _), (shape, _) in reading.shapes.items():
@@ -336,7 +336,7 @@ def _check_sinks(reading: Reading) -> None:
             )
 
 
-def _note_random_states(stored: _Stored) -> None:
+def _note_random_states(stored: _SavedState) -> None:
     """Each pipeline and tensor parallel rank's, at places as the `torch_dist` format has them."""
     states = stored.rest.get(_RNG)
     if states is None:
@@ -358,7 +358,7 @@ def _note_random_states(stored: _Stored) -> None:
 # -- the optimizer -------------------------------------------------------------------------------------------
 
 
-def _note_states(stored: _Stored, found: Optimizers) -> None:
+def _note_states(stored: _SavedState, found: Optimizers) -> None:
     for top in stored.parts:
         if top[0] != _OPTIMIZER:
             continue
@@ -374,7 +374,7 @@ def _note_states(stored: _Stored, found: Optimizers) -> None:
                 )
 
 
-def _note_state(stored: _Stored, found: Optimizers, key: str, name: TensorKey, state: str, tensor: Any) -> None:
+def _note_state(stored: _SavedState, found: Optimizers, key: str, name: TensorKey, state: str, tensor: Any) -> None:
     shape = stored.shapes.get(name)
     if not isinstance(tensor, FoundTensor) or tensor.number is not None:
         number = tensor.number if isinstance(tensor, FoundTensor) else tensor
@@ -408,8 +408,8 @@ def _note_state(stored: _Stored, found: Optimizers, key: str, name: TensorKey, s
         )
 
 
-def _note_groups(stored: _Stored, found: Optimizers) -> None:
-    """Add the param groups, of which each parameter has the options."""
+def _note_groups(stored: _SavedState, found: Optimizers) -> None:
+    """Add the param groups.  The file has the options of each parameter."""
     optimizer = stored.rest.get(_OPTIMIZER, {})  # values that are dicts are stored by their items
     for name, nested in optimizer.get(_GROUPS, {}).items():
         options = stored.options.setdefault(name, {})

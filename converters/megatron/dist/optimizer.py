@@ -37,9 +37,9 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, K
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.tensors import Box, Extent
 from converters.megatron.buffers import ALIGNMENT, bucket_sizes, by_buffer, find_buffer, gathered
-from converters.megatron.chunks import ChunkTensor, Model, describe_model
+from converters.megatron.chunks import ChunkTensor, MegatronModel, describe_model
 from converters.megatron.dist.keys import MASTERS
-from converters.megatron.dist.read import Reading, flat_pieces
+from converters.megatron.dist.read import DistReading, flat_pieces
 from converters.megatron.optimizer import Optimizers, belongs, check_kind
 from converters.names.megatron.model.axes import Grid, Rank
 from converters.names.megatron.model.spelling import Spelling, is_expert, layer_kinds, split_layer
@@ -56,7 +56,7 @@ _KNOWN = (None, "fully_reshardable", "fully_sharded_model_space", "dp_reshardabl
 _COMPARED = 64
 
 
-def read_optimizer(reading: Reading) -> Optimizers:
+def read_optimizer(reading: DistReading) -> Optimizers:
     """The param groups, with the states of `dp_reshardable` noted in `reading`; nothing where states are shifted.
 
     Raises NotFoundError for a way of storing that is not read, CorruptError where buckets do not fit the model.
@@ -84,7 +84,7 @@ def read_optimizer(reading: Reading) -> Optimizers:
     return found
 
 
-def _contents(reading: Reading) -> Iterator[Mapping[Any, Any]]:
+def _contents(reading: DistReading) -> Iterator[Mapping[Any, Any]]:
     """What each optimizer has beside its tensors: in the common state, or an object of every data parallel group."""
     common = reading.common.get("optimizer")
     if isinstance(common, Mapping):
@@ -103,7 +103,7 @@ def is_optimizers(key: str) -> bool:
     return _OBJECT.fullmatch(key) is not None
 
 
-def _refuse_transposed(reading: Reading) -> None:
+def _refuse_transposed(reading: DistReading) -> None:
     """Legacy grouped GEMM keeps its weights transposed, and `fully_sharded_model_space` flattens them as they are."""
     args = reading.args
     legacy = args.get("transformer_impl") == "local" or args.get("moe_use_legacy_grouped_gemm")
@@ -118,7 +118,7 @@ def _refuse_transposed(reading: Reading) -> None:
 # -- param groups --------------------------------------------------------------------------------------------
 
 
-def _note_groups(reading: Reading, found: Optimizers, inner: Mapping[Any, Any]) -> None:
+def _note_groups(reading: DistReading, found: Optimizers, inner: Mapping[Any, Any]) -> None:
     """Find the parameters of each param group: they are not recorded, but follow from what Megatron puts into it."""
     groups = [group for group in inner["param_groups"] if isinstance(group, Mapping)]
     if len(groups) != len(inner["param_groups"]):
@@ -130,7 +130,7 @@ def _note_groups(reading: Reading, found: Optimizers, inner: Mapping[Any, Any]) 
         found.note_group(group, members, str(reading.folder), common_step)
 
 
-def _members(reading: Reading, group: Mapping[str, Any], alone: bool) -> Iterator[str]:
+def _members(reading: DistReading, group: Mapping[str, Any], alone: bool) -> Iterator[str]:
     weights = [name for name, role in reading.placed if role == WEIGHT]
     trained = {name for name, role in reading.placed if role not in (WEIGHT, BUFFER)} or set(weights)
     kinds = layer_kinds(weights)
@@ -150,7 +150,7 @@ _Name = tuple[int, int, int]  # number of the optimizer, of the data parallel gr
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredBuffer:
     """A buffer as it is stored: by bucket or, not `apart`, all buckets as one; where the elements of each state are."""
 
     apart: bool
@@ -173,7 +173,7 @@ class _Buffer:
     chunk_numel: int
     members: tuple[ChunkTensor, ...]
 
-    def places(self, stored: _Stored, args: Mapping[str, Any]) -> Sequence[tuple[int, int]] | None:
+    def places(self, stored: _StoredBuffer, args: Mapping[str, Any]) -> Sequence[tuple[int, int]] | None:
         """(bucket, first element in it) of each parameter; None where they do not fit."""
         numels = [one.numel for one in self.members]
         if stored.apart:
@@ -183,7 +183,7 @@ class _Buffer:
         return None if found is None else [(0, start) for start in found.starts]
 
 
-def _read_buffers(reading: Reading) -> None:
+def _read_buffers(reading: DistReading) -> None:
     """Note the states of `dp_reshardable` and `dp_zero_gather_scatter`."""
     if not reading.args:
         raise LossError(
@@ -194,7 +194,7 @@ def _read_buffers(reading: Reading) -> None:
         )
     check_kind(reading.args, reading.folder)
     Grid.recorded(reading.args, reading.folder)
-    model = _model(reading)
+    model = _megatron_model(reading)
     known = _buckets(reading) | dict(_gathered(reading))
     held: dict[Key, list[tuple[Box, Placed]]] = {}
     for buffer in _buffers(model):
@@ -217,7 +217,7 @@ def _read_buffers(reading: Reading) -> None:
             reading.add(key, shape, FLOAT32, [part for one in placed for part in one], copy)
 
 
-def _model(reading: Reading) -> Model:
+def _megatron_model(reading: DistReading) -> MegatronModel:
     """The model as its ranks held it."""
     tensors = {key: tensor for key, tensor in reading.tensors().items() if key[1] in (WEIGHT, BUFFER)}
     state = TrainingState(args=dict(reading.args))
@@ -225,7 +225,7 @@ def _model(reading: Reading) -> Model:
     return describe_model(found, Layout())
 
 
-def _buckets(reading: Reading) -> dict[_Name, _Stored]:
+def _buckets(reading: DistReading) -> dict[_Name, _StoredBuffer]:
     found: dict[_Name, dict[int, dict[str, Placed]]] = {}
     for key, tensor in reading.flat.items():
         match = _BUCKET.fullmatch(key)
@@ -234,10 +234,10 @@ def _buckets(reading: Reading) -> dict[_Name, _Stored]:
         name = int(match["number"] or 0), int(match["group"]), int(match["buffer"])
         placed = sorted(tensor.placed, key=lambda part: part[0].offsets)
         found.setdefault(name, {}).setdefault(int(match["bucket"]), {})[match["state"]] = placed
-    return {name: _Stored(True, buckets) for name, buckets in found.items()}
+    return {name: _StoredBuffer(True, buckets) for name, buckets in found.items()}
 
 
-def _gathered(reading: Reading) -> Iterator[tuple[_Name, _Stored]]:
+def _gathered(reading: DistReading) -> Iterator[tuple[_Name, _StoredBuffer]]:
     for key, values in reading.objects.items():
         match = _OBJECT.fullmatch(key)
         if match is None or match["what"] != "param_state":
@@ -245,10 +245,10 @@ def _gathered(reading: Reading) -> Iterator[tuple[_Name, _Stored]]:
         for state in values.values():
             for number, flat in gathered(state, path=reading.folder, fqn=key).items():
                 states = {name: [(Box((0,), extent.shape), extent)] for name, extent in flat.items()}
-                yield (int(match["number"] or 0), int(match["group"]), number), _Stored(False, {0: states})
+                yield (int(match["number"] or 0), int(match["group"]), number), _StoredBuffer(False, {0: states})
 
 
-def _buffers(model: Model) -> Iterator[_Buffer]:
+def _buffers(model: MegatronModel) -> Iterator[_Buffer]:
     """Every buffer once: data parallel ranks, and for dense parameters expert parallel ones, share it."""
     apart = model.has_expert_optimizer
     done: set[_Name] = set()
@@ -313,7 +313,7 @@ def _pieces(one: ChunkTensor, chunks: Placed, start: int) -> Iterator[tuple[Box,
         yield piece.box, placed
 
 
-def _misfit(reading: Reading, expected: object, found: object) -> CorruptError:
+def _misfit(reading: DistReading, expected: object, found: object) -> CorruptError:
     return CorruptError(
         "the distributed optimizer's buffers are not those of this model on the recorded ranks",
         path=reading.folder,
@@ -326,7 +326,7 @@ def _misfit(reading: Reading, expected: object, found: object) -> CorruptError:
 # -- shifted states ------------------------------------------------------------------------------------------
 
 
-def _drop_shifted(reading: Reading) -> bool:
+def _drop_shifted(reading: DistReading) -> bool:
     """Leave out the optimizer's state where megatron-core has shifted it (see above), and say so."""
     if reading.sharding != "fully_reshardable" or not _has_buckets(reading.args):
         return False
@@ -349,7 +349,7 @@ def _has_buckets(args: Mapping[str, Any]) -> bool:
     return not args or args.get("overlap_grad_reduce") is not False or (shared and Grid.of_args(args).pp > 1)
 
 
-def _is_rounded(reading: Reading, fqn: str) -> bool:
+def _is_rounded(reading: DistReading, fqn: str) -> bool:
     """Whether the first elements of a parameter's weight are its master's, rounded."""
     weight, master = ((fqn, role) in reading.placed and _first(reading.placed[fqn, role]) for role in (WEIGHT, MASTER))
     if not weight or not master or weight.dtype not in (BFLOAT16, FLOAT16) or master.dtype != FLOAT32:
@@ -359,7 +359,7 @@ def _is_rounded(reading: Reading, fqn: str) -> bool:
     from ckpt.move.casts import cast_bits, storage_dtype
 
     def bits(extent: Extent) -> Any:
-        return np.frombuffer(_read(extent, count), storage_dtype(extent.dtype))
+        return np.frombuffer(_read_elements(extent, count), storage_dtype(extent.dtype))
 
     count = min(weight.shape[-1], master.shape[-1], _COMPARED) if weight.shape and master.shape else 1
     return bool(np.array_equal(cast_bits(bits(master), master.dtype, weight.dtype), bits(weight)))
@@ -370,6 +370,6 @@ def _first(placed: Placed) -> Extent | None:
     return next((extent for box, extent in placed if not any(box.offsets)), None)
 
 
-def _read(extent: Extent, count: int) -> bytes:
+def _read_elements(extent: Extent, count: int) -> bytes:
     with opened(extent.path) as descriptor, translate_os_errors(extent.path):
         return read_up_to(descriptor, extent.offset, extent.dtype.itemsize * count)

@@ -38,7 +38,7 @@ _MAX_NAMES = 1 << 20
 
 
 @dataclass
-class Reading:
+class DistReading:
     """What has been read of one iteration's folder.
 
     `objects` are the values that are no tensors, by key and by their place in its array; `flat` the tensors of the
@@ -202,13 +202,13 @@ def is_iteration(folder: Path) -> bool:
     return (folder / BACKENDS).is_file() or ((folder / COMMON).is_file() and (folder / ".metadata").is_file())
 
 
-def read_folder(folder: Path) -> Reading:
+def read_folder(folder: Path) -> DistReading:
     """The folder of one iteration.
 
     Raises CorruptError where a file is missing or contradicts another, NotFoundError for another backend's files.
     """
     _check_backends(folder)
-    reading = Reading(folder)
+    reading = DistReading(folder)
     metadata = read_metadata(folder, _CLASSES)
     found = dict(zip(metadata.keys, reading.data.read(metadata), strict=True))
     tensors = {key: leaf for key, leaf in found.items() if isinstance(leaf, FoundTensor)}
@@ -230,7 +230,7 @@ def read_folder(folder: Path) -> Reading:
 
 
 def is_models(key: str) -> bool:
-    """Whether a key or name is of a GPT model's tensor."""
+    """Whether a key or name belongs to a tensor of a GPT model."""
     return key.startswith(("embedding.", "decoder.", "mtp.", "output_layer."))
 
 

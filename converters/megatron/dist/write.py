@@ -28,12 +28,12 @@ from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
-from converters.megatron.chunks import Model, describe_model
+from converters.megatron.chunks import MegatronModel, describe_model
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
 from converters.megatron.dist.read import BACKENDS, COMMON
 from converters.megatron.entries import to_write
 from converters.megatron.folder import iteration_folder
-from converters.megatron.optimizer import Optimizer
+from converters.megatron.optimizer import MegatronOptimizer
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import split_layer
 
@@ -61,7 +61,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
             writing.add((f"{name}/{place}",), [value])
     tensors = _Tensors(model, keys, writing)
     tensors.add()
-    optimizer = Optimizer(model) if model.has_optimizer else None
+    optimizer = MegatronOptimizer(model) if model.has_optimizer else None
     if optimizer is not None:
         tensors.add_states(optimizer)
     common = _common(model, keys, optimizer, kept)
@@ -75,13 +75,13 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         *model_files(checkpoint, layout.dtype)[0],
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
-    return Target(files, dropped=tuple(dropped), notes=tuple(_notes(model, layout, keys, optimizer)))
+    return Target(files, dropped=tuple(dropped), notes=tuple(_dist_notes(model, layout, keys, optimizer)))
 
 
 class _Tensors:
     """Adds tensors to the folder to be written."""
 
-    def __init__(self, model: Model, keys: KeyWriter, writing: Writing) -> None:
+    def __init__(self, model: MegatronModel, keys: KeyWriter, writing: Writing) -> None:
         self.model, self.writing = model, writing
         self.members: dict[str, dict[Shape, str]] = {}
         for fqn in model.chosen:
@@ -94,7 +94,7 @@ class _Tensors:
             chosen = {index: self.model.chosen[fqn] for index, fqn in members.items()}
             self._add(key, {index: one.key for index, one in chosen.items()}, {one.dtype for one in chosen.values()})
 
-    def add_states(self, optimizer: Optimizer) -> None:
+    def add_states(self, optimizer: MegatronOptimizer) -> None:
         """The optimizer's."""
         for key, members in self.members.items():
             trained = {index: fqn for index, fqn in members.items() if fqn in optimizer.masters}
@@ -111,7 +111,7 @@ class _Tensors:
                 keys = {index: (trained[index], role) for index, state in states.items() if state is not None}
                 self._add(f"optimizer.state.{role}.{key}", keys, dtypes)
 
-    def _add_masters(self, key: str, trained: Mapping[Shape, str], optimizer: Optimizer) -> None:
+    def _add_masters(self, key: str, trained: Mapping[Shape, str], optimizer: MegatronOptimizer) -> None:
         self._add(key, {index: optimizer.masters[fqn].key for index, fqn in trained.items()}, {FLOAT32})
 
     def _add(self, key: str, members: Mapping[Shape, Key], dtypes: Iterable[DType]) -> None:
@@ -136,7 +136,7 @@ class _Tensors:
         self.writing.add_tiles(key, dtype, sizes + shape, tiles)
 
 
-def _is_stacked(model: Model) -> bool:
+def _is_stacked(model: MegatronModel) -> bool:
     """Whether an engine asks for all layers in one tensor: where they are alike, and nothing says otherwise.
 
     transformer_block.py, `sharded_state_dict`.
@@ -159,7 +159,7 @@ def _is_stacked(model: Model) -> bool:
     return len({frozenset(members) for members in layers.values()}) <= 1
 
 
-def _entries(model: Model, keys: KeyWriter) -> Iterator[str]:
+def _entries(model: MegatronModel, keys: KeyWriter) -> Iterator[str]:
     """Keys of the extra states that modules have."""
     names: dict[str, None] = {}
     for fqn in model.chosen:
@@ -180,7 +180,9 @@ def _entries(model: Model, keys: KeyWriter) -> Iterator[str]:
         yield from (str(ObjectKey(key, index, sizes)) for index in indices)
 
 
-def _common(model: Model, keys: KeyWriter, optimizer: Optimizer | None, items: Mapping[str, Any]) -> dict[str, Any]:
+def _common(
+    model: MegatronModel, keys: KeyWriter, optimizer: MegatronOptimizer | None, items: Mapping[str, Any]
+) -> dict[str, Any]:
     """What all ranks have in common: training/checkpointing.py, `generate_state_dict`."""
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if not keys.stacked:
@@ -199,7 +201,7 @@ def _common(model: Model, keys: KeyWriter, optimizer: Optimizer | None, items: M
     return common | {name: value for name, value in items.items() if name not in common}
 
 
-def _optimizer(model: Model, optimizer: Optimizer) -> dict[Any, Any]:
+def _optimizer(model: MegatronModel, optimizer: MegatronOptimizer) -> dict[Any, Any]:
     """The param groups of each optimizer: one for experts alone where they are spread over ranks."""
     contents: list[dict[str, Any]] = []
     for expert in (False, True) if optimizer.apart else (False,):
@@ -216,7 +218,7 @@ def _optimizer(model: Model, optimizer: Optimizer) -> dict[Any, Any]:
     return contents[0] if len(contents) == 1 else dict(enumerate(contents))
 
 
-def _per_rank(model: Model) -> dict[str, Mapping[str, Any]]:
+def _per_rank(model: MegatronModel) -> dict[str, Mapping[str, Any]]:
     """What each rank of the source has for itself, by key and place, where the target's ranks are the source's."""
     state, args = model.checkpoint.state, model.checkpoint.state.args or {}
     is_same = Grid.of_args(args) == model.grid and args.get("world_size") == model.args["world_size"]
@@ -225,7 +227,9 @@ def _per_rank(model: Model) -> dict[str, Mapping[str, Any]]:
     return {name: values for name, values in state.per_rank.items() if all(map(_PLACE.fullmatch, values))}
 
 
-def _notes(model: Model, layout: Layout, keys: KeyWriter, optimizer: Optimizer | None) -> Iterator[str]:
+def _dist_notes(
+    model: MegatronModel, layout: Layout, keys: KeyWriter, optimizer: MegatronOptimizer | None
+) -> Iterator[str]:
     form = "layers in one tensor" if keys.stacked else "layers one by one"
     yield f"Megatron for any sizes of its parallel axes, {form}; recorded: TP {model.grid.tp}, PP {model.grid.pp}"
     if optimizer is None:

@@ -47,24 +47,24 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Row:
+class FamilyRow:
     name: str
     dims: tuple[str, ...]
     conditions: tuple[str, ...]
 
 
 @cache
-def parse(text: str) -> tuple[Row, ...]:
+def parse(text: str) -> tuple[FamilyRow, ...]:
     """The rows of a table, alternatives in full."""
-    return tuple(_rows(text))
+    return tuple(_parse_rows(text))
 
 
-def _rows(text: str) -> Iterator[Row]:
+def _parse_rows(text: str) -> Iterator[FamilyRow]:
     for line in filter(None, map(str.strip, text.splitlines())):
         what, _, conditions = line.partition("?")
         name, *dims = what.split()
         for spelled in choices(name):
-            yield Row(spelled, tuple(dims), tuple(conditions.split()))
+            yield FamilyRow(spelled, tuple(dims), tuple(conditions.split()))
 
 
 def choices(name: str) -> Iterator[str]:
@@ -212,7 +212,7 @@ def filled(
             yield prefix + row.name, shape_of(row, dims)
 
 
-def shape_of(row: Row, dims: Mapping[str, int]) -> Shape:
+def shape_of(row: FamilyRow, dims: Mapping[str, int]) -> Shape:
     return tuple(_multiple(word, dims) for word in row.dims)
 
 

@@ -25,7 +25,7 @@ def names_in_memory(config: Mapping[str, Any]) -> Collection[str]:
 
     Raises CorruptError where it does not accept the config.
     """
-    model = _model(config)
+    model = _empty_model(config)
     return () if model is None else model.state_dict().keys()
 
 
@@ -34,7 +34,7 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
 
     Raises CorruptError where it does not accept the config.
     """
-    model = _model(config)
+    model = _empty_model(config)
     if model is None:
         return None
     from transformers.core_model_loading import revert_weight_conversion
@@ -66,7 +66,7 @@ def in_memory(model: Any) -> tuple[dict[str, Shape], dict[str, Shape]]:
     return {n: shapes[n] for n in required}, {n: shape for n, shape in shapes.items() if n not in required}
 
 
-def _model(config: Mapping[str, Any]) -> Any:
+def _empty_model(config: Mapping[str, Any]) -> Any:
     """The model of the class that the config names, without data."""
     if not can_be_asked():
         return None

@@ -1,4 +1,4 @@
-"""Models that see: tables of vision towers, and of what joins them to text models, whose tables `families` has.
+"""Vision-language models: tables of vision towers and projectors; `families` has the tables of text models.
 
 As transformers 5.23 saves them (`modeling_clip.py`, `modeling_siglip.py`, `modeling_llava.py`, `modeling_gemma3.py`,
 `modeling_qwen2_vl.py`, `modeling_qwen2_5_vl.py`, `modeling_qwen3_vl.py`);

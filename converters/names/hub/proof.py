@@ -1,4 +1,4 @@
-"""The proof that what is about to be written is what `save_pretrained` of the config's architecture would write.
+"""The proof that the names and shapes to be written are those that the architecture's `save_pretrained` writes.
 
 Names and shapes of all tensors are compared.  The tables of `families` and `composites` answer first; where they have
 no answer, or another one, the installed transformers is asked.
@@ -36,7 +36,7 @@ _SHOWN = 2
 
 @dataclass(frozen=True)
 class Differences:
-    """Names that are too many, names that are missing, and what is of another shape: (name, expected, found)."""
+    """Extra names, missing names, and names with another shape: (name, expected, found)."""
 
     extra: Sequence[str]
     missing: Sequence[str]
@@ -77,7 +77,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
             continue
         if saved is not None and not compare(saved, shapes, config):
             loads = f"from_pretrained finds every tensor: names and shapes are what {saved.cls} has"
-            return [*_notes(saved, shapes, config), loads]
+            return [*_proof_notes(saved, shapes, config), loads]
         known = saved or known
     if known is None:
         raise _unknown(config, path)
@@ -114,7 +114,7 @@ def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
 
 
 def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str | None:
-    """What is wrong with the names and shapes of a model's files; None where nothing is, or nothing tells."""
+    """The differences of a model's names and shapes from its architecture's; None without any, or if unknown."""
     if not names_architecture(config):
         return None
     try:
@@ -162,7 +162,7 @@ def _renamed(
 
 
 def _compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Differences:
-    found = _plain(saved, shapes, config)
+    found = _plain_shapes(saved, shapes, config)
     known = {**saved.optional, **saved.required}
     ignored = [re.compile(pattern) for pattern in saved.ignored]
     extra = [name for name in found if name not in known and not any(p.fullmatch(name) for p in ignored)]
@@ -184,7 +184,7 @@ def _lacks_prefix(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
     )
 
 
-def _plain(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Mapping[str, Shape | None]:
+def _plain_shapes(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Mapping[str, Shape | None]:
     """`shapes` with plain weights in place of the parts of quantized ones; None for a shape that is not compared."""
     if not config.get("quantization_config"):
         return shapes
@@ -210,7 +210,7 @@ def _owner(name: str, known: Mapping[str, Shape]) -> str | None:
     return None
 
 
-def _notes(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[str]:
+def _proof_notes(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[str]:
     if _lacks_prefix(saved, shapes):
         yield f"names are those of the model without its head, which {saved.cls} has behind {saved.base!r}"
     elif _compare(saved, shapes, config):

@@ -20,7 +20,7 @@ from converters.names.transformers import relation as transformers
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint`, which has the names of transformers' modules or these behind a prefix, under those of the Hub.
+    """Rename `checkpoint` from transformers' module names, possibly behind a prefix, to the Hub's names.
 
     GPT-NeoX's own are related to them as well.
     """
@@ -30,7 +30,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` without a prefix that all names have and those of the config's architecture have not."""
+    """Remove a prefix that all names of `checkpoint` have and the names of the config's architecture lack."""
     names = {fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES}
     prefix = _prefix(names, checkpoint.config or {})
     if not prefix:
@@ -43,7 +43,7 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _prefix(names: Collection[str], config: Mapping[str, Any]) -> str:
-    """What all `names` begin with, in whole modules, and none of the architecture's names does."""
+    """The prefix of whole modules that all `names` share and no name of the architecture has."""
     # what the first and the last in order have in common, all between them have
     first, last = min(names, default="").split("."), max(names, default="").split(".")
     count = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), 0)

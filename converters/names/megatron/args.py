@@ -65,7 +65,7 @@ def common(sizes: Sizes) -> dict[str, Any]:
 
 
 def gated(sizes: Sizes, *, base: float = 10000.0, slides: bool | str = True) -> dict[str, Any]:
-    """Arguments of what has followed Llama: SwiGLU, rotary positions, a sliding window unless not `slides`, experts.
+    """Arguments of models after Llama: SwiGLU, rotary positions, experts, and a sliding window if `slides`.
 
     `slides` may be the name of the config's flag for it.
     """
@@ -99,7 +99,7 @@ def rotary(config: Config, base: float = 10000.0) -> dict[str, Any]:
     rope = config.rope
     kind = rope.get("rope_type", "default")
     found: dict[str, Any] = {
-        "rotary_base": _plain(rope.get("rope_theta", base)),
+        "rotary_base": _plain_number(rope.get("rope_theta", base)),
         "rotary_percent": rope.get("partial_rotary_factor", 1.0),
     }
     if kind == "llama3":
@@ -108,7 +108,7 @@ def rotary(config: Config, base: float = 10000.0) -> dict[str, Any]:
             raise LossError("Megatron's scaling of rotary positions is fixed", expected=_LLAMA3, found=differing)
         return found | {"use_rope_scaling": True, "rope_scaling_factor": rope.get("factor", 8.0)}
     if kind == "linear":
-        return found | {"rotary_seq_len_interpolation_factor": _plain(rope.get("factor"))}
+        return found | {"rotary_seq_len_interpolation_factor": _plain_number(rope.get("factor"))}
     if kind != "default":
         raise LossError(
             "Megatron has no such rotary positions for this architecture",
@@ -123,7 +123,7 @@ def yarn(config: Config, base: float) -> dict[str, Any]:
     rope = config.rope
     return {
         "position_embedding_type": "yarn",
-        "rotary_base": _plain(rope.get("rope_theta", base)),
+        "rotary_base": _plain_number(rope.get("rope_theta", base)),
         "rotary_scaling_factor": rope.get("factor", 1.0),
         "yarn_original_max_position_embeddings": rope.get("original_max_position_embeddings", 4096),
         "yarn_beta_fast": rope.get("beta_fast", 32.0),
@@ -169,6 +169,6 @@ def experts(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain_number(value: Any) -> Any:
     """Whole numbers as integers, as `--rotary-base` is one."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -125,7 +125,7 @@ class Layers:
             kind = kind_of(entries)
             if kind is None:
                 raise LossError(
-                    "a layer of the pipeline is none that Megatron-DeepSpeed or GPT-NeoX has",
+                    "neither Megatron-DeepSpeed nor GPT-NeoX has such a layer in a pipeline",
                     path=path,
                     expected="word_embeddings, transformer layers, a final norm, lm_head or final_linear",
                     found=f"layer {layer}: " + ", ".join(entries[:4]),

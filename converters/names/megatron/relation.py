@@ -54,7 +54,7 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     Raises LossError for a tensor or a property of the model that Megatron has no place for, CorruptError where a
     tensor is missing or not as the config says.
     """
-    table, sizes = _table(checkpoint)
+    table, sizes = _table_of_checkpoint(checkpoint)
     args = table.args(sizes)
     checkpoint = _with_prefix(checkpoint, table.prefix)
     checkpoint, notes = _without_derived(checkpoint, (*DERIVED, *table.family.ignored))
@@ -70,7 +70,7 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     named = translate(checkpoint, relation, MEGATRON)
     args |= {"make_vocab_size_divisible_by": multiple, "padded_vocab_size": padded}
     args |= {"mtp_num_layers": len(sizes.predicted) or None}
-    position, seen = _position(named)
+    position, seen = _data_position(named)
     return replace(
         named,
         tensors=_with_buffers(named.tensors),
@@ -81,12 +81,12 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint`, which has Megatron's names, under those of the Hub.
+    """Rename `checkpoint` from Megatron's names to the Hub's.
 
     Raises LossError for a tensor that the table does not place, CorruptError where one is missing or not as the
     config says.
     """
-    table, sizes = _table(checkpoint)
+    table, sizes = _table_of_checkpoint(checkpoint)
     shapes = _shapes(checkpoint)
     has_mtp = any(name.startswith("mtp.") for name in shapes)
     notes = []
@@ -149,7 +149,7 @@ def _with_peak(group: ParamGroup) -> ParamGroup:
     return replace(group, options={**group.options, "initial_lr": group.options["max_lr"]})
 
 
-def _position(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
+def _data_position(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     """Where Megatron's schedule is, as a field of the training state, and where its data, as an argument."""
     sequences = sequences_seen(checkpoint.state)
     if sequences is None or not checkpoint.optimizer_states:
@@ -221,7 +221,7 @@ def with_same_padding(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpo
 
 
 def padding(checkpoint: Checkpoint) -> dict[str, Box]:
-    """The rows behind the vocabulary of the tensors of `checkpoint` that have some, by fqn.
+    """The padding rows behind the vocabulary of the tensors of `checkpoint` that have any, by fqn.
 
     `checkpoint` has Megatron's names; empty where nothing tells the vocabulary's size.
     """
@@ -262,7 +262,7 @@ def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
     return recorded if type(recorded) is int and recorded > 0 else None
 
 
-def _table(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
+def _table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
     assert checkpoint.config is not None
     model_type = checkpoint.config.get("model_type")
     if model_type not in architectures():

@@ -30,7 +30,7 @@ _CHOICE = re.compile(r"\[[^]]+\]")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowPiece:
     """Box `hub_box` of hub tensor number `part` is `box` of Megatron's; `dims`: see `ckpt.plan.relation.Link`."""
 
     part: int
@@ -45,11 +45,11 @@ class Pattern:
 
     hub_shapes: tuple[Shape, ...]
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MegatronRow:
     """A line of a table, for one choice of its alternatives."""
 
     megatron: str
@@ -66,16 +66,16 @@ class Row:
 
 
 @cache
-def parse(text: str, prefix: str = "") -> tuple[Row, ...]:
+def parse(text: str, prefix: str = "") -> tuple[MegatronRow, ...]:
     """The rows of a table, whose names of Megatron's get a prefix."""
     return tuple(row for line in filter(None, map(str.strip, text.splitlines())) for row in _parallel(line, prefix))
 
 
-def _parallel(line: str, prefix: str) -> Iterator[Row]:
+def _parallel(line: str, prefix: str) -> Iterator[MegatronRow]:
     megatron, hub, kind = line.split()
     match = _CHOICE.search(megatron)
     if match is None:
-        yield Row(prefix + megatron, tuple(choices(hub)), kind)
+        yield MegatronRow(prefix + megatron, tuple(choices(hub)), kind)
         return
     for choice in match[0][1:-1].split("|"):
         yield from _parallel(line.replace(match[0], choice), prefix)
@@ -93,19 +93,19 @@ def stacked(pattern: Pattern, expert: int, num_experts: int) -> Pattern:
 
 def same(sizes: Sizes, shape: Shape) -> Pattern:
     """One tensor, as it is."""
-    return Pattern((shape,), shape, (Piece(0, whole(shape), whole(shape), tuple(range(len(shape)))),))
+    return Pattern((shape,), shape, (RowPiece(0, whole(shape), whole(shape), tuple(range(len(shape)))),))
 
 
 def transposed(sizes: Sizes, shape: Shape) -> Pattern:
     """A matrix that the hub has as [in, out], and its bias."""
     turned = shape[::-1]
-    return Pattern((shape,), turned, (Piece(0, whole(shape), whole(turned), tuple(range(len(shape)))[::-1]),))
+    return Pattern((shape,), turned, (RowPiece(0, whole(shape), whole(turned), tuple(range(len(shape)))[::-1]),))
 
 
 def joined(sizes: Sizes, shape: Shape) -> Pattern:
     """Two tensors, one behind the other: gate and up."""
     rows = shape[0]
-    pieces = tuple(_rows(number, (0, rows), (number * rows, rows), shape) for number in range(2))
+    pieces = tuple(_rows_piece(number, (0, rows), (number * rows, rows), shape) for number in range(2))
     return Pattern((shape, shape), (2 * rows, *shape[1:]), pieces)
 
 
@@ -118,7 +118,7 @@ def interleaved(sizes: Sizes, shape: Shape) -> Pattern:
     pieces = []
     for number in range(2):
         taken = stepped((0,) * last + (number,), (*shape[:last], half), (1,) * last + (2,))
-        pieces.append(Piece(0, taken, Box((number * half,) + (0,) * last, (half, *turned[1:])), order))
+        pieces.append(RowPiece(0, taken, Box((number * half,) + (0,) * last, (half, *turned[1:])), order))
     return Pattern((shape,), turned, tuple(pieces))
 
 
@@ -129,10 +129,10 @@ def qkv(sizes: Sizes, shape: Shape) -> Pattern:
     pieces = []
     for group in range(groups):
         start = group * (per_group + 2 * head)
-        pieces.append(_rows(0, (group * per_group, per_group), (start, per_group), shape))
+        pieces.append(_rows_piece(0, (group * per_group, per_group), (start, per_group), shape))
         for number in (1, 2):
             place = start + per_group + (number - 1) * head
-            pieces.append(_rows(number, (group * head, head), (place, head), shape))
+            pieces.append(_rows_piece(number, (group * head, head), (place, head), shape))
     keys = (groups * head, *shape[1:])
     return Pattern((shape, keys, keys), (shape[0] + 2 * keys[0], *shape[1:]), tuple(pieces))
 
@@ -146,14 +146,14 @@ def fused_qkv(sizes: Sizes, shape: Shape) -> Pattern:
         for group in range(heads):
             taken = Box((0,) * last + ((number * heads + group) * head,), (*shape[:last], head))
             placed = Box(((group * 3 + number) * head,) + (0,) * last, (head, *turned[1:]))
-            pieces.append(Piece(0, taken, placed, (1, 0) if last else (0,)))
+            pieces.append(RowPiece(0, taken, placed, (1, 0) if last else (0,)))
     return Pattern((shape,), turned, tuple(pieces))
 
 
-def _rows(part: int, taken: tuple[int, int], placed: tuple[int, int], shape: Shape) -> Piece:
+def _rows_piece(part: int, taken: tuple[int, int], placed: tuple[int, int], shape: Shape) -> RowPiece:
     """Rows `taken` (offset, size) of a hub tensor are rows `placed` of Megatron's."""
     tail, zeros = shape[1:], (0,) * (len(shape) - 1)
-    return Piece(
+    return RowPiece(
         part,
         Box((taken[0], *zeros), (taken[1], *tail)),
         Box((placed[0], *zeros), (placed[1], *tail)),

@@ -13,7 +13,7 @@ from ckpt.plan.relation import Link, Relation
 from ckpt.plan.tensors import Box, Shape
 from converters.names.families.rows import Family, Sizes
 from converters.names.megatron.model.spelling import EMBEDDING, MTP_INNER, OUTPUT
-from converters.names.megatron.rows import COPY, PADDED, Pattern, Row, parse, stacked
+from converters.names.megatron.rows import COPY, PADDED, MegatronRow, Pattern, parse, stacked
 
 _LAYER, _INNER = "decoder.layers.{n}.", f"mtp.layers.{{n}}.{MTP_INNER}."
 #: Linear layers that have biases all or none; those of queries, keys and values may have them alone.
@@ -23,13 +23,13 @@ _Layer = tuple[int | None, str, Mapping[str, Shape]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowPlace:
     """A row in one layer, or outside of all (`layer` is None), with the shapes that the Hub's tensors have there.
 
     `prefix` begins the Hub's names.
     """
 
-    row: Row
+    row: MegatronRow
     layer: int | None
     prefix: str
     shapes: tuple[Shape, ...]
@@ -47,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Table:
-    """All that Megatron's formats have to be told of an architecture: one of these per module of `architectures`.
+    """Everything that Megatron's formats need to know of an architecture; each module of `architectures` has one.
 
     Which tensors there are, and of which shape, `family` says.  `top` are the rows of what is in no layer, `layer` of
     what is in every one, `dense` and `sparse` of what is in layers without and with experts.  Rows of layers leave out
@@ -67,7 +67,7 @@ class Table:
     prefix: str = ""
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[MegatronRow, ...]:
         """All rows but those of multi-token prediction."""
         return parse(self.top) + parse(self.layer + self.dense + self.sparse, _LAYER)
 
@@ -75,11 +75,11 @@ class Table:
         """The Hub's name of a tensor that is one of its own and in no layer."""
         return next(row.hubs[0] for row in parse(self.top) if row.megatron == megatron)
 
-    def places(self, sizes: Sizes) -> Iterator[Place]:
+    def places(self, sizes: Sizes) -> Iterator[RowPlace]:
         """Every row in every layer in which the Hub's files have its tensors."""
 
         @cache
-        def pattern(row: Row, shape: Shape) -> Pattern:
+        def pattern(row: MegatronRow, shape: Shape) -> Pattern:
             return row.pattern(sizes, shape)
 
         for rows, layers in self._sections(sizes):
@@ -87,9 +87,9 @@ class Table:
                 for layer, prefix, held in layers:
                     if all(hub in held for hub in row.hubs):
                         shapes = tuple(held[hub] for hub in row.hubs)
-                        yield Place(row, layer, prefix, shapes, pattern(row, shapes[0]))
+                        yield RowPlace(row, layer, prefix, shapes, pattern(row, shapes[0]))
 
-    def _sections(self, sizes: Sizes) -> Iterator[tuple[tuple[Row, ...], Sequence[_Layer]]]:
+    def _sections(self, sizes: Sizes) -> Iterator[tuple[tuple[MegatronRow, ...], Sequence[_Layer]]]:
         """Rows, and where they may stand."""
         layers = [(n, self.family.prefix(n), held) for n, held in enumerate(sizes.layers)]
         behind = sizes.num_layers
@@ -144,7 +144,7 @@ class Table:
         return found
 
 
-def _check_all_placed(family: Family, sizes: Sizes, places: Iterable[Place]) -> None:
+def _check_all_placed(family: Family, sizes: Sizes, places: Iterable[RowPlace]) -> None:
     """Megatron has a place for every tensor of the Hub's."""
     placed = {name for place in places for name in place.hubs}
     layers = enumerate((*sizes.layers, *sizes.predicted))
@@ -157,7 +157,7 @@ def _check_all_placed(family: Family, sizes: Sizes, places: Iterable[Place]) -> 
                 )
 
 
-def _check_biases(places: Iterable[Place]) -> None:
+def _check_biases(places: Iterable[RowPlace]) -> None:
     """Megatron has biases in all linear layers or in none, besides those of queries, keys and values alone."""
     linear = {place.row.megatron: place for place in reversed(list(places)) if _LINEAR.search(place.row.megatron)}
     biases = [place for name, place in linear.items() if name.endswith("bias")]

@@ -1,4 +1,4 @@
-"""What class a model's modules are of, where shapes alone do not tell how a LoRA adapter lies in them.
+"""The classes of a model's modules, for layers whose shapes do not tell the orientation of a LoRA adapter.
 
 Taken from the installed transformers (written against 5.23), whose model is built without data.  Its source text tells
 first whether there is anything to ask: an import costs seconds.

@@ -292,12 +292,12 @@ def _renamed(checkpoint: Checkpoint, namespace: str, direction: Direction) -> Ch
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint`, which has the names of transformers' modules, under those of the Hub's files."""
+    """Rename `checkpoint` from transformers' module names to those in the Hub's files."""
     return _renamed(checkpoint, HUB, "to_hub")
 
 
 def from_hub(checkpoint: Checkpoint, layout: Layout | None = None) -> Checkpoint:
-    """`checkpoint`, which has the Hub's names, under those of transformers' modules, param groups in their order."""
+    """Rename `checkpoint` from the Hub's names to transformers' module names, param groups in their order."""
     named = _renamed(checkpoint, TRANSFORMERS, "to_memory")
     model_type, state = str((named.config or {}).get("model_type")), named.state
     groups = tuple(replace(group, fqns=tuple(as_registered(group.fqns, model_type))) for group in state.param_groups)

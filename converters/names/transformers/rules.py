@@ -24,7 +24,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class NameRule:
     """`memory` in a name in memory is `hub` in a name on the Hub: whole words between dots, from the start with `^`.
 
     `#` is any number, the same on both sides.  Several `hub` are joined along `dim` of the tensor in memory; `*` in
@@ -40,7 +40,7 @@ class Rule:
     inside: str = ""
     exchanges: bool = False
 
-    def within(self, word: str) -> Rule:
+    def within(self, word: str) -> NameRule:
         return replace(self, inside=word)
 
     def is_about(self, name: str) -> bool:
@@ -55,26 +55,26 @@ class Rule:
         return len(self.hub) == 1 and not self.is_stacked and not self.exchanges
 
 
-def rename(memory: str, hub: str) -> Rule:
-    return Rule(memory, (hub,))
+def rename(memory: str, hub: str) -> NameRule:
+    return NameRule(memory, (hub,))
 
 
-def read_as(memory: str, hub: str) -> Rule:
-    return Rule(memory, (hub,), read=True)
+def read_as(memory: str, hub: str) -> NameRule:
+    return NameRule(memory, (hub,), read=True)
 
 
-def stacked(memory: str, *hub: str) -> Rule:
+def stacked(memory: str, *hub: str) -> NameRule:
     """Experts; what is joined of each, as gate and up, lies side by side in dim 1 of the stack."""
-    return Rule(memory, hub, dim=1)
+    return NameRule(memory, hub, dim=1)
 
 
-def joined(memory: str, *hub: str) -> Rule:
+def joined(memory: str, *hub: str) -> NameRule:
     """Equal parts in dim 0."""
-    return Rule(memory, hub)
+    return NameRule(memory, hub)
 
 
-def exchanged(memory: str, hidden: int) -> Rule:
-    return Rule(memory, (memory,), dim=hidden, exchanges=True)
+def exchanged(memory: str, hidden: int) -> NameRule:
+    return NameRule(memory, (memory,), dim=hidden, exchanges=True)
 
 
 @functools.cache
@@ -96,7 +96,7 @@ class _Renamed:
     """
 
     names: tuple[str, ...]
-    rule: Rule | None = None
+    rule: NameRule | None = None
     part: int = 0
     expert: int | None = None
 
@@ -109,7 +109,7 @@ class Rules:
     are, `hidden_size` what it says of the language model.  Any is None where it does not say.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[NameRule, ...]
     num_layers: int | None = None
     num_experts: int | None = None
     hidden_size: int | None = None
@@ -163,7 +163,7 @@ class Rules:
         layer = _LAYER.search(name)
         return self.num_layers is not None and layer is not None and int(layer[1]) >= self.num_layers
 
-    def _as_in_memory(self, rule: Rule, name: str, shape: Shape) -> Link:
+    def _as_in_memory(self, rule: NameRule, name: str, shape: Shape) -> Link:
         hidden = self.hidden_size
         if len(shape) != 3 or hidden is None or shape[rule.dim] == hidden or shape[3 - rule.dim] != hidden:
             return Link.rename(name, name, shape)
@@ -230,7 +230,7 @@ def not_of_the_config(name: str, expected: object, found: object) -> CorruptErro
 
 
 @functools.cache  # a model's layers are cut alike
-def _cut(rule: Rule, shape: Shape) -> tuple[list[list[Box]], Box, tuple[int | None, ...]]:
+def _expert_boxes(rule: NameRule, shape: Shape) -> tuple[list[list[Box]], Box, tuple[int | None, ...]]:
     """Where the parts of each expert lie in a tensor of this shape in memory, a whole part, and which dims it keeps."""
     dims: tuple[int | None, ...] = tuple(range(len(shape)))
     sizes = list(shape)
@@ -249,12 +249,12 @@ def _cut(rule: Rule, shape: Shape) -> tuple[list[list[Box]], Box, tuple[int | No
     return boxes, whole(tuple(sizes[rule.is_stacked :])), dims
 
 
-def _taken_apart(rule: Rule, name: str, shape: Shape, parts: list[str]) -> Iterator[Link]:
+def _taken_apart(rule: NameRule, name: str, shape: Shape, parts: list[str]) -> Iterator[Link]:
     least = rule.dim + 2 if rule.is_stacked else rule.dim + 1
     if len(shape) < least or shape[rule.dim] % len(parts):
         expected = f"at least {least} dims, of which dim {rule.dim} is divided by {len(parts)}"
         raise _do_not_fit(name, expected, list(shape))
-    boxes, target, dims = _cut(rule, shape)
+    boxes, target, dims = _expert_boxes(rule, shape)
     for expert, of_expert in enumerate(boxes):
         for part, box in zip(parts, of_expert, strict=True):
             yield Link(name, box, part.replace("*", str(expert)), target, dims)
@@ -264,7 +264,7 @@ def _taken_apart(rule: Rule, name: str, shape: Shape, parts: list[str]) -> Itera
 class _Stack:
     """A tensor in memory that several of the Hub's make up: their names, by number of the expert and of the part."""
 
-    rule: Rule
+    rule: NameRule
     parts: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def shape(self, name: str, shapes: Mapping[str, Shape], num_experts: int | None) -> Shape:
@@ -288,7 +288,7 @@ class _Stack:
         return (number, *joined) if rule.is_stacked else tuple(joined)
 
     def links(self, name: str, shape: Shape) -> Iterator[Link]:
-        boxes, source, _ = _cut(self.rule, shape)
+        boxes, source, _ = _expert_boxes(self.rule, shape)
         dims = tuple(range(self.rule.is_stacked, len(shape)))
         for (expert, part), other in sorted(self.parts.items()):
             yield Link(other, source, name, boxes[expert][part], dims)

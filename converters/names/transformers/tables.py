@@ -9,14 +9,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from converters.names.transformers.installed import is_base_model, model_types
-from converters.names.transformers.rules import Rule, Rules, exchanged, joined, read_as, rename, stacked
+from converters.names.transformers.rules import NameRule, Rules, exchanged, joined, read_as, rename, stacked
 
 
 def _words(text: str) -> list[str]:
     return text.split()
 
 
-def _experts(inside: str, gate: str, up: str, down: str, hub: str | None = None) -> tuple[Rule, ...]:
+def _experts(inside: str, gate: str, up: str, down: str, hub: str | None = None) -> tuple[NameRule, ...]:
     """Each expert's three matrices, which are two of a layer in memory."""
     on_hub = f"{hub or inside}.experts.*"
     return (
@@ -40,11 +40,11 @@ _FORGET_GATE = tuple(
 )
 
 
-def _convolution(inside: str) -> Rule:
+def _convolution(inside: str) -> NameRule:
     return joined(f"{inside}.conv1d.weight", *(f"{inside}.{which}_conv1d.weight" for which in "qkv"))
 
 
-def _around(*others: str) -> tuple[Rule, ...]:
+def _around(*others: str) -> tuple[NameRule, ...]:
     """A language model inside, and other modules: the Hub has all of these at the top."""
     return (
         rename("^lm_head", "^language_model.lm_head"),
@@ -53,7 +53,7 @@ def _around(*others: str) -> tuple[Rule, ...]:
     )
 
 
-def _beside(**others: str) -> tuple[Rule, ...]:
+def _beside(**others: str) -> tuple[NameRule, ...]:
     """The language model is `model` on the Hub, and other modules stand beside it."""
     return (
         rename("^model.language_model", "^model"),
@@ -75,7 +75,7 @@ _COSMOS3_TEXT = tuple(
 )
 
 #: Models whose names differ.
-RULES: Mapping[str, tuple[Rule, ...]] = {
+RULES: Mapping[str, tuple[NameRule, ...]] = {
     **dict.fromkeys(
         _words(
             """
@@ -240,7 +240,7 @@ UNCHANGED = frozenset(
 )
 
 #: Models that are only parts of others, whose names are those that the whole gives them.
-PARTS: Mapping[str, tuple[Rule, ...]] = {
+PARTS: Mapping[str, tuple[NameRule, ...]] = {
     **dict.fromkeys(
         _words(
             """

@@ -29,7 +29,7 @@ _SAME = frozenset({"contiguous", "clone", "detach", "requires_grad_"})
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TracedPiece:
     """Box `source_box` of the tensor `source` is `box` of the traced tensor; `dims` as in `Link`."""
 
     source: str
@@ -37,7 +37,7 @@ class Piece:
     box: Box
     dims: tuple[int | None, ...]
 
-    def narrow(self, dim: int, start: int, stop: int) -> Piece | None:
+    def narrow(self, dim: int, start: int, stop: int) -> TracedPiece | None:
         """The part at `start:stop` of dim `dim`, in the coordinates of the whole."""
         low, size = self.box.offsets[dim], self.box.sizes[dim]
         first, last = max(start, low), min(stop, low + size)
@@ -49,23 +49,25 @@ class Piece:
         for source_dim, target in enumerate(self.dims):
             if target == dim:
                 offset = source_box.offsets[source_dim] + first - low
-                source_box = _cut(source_box, source_dim, offset, last - first)
-        return Piece(self.source, source_box, _cut(self.box, dim, first, last - first), self.dims)
+                source_box = _cut_box(source_box, source_dim, offset, last - first)
+        return TracedPiece(self.source, source_box, _cut_box(self.box, dim, first, last - first), self.dims)
 
-    def moved(self, dim: int, by: int) -> Piece:
-        box = _cut(self.box, dim, self.box.offsets[dim] + by, self.box.sizes[dim])
-        return Piece(self.source, self.source_box, box, self.dims)
+    def moved(self, dim: int, by: int) -> TracedPiece:
+        box = _cut_box(self.box, dim, self.box.offsets[dim] + by, self.box.sizes[dim])
+        return TracedPiece(self.source, self.source_box, box, self.dims)
 
-    def without(self, dim: int) -> Piece:
+    def without(self, dim: int) -> TracedPiece:
         """The same elements without dim `dim`, which has size 1."""
         box = Box(_spliced(self.box.offsets, dim, 1), _spliced(self.box.sizes, dim, 1))
         dims = tuple(None if d is None or d == dim else d - (d > dim) for d in self.dims)
-        return Piece(self.source, self.source_box, box, dims)
+        return TracedPiece(self.source, self.source_box, box, dims)
 
-    def at(self, dim: int, offset: int) -> Piece:
+    def at(self, dim: int, offset: int) -> TracedPiece:
         """The same elements at `offset` of a new dim, which becomes dim `dim`."""
         box = Box(_spliced(self.box.offsets, dim, 0, offset), _spliced(self.box.sizes, dim, 0, 1))
-        return Piece(self.source, self.source_box, box, tuple(None if d is None else d + (d >= dim) for d in self.dims))
+        return TracedPiece(
+            self.source, self.source_box, box, tuple(None if d is None else d + (d >= dim) for d in self.dims)
+        )
 
 
 def _spliced(values: Shape, dim: int, count: int, *new: int) -> Shape:
@@ -73,19 +75,19 @@ def _spliced(values: Shape, dim: int, count: int, *new: int) -> Shape:
     return (*values[:dim], *new, *values[dim + count :])
 
 
-def _cut(box: Box, dim: int, offset: int, size: int) -> Box:
+def _cut_box(box: Box, dim: int, offset: int, size: int) -> Box:
     return Box(_spliced(box.offsets, dim, 1, offset), _spliced(box.sizes, dim, 1, size))
 
 
 class Traced(torch.Tensor):  # type: ignore[misc, unused-ignore]
     """A tensor on the meta device with its pieces."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TracedPiece, ...]
     #: The shape: torch's own takes a detour through `__torch_function__`.
     sizes: Shape
 
     @staticmethod
-    def of(shape: Shape, pieces: Iterable[Piece]) -> Traced:
+    def of(shape: Shape, pieces: Iterable[TracedPiece]) -> Traced:
         traced: Traced = torch.Tensor._make_subclass(Traced, torch.empty(shape, device="meta"))
         traced.pieces, traced.sizes = tuple(pieces), tuple(shape)
         if len(traced.pieces) > MAX_PIECES:
@@ -94,7 +96,7 @@ class Traced(torch.Tensor):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def source(name: str, shape: Shape) -> Traced:
-        return Traced.of(shape, [Piece(name, whole(shape), whole(shape), tuple(range(len(shape))))])
+        return Traced.of(shape, [TracedPiece(name, whole(shape), whole(shape), tuple(range(len(shape))))])
 
     def links(self, name: str) -> list[Link]:
         """The links that make tensor `name` of this."""
@@ -114,7 +116,7 @@ class Traced(torch.Tensor):  # type: ignore[misc, unused-ignore]
         if operation is None:
             sources = [p.source for a in _traced(args) for p in a.pieces]
             raise LossError(
-                f"transformers converts this tensor with {name!r}, which is no rearrangement of boxes",
+                f"transformers converts this tensor with {name!r}, which is not a rearrangement of boxes",
                 fqn=sources[0] if sources else None,
             )
         return operation(*args, **(kwargs or {}))
@@ -220,7 +222,7 @@ def _permute(tensor: Traced, *dims: Any) -> Traced:
         return tuple(sizes[d] for d in order)
 
     pieces = [
-        Piece(
+        TracedPiece(
             p.source,
             p.source_box,
             Box(permuted(p.box.offsets), permuted(p.box.sizes)),
@@ -246,7 +248,7 @@ def _reshape(tensor: Traced, *shape: Any) -> Traced:
     if 0 in wanted:
         return Traced.of(tuple(wanted), [])
     dim, rest = 0, tensor
-    for old, new in _groups(list(tensor.sizes), wanted):
+    for old, new in _dim_groups(list(tensor.sizes), wanted):
         if old != new:
             for _ in range(len(old) - 1):
                 rest = _merge(rest, dim)
@@ -261,7 +263,7 @@ def _reshape(tensor: Traced, *shape: Any) -> Traced:
     return rest
 
 
-def _groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]:
+def _dim_groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]:
     """Runs of dims of two shapes that hold the same number of elements, as short as possible."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
@@ -324,7 +326,7 @@ def _index(tensor: Traced, index: Any) -> Traced:
             dim += 1
         else:
             raise LossError(
-                "transformers converts this tensor with an index that is no box", fqn=tensor.pieces[0].source
+                "transformers converts this tensor with an index that is not a box", fqn=tensor.pieces[0].source
             )
     return tensor
 

@@ -207,12 +207,12 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = 
     ),
     "another version": (RECORD, layers(lambda found: found[0]["affine_maps"].update(version=2)), NotFoundError, "how"),
     "no maps": (RECORD, layers(lambda found: found[1].pop("affine_maps")), NotFoundError, "how ranks share"),
-    "a map gone": (RECORD, layers(lambda found: maps(found[0]).popitem()), CorruptError, "does not agree"),
+    "a map gone": (RECORD, layers(lambda found: maps(found[0]).popitem()), CorruptError, "do not agree"),
     "another prefix": (
         RECORD,
         layers(lambda found: found[0].update(expert_key_prefix="model.layers.1.mlp.experts")),
         CorruptError,
-        "does not agree",
+        "do not agree",
     ),
     "another shape": (
         RECORD,
@@ -253,7 +253,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = 
         RECORD,
         lambda step: change(step / expert(0), lambda s: s.update({k: v.T.contiguous() for k, v in s.items()})),
         CorruptError,
-        "not as it is recorded",
+        "does not match its record",
     ),
     "a matrix of another dtype": (
         RECORD,
@@ -268,7 +268,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = 
             lambda s: s["param_shapes"][1].update(s["param_shapes"][0]),
         ),
         NotFoundError,
-        "others beside them",
+        "other parameters beside them",
     ),
     "an optimizer's experts gone": (
         "autoep-zero0",

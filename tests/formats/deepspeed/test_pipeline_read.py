@@ -176,7 +176,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], type[CkptError], str]] = {
     "unknown layer": (
         lambda step: [torch.save({"conv.weight": torch.ones(2)}, step / LAYER.format(8, r)) for r in (0, 1)] and None,
         LossError,
-        "none that Megatron-DeepSpeed",
+        "neither Megatron-DeepSpeed",
     ),
     "experts": (lambda step: torch.save({}, step / "expert_0_mp_rank_00_model_states.pt"), NotFoundError, "experts"),
     "shape": (

@@ -150,7 +150,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = 
         "experts-zero0",
         lambda run: change(run, FILE, lambda s: s.update({EXPERT.format(4, "up.weight"): s.pop(next(iter(s)))})),
         CorruptError,
-        "none of its tensors",
+        "not one of the expert's tensors",
     ),
     "another layer's": (
         "experts-zero0",
@@ -168,7 +168,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = 
         IncompleteError,
         "files of experts are missing",
     ),
-    "fewer ranks share a group": ("experts-zero2", partitions, CorruptError, "none of the layer's"),
+    "fewer ranks share a group": ("experts-zero2", partitions, CorruptError, "experts that the layer does not have"),
     "an optimizer gone": (
         "experts-zero0",
         remove("expp_rank_1_mp_rank_00_optim_states.pt"),

@@ -121,7 +121,7 @@ def test_states_of_a_parameter_in_no_group_are_no_silent_loss(fixtures: Path, tm
 
 
 def test_states_of_other_kinds_than_adams(fixtures: Path, tmp_path: Path) -> None:
-    """What is one number stays the tensor that it is, and what is not of the parameter's shape is said to be left."""
+    """One number stays the tensor that it is, and a note names a state that has not the parameter's shape."""
     run = Path(shutil.copytree(fixtures / "toy-zero0", tmp_path / "run"))
     path = run / "global_step2" / "mp_rank_00_model_states.pt"
     content = torch.load(path, weights_only=False)

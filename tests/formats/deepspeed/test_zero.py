@@ -228,7 +228,7 @@ def test_the_stage_is_that_of_the_optimizer_files_whatever_an_earlier_run_left(
     for other_stage in {1, 2, 3} - {stage}:
         with pytest.raises(NotFoundError) as caught:
             api.open(run, f"zero{other_stage}")
-        assert caught.value.hint == f"what is here looks like zero{stage}"
+        assert caught.value.hint == f"this looks like zero{stage}"
 
 
 def test_old_names_without_an_underscore(tmp_path: Path) -> None:

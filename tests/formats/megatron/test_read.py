@@ -30,7 +30,7 @@ from ckpt.plan.tiling import check_tiling
 from converters.megatron.buffers import find_buffer, stored_buffer
 from converters.megatron.facts import MegatronFacts
 from converters.megatron.optimizer_read import read_optimizers
-from converters.megatron.read import OTHER_ORDER, RankFile, Reading
+from converters.megatron.read import OTHER_ORDER, MegatronReading, RankContent
 from converters.names.megatron.model.axes import Grid, Rank, Stages, expert_range, parse_layout
 from converters.names.megatron.model.spelling import LayerKind, Spelling, in_order, layer_kinds, split_layer
 from converters.names.megatron.model.splits import Split, full_shape, rank_boxes, rank_shape
@@ -384,8 +384,8 @@ def _hostile(run: Path) -> None:
 
 def test_an_optimizer_that_no_file_of_a_model_records_is_said_to_be_left(tmp_path: Path) -> None:
     """By hand: without the param groups in the file beside it, nothing tells whose the states of the buffers are."""
-    reading = Reading(tmp_path)
-    file = RankFile(Rank(0, 0, 0, 0, 0, 0), str(tmp_path / MODEL), {}, ())
+    reading = MegatronReading(tmp_path)
+    file = RankContent(Rank(0, 0, 0, 0, 0, 0), str(tmp_path / MODEL), {}, ())
     assert not read_optimizers(reading, [file]).groups and reading.notes == []
     (tmp_path / DISTRIBUTED).touch()
     assert not read_optimizers(reading, [file]).groups

@@ -91,7 +91,7 @@ def test_the_config_of_another_model(copied: Callable[[str], Path], name: str) -
     run = copied(name)
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps({**config, "intermediate_size": 8}))
-    with pytest.raises(CorruptError, match="the config is of another model than the optimizer's states"):
+    with pytest.raises(CorruptError, match="the config and the optimizer's states are of different models"):
         ckpt.open(run)
     shutil.rmtree(run / "optimizer_0")
     with pytest.raises(CkptError, match=r"does not make it up|nothing tells which parameters are in"):

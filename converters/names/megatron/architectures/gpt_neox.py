@@ -52,7 +52,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
 
 
 def parallel_residual(config: Config) -> dict[str, Any]:
-    """GPT-NeoX's argument for it.  Megatron has none, and its writers refuse this one."""
+    """GPT-NeoX's argument for a parallel residual.  Megatron has no such argument, and its writers refuse this one."""
     return {"gpt_j_residual": True} if config.flag("use_parallel_residual", True) else {}
 
 
