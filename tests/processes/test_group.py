@@ -1,5 +1,5 @@
-"""`ckpt/processes/group.py`, `parts.py`: several processes that write one checkpoint: the same bytes, the same error,
-and an end when one of them dies.
+"""`ckpt/processes/group.py`, `ckpt/move/parts.py`: several processes write one checkpoint with the same bytes, or all
+end with the same error.
 """
 
 from __future__ import annotations

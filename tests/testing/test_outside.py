@@ -1,5 +1,6 @@
-"""`ckpt/registry.py`, `ckpt/testing/conformance.py`: packages outside bring a format and a store: installed by pip in
-an environment of their own, used, and tested.
+"""`ckpt/plan/registry.py`, `ckpt/testing/conformance.py`: a format and a store from packages outside.
+
+They are installed by pip in an environment of their own, used, and tested.
 
 Tests `ckpt.plan.registry`, `ckpt.base.entries` and `ckpt.testing`.
 """

@@ -1,5 +1,6 @@
-"""`converters/pytorch/optimizer_states.py`: optimizers of torch's own other than Adam: their states numbered in a
-script's file, through other formats, as torch saved them.
+"""`converters/optimizers/states.py`, `state_dicts.py`: torch's own optimizers other than Adam.
+
+Their states are numbered in a script's file, go through other formats, and come back as torch saved them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ckpt/registry.py`, `ckpt/plan/namespace.py`: what other packages register: formats before ours, namespaces over the
+"""`ckpt/plan/registry.py`, `namespace.py`: what other packages register: formats before ours, namespaces over the
 Hub's names, and what is refused.
 """
 
