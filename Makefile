@@ -27,7 +27,7 @@ demo: env  ## train with ZeRO-3, convert to Hugging Face, verify, load
 
 test: env lint  ## lint, type check, and the whole test suite; COLD=1: with engines that all run anew
 	$(if $(COLD),CKPT_TEST_CACHE= )$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		--seconds build/durations.txt
+		--seconds=build/durations.txt
 
 test-fast: env  ## the tests that start no engine
 	$(BIN)/python -m pytest

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.support.places import REPOSITORY
 
-UNUSED = 30 * 86400  # seconds after which what no test run has used is removed
+UNUSED = 7 * 86400  # seconds after which what no test run has used is removed
 
 
 def made(folder: Path, modules: tuple[str, ...], words: str, make: Callable[[], object]) -> None:
