@@ -32,7 +32,6 @@ THROUGH = ("loop", "trainer")
 SAVES = ("native", "dcp", "full", "ranks", "torch", "torch_dist", "fsdp_dtensor")
 _MEGATRON_SAVES = ("torch", "torch_dist", "fsdp_dtensor")
 TRACKERS = ("none", "wandb", "tensorboard", "trackio")
-RESUME_CHECKS = ("error", "warn", "off")
 ON_SPIKE = ("keep", "stop", "off")
 OPTIMIZER_FORMATS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "dp_zero_gather_scatter")
 KEYS = ("nested", "flat", "ids", "torchtitan")
@@ -134,13 +133,8 @@ class Config:
     memory: bool = _option(False, "write what every rank holds in the last step into memory.json")
     resume: str | None = _option(
         None,
-        "continue from this run folder or checkpoint; auto: from the newest complete one in --output, if any",
+        "continue from this run folder or checkpoint; `ckpt resume` prints the newest, and makes it fit",
         metavar="PATH",
-    )
-    resume_check: str = _option(
-        "error",
-        "what a resumed run does whose settings, states or first losses are not those recorded with the checkpoint",
-        choices=RESUME_CHECKS,
     )
     skip_batches: str | None = _option(None, "leave batches A to B out, as metrics.jsonl numbers them", metavar="A:B")
     on_spike: str = _option(
@@ -149,7 +143,7 @@ class Config:
         choices=ON_SPIKE,
     )
     track: str = _option("none", "send metrics to a tracker too, besides metrics.jsonl", choices=TRACKERS)
-    beat: float = _option(5.0, "seconds between two heartbeats of a rank, for train.watch", metavar="S")
+    beat: float = _option(5.0, "seconds between two heartbeats of a rank, for train.operations.watch", metavar="S")
 
     batch: int = _option(24, "sequences per optimizer step, over all ranks")
     accumulate: int = _option(1, "micro batches per optimizer step")

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
-from train import data, folders, launch, memory, models, stopping, truth
+from train import data, folders, launch, models, stopping, truth
 from train.config import STRATEGIES, ZERO, Config, UserError
-from train.operations import Operations, resolve
+from train.operations.beside import Operations, require_free
+from train.truth import memory
 
 # Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
 ENGINES = {strategy: "train.engines.zero" if strategy in ZERO else "train.engines.native" for strategy in STRATEGIES}
@@ -71,36 +72,39 @@ def run(config: Config) -> list[Path]:
         raise UserError(
             f"--batch {config.batch} does not divide into {readers} ranks x {config.accumulate} micro batches"
         )
-    config = resolve(config)
+    require_free(config)
     if config.through == "trainer":
         paths: list[Path] = importlib.import_module("train.trainer").run(config)
         return paths
     resumed = folders.find_checkpoint(config) if config.resume else None
-    with Operations(config) as operations:
+    with Operations(config) as beside:
         module = importlib.import_module(ENGINES[config.strategy])
         with launch.as_user_error(f"--strategy {config.strategy} does not take these options"):
             model = models.build_model(config)
             engine: Engine = module.open_engine(model, config)
         try:
             if resumed:
-                operations.enter("loading")
-                hint = "\nhint: `ckpt check` finds damage; --model, --dtype and --optimizer must be those of the run"
+                beside.enter("loading")
+                hint = (
+                    "\nhint: `ckpt check` finds damage, `ckpt resume` makes it fit other ranks, layouts and engines; "
+                    "--model, --dtype and --optimizer must be those of the run"
+                )
                 with launch.as_user_error(f"--resume {Path(*resumed)}: it cannot be loaded into this run", hint):
                     engine.load(*resumed)
                     folders.load_random_states(config, *resumed)
-            operations.started(engine, resumed)
-            return _train(engine, model, config, operations)
+            beside.started(engine, resumed)
+            return _train(engine, model, config, beside)
         except UserError as error:
             launch.tell(error)  # before the engine closes what other ranks wait for: they would name that as the cause
             raise
         finally:
-            operations.ended()
+            beside.ended()
             engine.close()
             del engine, model
             gc.collect()
 
 
-def _train(engine: Engine, model: nn.Module, config: Config, operations: Operations) -> list[Path]:
+def _train(engine: Engine, model: nn.Module, config: Config, beside: Operations) -> list[Path]:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     shard, num_shards = engine.data_shard
     output = Path(config.output)
@@ -109,9 +113,9 @@ def _train(engine: Engine, model: nn.Module, config: Config, operations: Operati
     if config.steps == 0 and config.truth:
         _write_truth(engine, config, f"step-{engine.step}")
     watch = None
-    steps = operations.steps_to_take(engine.step)
+    steps = beside.steps_to_take(engine.step)
     for number in tqdm(range(1, steps + 1), desc=str(output), disable=None if rank == 0 else True):
-        mine = operations.next_batch().chunk(num_shards)[shard].to(launch.device())
+        mine = beside.next_batch().chunk(num_shards)[shard].to(launch.device())
         if config.memory and number == steps:
             watch = memory.Watch(engine)
             engine.observe(watch)
@@ -121,10 +125,10 @@ def _train(engine: Engine, model: nn.Module, config: Config, operations: Operati
         losses[engine.step] = loss.item() / world_size
         if rank == 0:
             tqdm.write(f"step {engine.step}: loss {losses[engine.step]:.5f}", file=sys.stderr)
-        operations.after_step(losses[engine.step], own_loss)
+        beside.after_step(losses[engine.step], own_loss)
         ends = stopping.asked() or number == steps
         if ends or (config.save_every and number % config.save_every == 0):
-            saved.append(_save(engine, model, config, losses, operations))
+            saved.append(_save(engine, model, config, losses, beside))
         if ends:
             break
     if watch:
@@ -132,8 +136,8 @@ def _train(engine: Engine, model: nn.Module, config: Config, operations: Operati
     return saved
 
 
-def _save(engine: Engine, model: nn.Module, config: Config, losses: dict[int, float], operations: Operations) -> Path:
-    operations.enter("saving")
+def _save(engine: Engine, model: nn.Module, config: Config, losses: dict[int, float], beside: Operations) -> Path:
+    beside.enter("saving")
     folder = folders.checkpoint_folder(config, engine.step)
     folder.mkdir(parents=True, exist_ok=True)
     tag = engine.save(folder)
@@ -145,7 +149,7 @@ def _save(engine: Engine, model: nn.Module, config: Config, losses: dict[int, fl
     if config.truth:
         _write_truth(engine, config, tag)
     dist.barrier()
-    operations.saved(folder / tag)
+    beside.saved(folder / tag)
     if dist.get_rank() == 0:
         print(f"saved {folder / tag}", flush=True)
     return folder / tag

@@ -26,7 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from train import data, folders, launch, models, stopping, truth
 from train.config import ZERO, Config, UserError
 from train.engines.native import gather, silence_unused_parameters
-from train.operations import Operations
+from train.operations.beside import Operations
 
 _SCHEDULERS = {"deepspeed": "linear", "torch": "cosine", "none": "constant"}
 
@@ -41,6 +41,8 @@ def run(config: Config) -> list[Path]:
         raise UserError("--resume: for --lora under fsdp1, Accelerate and PEFT leave a checkpoint without weights")
     resumed = folders.find_checkpoint(config) if config.resume else None
     folder = None
+    if resumed and not any((path / "trainer_state.json").is_file() for path in (resumed[0], Path(*resumed))):
+        raise UserError(f"--resume {config.resume}: Trainer has not been here, so resume it without --through trainer")
     if resumed:  # of DeepSpeed's, the tag lies inside Trainer's folder
         folder = resumed[0] if (resumed[0] / "trainer_state.json").is_file() else resumed[0] / resumed[1]
     first = json.loads((folder / "trainer_state.json").read_text())["global_step"] if folder else 0

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from tests.support.engines import Truth, launch_in_turn
-from tests.support.places import FIXTURES
-from train import folders
 from train.config import Config, UserError
-from train.megatron.truth import Piece, Place, assemble
+from train.truth.pieces import Piece, Place, assemble
 
 #: fp32 sums in another order differ in the last bits of each step; a slice in the wrong place changes the first digits.
 BOUND = 2e-6
@@ -103,38 +101,6 @@ def test_files_hold_what_megatron_lm_writes(runs: Path) -> None:
     assert (state["checkpoint_version"], state["iteration"]) == (3.0, 3)
     assert state["args"].padded_vocab_size == 264
     assert state["args"].consumed_train_samples == 3 * state["args"].global_batch_size
-
-
-@pytest.mark.slow
-def test_another_layout_is_refused_with_the_command_that_helps(runs: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        folders.find_checkpoint(Config(**ALONE, resume=str(runs / "torch")))
-    command = f"ckpt convert megatron megatron {runs / 'torch'} --tp 1 --pp 1 --ep 1"
-    assert "tensor_model_parallel_size 2" in str(caught.value)
-    assert str(caught.value).endswith(command)
-    folders.find_checkpoint(Config(**ALONE, resume=str(runs / "chunks")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options, hint",
-    [
-        ({"no_distributed_optimizer": True}, "go on without --no-distributed-optimizer"),
-        ({"vocab_multiple": 16}, "--vocab-multiple 4"),
-    ],
-)
-def test_what_no_conversion_changes_is_refused_with_the_option_that_helps(
-    runs: Path, options: dict[str, Any], hint: str
-) -> None:
-    with pytest.raises(UserError) as caught:
-        folders.find_checkpoint(Config(**{**GRID, **options}, resume=str(runs / "torch")))
-    assert str(caught.value).endswith(f"\nhint: {hint}")
-
-
-def test_megatron_fsdps_checkpoints_are_converted_first() -> None:
-    fixture = FIXTURES / "megatron-fsdp"
-    with pytest.raises(UserError, match=r"hint: ckpt convert megatron-dist megatron-dist"):
-        folders.find_checkpoint(Config(strategy="megatron", model="llama", resume=str(fixture)))
 
 
 def part(index: int, elements: torch.Tensor, start: int = 0, shape: tuple[int, ...] = (2, 3), stride: int = 1) -> Piece:

@@ -1,12 +1,9 @@
-"""`ckpt/resume/resuming.py`: what docs/operations.md says, with real engines: killed and hung ranks, checked resumes,
-spikes, kept checkpoints.
-"""
+"""`train/operations/`: killed and hung ranks, spikes, kept checkpoints, runs compared, with real engines."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,7 +15,6 @@ import pytest
 
 from tests.support.commands import ckpt
 from tests.support.engines import fork, forked
-from tests.support.pages import blocks, differences
 from tests.support.places import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -67,7 +63,7 @@ def _wait_for(condition: Any, process: subprocess.Popen[bytes], log: Path) -> No
 
 
 def _watch(run: Path, *options: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "train.watch", str(run), "--every", "0.2", *options]
+    command = [sys.executable, "-m", "train.operations.watch", str(run), "--every", "0.2", *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout
 
@@ -78,50 +74,37 @@ def results(folder: Path, killed: dict[str, Any]) -> dict[str, str]:
     gpt2 = GPT2 | {"output": str(folder / "gpt2")}
     on = GPT2 | {"resume": str(folder / "gpt2" / "step-4"), "steps": 4}
     toy = TOY | {"output": str(folder / "toy"), "save_every": 5, "keep": 1}
+    good = toy | {"resume": str(folder / "toy" / "step-15")}
     trainer = TRAINER | {"output": str(folder / "trainer")}
     later = TRAINER | {"resume": str(folder / "trainer" / "checkpoint-2")}
     jobs: list[tuple[str, str | None, dict[str, Any]]] = [
         ("unbroken", None, gpt2 | {"steps": 8, "save_every": 4}),
         ("right", None, on | {"output": str(folder / "right")}),
-        ("option", None, on | {"output": str(folder / "option"), "dropout": 0.3, "lr": 0.5}),
-        *((plant, plant, on | {"output": str(folder / plant)}) for plant in PLANTED),
-        ("warned", "random state", on | {"output": str(folder / "warned"), "resume_check": "warn", "steps": 1}),
-        ("off", "random state", on | {"output": str(folder / "off"), "resume_check": "off", "steps": 1}),
+        ("one", None, on | {"output": str(folder / "one"), "steps": 1}),
         ("spike", "bad batch", toy | {"steps": 30, "on_spike": "stop"}),
-        ("too late", None, toy | {"resume": str(folder / "toy" / "step-15"), "steps": 1, "skip_batches": "9:16"}),
-        ("skipped", "bad batch", toy | {"resume": "auto", "steps": 15, "skip_batches": "16:17"}),
-        ("auto", None, TOY | {"output": str(killed["run"]), "steps": 5, "resume": "auto"}),
-        ("fresh", None, TOY | {"output": str(folder / "fresh"), "steps": 1, "resume": "auto"}),
+        ("too late", None, good | {"steps": 1, "skip_batches": "9:16"}),
+        ("skipped", "bad batch", good | {"steps": 15, "skip_batches": "16:17"}),
+        ("again", None, TOY | {"output": str(killed["run"]), "steps": 5, "resume": _newest(killed["run"])}),
         ("trainer", None, trainer | {"steps": 4, "save_every": 2, "track": "tensorboard"}),
         ("trainer, right", None, later | {"output": str(folder / "trainer-right"), "steps": 2}),
-        ("trainer, planted", "Trainer's random state", later | {"output": str(folder / "planted"), "steps": 2}),
-        ("trainer, auto", None, trainer | {"resume": "auto", "steps": 1, "keep": 1}),
+        ("trainer, more", None, trainer | {"resume": str(folder / "trainer"), "steps": 1, "keep": 1}),
     ]
     file = folder / "jobs.jsonl"
     lines = [json.dumps({"name": name, "plant": plant, "config": config}) for name, plant, config in jobs]
     file.write_text("\n".join(lines))
-    _cut_off_the_newest(killed["run"])
     fork([(2, "tests.support.operations_worker", [str(file)])], ["transformers.models.gpt2.modeling_gpt2"])
     return dict(json.loads((folder / "results.json").read_text()))
 
 
-#: What is planted, and the setting that the refusal names.
-PLANTED = {
-    "attention dropout": "dropout.Dropout of rank 0: [0.1] recorded",
-    "random state": "rng.cpu of rank 1: ",
-    "schedule": "scheduler.last_batch_iteration of rank 0: 3 recorded, 0 now",
-    "position": "sequences (the position in the data): 96 recorded, 72 now",
-    "unseen random state": "loss of step ",
-    "another corpus": "data: sequences 96 to 120 of step 5 are others than those recorded",
-}
-
-
-def _cut_off_the_newest(run: Path) -> None:
-    """As if the kill had come while it was saved."""
+def _newest(run: Path) -> str:
+    """What `ckpt resume` prints where the newest checkpoint has no file, as if the kill had come while it was saved."""
     newest = max((run / "records").glob("step-*.json"), key=lambda file: int(file.stem.partition("-")[2]))
     record = json.loads(newest.read_text())
-    name = max(record["files"], key=record["files"].get)
-    os.truncate(run / record["checkpoint"] / name, 100)
+    for name in record["files"]:
+        (run / record["checkpoint"] / name).unlink()
+    found = ckpt("resume", run, "--world-size", "2")
+    assert found.code == 0 and "as it is" in found.err, found.err
+    return found.out.strip()
 
 
 def _log(run: Path) -> dict[int, dict[str, Any]]:
@@ -143,7 +126,7 @@ def test_a_killed_rank_is_named(killed: dict[str, Any]) -> None:
 def test_the_newest_complete_checkpoint_is_taken_up(
     killed: dict[str, Any], results: dict[str, str], tables: Any
 ) -> None:
-    assert results["auto"] == ""
+    assert results["again"] == ""
     lines = [json.loads(line) for line in (killed["run"] / "metrics.jsonl").read_text().splitlines()]
     again = lines[-5:]
     first = again[0]["step"]
@@ -153,8 +136,7 @@ def test_the_newest_complete_checkpoint_is_taken_up(
         assert (line["loss"], line["data"]) == (before[line["step"]]["loss"], before[line["step"]]["data"])
         tables[TITLE]["before the kill"][str(line["step"])] = f"{before[line['step']]['loss']:.6f}"
         tables[TITLE]["resumed"][str(line["step"])] = f"{line['loss']:.6f}"
-    assert len(before) - first >= 9, "the newest checkpoint is passed over: it is cut off"
-    assert results["fresh"] == "" and list(_log(killed["run"].parent / "fresh")) == [1]
+    assert len(before) - first >= 9, "the newest checkpoint is passed over: it has no file"
 
 
 def test_a_resume_goes_on_as_the_unbroken_run_did(folder: Path, results: dict[str, str]) -> None:
@@ -168,38 +150,11 @@ def test_a_resume_goes_on_as_the_unbroken_run_did(folder: Path, results: dict[st
         assert line["tokens_per_second"] == pytest.approx(24 * 16 / max(line["ranks"]["step_seconds"]))
 
 
-def test_options_that_change_what_is_computed_are_refused(results: dict[str, str]) -> None:
-    assert "\n  dropout: 0.1 recorded, 0.3 now\n" in results["option"]
-    assert "\n  lr: 0.001 recorded, 0.5 now\n" in results["option"]
-    assert results["option"].endswith("where the change is meant, --resume-check warn")
-
-
-@pytest.mark.parametrize("plant", PLANTED)
-def test_what_was_reset_in_silence_is_named(results: dict[str, str], plant: str) -> None:
-    assert f"\n  {PLANTED[plant]}" in results[plant]
-    others = {
-        name for name in ("dropout", "rng", "scheduler", "sequences", "loss", "data") if f"\n  {name}" in results[plant]
-    }
-    assert others == {PLANTED[plant].partition(" ")[0].partition(".")[0].rstrip(":")}
-
-
-def test_the_page_shows_what_is_said(results: dict[str, str]) -> None:
-    page = (REPOSITORY / "docs" / "operations.md").read_text()
-    (shown,) = (block.lines for block in blocks(page) if block.lines[0].startswith("train: error: "))
-    said = re.sub(r"--resume \S+/step-4", "--resume outputs/step-4", results["attention dropout"])
-    different = differences(shown, f"train: error: {said}\n")
-    assert not different, different
-
-
-def test_the_check_can_warn_or_be_off(results: dict[str, str]) -> None:
-    assert results["warned"] == results["off"] == ""
-
-
 def test_runs_are_compared(folder: Path, results: dict[str, str]) -> None:
     same = ckpt("verify", "--run", folder / "gpt2" / "step-8", folder / "right" / "step-8")
     assert same.code == 0, same.out
     assert "of the training state equal" in same.out
-    other = ckpt("verify", "--run", folder / "gpt2" / "step-8", folder / "warned" / "step-5")
+    other = ckpt("verify", "--run", folder / "gpt2" / "step-8", folder / "one" / "step-5")
     assert other.code == 1
     assert "differs  step: 8 and 5\n" in other.out and "differs  rng_state.1: uint8 [5056] " in other.out
 
@@ -225,15 +180,13 @@ def test_a_spike_keeps_the_last_good_checkpoint_and_its_batches_can_be_left_out(
 
 def test_a_run_through_trainer_is_watched_too(folder: Path, results: dict[str, str]) -> None:
     run = folder / "trainer"
-    assert results["trainer"] == results["trainer, right"] == results["trainer, auto"] == ""
+    assert results["trainer"] == results["trainer, right"] == results["trainer, more"] == ""
     unbroken, resumed = _log(run), _log(folder / "trainer-right")
     assert list(unbroken) == [1, 2, 3, 4, 5] and list(resumed) == [3, 4]
     for step, line in resumed.items():
         for name in ("loss", "grad_norm", "lr", "data", "batch", "sequences"):
             assert line[name] == unbroken[step][name], (step, name)
         assert line["grad_norm"] > 0 and len(line["ranks"]["loss"]) == 2
-    assert "\n  rng.cpu of rank 0: " in results["trainer, planted"]
-    assert "\n  rng.cpu of rank 1: " in results["trainer, planted"]
     beats = [json.loads((run / "heartbeats" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [(beat["phase"], beat["step"]) for beat in beats] == [("done", 5)] * 2
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-5"], "--keep 1"

@@ -49,8 +49,8 @@ def row(source: tuple[str, int], target: tuple[str, int], *through: str, **more:
     return Row(Run(*source), Run(*target), through, **more)
 
 
-#: Each refused by the trainer, which says how to go on.
-REFUSED = [
+#: Each made to fit by ckpt.resume.
+UNFIT = [
     row(("zero3", 4), ("zero3", 2)),
     row(("zero3", 2), ("zero3", 3)),
     row(("zero2", 2), ("zero3", 2)),
@@ -85,7 +85,7 @@ def in_fp32(one: Row) -> Row:
     return replace(one, source=replace(one.source, dtype="fp32"), target=replace(one.target, dtype="fp32"))
 
 
-TABLE = [*REFUSED, *BY_HAND, RESHARDED, *OTHERS, *map(in_fp32, [*REFUSED, RESHARDED])]
+TABLE = [*UNFIT, *BY_HAND, RESHARDED, *OTHERS, *map(in_fp32, [*UNFIT, RESHARDED])]
 
 
 @pytest.fixture(scope="session")
@@ -107,23 +107,26 @@ def resumed(stopped: Path) -> Path:
     """Every conversion, and every run that goes on, in one launch."""
     jobs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for one in [*TABLE, FORGETFUL]:
-        # The name has a space, which the hint has to quote; the output of the conversion comes to lie beside it.
         home = stopped / one.folder
         checkpoint = home / "a run"
         shutil.copytree(stopped / "stopped" / one.source.folder, checkpoint)
-        job = one.target.job(home / "goes-on", 4, resume=str(checkpoint), refused=not one.through)
+        job = one.target.job(home / "goes-on", 4)
         if one is FORGETFUL:
             forget(checkpoint, home / "converted")
         elif one.through:
             convert(one, checkpoint, home)
         if one.through:
             job["resume"] = str(home / "converted")
+        else:
+            job["anywhere"] = {"path": str(checkpoint), "format": one.target.format}
+            if one.target.format.startswith("zero"):
+                job["anywhere"]["dtype"] = one.target.dtype
         if one.load:
             (home / "load.json").write_text(json.dumps(one.load))
             job["ds_config"] = str(home / "load.json")
         jobs[one.target.ranks].append(job)
         if one.own is not None:
-            again = job | one.own | {"resume": str(checkpoint), "refused": False, "output": str(home / "own")}
+            again = job | one.own | {"resume": str(checkpoint), "output": str(home / "own")}
             jobs[one.target.ranks].append(again)
     launch_in_turn(sorted(jobs.items()), stopped, module="tests.support.resume_worker")
     return stopped
@@ -184,20 +187,6 @@ def test_every_step_has_the_hyperparameters_of_the_unbroken_run(one: Row, resume
     whole = options(resumed / "unbroken" / one.source.folder)
     assert options(resumed / one.folder / "goes-on") == whole[4:]
     assert len({json.dumps(groups) for groups in whole}) > 4, "the learning rate does not change"
-
-
-@pytest.mark.parametrize("one", [one for one in TABLE if not one.through], ids=lambda one: one.folder)
-def test_the_refusal_says_which_command_makes_it_fit(one: Row, resumed: Path) -> None:
-    """And the run went on from what that command wrote."""
-    record = json.loads((resumed / one.folder / "goes-on" / "refused.json").read_text())
-    source, target = format_of(one.source.strategy), format_of(one.target.strategy)
-    words = ["ckpt", "convert", source, target, f"'{resumed / one.folder / 'a run'}'"]
-    if target != "full":
-        words += ["--world-size", str(one.target.ranks)]
-    if target.startswith("zero") and not source.startswith("zero"):
-        words += ["--dtype", one.target.dtype]
-    assert record["command"] == " ".join(words)
-    assert record["written"] == f"{resumed / one.folder / 'a run'}-{target}"
 
 
 def test_forgetting_the_optimizer_shows(resumed: Path, tables: Any) -> None:

@@ -28,9 +28,9 @@ from ckpt.state.naming import to_namespace
 from train.config import Config
 from train.megatron import args as megatron_args
 from train.megatron import engine as megatron
-from train.megatron import truth as megatron_truth
 from train.megatron.cpu import on_this_machine
 from train.models import sizes_of
+from train.truth import megatron as megatron_truth
 
 _LENGTH = 24
 _RANK = {

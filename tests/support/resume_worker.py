@@ -7,8 +7,6 @@ A line has options of the trainer.  Besides,
     save_at   the only step after which the run saves (none: 0)
     copied    a run folder and where to put a copy of it first
     commands  command lines of `ckpt` to run first
-    refused   true where the trainer is to refuse `resume`: the command of its hint is then run as it stands, which
-              goes to `refused.json`, and the run goes on from what the command wrote
     anywhere  arguments of ckpt.resume, which all ranks call: what it returns is resumed from
     loaded    true where the truth of what was loaded is written before the first step, as truth/loaded.safetensors
     forget    true where Megatron's optimizer states are then set to zero in what is resumed from
@@ -22,7 +20,6 @@ import contextlib
 import gc
 import importlib
 import json
-import re
 import shlex
 import shutil
 import sys
@@ -37,7 +34,7 @@ import torch.distributed as dist
 from ckpt import resume
 from tests.support.commands import Result, ckpt
 from train import launch, loop, truth
-from train.config import ZERO, Config, UserError
+from train.config import ZERO, Config
 
 #: The class of each strategy's engine, where it is not torch's own.
 ENGINES = dict.fromkeys(ZERO, "ZeroEngine") | {"megatron": "MegatronEngine"}
@@ -57,8 +54,6 @@ def main() -> None:
         forgets, writes = job.pop("forget", False), job.pop("loaded", False)
         if "anywhere" in job:
             job["resume"] = resume(**job.pop("anywhere"))
-        if job.pop("refused", False):
-            job["resume"] = follow_the_hint(job)
         if forgets:
             forget(Path(job["resume"]))
         with recorded(Config(**job), writes) as config, saving_at(save_at):
@@ -104,25 +99,6 @@ def saving_at(step: int | None) -> Iterator[None]:
 
     with contextlib.nullcontext() if step is None else mock.patch.object(loop, "_save", save_there):
         yield
-
-
-def follow_the_hint(job: dict[str, Any]) -> str:
-    """The folder that the command of the refusal's hint says that it wrote."""
-    try:
-        loop.run(Config(**job))
-    except UserError as error:
-        said = str(error)
-    else:
-        raise AssertionError(f"--resume {job['resume']} is not refused")
-    hint = re.search(r"^hint: (ckpt convert .*)$", said, re.MULTILINE)
-    assert hint, said
-    done = run_command(hint[1])
-    if dist.get_rank() == 0:
-        output = Path(job["output"])
-        output.mkdir(parents=True, exist_ok=True)
-        record = {"refusal": said, "command": hint[1], "stderr": done.err, "written": done.out.strip()}
-        (output / "refused.json").write_text(json.dumps(record))
-    return done.out.strip()
 
 
 def run_command(line: str) -> Result:

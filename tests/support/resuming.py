@@ -49,9 +49,9 @@ class Run:
 class Row:
     """From one run to another.
 
-    `through` are the formats that the checkpoint is converted to in turn; without, the trainer refuses it and its hint
-    is followed.  `load` is DeepSpeed's config for that, `own` the trainer's options for going on without a conversion,
-    by what the target's framework does itself.
+    `through` are the formats that the checkpoint is converted to in turn; without, `ckpt.resume` makes it fit.
+    `load` is DeepSpeed's config for that, `own` the trainer's options for going on without a conversion, by what the
+    target's framework does itself.
     """
 
     source: Run

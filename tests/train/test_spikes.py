@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from train import data, records
+from train import data
 from train.config import UserError
-from train.spikes import RECENT, SpikeWatch
+from train.operations import records
+from train.operations.spikes import RECENT, SpikeWatch
 
 CALM = [5.0 - 0.01 * step for step in range(20)]
 
@@ -60,23 +61,6 @@ def test_the_newest_and_the_last_good_one_are_kept(tmp_path: Path) -> None:
     assert records.keep(tmp_path, 1) == [tmp_path / "step-1", tmp_path / "step-3"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records", "step-2", "step-4"]
     assert [record.step for record in records.read_all(tmp_path)] == [2, 4]
-
-
-def test_the_newest_complete_one_is_taken(tmp_path: Path) -> None:
-    assert records.newest_complete(tmp_path) == (None, [])
-    for step in (9, 10, 11):
-        checkpoint(tmp_path, step)
-    (tmp_path / "step-11" / "model.pt").write_bytes(b"cut")
-    (tmp_path / "step-10" / "model.pt").unlink()
-    (tmp_path / "step-12").mkdir()  # killed while it saved
-    record, passed_over = records.newest_complete(tmp_path)
-    assert record and record.checkpoint == tmp_path / "step-9"
-    assert passed_over == [
-        f"{tmp_path}/step-11/model.pt has 3 bytes, and 11 were recorded",
-        f"{tmp_path}/step-10/model.pt is missing",
-    ]
-    records.file_of(tmp_path, 9).write_text('{"version": 1, "st')
-    assert records.newest_complete(tmp_path)[0] is None
 
 
 def test_a_run_that_goes_on_from_before_forgets_what_came_after(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.commands import process
-from train import tracking
 from train.config import Config, UserError
+from train.operations import tracking
 
 LINE = {
     "step": 0,
@@ -37,7 +37,7 @@ WANTED = {
 #: What a run of three steps sends, in a process of its own: wandb and trackio keep threads and processes.
 RUN = f"""
 import sys
-from train import tracking
+from train.operations import tracking
 from train.config import Config
 tracker = tracking.open_tracker(Config(track=sys.argv[1], output=sys.argv[2], lr=0.125))
 for step in (1, 2, 3):
@@ -167,5 +167,5 @@ def test_a_tracker_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPa
 def test_an_unknown_tracker_and_that_none_is_imported() -> None:
     with pytest.raises(UserError, match=r"--track: 'mlflow' is none of none, wandb, tensorboard, trackio"):
         Config(track="mlflow")
-    loaded = "import sys, train.tracking as t; print([name for name in t.PACKAGES if name in sys.modules])"
+    loaded = "import sys, train.operations.tracking as t; print([name for name in t.PACKAGES if name in sys.modules])"
     assert process(script=loaded).out == "[]\n"

@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from train import launch, memory, models, truth
+from train import launch, models, truth
 from train.config import Config, UserError
 from train.engines import native_files
 from train.optimizers import WarmupDecay, build_optimizer, build_scheduler, param_groups
+from train.truth import memory
 
 # FSDP1 says in every rank and at every state dict that FSDP2 and DCP have come since.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

@@ -16,9 +16,11 @@ from train import launch, truth
 from train.config import Config, UserError
 from train.data import VOCABULARY
 from train.engines import pipeline_layers
-from train.engines.zero import allow_fp16, ds_config, forbid_fp16
+from train.engines.zero import adam_step, allow_fp16, ds_config, forbid_fp16, state_names
 from train.models import DTYPES
 from train.optimizers import build_scheduler, param_groups
+from train.truth import pieces
+from train.truth.pieces import Piece
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -162,18 +164,17 @@ class PipelineRun:
 
     def load(self, folder: Path, tag: str) -> None:
         """Continues from a checkpoint of this layout."""
-        self.engine.load_checkpoint(str(folder), tag=tag)
+        if self.engine.load_checkpoint(str(folder), tag=tag)[0] is None:
+            raise ValueError("DeepSpeed found nothing to load")
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Every tensor in full on rank 0, made of what all ranks hold; replicas must agree."""
-        everyone: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
-        dist.gather_object(self._mine(), everyone or None)
-        tensors = _assembled(everyone) if everyone else {}
+        """Every tensor in full, made of what all ranks hold; replicas must agree."""
+        tensors = pieces.collect(self._mine())
         facts = {
             "ties": {"output_layer.weight": "embedding.word_embeddings.weight"} if self.sizes.tied else {},
             "frozen": [],
             "param_groups": self._describe_groups(),
-            "adam_step": self._adam_step(),
+            "adam_step": adam_step(self.engine),
             "vocab_size": VOCABULARY,
             "layout": {"tp": self.config.tp, "pp": self.config.pp, "dp": self.dp},
         }
@@ -186,41 +187,24 @@ class PipelineRun:
         forbid_fp16()
         gc.collect()
 
-    def _mine(self) -> list[tuple[str, str, str, int, tuple[int, ...], int, torch.Tensor]]:
-        """(role, name, how it is cut, tensor rank, shape of the rank's part, flat start in it, elements)."""
+    def _mine(self) -> list[Piece]:
         self.optimizer._hp_optimizer_states_linked = False
         self.optimizer._lazy_init_hp_params_optimizer_state()
         found = []
         for parameter in self.engine.module.parameters():
-            about = (parameter.full_name, parameter.how, int(self.place.model), tuple(parameter.shape))
-            found.append(("weight", *about, 0, parameter.detach().flatten().cpu().clone()))
+            found.append(Piece("weight", parameter.place, 0, parameter.detach().flatten().cpu().clone()))
             mapping = parameter._hp_mapping
             if mapping is None:  # none of its elements is in this rank's partition
                 continue
-            start = mapping.lp_fragment_address.start
-            for state in (None, *self._state_names()):
+            for state in (None, *state_names(self.engine)):
                 part = mapping.get_hp_fragment(state).detach().flatten().cpu().clone()
-                found.append((state or "master", *about, start, part))
+                found.append(Piece(state or "master", parameter.place, mapping.lp_fragment_address.start, part))
         return found
-
-    def _state_names(self) -> list[str]:
-        return sorted(
-            {
-                name
-                for flat, state in self.engine.basic_optimizer.state.items()
-                for name, value in state.items()
-                if torch.is_tensor(value) and value.shape == flat.shape
-            }
-        )
-
-    def _adam_step(self) -> int | None:
-        steps = [state["step"] for state in self.engine.basic_optimizer.state.values() if "step" in state]
-        return int(steps[0]) if steps else None
 
     def _describe_groups(self) -> list[dict[str, Any]]:
         """The param groups of all ranks, merged: each rank knows only those of its own parameters."""
         members = getattr(self.optimizer, "bf16_groups", None) or self.optimizer.bit16_groups
-        names = [[parameter.full_name for parameter in group] for group in members]
+        names = [[parameter.place.name for parameter in group] for group in members]
         mine = truth.describe_groups(self.optimizer.param_groups, names)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
@@ -229,33 +213,3 @@ class PipelineRun:
             known = merged.setdefault(repr(sorted((k, v) for k, v in group.items() if k != "names")), group)
             known["names"] = list(dict.fromkeys([*known["names"], *group["names"]]))
         return list(merged.values())
-
-
-def _assembled(everyone: list[list[tuple[str, str, str, int, tuple[int, ...], int, torch.Tensor]]]) -> dict[str, Any]:
-    """Full tensors out of the ranks' pieces, by role/name; RuntimeError where copies differ or elements are missing."""
-    parts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
-    filled: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
-    ways: dict[str, str] = {}
-    for pieces in everyone:
-        for role, name, how, tensor_rank, shape, start, piece in pieces:
-            ways[name] = how
-            part = parts.setdefault((role, name), {}).setdefault(tensor_rank, torch.empty(shape, dtype=piece.dtype))
-            done = filled.setdefault((role, name), {}).setdefault(tensor_rank, torch.zeros(shape, dtype=torch.bool))
-            old, seen = part.view(-1)[start : start + len(piece)], done.view(-1)[start : start + len(piece)]
-            if not torch.equal(_bits(old[seen]), _bits(piece[seen])):
-                raise RuntimeError(f"{role} of {name}: ranks hold different copies")
-            old.copy_(piece)
-            seen.fill_(True)
-    tensors = {}
-    for (role, name), ranks in parts.items():
-        if not all(done.all() for done in filled[role, name].values()):
-            raise RuntimeError(f"{role} of {name}: no rank holds some of its elements")
-        ordered = [ranks[rank] for rank in sorted(ranks)]
-        if ways[name] == "whole" and not all(torch.equal(_bits(ordered[0]), _bits(other)) for other in ordered[1:]):
-            raise RuntimeError(f"{role} of {name}: tensor-parallel ranks hold different copies")
-        tensors[f"{role}/{name}"] = pipeline_layers.joined(ordered, ways[name])
-    return tensors
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)

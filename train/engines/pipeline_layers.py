@@ -19,6 +19,7 @@ from torch.nn import functional
 from train.config import Config, UserError
 from train.data import VOCABULARY
 from train.models import sizes_of
+from train.truth.pieces import Place
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "gpt_neox")
 
@@ -131,36 +132,19 @@ class _Gather(torch.autograd.Function):
         return gradient.narrow(-1, ctx.rank * ctx.size, ctx.size).contiguous(), None, None
 
 
-def cut(tensor: torch.Tensor, how: str, tp: int, rank: int) -> torch.Tensor:
-    """A tensor-parallel rank's part: of the rows, of the rows of either half, of the columns, or all of it."""
-    if how == "whole":
-        return tensor
-    if how == "columns":
-        return tensor.chunk(tp, 1)[rank]
-    if how == "rows":
-        return tensor.chunk(tp, 0)[rank]
-    return torch.cat([half.chunk(tp, 0)[rank] for half in tensor.chunk(2, 0)])
-
-
-def joined(parts: list[torch.Tensor], how: str) -> torch.Tensor:
-    """The inverse of `cut`, from the parts of all ranks."""
-    if how == "whole":
-        return parts[0]
-    if how == "halves":
-        return torch.cat([torch.cat([part.chunk(2, 0)[half] for part in parts]) for half in (0, 1)])
-    return torch.cat(parts, 1 if how == "columns" else 0)
-
-
 def _parameter(name: str, shape: tuple[int, ...], how: str, of: Sizes) -> nn.Parameter:
-    """This rank's part of a random tensor; `how` it is cut goes with the parameter, and with it into the truth."""
+    """This rank's part of a random tensor; its place goes with the parameter, and with it into the truth."""
     generator = torch.Generator().manual_seed(of.seed + zlib.crc32(name.encode()))
     full = 0.05 * torch.randn(shape, generator=generator)
     if "norm" in name and name.endswith("weight"):
         full += 1
-    parameter = nn.Parameter(cut(full, how, of.tp, of.rank).contiguous().clone())
+    dim, stride = {"whole": (None, 1), "rows": (0, 1), "halves": (0, 2), "columns": (1, 1)}[how]
+    part = tuple(size // of.tp if number == dim else size for number, size in enumerate(shape))
+    place = Place(name, part, dim, stride, *((of.rank, of.tp) if dim is not None else ()))
+    parameter = nn.Parameter(place.cut(full).contiguous().clone())
     # What DeepSpeed looks at to count a tensor once in the norm of the gradient.
-    parameter.tensor_model_parallel = how != "whole"  # type: ignore[attr-defined]
-    parameter.full_name, parameter.how = name, how  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = dim is not None  # type: ignore[attr-defined]
+    parameter.place = place  # type: ignore[attr-defined]
     return parameter
 
 

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from train import launch, memory, models, truth
+from train import launch, models, truth
 from train.config import Config, read_ds_config
 from train.optimizers import build_optimizer, build_scheduler, param_groups
+from train.truth import memory, pieces
+from train.truth.pieces import Piece, Place
 
 # Both are read while deepspeed is imported. LOCAL_SIZE spares its search for NUMA nodes.
 if not launch.on_gpu():
@@ -191,7 +193,8 @@ class ZeroEngine:
 
     def load(self, folder: Path, tag: str) -> None:
         """Continues from a checkpoint written at this world size, or from a universal one if so configured."""
-        self.engine.load_checkpoint(str(folder), tag=tag)
+        if self.engine.load_checkpoint(str(folder), tag=tag)[0] is None:
+            raise ValueError("DeepSpeed found nothing to load")
 
     def held(self) -> dict[str, list[Any]]:
         """What this rank holds, by kind; whole copies of ZeRO-3's parameters while they are in use count as nothing."""
@@ -240,7 +243,7 @@ class ZeroEngine:
             "ties": truth.ties(model),
             "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
             "param_groups": truth.describe_groups(self.optimizer.param_groups, [list(group) for group in self.groups]),
-            "adam_step": self._adam_step(),
+            "adam_step": adam_step(self.engine),
         }
         return tensors, facts
 
@@ -260,33 +263,26 @@ class ZeroEngine:
         """
         if self.stage < 3:
             self._relink()
-        wanted = {
-            f"{state or 'master'}/{name}": (parameter, state)
+        wanted = [
+            (f"{state or 'master'}/{name}", parameter, state)
             for group in self.groups
             for name, parameter in group.items()
-            for state in [None, *self._state_names()]
-        }
-        pieces = {key: self._piece(parameter, state) for key, (parameter, state) in wanted.items()}
-        all_pieces: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_pieces, pieces)
-
-        tensors = {}
-        for key, (parameter, state) in wanted.items():
+            for state in (None, *state_names(self.engine))
+        ]
+        mine = [self._piece(key, parameter, state) for key, parameter, state in wanted]
+        tensors = pieces.collect([piece for piece in mine if piece is not None])
+        for key, parameter, state in wanted:
             if state is None:
                 claimed = safe_get_full_fp32_param(parameter).cpu()
             else:
                 claimed = safe_get_full_optimizer_state(parameter, state).cpu()
-            here = [rank_pieces[key] for rank_pieces in all_pieces if rank_pieces[key] is not None]
-            flat = torch.empty(claimed.numel(), dtype=here[0][1].dtype)
-            for start, piece in here:
-                flat[start : start + len(piece)] = piece
-            tensors[key] = flat.view_as(claimed)
             if not torch.equal(tensors[key].to(claimed.dtype).nan_to_num(), claimed.nan_to_num()):
                 raise RuntimeError(f"{key}: DeepSpeed's gathered tensor is not made of the ranks' pieces")
         return tensors
 
-    def _piece(self, parameter: Any, state: str | None) -> tuple[int, torch.Tensor] | None:
-        """This rank's part of a master (state None) or optimizer state: its flat offset and its elements."""
+    def _piece(self, key: str, parameter: Any, state: str | None) -> Piece | None:
+        """This rank's part of a master (state None) or optimizer state."""
+        role, _, name = key.partition("/")
         if self.stage == 3:
             if state is None:
                 slot = safe_get_local_fp32_param(parameter)
@@ -294,28 +290,13 @@ class ZeroEngine:
                 slot = safe_get_local_optimizer_state(parameter, state)
             start = dist.get_rank() * slot.numel()
             length = min(slot.numel(), parameter.ds_numel - start)  # the rest of the last slots is padding
-            return (start, slot[:length].cpu()) if length > 0 else None
+            place = Place(name, tuple(parameter.ds_shape))
+            return Piece(role, place, start, slot[:length].cpu()) if length > 0 else None
         mapping = parameter._hp_mapping
         if mapping is None:
             return None
-        return mapping.lp_fragment_address.start, mapping.get_hp_fragment(state).cpu().clone()
-
-    def _state_names(self) -> list[str]:
-        """Names of the optimizer's states that are shaped like its parameters: those that are sharded with them."""
-        # Sorted, as every rank is to gather them in one order: load_universal leaves them in that of a set.
-        return sorted(
-            {
-                name
-                for flat, state in self.engine.basic_optimizer.state.items()
-                for name, value in state.items()
-                if torch.is_tensor(value) and value.shape == flat.shape
-            }
-        )
-
-    def _adam_step(self) -> int | None:
-        """How often Adam stepped: fewer times than the engine if steps overflowed, None if never."""
-        steps = [state["step"] for state in self.engine.basic_optimizer.state.values() if "step" in state]
-        return int(steps[0]) if steps else None
+        elements = mapping.get_hp_fragment(state).cpu().clone()
+        return Piece(role, Place(name, tuple(parameter.shape)), mapping.lp_fragment_address.start, elements)
 
     def _relink(self) -> None:
         """Mends DeepSpeed's map from parameters to fragments of master and states (stages 1 and 2).
@@ -342,6 +323,25 @@ class ZeroEngine:
                 )
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def state_names(engine: Any) -> list[str]:
+    """Names of the optimizer's states that are shaped like its parameters: those that are sharded with them."""
+    # Sorted, as every rank is to gather them in one order: load_universal leaves them in that of a set.
+    return sorted(
+        {
+            name
+            for flat, state in engine.basic_optimizer.state.items()
+            for name, value in state.items()
+            if torch.is_tensor(value) and value.shape == flat.shape
+        }
+    )
+
+
+def adam_step(engine: Any) -> int | None:
+    """How often Adam stepped: fewer times than the engine if steps overflowed, None if never."""
+    steps = [state["step"] for state in engine.basic_optimizer.state.values() if "step" in state]
+    return int(steps[0]) if steps else None
 
 
 def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

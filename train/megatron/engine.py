@@ -11,12 +11,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from train import launch, memory, truth
+from train import launch, truth
 from train.config import WARMUP, Config
 from train.megatron import args as megatron_args
 from train.megatron import files as megatron_files
-from train.megatron import truth as megatron_truth
 from train.megatron.cpu import on_this_machine
+from train.truth import megatron as megatron_truth
+from train.truth import memory
 
 # Said on import, once for each rank, of each package that only GPUs have.
 warnings.filterwarnings("ignore", module="megatron")

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from train import launch, memory
-from train.megatron import truth as megatron_truth
+from train import launch
 from train.megatron.cpu import numbered_device, on_this_machine
 from train.megatron.engine import MegatronEngine
-from train.megatron.truth import Piece, Place
+from train.truth import megatron as megatron_truth
+from train.truth import memory
+from train.truth.pieces import Piece, Place
 
 
 class FsdpEngine(MegatronEngine):

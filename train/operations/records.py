@@ -1,7 +1,7 @@
 """What is recorded of each checkpoint when every rank has saved: OUTPUT/records/step-N.json.
 
-A checkpoint is complete where its record is there and its files are as large as the record says. The record also has
-the run's settings and each rank's live state (see resume_check.py), the recent losses and the sequences left out.
+The files with their sizes, the run's settings and each rank's live state (see state.py), which `ckpt verify --run`
+compares, the recent losses and the sequences left out.
 """
 
 import json
@@ -34,16 +34,6 @@ class Record:
     def file(self) -> Path:
         return file_of(self.output, self.step)
 
-    def problem(self) -> str | None:
-        """What is missing of the checkpoint; None where it is complete."""
-        for name, size in self.facts["files"].items():
-            path = self.checkpoint / name
-            if not path.is_file():
-                return f"{path} is missing"
-            if path.stat().st_size != size:
-                return f"{path} has {path.stat().st_size} bytes, and {size} were recorded"
-        return None
-
 
 def file_of(output: Path, step: int) -> Path:
     """The record's path."""
@@ -74,17 +64,6 @@ def write(output: Path, checkpoint: Path, facts: dict[str, Any]) -> None:
     new = path.with_suffix(".new")
     new.write_text(json.dumps(content) + "\n")
     new.replace(path)
-
-
-def newest_complete(output: Path) -> tuple[Record | None, list[str]]:
-    """The newest checkpoint that is complete, and what is wrong with the newer ones that have a record."""
-    passed_over = []
-    for record in reversed(read_all(output)):
-        problem = record.problem()
-        if problem is None:
-            return record, passed_over
-        passed_over.append(problem)
-    return None, passed_over
 
 
 def last_good(output: Path) -> Record | None:

@@ -1,4 +1,4 @@
-"""What the loop does beside training: heartbeats, the log, trackers, spikes, records, and checks of a resume.
+"""What the loop does beside training: heartbeats, the log, trackers, spikes and records.
 
 OUTPUT/metrics.jsonl     a line for each step: loss, grad norm, learning rate, tokens per second, the batch and a
                          digest of its tokens, and for each rank the step's seconds, peak memory and own loss
@@ -7,7 +7,6 @@ OUTPUT/records/          what is known of each complete checkpoint (records.py)
 OUTPUT/heartbeats/       signs of life (heartbeat.py)
 """
 
-import dataclasses
 import hashlib
 import json
 import resource
@@ -19,18 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train import data, folders, launch, records, resume_check, tracking
+from train import data, folders, launch
 from train.config import Config, UserError
-from train.heartbeat import Heart
-from train.spikes import SpikeWatch
+from train.operations import records, state, tracking
+from train.operations.heartbeat import Heart
+from train.operations.spikes import SpikeWatch
 
 
-def resolve(config: Config) -> Config:
-    """The configuration with --resume auto replaced by the newest complete checkpoint, or by None where there is none.
-
-    The first rank looks and tells the others, so that all go on from the same one. UserError where there is to be a new
-    run in the folder of another one.
-    """
+def require_free(config: Config) -> None:
+    """UserError, in all ranks, where a new run is to begin in the folder of another one, or its tracker is missing."""
     tracking.require(config.track)
     found: list[Any] = [None]
     if config.resume is None:
@@ -38,21 +34,10 @@ def resolve(config: Config) -> Config:
             found = [folders.left_by_a_run(Path(config.output))]
         dist.broadcast_object_list(found)
         if names := found[0]:
-            goes_on = "auto" if names == ["metrics.jsonl"] else config.output
             raise UserError(
                 f"--output {config.output}: a run has left {', '.join(names)} there\n"
-                f"hint: --resume {goes_on} goes on with it; for a new run give another --output"
+                f"hint: --resume {config.output} goes on with it; for a new run give another --output"
             )
-    if config.resume != "auto":
-        return config
-    if dist.get_rank() == 0:
-        record, passed_over = records.newest_complete(Path(config.output))
-        for problem in passed_over:
-            _say(f"--resume auto: a checkpoint is not complete: {problem}")
-        _say(f"--resume auto: {'a fresh start' if record is None else record.checkpoint}")
-        found = [str(record.checkpoint) if record else None]
-    dist.broadcast_object_list(found)
-    return dataclasses.replace(config, resume=found[0])
 
 
 class Operations:
@@ -67,9 +52,6 @@ class Operations:
             self.heart = Heart(self.output, self.rank, self.world_size, config.beat, started[0])
         except OSError as error:
             raise UserError(f"--output {self.output}: {error.filename}: {error.strerror}") from None
-        self.record: records.Record | None = None
-        self.recorded: dict[int, dict[str, Any]] = {}
-        self.to_check = 0
         self.skipped: list[list[int]] = []
         self.spikes = SpikeWatch()
         self.tracker: tracking.Tracker | None = None
@@ -102,10 +84,10 @@ class Operations:
         self.heart.enter(phase, self.engine.step if self.engine else self.heart.facts["step"])
 
     def started(self, engine: Any, resumed: tuple[Path, str] | None) -> None:
-        """The engine is there, and has loaded its checkpoint if it resumes one: holds it against the record."""
+        """The engine is there, and has loaded its checkpoint if it resumes one."""
         self.engine = engine
         if resumed:
-            self._check_resumed(Path(*resumed))
+            self._take_up(Path(*resumed))
         elif (
             self.config.dropout
         ):  # all ranks made the model from one seed, and those that read other data drop other parts
@@ -149,13 +131,12 @@ class Operations:
             _append(self.output / "metrics.jsonl", line)
             if self.tracker:
                 self.tracker.log(line["step"], tracking.flat(line))
-        self._check_loss(line)
         if self.config.on_spike != "off":
             self._look_for_spike(line)
 
     def saved(self, checkpoint: Path) -> None:
         """Every rank has saved: records the checkpoint and deletes those that --keep does not keep."""
-        ranks = self._of_all_ranks(resume_check.live(self.engine))
+        ranks = self._of_all_ranks(state.live(self.engine))
         if self.rank == 0:
             layout = {name: getattr(self.config, name) for name in ("strategy", "tp", "pp", "vpp", "ep", "etp")}
             facts = {
@@ -164,7 +145,7 @@ class Operations:
                 "skipped": self.skipped,
                 "world_size": self.world_size,
                 "layout": layout,
-                "settings": resume_check.settings(self.config),
+                "settings": state.settings(self.config),
                 "calm": self.spikes.first is None,
                 "losses": self.spikes.history,
                 "ranks": ranks,
@@ -174,52 +155,19 @@ class Operations:
                 for deleted in records.keep(self.output, self.config.keep):
                     _say(f"deleted {deleted}: --keep {self.config.keep}")
 
-    def _check_resumed(self, checkpoint: Path) -> None:
-        """Holds the state against the record of the checkpoint; of a converted one, against that of --output's step."""
-        engine, mode = self.engine, self.config.resume_check
-        home = checkpoint.parent
+    def _take_up(self, checkpoint: Path) -> None:
+        """Goes on with what the record of the checkpoint has; of a converted one, with that of --output's step."""
+        home, step = checkpoint.parent, self.engine.step
         homes = [home.parent if home.name.startswith("checkpoint-") else home, self.output]
-        found = next((record for home in homes if (record := records.read(home, engine.step))), None)
-        ranks = self._of_all_ranks(resume_check.live(engine))
+        found = next((record for home in homes if (record := records.read(home, step))), None)
         if found is None:
-            if mode != "off":
-                self._say(f"--resume: no record of step {engine.step} beside {checkpoint}, so nothing is checked")
             return
-        self.record = found
         self.skipped = [list(span) for span in found.facts["skipped"]]
         self.spikes = SpikeWatch(list(found.facts["losses"]))
-        if mode != "off":
-            good = self._judge(resume_check.state_problems(found, self.config, engine, ranks))
-            # Under dropout, other ranks draw other numbers.
-            if resume_check.same_ranks(found, self.config, self.world_size) or not self.config.dropout:
-                self.recorded = resume_check.recorded_losses(found.output / "metrics.jsonl", engine.step)
-                self.to_check = resume_check.FIRST
-            if good:
-                known = f"{len(self.recorded)} losses after it are known"
-                self._say(f"--resume: the state of step {engine.step} is as recorded; {known}")
         dist.barrier()  # all ranks have read
         if found.output.resolve() == self.output.resolve() and self.rank == 0:
-            for later in records.abandon_after(self.output, engine.step):
-                _say(f"--resume: {later} is of the run before; --resume auto passes it over from now on")
-
-    def _check_loss(self, line: dict[str, Any]) -> None:
-        if self.to_check and (recorded := self.recorded.get(line["step"])):
-            self.to_check -= 1
-            problem = resume_check.loss_problem(line, recorded, self.config.dtype)
-            self._judge([problem] if problem else [])
-
-    def _judge(self, problems: list[str]) -> bool:
-        """Whether all is as recorded. UserError, or a warning, where not; problems are the same on all ranks."""
-        if not problems:
-            return True
-        text = "the run does not go on as it was recorded\n" + "\n".join(f"  {problem}" for problem in problems)
-        if self.config.resume_check == "error":
-            raise UserError(
-                f"--resume {self.config.resume}: {text}\n"
-                "hint: give the options of the first run; where the change is meant, --resume-check warn"
-            )
-        self._say(f"warning: {text}")
-        return False
+            for later in records.abandon_after(self.output, step):
+                _say(f"note: {later} is of the run before; `ckpt resume` takes it, as it is newer, until it is removed")
 
     def _skip(self, words: str) -> None:
         first, last = data.parse_batches(words)

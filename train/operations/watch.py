@@ -1,4 +1,4 @@
-"""`python -m train.watch RUN`: names the rank that died or stalled, with its stack, and ends when the run does.
+"""`python -m train.operations.watch RUN` names the rank that died or stalled, with its stack, and ends with the run.
 
 A rank is dead when its process is gone, frozen when it beats no more (a stopped process, a machine that is down), and
 stuck when it beats but has been in the same step and phase for too long. All ranks of a run are stuck when one is;
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from train.heartbeat import DONE, FOLDER, REQUEST
+from train.operations.heartbeat import DONE, FOLDER, REQUEST
 
 DEAD, FROZEN, STUCK, FAILED = "dead", "frozen", "stuck", "failed"
 #: Words in the names of functions in which a rank waits for others: torch.distributed's, DDP's, and those that wait for
@@ -213,7 +213,8 @@ def _say(text: str) -> None:
 def main() -> int:
     """Watches one run."""
     parser = argparse.ArgumentParser(
-        prog="python -m train.watch", description="Names the rank of a run that died or stalled, with its stack."
+        prog="python -m train.operations.watch",
+        description="Names the rank of a run that died or stalled, with its stack.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's --output")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Megatron's tensors in full: which part of which tensor each rank holds, as the live modules say, put together.
+"""Where megatron-core's live modules and optimizers have their parts of the whole model.
 
 Names are those of megatron-core's GPTModel, with layers and experts numbered over the whole model and layer norms
 under the names that Transformer Engine gives them (which torch_dist uses for both kinds of layers).
@@ -7,62 +7,17 @@ under the names that Transformer Engine gives them (which torch_dist uses for bo
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+
+from train.truth.pieces import Piece, Place, bits
 
 _NUMBERED = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _VOCABULARY = (_EMBEDDING, "output_layer.weight")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one rank's part of a tensor belongs."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape of the part."""
-    dim: int | None = None
-    """Dimension along which tensor-parallel ranks split it; None: all hold the whole."""
-    stride: int = 1
-    """How many blocks are split each by itself: 2 for gate and up rows of one matrix."""
-    index: int = 0
-    count: int = 1
-    """This part's number and how many parts there are."""
-
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
-        return tuple(size * self.count if dim == self.dim else size for dim, size in enumerate(self.shape))
-
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of the whole tensor."""
-        if self.dim is None:
-            return whole
-        blocks = [block.chunk(self.count, self.dim)[self.index] for block in whole.chunk(self.stride, self.dim)]
-        return torch.cat(blocks, self.dim)
-
-    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor of all parts in order."""
-        if self.dim is None:
-            return parts[0]
-        blocks = [part.chunk(self.stride, self.dim) for part in parts]
-        return torch.cat([block[number] for number in range(self.stride) for block in blocks], self.dim)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of elements of a part, flattened: all of it, or what one data-parallel rank holds of it."""
-
-    role: str
-    place: Place
-    start: int
-    elements: torch.Tensor
 
 
 def placed(chunk: nn.Module) -> Iterator[tuple[Place, torch.Tensor, bool]]:
@@ -147,51 +102,6 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return 1.0 + drawn if is_norm else drawn
 
 
-def collect(pieces: list[Piece]) -> dict[str, torch.Tensor]:
-    """All ranks' pieces as whole tensors, `<role>/<name>`, on every rank."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, pieces)
-    return assemble([piece for rank_pieces in everyone for piece in rank_pieces])
-
-
-def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
-    """The tensors `<role>/<name>` that pieces make.
-
-    RuntimeError where two of them disagree on an element that both hold, or where an element is in none.
-    """
-    parts: dict[tuple[str, str], dict[int, tuple[Place, torch.Tensor, torch.Tensor]]] = {}
-    for piece in pieces:
-        place, key = piece.place, (piece.role, piece.place.name)
-        held = parts.setdefault(key, {})
-        if place.index not in held:
-            size = torch.Size(place.shape).numel()
-            held[place.index] = (
-                place,
-                torch.empty(size, dtype=piece.elements.dtype),
-                torch.zeros(size, dtype=torch.bool),
-            )
-        known, elements, seen = held[place.index]
-        if known != place or elements.dtype != piece.elements.dtype:
-            raise RuntimeError(f"{key}: ranks disagree on shape, dtype or split: {known} and {place}")
-        span = slice(piece.start, piece.start + len(piece.elements))
-        both = seen[span]
-        if not torch.equal(_bits(elements[span][both]), _bits(piece.elements[both])):
-            raise RuntimeError(f"{key}: ranks that hold the same elements disagree on them")
-        elements[span] = piece.elements
-        seen[span] = True
-    whole = {}
-    for (role, name), held in parts.items():
-        place = held[min(held)][0]
-        if set(held) != set(range(place.count)) or not all(seen.all() for _, _, seen in held.values()):
-            raise RuntimeError(f"{role} of {name}: some of its elements are on no rank")
-        whole[f"{role}/{name}"] = place.join([held[index][1].view(place.shape) for index in sorted(held)])
-    return whole
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
 def model_pieces(chunks: Iterable[nn.Module], *, parameters: bool = True) -> list[Piece]:
     """This rank's part of every parameter and buffer; without `parameters`, of the buffers alone."""
     return [
@@ -253,7 +163,7 @@ def check_distributed(chunks: Iterable[nn.Module], optimizer: Any, whole: dict[s
                 for theirs, ours in (("param", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
                     claimed = tensors[theirs][start - skipped : end - skipped]
                     found = place.cut(whole[f"{ours}/{place.name}"]).reshape(-1)
-                    if not torch.equal(_bits(claimed), _bits(found)):
+                    if not torch.equal(bits(claimed), bits(found)):
                         raise RuntimeError(f"{place.name}: the gathered {ours} is not the distributed optimizer's")
 
 

@@ -1,4 +1,4 @@
-"""Signs of life of every rank, in files that `python -m train.watch` reads.
+"""Signs of life of every rank, in files that `python -m train.operations.watch` reads.
 
     OUTPUT/heartbeats/rank-R.json     who and where the rank is, what it does since when, and a count that goes up
     OUTPUT/heartbeats/rank-R.stack    where its main thread was at the last beat

@@ -1,0 +1,98 @@
+"""Tensors in full: which part of which tensor each rank holds, as its live engine says, put together."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank's part of a tensor belongs."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the part."""
+    dim: int | None = None
+    """Dimension along which tensor-parallel ranks split it; None: all hold the whole."""
+    stride: int = 1
+    """How many blocks are split each by itself: 2 for gate and up rows of one matrix."""
+    index: int = 0
+    count: int = 1
+    """This part's number and how many parts there are."""
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of the whole."""
+        return tuple(size * self.count if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This part of the whole tensor."""
+        if self.dim is None:
+            return whole
+        blocks = [block.chunk(self.count, self.dim)[self.index] for block in whole.chunk(self.stride, self.dim)]
+        return torch.cat(blocks, self.dim)
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The whole tensor of all parts in order."""
+        if self.dim is None:
+            return parts[0]
+        blocks = [part.chunk(self.stride, self.dim) for part in parts]
+        return torch.cat([block[number] for number in range(self.stride) for block in blocks], self.dim)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of a part, flattened: all of it, or what one data-parallel rank holds of it."""
+
+    role: str
+    place: Place
+    start: int
+    elements: torch.Tensor
+
+
+def collect(pieces: list[Piece]) -> dict[str, torch.Tensor]:
+    """All ranks' pieces as whole tensors, `<role>/<name>`, on every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, pieces)
+    return assemble([piece for rank_pieces in everyone for piece in rank_pieces])
+
+
+def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
+    """The tensors `<role>/<name>` that pieces make.
+
+    RuntimeError where two of them disagree on an element that both hold, or where an element is in none.
+    """
+    parts: dict[tuple[str, str], dict[int, tuple[Place, torch.Tensor, torch.Tensor]]] = {}
+    for piece in pieces:
+        place, key = piece.place, (piece.role, piece.place.name)
+        held = parts.setdefault(key, {})
+        if place.index not in held:
+            size = torch.Size(place.shape).numel()
+            held[place.index] = (
+                place,
+                torch.empty(size, dtype=piece.elements.dtype),
+                torch.zeros(size, dtype=torch.bool),
+            )
+        known, elements, seen = held[place.index]
+        if known != place or elements.dtype != piece.elements.dtype:
+            raise RuntimeError(f"{key}: ranks disagree on shape, dtype or split: {known} and {place}")
+        span = slice(piece.start, piece.start + len(piece.elements))
+        both = seen[span]
+        if not torch.equal(bits(elements[span][both]), bits(piece.elements[both])):
+            raise RuntimeError(f"{key}: ranks that hold the same elements disagree on them")
+        elements[span] = piece.elements
+        seen[span] = True
+    whole = {}
+    for (role, name), held in parts.items():
+        place = held[min(held)][0]
+        if set(held) != set(range(place.count)) or not all(seen.all() for _, _, seen in held.values()):
+            raise RuntimeError(f"{role} of {name}: some of its elements are on no rank")
+        whole[f"{role}/{name}"] = place.join([held[index][1].view(place.shape) for index in sorted(held)])
+    return whole
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, by which -0.0 is not 0.0 and one NaN is another."""
+    return tensor.contiguous().view(torch.uint8)
