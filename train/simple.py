@@ -34,7 +34,7 @@ BATCH, LENGTH, VOCABULARY = 24, 32, 97  # the batch is of all ranks together, so
 PEAK, WARMUP, DECAY = 1e-2, 4, 1000  # of the learning rate; apart from --steps, as a run may go on further than planned
 
 # FSDP1 says that DCP has come since, DTensor that two meshes take two sums, and DeepSpeed still imports distutils.
-warnings.filterwarnings("ignore", message="FSDP|Please use DTen|When using|`_get_pg_d|Multiple backends|.*istutils")
+warnings.filterwarnings("ignore", message="FSDP|Please use DT|When using|`_get_pg|`torch.dis|Multiple ba|.*istutils")
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 

@@ -23,7 +23,8 @@ from tests.support.slurm import Cluster
 
 pytestmark = pytest.mark.slow
 
-TRAIN, CONVERT = (REPOSITORY / "train" / "slurm" / f"{name}.sbatch" for name in ("multinode", "convert"))
+SCRIPTS = ("multinode", "convert", "simple")
+TRAIN, CONVERT, SIMPLE = (REPOSITORY / "train" / "slurm" / f"{name}.sbatch" for name in SCRIPTS)
 ZERO3 = REPOSITORY / "fixtures" / "toy-zero3"
 OPTIONS = {"strategy": "zero2", "model": "toy", "dtype": "fp32"}
 
@@ -115,6 +116,18 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
     apart = max(abs(loss - whole[step]) / whole[step] for step, loss in found.items())
     row["relative, of all"] = f"{apart:.1e}"
     assert apart < 1e-6, "sums in another order, and nothing else"
+
+
+def test_the_trainer_to_copy_goes_on_with_fewer_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """By srun alone, and in another engine."""
+    asked = ["--gpus-per-node=0", f"--output={tmp_path / 'log'}"]
+    for nodes, strategy, steps in (("2", "zero2", "2"), ("1", "fsdp2", "4")):
+        words = [strategy, "--output", tmp_path / "run", "--steps", steps]
+        number = cluster.submit(f"--nodes={nodes}", *asked, SIMPLE, *words, RANKS_PER_NODE="1")
+        cluster.wait_for_state(number, "COMPLETED", "FAILED", timeout=240)
+    log = (tmp_path / "log").read_text()
+    assert re.findall(r"^step (\d):", log, re.MULTILINE) == ["1", "2", "3", "4"], log
+    assert "it is zero2, and dcp is loaded" in log
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from train.megatron import files as megatron_files
 from train.megatron.cpu import on_this_machine
 from train.truth import megatron as megatron_truth
 from train.truth import memory
+from train.truth.pieces import collect
 
 # Said on import, once for each rank, of each package that only GPUs have.
 warnings.filterwarnings("ignore", module="megatron")
@@ -183,7 +184,7 @@ class MegatronEngine:
         with on_this_machine():
             pieces = megatron_truth.model_pieces(self.bare)
             pieces += megatron_truth.optimizer_pieces(self.bare, self.optimizer)
-            tensors = megatron_truth.collect(pieces)
+            tensors = collect(pieces)
             megatron_truth.check_distributed(self.bare, self.optimizer, tensors)
         return tensors, self._facts()
 

@@ -14,7 +14,7 @@ from train.megatron.cpu import numbered_device, on_this_machine
 from train.megatron.engine import MegatronEngine
 from train.truth import megatron as megatron_truth
 from train.truth import memory
-from train.truth.pieces import Piece, Place
+from train.truth.pieces import Piece, Place, collect
 
 
 class FsdpEngine(MegatronEngine):
@@ -56,7 +56,7 @@ class FsdpEngine(MegatronEngine):
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Every tensor in full, on every rank, from the buffers that ranks compute with."""
         with on_this_machine():
-            tensors = megatron_truth.collect(list(self._pieces()))
+            tensors = collect(list(self._pieces()))
         return tensors, self._facts()
 
     def _pieces(self) -> Iterator[Piece]:
