@@ -82,7 +82,7 @@ def test_the_record_has_every_goal_met_or_missed(
             )
 
 
-@pytest.mark.parametrize("page", readme.PAGES)
+@pytest.mark.parametrize("page", ["README.md", "README.ja.md"])
 def test_the_readme_shows_the_record(page: str) -> None:
     """Rows are never typed: `python -m benchmarks --readme` puts them there."""
     text, results = (REPOSITORY / page).read_text(), readme.RESULTS.read_text()

@@ -38,7 +38,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_metadata_of_dcp_is_read_once_for_all_of_its_files(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, seen = fixtures / "dcp-fsdp2" / "step-2", []
     monkeypatch.setattr(files, "read_metadata", lambda place: seen.append(place) or read_metadata(place))
-    count = files.Bytes()
+    count = files.ComparedBytes()
     assert [*files.read_all(folder, sorted(folder.iterdir()), count, lambda _: None)] == []
     assert len([*folder.glob("*.distcp")]) > 1 and seen == [folder]
     assert count.compared
@@ -49,7 +49,7 @@ def test_a_file_that_goes_while_it_is_looked_at(fixtures: Path) -> None:
     folder, seen = fixtures / "toy-zero3", []
     there = min(path for path in folder.rglob("*.pt") if path.is_file())
     paths = [folder / "gone.pt", there, folder / "gone.distcp", folder / "gone.json"]
-    found = [*files.read_all(folder, paths, files.Bytes(), seen.append)]
+    found = [*files.read_all(folder, paths, files.ComparedBytes(), seen.append)]
     assert sorted(problem.where for problem in found) == ["gone.distcp", "gone.json", "gone.pt"]
     assert all("No such file" in problem.what and problem.exit_code == 7 for problem in found)
     assert seen == [0, there.stat().st_size, 0, 0]

@@ -56,8 +56,8 @@ def test_the_command_line(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, t
     assert store.objects("to/model") == files_in(tmp_path / "here")
     for words, what in (
         (("-o", url), "the destination exists"),
-        (("-o", url, "--overwrite"), "--overwrite is for local folders"),
-        (("-o", url, "--resume"), "--resume is for local folders"),
+        (("-o", url, "--overwrite"), "--overwrite works on local folders only"),
+        (("-o", url, "--resume"), "--resume works on local folders only"),
         (("-o", source), "overlap"),
         (("-o", f"{source}/global_step2/hf"), "overlap"),
         (("-o", "hf://org/name"), "ckpt push"),

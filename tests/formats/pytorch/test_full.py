@@ -327,7 +327,7 @@ def test_faults_of_sharded_folders(inside: Path, tmp_path: Path) -> None:
     broken({**good, "x": "pytorch_model-00001-of-00002.bin"}, CorruptError, "does not hold")
     broken({k: v for k, v in good.items() if k != "l.3.w"}, CorruptError, "does not place")
     broken({**good, "x": "pytorch_model-00009-of-00002.bin"}, CorruptError, "missing")
-    broken({**good, "x": "config.json"}, CorruptError, "no torch file")
+    broken({**good, "x": "config.json"}, CorruptError, "not a torch file")
     broken([], CorruptError, "no weight_map")
     (output / "link.bin").symlink_to("/etc/passwd")
     broken({**good, "x": "link.bin"}, UnsafeError, "symlink")
