@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.base.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt.api import open, plan, verify
+    from ckpt.api import convert, hash, open, plan, verify
     from ckpt.base.errors import CkptError
     from ckpt.check.checking import check
     from ckpt.resume.resuming import resume
@@ -33,16 +33,30 @@ else:
     del check, plan, resume, verify
 
 _FROM = {
-    "CkptError": "ckpt.base.errors",
-    "StorageReader": "ckpt.views.storage_reader",
-    "check": "ckpt.check.checking",
-    "load_into": "ckpt.views.loading",
-    "open": "ckpt.api",
-    "plan": "ckpt.api",
-    "resume": "ckpt.resume.resuming",
-    "verify": "ckpt.api",
+    name: module
+    for module, names in {
+        "ckpt.api": "convert hash open plan verify",
+        "ckpt.base.errors": "CkptError",
+        "ckpt.check.checking": "check",
+        "ckpt.resume.resuming": "resume",
+        "ckpt.views.loading": "load_into",
+        "ckpt.views.storage_reader": "StorageReader",
+    }.items()
+    for name in names.split()
 }
-__all__ = ["CkptError", "StorageReader", "__version__", "check", "load_into", "open", "plan", "resume", "verify"]
+__all__ = [
+    "CkptError",
+    "StorageReader",
+    "__version__",
+    "check",
+    "convert",
+    "hash",
+    "load_into",
+    "open",
+    "plan",
+    "resume",
+    "verify",
+]
 
 
 def __dir__() -> list[str]:

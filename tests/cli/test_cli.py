@@ -489,8 +489,6 @@ def test_mistakes_in_python_raise_the_same_errors(run: Path) -> None:
     ):
         with pytest.raises(UsageError):
             mistake()
-    with pytest.raises(AttributeError):
-        ckpt.convert  # noqa: B018
 
 
 # -- what a new user types, and the answers ----------------------------------------------------------------------------

@@ -289,7 +289,7 @@ def test_the_repository_that_a_run_records(tmp_path: Path) -> None:
     torch.save(TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), step / "training_args.bin")
     with pytest.raises(UsageError, match="to which repository") as error:
         recorded_repo([step])
-    assert "--repo-id" in str(error.value)
+    assert "repo_id" in str(error.value)
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], hub_model_id="me/my-run")
     torch.save(arguments, tmp_path / "training_args.bin")
     assert recorded_repo([step]) == "me/my-run"
@@ -298,7 +298,7 @@ def test_the_repository_that_a_run_records(tmp_path: Path) -> None:
     torch.save(arguments, tmp_path / "training_args.bin")
     with pytest.raises(UsageError, match="without its owner") as error:
         recorded_repo([step])
-    assert "--repo-id ORG/my-run" in str(error.value)
+    assert "repo_id ORG/my-run" in str(error.value)
 
 
 def test_what_an_unknown_class_records(tmp_path: Path) -> None:
