@@ -23,14 +23,17 @@ if TYPE_CHECKING:
     from ckpt.api import convert, hash, open, plan, verify
     from ckpt.base.errors import CkptError
     from ckpt.check.checking import check
+    from ckpt.check.inspecting import inspect
+    from ckpt.estimate.estimating import estimate
     from ckpt.resume.resuming import resume
+    from ckpt.show.formats import formats
     from ckpt.views.loading import load_into
     from ckpt.views.storage_reader import StorageReader
 else:
     # Packages of these names, which are loaded here so that no later import binds them, and left to the functions.
-    from ckpt import check, plan, resume, verify
+    from ckpt import check, estimate, plan, resume, verify
 
-    del check, plan, resume, verify
+    del check, estimate, plan, resume, verify
 
 _FROM = {
     name: module
@@ -38,7 +41,10 @@ _FROM = {
         "ckpt.api": "convert hash open plan verify",
         "ckpt.base.errors": "CkptError",
         "ckpt.check.checking": "check",
+        "ckpt.check.inspecting": "inspect",
+        "ckpt.estimate.estimating": "estimate",
         "ckpt.resume.resuming": "resume",
+        "ckpt.show.formats": "formats",
         "ckpt.views.loading": "load_into",
         "ckpt.views.storage_reader": "StorageReader",
     }.items()
@@ -50,7 +56,10 @@ __all__ = [
     "__version__",
     "check",
     "convert",
+    "estimate",
+    "formats",
     "hash",
+    "inspect",
     "load_into",
     "open",
     "plan",

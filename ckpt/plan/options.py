@@ -43,7 +43,7 @@ class Option:
         if not is_kind:
             limits = [f"{word} {end}" for word, end in (("from", self.min), ("to", self.max)) if end is not None]
             expected = " or ".join(map(repr, self.choices)) or " ".join([self.type.__name__, *limits])
-            raise UsageError(f"there is no {self.name}={value!r}", expected=expected)
+            raise UsageError(f"{self.name} cannot be {value!r}", expected=expected)
 
 
 def option(help: str, *, default: Any = None, **more: Any) -> Any:

@@ -1,4 +1,6 @@
-"""`ckpt/api.py`, `ckpt/base/typed.py`, `words.py`, `returned.py`, `ckpt/show/planned.py`: the commands from Python."""
+"""`ckpt/api.py`, `ckpt/base/typed.py`, `words.py`, `returned.py`, `ckpt/show/planned.py`, `formats.py`,
+`ckpt/check/inspecting.py`, `ckpt/estimate/estimating.py`: the commands from Python.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,9 @@ import ckpt
 from ckpt.base.words import in_python
 from ckpt.errors import UsageError
 from tests.support.commands import ckpt as run_ckpt
+from tests.support.places import FIXTURES
+
+MODEL = str(FIXTURES / "trainer-zero2")
 
 
 @pytest.fixture
@@ -31,7 +36,7 @@ def test_a_run_is_converted_and_verified_by_its_path(run: str, tmp_path: Path) -
     assert ckpt.check(out).whole
 
 
-def test_results_are_what_the_commands_print(run: str, tmp_path: Path) -> None:
+def test_results_are_what_the_commands_print(run: str, fixtures: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ("--names", "own", "--dtype", "bf16", "-o", str(out))
     planned = ckpt.plan(run, "hf", dtype="bf16", names="own")
@@ -46,6 +51,11 @@ def test_results_are_what_the_commands_print(run: str, tmp_path: Path) -> None:
         ("verify", str(out)): ckpt.verify(out),
         ("hash", run): ckpt.hash(run),
         ("check", run): ckpt.check(run),
+        ("inspect", run): ckpt.inspect(run),
+        ("inspect", run, "--tensors", "--tensor", "*.bias"): ckpt.inspect(run, tensors=True, tensor="*.bias"),
+        ("inspect", str(fixtures / "trainer-zero2")): ckpt.inspect(fixtures / "trainer-zero2"),
+        ("formats",): ckpt.formats(),
+        ("estimate", "-q", MODEL, "--gpus", "4", "--lora-r", "8"): ckpt.estimate(MODEL, gpus=4, lora_r=8),
     }
     for command, result in results.items():
         said = run_ckpt(*command, "--json")
@@ -61,10 +71,10 @@ def test_results_are_what_the_commands_print(run: str, tmp_path: Path) -> None:
         (lambda run: ckpt.plan(run, "hff"), "there is no format called 'hff'\n(.|\n)*did you mean hf?"),
         (lambda run: ckpt.plan(run, "hf", dtyp="bf16"), "no option 'dtyp'(.|\n)*did you mean dtype?"),
         (lambda run: ckpt.plan(run, "hf", tp=2), r"found: tp\n\nhint: see help\(ckpt.convert\)"),
-        (lambda run: ckpt.plan(run, "megatron", tp="two"), "no tp='two'\n  expected: int from 1 to"),
-        (lambda run: ckpt.plan(run, "hf", names="hubb"), "no names='hubb'\n  expected: 'hub' or 'own'"),
+        (lambda run: ckpt.plan(run, "megatron", tp="two"), "tp cannot be 'two'\n  expected: int from 1 to"),
+        (lambda run: ckpt.plan(run, "hf", names="hubb"), "names cannot be 'hubb'\n  expected: 'hub' or 'own'"),
         (lambda run: ckpt.convert(run, "hf", "out", world_size="two"), "ckpt.convert takes no world_size='two'\n"),
-        (lambda run: ckpt.convert(run, "zero3", "out", world_size=0), "no world_size=0\n"),
+        (lambda run: ckpt.convert(run, "zero3", "out", world_size=0), "world_size cannot be 0\n"),
         (lambda run: ckpt.plan(run, "hf", dtype="bf17"), "no dtype='bf17'\n  expected: 'keep' or 'fp32'"),
         (lambda run: ckpt.plan(run, "hf", workers=True), "no workers=True\n  expected: int"),
         (lambda run: ckpt.plan(ckpt.open(run), "hf", tag="x"), "the checkpoint is open already, and takes no tag"),
@@ -76,6 +86,14 @@ def test_results_are_what_the_commands_print(run: str, tmp_path: Path) -> None:
         (lambda run: ckpt.verify(run, only="weights"), "found: only$|found: only\n"),
         (lambda run: ckpt.verify(run, run, loads=True), "loads=?T?r?u?e? takes one folder|loads takes one folder"),
         (lambda run: ckpt.check(run, every=True), "takes no 'every'"),
+        (
+            lambda run: ckpt.inspect(run, tensor="embd"),
+            "no tensor called 'embd'(.|\n)*(did you mean|tensors=True lists)",
+        ),
+        (lambda run: ckpt.estimate(MODEL, gpus=0), "gpus cannot be 0\n  expected: int from 1"),
+        (lambda run: ckpt.estimate(MODEL, optimizer="adm"), "takes no optimizer='adm'\n  expected: 'adam' or"),
+        (lambda run: ckpt.estimate(MODEL, strategy="zero"), "no strategy called 'zero'"),
+        (lambda run: ckpt.resume(run, wrld_size=2), "no option 'wrld_size'(.|\n)*did you mean world_size?"),
     ],
 )
 def test_mistakes_are_told_in_the_words_of_python(run: str, mistake: Callable[[str], object], said: str) -> None:
