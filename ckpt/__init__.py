@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ckpt.check.checking import check
     from ckpt.check.inspecting import inspect
     from ckpt.estimate.estimating import estimate
+    from ckpt.hub.pushing import push
+    from ckpt.lora.merging import merge_lora
     from ckpt.resume.resuming import resume
     from ckpt.show.formats import formats
     from ckpt.views.loading import load_into
@@ -43,6 +45,8 @@ _FROM = {
         "ckpt.check.checking": "check",
         "ckpt.check.inspecting": "inspect",
         "ckpt.estimate.estimating": "estimate",
+        "ckpt.hub.pushing": "push",
+        "ckpt.lora.merging": "merge_lora",
         "ckpt.resume.resuming": "resume",
         "ckpt.show.formats": "formats",
         "ckpt.views.loading": "load_into",
@@ -61,8 +65,10 @@ __all__ = [
     "hash",
     "inspect",
     "load_into",
+    "merge_lora",
     "open",
     "plan",
+    "push",
     "resume",
     "verify",
 ]

@@ -59,7 +59,7 @@ OptionValue = str | int | float | None  # of an option that a format declares; a
 
 _RANKS = Option("world_size", int, None, "Ranks of a sharded target", min=1, max=MAX_SIZE)
 _REPLICA = Option("replica", int, None, "The rank whose copies are taken", min=0)
-_WORKERS = Option("workers", int, 0, "Threads that copy", min=0, max=256)
+WORKERS = Option("workers", int, 0, "Threads that copy", min=0, max=256)
 
 
 @typed
@@ -268,6 +268,11 @@ class Conversion(Returned):
                 file.check_unchanged()  # a file that was replaced meanwhile explains whatever else went wrong
             raise
 
+    def write(self, output: str | PathLike[str], *, manifest: bool = True, **options: Any) -> Converted:
+        """Run it, and say what has been written."""
+        self.run(output, manifest=manifest, **options)
+        return Converted(fspath(output), self, manifest)
+
     def _check_source(self, masters: bool) -> None:
         if masters:
             from ckpt.verify.compare import check_masters
@@ -324,7 +329,7 @@ def plan(
     asked = Layout(CASTABLE.get(dtype), parse_size(max_shard_size), world_size, options)
     layout = layout or asked
     resources = resources or Resources(parse_size(max_memory), workers)
-    for one, value in ((_RANKS, world_size), (_REPLICA, replica), (_WORKERS, workers)):
+    for one, value in ((_RANKS, world_size), (_REPLICA, replica), (WORKERS, workers)):
         if value is not None:
             one.check(value)
     found = checkpoint = opened(source, format, tag=tag, config=config, replica=replica)
@@ -422,8 +427,9 @@ def convert(
         workers=workers,
         **options,
     )
-    conversion.run(output, check=check, overwrite=overwrite, resume=resume, manifest=manifest, progress=progress)
-    return Converted(fspath(output), conversion, manifest)
+    return conversion.write(
+        output, check=check, overwrite=overwrite, resume=resume, manifest=manifest, progress=progress
+    )
 
 
 def _is_at_gradients_point(group: ParamGroup) -> bool:
@@ -492,7 +498,7 @@ def hash(
     `dtype` is the precision in which weights count, their own or as `ckpt.convert` casts them.  `progress` is told of
     bytes.
     """
-    _WORKERS.check(workers)
+    WORKERS.check(workers)
     checkpoint = opened(source, format, tag=tag, config=config)
     return digests(checkpoint, dtype=CASTABLE.get(dtype), workers=workers, progress=progress)
 

@@ -1,10 +1,11 @@
 """`ckpt/api.py`, `ckpt/base/typed.py`, `words.py`, `returned.py`, `ckpt/show/planned.py`, `formats.py`,
-`ckpt/check/inspecting.py`, `ckpt/estimate/estimating.py`: the commands from Python.
+`ckpt/check/inspecting.py`, `ckpt/estimate/estimating.py`, `ckpt/lora/merging.py`: the commands from Python.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,20 @@ def test_results_are_what_the_commands_print(run: str, fixtures: Path, tmp_path:
         assert run_ckpt(*command).out == f"{result}\n", command
         assert len(repr(result)) < 400 and "\n" not in repr(result)
         assert result._repr_html_().startswith("<pre>") and "<toy" not in result._repr_html_()
+
+
+def test_an_adapter_is_merged_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(FIXTURES / "trl-lora-zero3/outputs/qwen3-lora", tmp_path / "run")
+    shutil.copytree(FIXTURES / "trl-lora-zero3/Qwen", tmp_path / "Qwen")
+    monkeypatch.chdir(tmp_path)
+    done = ckpt.merge_lora("run", "out", dtype="bf16")
+    printed = run_ckpt("merge-lora", "run", "-o", "out", "--dtype", "bf16", "--overwrite", "--json")
+    assert done.to_json() == json.loads(printed.out)
+    assert ckpt.verify("out").good and ckpt.hash(done.conversion.source, dtype="bf16") != ckpt.hash("out")
+    with pytest.raises(UsageError, match=r"adapter_weights needs one weight for each adapter\n"):
+        ckpt.merge_lora("run", "other", adapter_weights=[0.5, 0.5])
+    with pytest.raises(UsageError, match=r"combination dare_linear takes|combination dare_linear needs density"):
+        ckpt.merge_lora("run", "other", adapter_weights=[0.5], combination="dare_linear")
 
 
 @pytest.mark.parametrize(
