@@ -1,8 +1,10 @@
 """Checkpoint conversion and sharded-state toolkit.
 
-    checkpoint = ckpt.open("outputs")                     # a lazy description; no tensor data is read
-    ckpt.plan(checkpoint, "hf").run("outputs-hf")
-    ckpt.verify(checkpoint, ckpt.open("outputs-hf")).equal
+    ckpt.convert("outputs", "hf", "outputs-hf")           # each command is a function, which takes paths and URLs
+    ckpt.verify("outputs", "outputs-hf").equal
+    ckpt.inspect("outputs")                               # what it returns is shown as the command shows it
+    ckpt.open("outputs")["model.norm.weight"][0:8]        # a lazy description; only these bytes are read
+    ckpt.plan("outputs", "hf").run("outputs-hf")          # proved first, run later
     ckpt.load_into(model, "outputs")                      # a plain torch module, from any format
     ckpt.check("outputs").whole                           # nothing missing, cut off or damaged
     ckpt.resume("outputs")                                # the folder to go on from, on the ranks that there are now

@@ -108,6 +108,7 @@ def test_an_adapter_is_merged_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
         (lambda run: ckpt.estimate(MODEL, gpus=0), "gpus cannot be 0\n  expected: int from 1"),
         (lambda run: ckpt.estimate(MODEL, optimizer="adm"), "takes no optimizer='adm'\n  expected: 'adam' or"),
         (lambda run: ckpt.estimate(MODEL, strategy="zero"), "no strategy called 'zero'"),
+        (lambda run: ckpt.resume(5), "ckpt.resume takes no path=5"),
         (lambda run: ckpt.resume(run, wrld_size=2), "no option 'wrld_size'(.|\n)*did you mean world_size?"),
     ],
 )
