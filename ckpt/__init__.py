@@ -1,8 +1,10 @@
 """Checkpoint conversion and sharded-state toolkit.
 
-    checkpoint = ckpt.open("outputs")                     # a lazy description; no tensor data is read
-    ckpt.plan(checkpoint, "hf").run("outputs-hf")
-    ckpt.verify(checkpoint, ckpt.open("outputs-hf")).equal
+    ckpt.convert("outputs", "hf", "outputs-hf")           # each command is a function, which takes paths and URLs
+    ckpt.verify("outputs", "outputs-hf").equal
+    ckpt.inspect("outputs")                               # what it returns is shown as the command shows it
+    ckpt.open("outputs")["model.norm.weight"][0:8]        # a lazy description; only these bytes are read
+    ckpt.plan("outputs", "hf").run("outputs-hf")          # proved first, run later
     ckpt.load_into(model, "outputs")                      # a plain torch module, from any format
     ckpt.check("outputs").whole                           # nothing missing, cut off or damaged
     ckpt.resume("outputs")                                # the folder to go on from, on the ranks that there are now
@@ -20,29 +22,58 @@ from typing import TYPE_CHECKING, Any
 from ckpt.base.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt.api import open, plan, verify
+    from ckpt.api import convert, hash, open, plan, verify
     from ckpt.base.errors import CkptError
     from ckpt.check.checking import check
+    from ckpt.check.inspecting import inspect
+    from ckpt.estimate.estimating import estimate
+    from ckpt.hub.pushing import push
+    from ckpt.lora.merging import merge_lora
     from ckpt.resume.resuming import resume
+    from ckpt.show.formats import formats
     from ckpt.views.loading import load_into
     from ckpt.views.storage_reader import StorageReader
 else:
     # Packages of these names, which are loaded here so that no later import binds them, and left to the functions.
-    from ckpt import check, plan, resume, verify
+    from ckpt import check, estimate, plan, resume, verify
 
-    del check, plan, resume, verify
+    del check, estimate, plan, resume, verify
 
 _FROM = {
-    "CkptError": "ckpt.base.errors",
-    "StorageReader": "ckpt.views.storage_reader",
-    "check": "ckpt.check.checking",
-    "load_into": "ckpt.views.loading",
-    "open": "ckpt.api",
-    "plan": "ckpt.api",
-    "resume": "ckpt.resume.resuming",
-    "verify": "ckpt.api",
+    name: module
+    for module, names in {
+        "ckpt.api": "convert hash open plan verify",
+        "ckpt.base.errors": "CkptError",
+        "ckpt.check.checking": "check",
+        "ckpt.check.inspecting": "inspect",
+        "ckpt.estimate.estimating": "estimate",
+        "ckpt.hub.pushing": "push",
+        "ckpt.lora.merging": "merge_lora",
+        "ckpt.resume.resuming": "resume",
+        "ckpt.show.formats": "formats",
+        "ckpt.views.loading": "load_into",
+        "ckpt.views.storage_reader": "StorageReader",
+    }.items()
+    for name in names.split()
 }
-__all__ = ["CkptError", "StorageReader", "__version__", "check", "load_into", "open", "plan", "resume", "verify"]
+__all__ = [
+    "CkptError",
+    "StorageReader",
+    "__version__",
+    "check",
+    "convert",
+    "estimate",
+    "formats",
+    "hash",
+    "inspect",
+    "load_into",
+    "merge_lora",
+    "open",
+    "plan",
+    "push",
+    "resume",
+    "verify",
+]
 
 
 def __dir__() -> list[str]:

@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from io import BufferedReader
+from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError, shown
-from ckpt.base.sizes import show_size
+from ckpt.base.returned import Returned
+from ckpt.base.sizes import parse_size, show_size
 from ckpt.base.text import counted, scheme_of
+from ckpt.base.typed import typed
 from ckpt.move.files import check_destination, is_filled, lies_in
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
@@ -27,30 +30,45 @@ from ckpt.plan.checkpoint import (
     ParamGroup,
     Target,
 )
-from ckpt.plan.dtypes import DType
+from ckpt.plan.dtypes import CASTABLE, DType
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
+from ckpt.plan.options import MAX_SIZE, Option
 from ckpt.run_folder.opening import AUTO, open_checkpoint
 from ckpt.state.naming import as_hub, to_namespace
 from ckpt.stores import standins
+from ckpt.stores.places import local
 from ckpt.views.lazy import OpenCheckpoint
 
 if TYPE_CHECKING:
-    from ckpt.move.workers import FileDigests, Progress, Resources
+    from ckpt.move.workers import FileDigests, Resources
     from ckpt.plan.planner import Plan
     from ckpt.processes.group import Alone
     from ckpt.verify.digest import Digests
+    from ckpt.verify.manifest import ManifestCheck
     from ckpt.verify.pairs import Report
     from ckpt.verify.training import RunReport
     from ckpt.verify.transformers_loads import Loading
     from ckpt.views.files import Views
 
+#: What functions read: a path or a URL, or what `ckpt.open` has made of it.
+Source = str | PathLike[str] | Checkpoint
+Cast = Literal["keep", "fp32", "bf16", "fp16"]
+Only = Literal["all", "weights", "optimizer"]
+Progress = Callable[[int], None]  # it is told of bytes that were read or written since the last call
+OptionValue = str | int | float | None  # of an option that a format declares; a bool is an int
 
+_RANKS = Option("world_size", int, None, "Ranks of a sharded target", min=1, max=MAX_SIZE)
+_REPLICA = Option("replica", int, None, "The rank whose copies are taken", min=0)
+WORKERS = Option("workers", int, 0, "Threads that copy", min=0, max=256)
+
+
+@typed
 def open(
-    path: str | Path,
+    path: str | PathLike[str],
     format: str = AUTO,
     *,
     tag: str | None = None,
-    config: str | None = None,
+    config: str | PathLike[str] | None = None,
     replica: int | None = None,
 ) -> OpenCheckpoint:
     """Describe the checkpoint at `path`, which may be a checkpoint or a run folder; no tensor data is read.
@@ -60,7 +78,17 @@ def open(
     Hub id; `replica` is the rank whose copy of replicated tensors is taken.  How the checkpoint was found is in its
     `notes`.  Raises the errors of `ckpt.errors`.
     """
-    return OpenCheckpoint.of(open_checkpoint(path, format, tag=tag, config=config, replica=replica))
+    place = None if config is None else fspath(config)
+    return OpenCheckpoint.of(open_checkpoint(fspath(path), format, tag=tag, config=place, replica=replica))
+
+
+def opened(source: Source, format: str = AUTO, **options: Any) -> Checkpoint:
+    """`source` where that has been opened, and otherwise what `open` makes of it."""
+    if not isinstance(source, Checkpoint):
+        return open(source, format, **options)
+    if given := [name for name, value in options.items() if value is not None]:
+        raise UsageError(f"the checkpoint is open already, and takes no {given[0]}", path=source.path)
+    return source
 
 
 def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
@@ -132,13 +160,25 @@ def check_casts(checkpoint: Checkpoint, target: Target, layout: Layout) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """A plan that has been proved and can be run."""
+@dataclass(frozen=True, repr=False)
+class Conversion(Returned):
+    """A plan that has been proved and can be run; `source` is the checkpoint as it was opened."""
 
     plan: Plan
     resources: Resources
     format: str
+    source: Checkpoint
+
+    def to_json(self, destination: str | None = None) -> dict[str, Any]:
+        """What it writes, moves, casts and leaves out, as `ckpt convert --dry-run --json` prints it."""
+        from ckpt.show.planned import plan_report
+
+        return plan_report(self.plan, destination, self.peak_buffers)
+
+    def lines(self) -> list[str]:
+        from ckpt.show.planned import plan_lines
+
+        return plan_lines(self.to_json())
 
     def __repr__(self) -> str:
         size = show_size(self.plan.total_bytes)
@@ -176,7 +216,7 @@ class Conversion:
 
     def run(
         self,
-        destination: str | Path,
+        destination: str | PathLike[str],
         *,
         overwrite: bool = False,
         resume: bool = False,
@@ -228,6 +268,11 @@ class Conversion:
                 file.check_unchanged()  # a file that was replaced meanwhile explains whatever else went wrong
             raise
 
+    def write(self, output: str | PathLike[str], *, manifest: bool = True, **options: Any) -> Converted:
+        """Run it, and say what has been written."""
+        self.run(output, manifest=manifest, **options)
+        return Converted(fspath(output), self, manifest)
+
     def _check_source(self, masters: bool) -> None:
         if masters:
             from ckpt.verify.compare import check_masters
@@ -251,21 +296,50 @@ class Conversion:
         return files
 
 
+@typed
 @listed_once()
 def plan(
-    checkpoint: Checkpoint, to: str, layout: Layout | None = None, resources: Resources | None = None
+    source: Source,
+    to: str,
+    layout: Layout | None = None,
+    resources: Any = None,
+    *,
+    format: str = AUTO,
+    tag: str | None = None,
+    config: str | PathLike[str] | None = None,
+    replica: int | None = None,
+    dtype: Cast = "keep",
+    dequantize: bool = False,
+    optimizer_dtype: Literal["keep", "fp32"] = "keep",
+    max_shard_size: str = "5GB",
+    world_size: int | None = None,
+    max_memory: str = "512MB",
+    workers: int = 0,
+    **options: OptionValue,
 ) -> Conversion:
-    """The conversion of `checkpoint` to the format `to`, proved to be complete; nothing is written yet.
+    """The conversion of `source` to the format `to`, proved to be complete; nothing is written yet.
 
-    Raises LossError where a tensor would go nowhere or part of the target would be filled by nothing.
+    `source` is a path, a URL or what `ckpt.open` returned; all options are those of `ckpt convert`, and `options` those
+    that the format `to` declares, as `tp=2`.  A `layout` of one's own stands in place of what says what is written.
+    Raises LossError where a tensor would go nowhere or part of the target would be filled by nothing, UsageError.
     """
     from ckpt.move.workers import Resources
     from ckpt.plan.planner import make_plan  # it takes numpy, which describing a checkpoint does not
 
+    asked = Layout(CASTABLE.get(dtype), parse_size(max_shard_size), world_size, options)
+    layout = layout or asked
+    resources = resources or Resources(parse_size(max_memory), workers)
+    for one, value in ((_RANKS, world_size), (_REPLICA, replica), (WORKERS, workers)):
+        if value is not None:
+            one.check(value)
+    found = checkpoint = opened(source, format, tag=tag, config=config, replica=replica)
+    if dequantize:
+        checkpoint = dequantized(checkpoint, layout.dtype)
+    if optimizer_dtype == "fp32":
+        checkpoint = checkpoint.with_plain_states()
     target = registry.get(to)
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
-    layout = layout or Layout()
     registry.check_options(target.name, layout.options)
     # The reader's notes are known already.  A writer sees no notes, so those of the renaming are new.
     if target.carries_optimizer:
@@ -284,7 +358,78 @@ def plan(
     if named.quantized.blocks and target.carries_optimizer:
         named = registry.service("as_stored")(named)
     made = make_plan(named, laid_out, carries_optimizer=target.carries_optimizer)
-    return Conversion(made, resources or Resources(), to)
+    return Conversion(made, resources, to, found)
+
+
+@dataclass(frozen=True, repr=False)
+class Converted(Returned):
+    """What has been written to `path`, by which `conversion`."""
+
+    path: str
+    conversion: Conversion
+    has_manifest: bool
+
+    def __repr__(self) -> str:
+        return f"<{shown(self.path)}: {self.conversion.format}, written>"
+
+    def to_json(self) -> dict[str, Any]:
+        return self.conversion.to_json(self.path)
+
+    def lines(self) -> list[str]:
+        from ckpt.show.planned import written_lines
+
+        return written_lines(self.to_json(), has_manifest=self.has_manifest)
+
+
+@typed
+def convert(
+    source: Source,
+    to: str,
+    output: str | PathLike[str],
+    *,
+    format: str = AUTO,
+    tag: str | None = None,
+    config: str | PathLike[str] | None = None,
+    replica: int | None = None,
+    dtype: Cast = "keep",
+    dequantize: bool = False,
+    optimizer_dtype: Literal["keep", "fp32"] = "keep",
+    max_shard_size: str = "5GB",
+    world_size: int | None = None,
+    max_memory: str = "512MB",
+    workers: int = 0,
+    check: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    manifest: bool = True,
+    progress: Progress | None = None,
+    **options: OptionValue,
+) -> Converted:
+    """Convert `source` to the format `to` and write it to `output`, a folder or a URL.
+
+    It is `ckpt.plan` and `Conversion.run` in one, and what they take is said there.
+    """
+    conversion = plan(
+        source,
+        to,
+        None,
+        None,
+        format=format,
+        tag=tag,
+        config=config,
+        replica=replica,
+        dtype=dtype,
+        dequantize=dequantize,
+        optimizer_dtype=optimizer_dtype,
+        max_shard_size=max_shard_size,
+        world_size=world_size,
+        max_memory=max_memory,
+        workers=workers,
+        **options,
+    )
+    return conversion.write(
+        output, check=check, overwrite=overwrite, resume=resume, manifest=manifest, progress=progress
+    )
 
 
 def _is_at_gradients_point(group: ParamGroup) -> bool:
@@ -329,19 +474,123 @@ def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
 
     Of a model that is not known the names are its own.
     """
+    from ckpt.verify.beside import not_hashed
     from ckpt.verify.digest import digests as digests_as_named
 
     named = as_hub(checkpoint)
-    return digests_as_named(named, names=registry.service("kept_names")(named), **options)
+    found = digests_as_named(named, names=registry.service("kept_names")(named), **options)
+    return replace(found, not_hashed=tuple(not_hashed(checkpoint)))
 
 
-def verify(a: Checkpoint, b: Checkpoint, **options: Any) -> Report:
-    """Compare two checkpoints of any formats, tensor by tensor and bit by bit; see `ckpt.verify.pairs.verify`."""
+@typed
+def hash(
+    source: Source,
+    format: str = AUTO,
+    *,
+    tag: str | None = None,
+    config: str | PathLike[str] | None = None,
+    dtype: Cast = "keep",
+    workers: int = 0,
+    progress: Progress | None = None,
+) -> Digests:
+    """Digests of what a checkpoint holds: the same whatever its format, sharding and order of files.
+
+    `dtype` is the precision in which weights count, their own or as `ckpt.convert` casts them.  `progress` is told of
+    bytes.
+    """
+    WORKERS.check(workers)
+    checkpoint = opened(source, format, tag=tag, config=config)
+    return digests(checkpoint, dtype=CASTABLE.get(dtype), workers=workers, progress=progress)
+
+
+@overload
+def verify(
+    a: Source,
+    b: Source,
+    *,
+    only: Only = ...,
+    cast: bool = ...,
+    run: Literal[False] = ...,
+    from_a: str = ...,
+    from_b: str = ...,
+    tag_a: str | None = ...,
+    tag_b: str | None = ...,
+    config: str | PathLike[str] | None = ...,
+    progress: Progress | None = ...,
+) -> Report: ...
+@overload
+def verify(
+    a: Source,
+    b: Source,
+    *,
+    run: Literal[True],
+    from_a: str = ...,
+    from_b: str = ...,
+    tag_a: str | None = ...,
+    tag_b: str | None = ...,
+    config: str | PathLike[str] | None = ...,
+) -> RunReport: ...
+@overload
+def verify(a: str | PathLike[str], *, progress: Progress | None = ...) -> ManifestCheck: ...
+@overload
+def verify(a: str | PathLike[str], *, loads: Literal[True]) -> Loading: ...
+@typed
+def verify(
+    a: Source,
+    b: Source | None = None,
+    *,
+    only: Only = "all",
+    cast: bool = False,
+    run: bool = False,
+    loads: bool = False,
+    from_a: str = AUTO,
+    from_b: str = AUTO,
+    tag_a: str | None = None,
+    tag_b: str | None = None,
+    config: str | PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Report | RunReport | ManifestCheck | Loading:
+    """Compare two checkpoints of any formats, tensor by tensor and bit by bit, or the folder `a` with its manifest.
+
+    `only` confines it to the model's tensors or to the optimizer's; with `cast` the wider of two floating dtypes is
+    rounded to the narrower one first.  With `run` the training states are compared instead of the tensors: schedule,
+    scaler, random states, data position.  With `loads` transformers loads the folder `a`, without data.
+    """
+    sides = {"from_a": from_a, "from_b": from_b, "tag_a": tag_a, "tag_b": tag_b, "config": config}
+    check_goes_together(a, b, only=only, cast=cast, run=run, loads=loads, **sides)
+    if b is None:
+        place = local(a.path if isinstance(a, Checkpoint) else a)
+        from ckpt.verify.manifest import check
+
+        return check_loads(place) if loads else check(place, progress)
+    one, other = opened(a, from_a, tag=tag_a, config=config), opened(b, from_b, tag=tag_b, config=config)
+    if run:
+        return verify_runs(one, other)
     from ckpt.verify.pairs import verify as verify_same_names
 
-    a, b, notes = _as_saved_adapters(a, b)
-    report = verify_same_names(*map(_with_computing_dtype, _comparable(a, b)), **options)
+    one, other, notes = _as_saved_adapters(one, other)
+    report = verify_same_names(
+        *map(_with_computing_dtype, _comparable(one, other)), only=only, cast=cast, progress=progress
+    )
     return replace(report, notes=(*report.notes, *notes))
+
+
+def check_goes_together(
+    a: Source, b: Source | None, *, only: Only, cast: bool, run: bool, loads: bool, **sides: Any
+) -> None:
+    """Raise UsageError where `verify` is asked for things that do not go together."""
+    if run and (b is None or loads or cast or only != "all"):
+        raise UsageError("--run takes two runs or checkpoints, and neither --only, --cast nor --loads")
+    if loads and b is not None:
+        raise UsageError("--loads takes one folder", found=f"{a} and {b}")
+    path = a.path if isinstance(a, Checkpoint) else fspath(a)
+    if loads and (scheme_of(path) is not None or standins.is_standin(path)):
+        raise UsageError("transformers itself loads local folders only", path=path, hint="convert it to one first")
+    if b is None and not loads:
+        asked = {"only": only != "all", "cast": cast} | {name: one not in (None, AUTO) for name, one in sides.items()}
+        if of_two := " ".join(f"--{name.replace('_', '-')}" for name, given in asked.items() if given):
+            what = "a folder is held against its manifest as a whole: these options are for two checkpoints"
+            raise UsageError(what, path=path, found=of_two, hint="give a second checkpoint, or leave them out")
 
 
 def verify_runs(a: Checkpoint, b: Checkpoint) -> RunReport:

@@ -9,15 +9,10 @@ the one that the adapter's config names, or that the run's checkpoint itself hol
 import sys
 
 import ckpt
-from ckpt.lora import find, merge
 
 run, out = sys.argv[1:3]
 
-adapter = find.open_adapter(run)
-base = find.open_base(adapter, None)
-conversion = merge.plan([adapter], base)
-conversion.run(out)
-
-report = ckpt.verify(base, ckpt.open(out), only="weights")
+merged = ckpt.merge_lora(run, out)
+report = ckpt.verify(merged.conversion.source, out, only="weights")
 changed = [result.fqn for result in report.results if result.status == "*"]
 print(f"{len(changed)} tensors of {len(report.results)} were changed by the adapter:", *changed, sep="\n  ")

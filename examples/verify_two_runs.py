@@ -10,7 +10,7 @@ import sys
 
 import ckpt
 
-a, b = map(ckpt.open, sys.argv[1:3])
+a, b = sys.argv[1:3]
 report = ckpt.verify(a, b)
 
 for result in report.results:
@@ -19,4 +19,4 @@ for result in report.results:
 for left_out in report.not_compared:  # what one side as a whole has no place for is never taken for equal
     print(left_out)
 print(report.outcome)
-sys.exit(0 if report.equal else 1)
+sys.exit(report.exit_code)

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from ckpt.base.words import in_python
 
 #: Beginnings of paths that are shown as others: those of files that stand for what is in a store, as its URL.
 SHOWN: dict[str, str] = {}
@@ -72,10 +74,18 @@ class CkptError(Exception):
         return {name: printable(str(value)) for name, value in parts.items() if value is not None}
 
     def __str__(self) -> str:
-        lines = [printable(self.what)]
-        lines += [f"  {name}: {value}" for name, value in self.facts().items()]
+        """The message as Python has it, `world_size` and not `--world-size`."""
+        return self._text(in_python)
+
+    def on_command_line(self) -> str:
+        """The message as the command line has it."""
+        return self._text(str)
+
+    def _text(self, said: Callable[[str], str]) -> str:
+        facts = {name: value if name in ("file", "tensor") else said(value) for name, value in self.facts().items()}
+        lines = [printable(said(self.what)), *(f"  {name}: {value}" for name, value in facts.items())]
         if self.hint:
-            lines += ["", f"hint: {printable(self.hint)}"]
+            lines += ["", f"hint: {printable(said(self.hint))}"]
         return "\n".join(lines)
 
 

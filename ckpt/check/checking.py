@@ -7,6 +7,7 @@ unread (`ckpt.run_folder.not_read`).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, printable
+from ckpt.base.returned import Returned
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
+from ckpt.base.typed import typed
 from ckpt.check.files import (
     DAMAGED,
     INCOMPLETE,
@@ -111,14 +114,18 @@ class Checked:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class CheckReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class CheckReport(Returned):
     """All checkpoints of a folder, the newest first, and what is wrong with the folder itself."""
 
     path: str
     checkpoints: tuple[Checked, ...]
     problems: tuple[Problem, ...]
     bytes: ComparedBytes | None = None
+
+    def __repr__(self) -> str:
+        whole = "whole" if self.whole else "not whole"
+        return f"<{printable(self.path)}: {counted(len(self.checkpoints), 'checkpoint')}, {whole}>"
 
     @property
     def whole(self) -> bool:
@@ -162,8 +169,9 @@ class CheckReport:
         return found
 
 
+@typed
 def check(
-    path: str | Path,
+    path: str | os.PathLike[str],
     format: str = AUTO,
     *,
     tag: str | None = None,

@@ -8,21 +8,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ckpt.base.errors import UsageError, printable, shown
 from ckpt.base.progress import progress
-from ckpt.base.sizes import parse_size
 from ckpt.base.version import __version__
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_and_config
 from ckpt.cli.text import carry_out, say_source
-
-if TYPE_CHECKING:
-    from ckpt.plan.checkpoint import Checkpoint
 
 #: Options that may differ in several processes.
 _OF_EACH = ("as_json", "max_memory", "quiet", "verbose", "workers")
@@ -91,9 +87,6 @@ def convert(
     quiet = outcome.quiet
     from ckpt import api
     from ckpt.move.files import check_destination, translate_os_errors
-    from ckpt.move.workers import Resources
-    from ckpt.plan.checkpoint import Layout
-    from ckpt.plan.dtypes import CASTABLE
     from ckpt.processes.group import check_alike
     from ckpt.processes.launch import joined, launch
 
@@ -105,16 +98,22 @@ def convert(
         source, target, path, config = _meant(source, target, path, read, quiet)
         destination = output or default_output(path, target)
         check_destination(destination, path)  # before the source is read, which may take long
-        layout = Layout(
-            CASTABLE.get(precision.dtype), parse_size(sharding.max_shard_size), sharding.world_size, options
-        )
         with progress(0, "plan", quiet=quiet):
-            checkpoint: Checkpoint = api.open(path, source, tag=read.tag, config=config, replica=read.replica)
-            if precision.dequantize:
-                checkpoint = api.dequantized(checkpoint, layout.dtype)
-            if optimizer_dtype == "fp32":
-                checkpoint = checkpoint.with_plain_states()
-            conversion = api.plan(checkpoint, target, layout, Resources(parse_size(work.max_memory), work.workers))
+            conversion = api.plan(
+                path,
+                target,
+                format=source,
+                tag=read.tag,
+                config=config,
+                replica=read.replica,
+                **vars(precision),
+                **vars(sharding),
+                optimizer_dtype=optimizer_dtype,
+                max_memory=work.max_memory,
+                workers=work.workers,
+                **options,
+            )
+        checkpoint = conversion.source
         say_source(checkpoint, quiet=quiet)
         if output is None and not outcome.overwrite:
             destination = beside_another(path, target, checkpoint.state.step, quiet=quiet)

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt.base.errors import CorruptError, UnsafeError, UsageError, printable, shown
-from ckpt.base.sizes import parse_size
-from ckpt.base.text import did_you_mean
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import print_table, say_notes, terminal_width
+from ckpt.estimate.setup import Device, Optimizer, StateDType, TrainDType
 
 if TYPE_CHECKING:
     from ckpt.check.checking import Checked
     from ckpt.plan.checkpoint import Checkpoint
-    from ckpt.plan.tensors import Tensor
-
-_MAX_STEPS = 20  # of a run that are looked into, without --all
-
-TrainDType = Literal["bf16", "fp16", "fp32"]  # what a model may compute in
-StateDType = Literal["fp32", "bf16", "fp16", "fp8"]  # what an optimizer may keep its masters and states in
-Optimizer = Literal["adam", "adamw", "adamw_8bit", "lion", "lion_8bit", "momentum", "momentum_8bit", "sgd"]
-Device = Literal["none", "cpu", "nvme"]  # where states are offloaded to
 
 
 def inspect(
@@ -54,76 +45,47 @@ def inspect(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing picture.")] = False,
 ) -> None:
     """Show what a checkpoint holds, and with --picture which ranks hold which parts of it."""
-    from ckpt import api
+    from ckpt.check import inspecting
     from ckpt.move.listing import listed_once
-    from ckpt.run_folder.not_read import not_read
-    from ckpt.show import overview as inspection
-    from ckpt.show.parts import part_lines, parts_of
+    from ckpt.show import overview
 
     if picture is None and (only != "all" or overwrite):
         raise UsageError("--only and --overwrite go with --picture")
     with listed_once():
         try:
-            checkpoint = api.open(path, format, tag=tag, config=config)
+            found = inspecting.inspect(
+                path, format, tag=tag, config=config, tensors=tensors, tensor=tensor or (), everything=everything
+            )
         except (CorruptError, UnsafeError):  # it is about the newest; the table is of the others too
-            if run := _run(path, tag, everything):
-                _print_run(run, {} if as_json else None)
+            if run := inspecting.run_of(path, tag, everything):
+                if as_json:
+                    print(shown(json.dumps(inspecting.run_json(run), indent=2)))
+                else:
+                    _print_run(run)
                 sys.stdout.flush()
             raise
-        damaged = _draw(checkpoint, picture, only, overwrite) if picture is not None else None
-        wanted = _matching(checkpoint, tensor or [])
-        run = _run(path, tag, everything)
-        left = [one.to_json() for one in not_read(checkpoint)]
+        damaged = _draw(found.checkpoint, picture, only, overwrite) if picture is not None else None
         if as_json:
-            found = inspection.describe(checkpoint, left, tensors=tensors, everything=everything)
-            parts = {"parts": [parts_of(one) for one in wanted]} if tensor else {}
-            _print_run(run, found | parts)
+            print(shown(json.dumps(found.to_json(), indent=2)))
         else:
-            for line in inspection.lines(checkpoint, left, everything=everything, width=terminal_width()):
-                print(shown(line))
-            if run:
+            print("\n".join(found.facts(terminal_width())))
+            if found.run:
                 print()
-                _print_run(run)
+                _print_run(found.run)
             if tensors:
                 print()
-                print_table(inspection.HEADS, inspection.rows(checkpoint), right=inspection.RIGHT)
-            for one in wanted:
-                print()
-                print(shown("\n".join(part_lines(one, checkpoint.path))))
+                print_table(overview.HEADS, overview.rows(found.checkpoint), right=overview.RIGHT)
+            for one in found.parts():
+                print("", *one, sep="\n")
         if damaged is not None:
             sys.stdout.flush()
             raise damaged
 
 
-def _matching(checkpoint: Checkpoint, patterns: list[str]) -> list[Tensor]:
-    """The tensors whose names one of `patterns` fits.  UsageError for a pattern that fits none."""
-    names = list(dict.fromkeys(fqn for fqn, _ in checkpoint.tensors))
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            hint = did_you_mean(pattern, names) or "--tensors lists them all"
-            raise UsageError(f"there is no tensor called {pattern!r}", path=checkpoint.path, hint=hint)
-    return [
-        one for (fqn, _), one in checkpoint.tensors.items() if any(fnmatchcase(fqn, pattern) for pattern in patterns)
-    ]
+def _print_run(run: Sequence[Checked]) -> None:
+    from ckpt.check.checking import HEADS
 
-
-def _run(path: Path, tag: str | None, everything: bool) -> list[Checked]:
-    """All checkpoints of a run folder, where that holds several."""
-    from ckpt.check import checking
-
-    every = checking.checkpoints_of(path) if tag is None and path.is_dir() else []
-    return checking.survey(path, every, None if everything else _MAX_STEPS) if len(every) > 1 else []
-
-
-def _print_run(run: list[Checked], others: dict[str, Any] | None = None) -> None:
-    """A run's checkpoints as a table; as JSON, if any, behind what `others` says."""
-    if others is None:
-        from ckpt.check.checking import HEADS
-
-        print_table(HEADS, [one.row() for one in run], right=("step", "size"))
-    else:
-        steps = {"checkpoints": [one.to_json() for one in run]} if run else {}
-        print(shown(json.dumps(others | steps, indent=2)))
+    print_table(HEADS, [one.row() for one in run], right=("step", "size"))
 
 
 def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool) -> CorruptError | None:
@@ -215,19 +177,6 @@ class Training:
         str | None, typer.Option(metavar="NAME,...", help="megatron: what selective recomputation does not keep.")
     ] = None
 
-    def setup(self) -> dict[str, Any]:
-        """The fields of `Setup` that these options set; None for those that are not given."""
-        return {
-            "dtype": self.dtype,
-            "mixed": False if self.pure else None,
-            "batch": self.batch_size,
-            "length": self.seq_len,
-            "fused_loss": self.fused_cross_entropy or None,
-            "eager_attention": self.eager_attention or None,
-            "activation_offload": self.activation_offload or None,
-            "recompute": _listed(self.recompute_modules),
-        }
-
 
 @dataclass(frozen=True)
 class Gpus:
@@ -244,15 +193,6 @@ class Gpus:
     no_sequence_parallel: Annotated[
         bool, typer.Option("--no-sequence-parallel", help="megatron: norms are whole on each tensor parallel rank.")
     ] = False
-
-    def setup(self) -> dict[str, Any]:
-        """The fields of `Setup` that these options set; None for those that are not given."""
-        is_whole = False if self.no_sequence_parallel else None
-        return {"gpus": self.gpus, "context_parallel": self.cp, "sequence_parallel": is_whole}
-
-    def axes(self) -> dict[str, int]:
-        """The sizes of Megatron's axes that are given."""
-        return {name: size for name, size in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep)) if size}
 
 
 @dataclass(frozen=True)
@@ -274,16 +214,6 @@ class StateOptions:
         typer.Option(help="zero3: where parameters are kept; fsdp: cpu, with all states. [default: none]"),
     ] = None
 
-    def setup(self) -> dict[str, Any]:
-        """The fields of `Setup` that these options set; None for those that are not given."""
-        return {
-            "optimizer": self.optimizer,
-            "master_dtype": self.master_dtype,
-            "state_dtype": self.state_dtype,
-            "offload_optimizer": self.offload_optimizer and self.offload_optimizer.replace("none", ""),
-            "offload_params": self.offload_param and self.offload_param.replace("none", ""),
-        }
-
 
 @dataclass(frozen=True)
 class Lora:
@@ -297,11 +227,6 @@ class Lora:
         str | None, typer.Option(metavar="NAME,...", help="Modules that get adapters. [default: all linear layers]")
     ] = None
     qlora: Annotated[bool, typer.Option("--qlora", help="Keep the frozen model's linear layers in 4 bits.")] = False
-
-    def setup(self) -> dict[str, Any]:
-        """The fields of `Setup` that these options set; None for those that are not given."""
-        targets = _listed(self.lora_target_modules)
-        return {"lora_rank": self.lora_r, "lora_targets": targets, "quantized": self.qlora or None}
 
 
 def estimate_(
@@ -319,70 +244,25 @@ def estimate_(
     quiet: opt.QuietOption = False,
 ) -> None:
     """Estimate what each GPU will hold in training, by strategy, and suggest one that fits."""
-    from ckpt.estimate import run_config as configs
-    from ckpt.estimate import table as sizing
-    from ckpt.estimate import text
-    from ckpt.estimate.setup import RECOMPUTED, STRATEGIES, Setup
+    given = opt.by_name({"stated": stated, "training": training, "on": on, "states": states, "lora": lora})
+    from ckpt.estimate.estimating import estimate
 
-    for name in stated.strategy or ():
-        if name not in STRATEGIES:
-            raise UsageError(f"there is no strategy called {name!r}", expected="one of " + ", ".join(STRATEGIES))
-    for name in training.setup()["recompute"] or ():
-        if name not in RECOMPUTED:
-            raise UsageError(f"no module called {name!r} is recomputed", expected=", ".join(RECOMPUTED))
-    run_config = stated.run_config
-    if model.endswith((".yaml", ".yml")):
-        if run_config is not None:
-            raise UsageError("a run can have only one config", found=f"{model} and --run-config {run_config}")
-        run_config = Path(model)
-        model = configs.model_of(configs.load(run_config), run_config)
-    subject = sizing.find(model)
-    run = configs.RunConfig()
-    for path in (run_config, stated.ds_config):
-        if path is not None:
-            run = run.under(configs.understand(configs.load(path), path, subject.model.hidden))
-    given = {**on.setup(), **training.setup(), **states.setup(), **lora.setup()}
-    setup = Setup(**{**run.setup, **{name: value for name, value in given.items() if value is not None}})
-    chosen = stated.strategy or ([run.strategy] if run.strategy else [])
-    if (setup.lora_targets or setup.quantized) and not setup.lora_rank:
-        raise UsageError("--lora-target-modules and --qlora go with --lora-r")
-    if on.axes() and chosen and "megatron" not in chosen:
-        raise UsageError("--tp, --pp and --ep need the strategy megatron", found=", ".join(chosen))
+    found = estimate(model, **given)
     if not quiet:
-        say_notes(subject.notes)
-    found = sizing.size(subject, setup, _gpu_memory(on.gpu_memory), chosen, **{**run.axes, **on.axes()})
+        say_notes(found.subject.notes)
     if as_json:
-        print(json.dumps(text.to_json(found), indent=2))
+        print(json.dumps(found.to_json(), indent=2))
         return
-    for line in text.lines(found):
+    for line in found.lines():
         print(printable(line))
-
-
-def _listed(names: str | None) -> tuple[str, ...] | None:
-    """The names between commas; None without any."""
-    return tuple(names.split(",")) if names else None
-
-
-def _gpu_memory(size: str) -> int:
-    """Bytes; GPUs are sold by the GB, so a number alone is of these."""
-    if not size.strip().replace(".", "", 1).isdecimal():
-        return parse_size(size)
-    if float(size) >= 1 << 16:
-        raise UsageError("this is not a size of GPU memory", expected="GB, or a size as 24GB or 24564MiB", found=size)
-    return parse_size(f"{size.strip()}GB")
 
 
 def formats(as_json: opt.JsonOption = False) -> None:
     """List the formats: what can be read and written, and what carries optimizer state."""
-    from ckpt.plan import registry
+    from ckpt.show import formats as known
 
-    rows = [
-        {"name": f.name, "reads": f.reads, "writes": f.writes, "optimizer": f.carries_optimizer, "title": f.title}
-        for f in registry.all_formats()
-    ]
+    found = known.formats()
     if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    marks = [["yes" if row[key] else "-" for key in ("reads", "writes", "optimizer")] for row in rows]
-    table = [(str(row["name"]), *mark, str(row["title"])) for row, mark in zip(rows, marks, strict=True)]
-    print_table(("name", "reads", "writes", "optimizer", "what it is"), table)
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        print_table(known.HEADS, found.rows())

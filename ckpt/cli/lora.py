@@ -5,24 +5,21 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckpt.base.errors import UsageError, printable, shown
-from ckpt.base.sizes import parse_size, show_size
-from ckpt.base.text import counted
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_of
 from ckpt.cli.convert import beside_another, default_output
 from ckpt.cli.text import carry_out, say_notes, say_source
 
 if TYPE_CHECKING:
-    from ckpt.hub.push import Push, Pushed
+    from ckpt.hub.push import Push
 
 
 @dataclass(frozen=True)
@@ -91,47 +88,43 @@ def merge_lora(
     outcome: opt.Outcome,
 ) -> None:
     """Merge a LoRA adapter into its base model, as PEFT does, without loading the model."""
-    from ckpt import api
-    from ckpt.lora import find as adapters
-    from ckpt.lora import merge as lora
-    from ckpt.move.workers import Resources
-    from ckpt.plan.checkpoint import Layout
-    from ckpt.plan.dtypes import CASTABLE
+    from ckpt.lora.find import open_adapter
+    from ckpt.lora.merging import planned
     from ckpt.stores import places
 
-    quiet, dtype = outcome.quiet, CASTABLE.get(merged.dtype)
+    quiet = outcome.quiet
     given = [run_of(where, quiet=quiet) for where in sources or ["."]]
     wanted, base = [where for where, _ in given], parts.base or given[0][1]
     destination = output or default_output(Path(wanted[0]), "merged")
-    found = [adapters.open_adapter(where, config=parts.config, tag=parts.tag) for where in wanted]
+    opened = [open_adapter(where, config=parts.config, tag=parts.tag) for where in wanted]
     if output is None and not outcome.overwrite:
-        destination = beside_another(Path(wanted[0]), "merged", found[0].checkpoint.state.step, quiet=quiet)
+        destination = beside_another(Path(wanted[0]), "merged", opened[0].checkpoint.state.step, quiet=quiet)
     if not push and at_hub != opt.HubTarget():
         raise UsageError("--repo-id, --private, --revision, --create-pr and --commit-message go with --push")
     to = None
     if push:
         # the run's own repository is the adapter's: HF Trainer pushes it there, at the latest at the end
-        to = _target(at_hub, merged.names, [found[0].folder, Path(wanted[0])], "-merged")
-    opened = found
-    made_of = [one.path for one in found]
-    model = adapters.open_base(found[0], base, accept=parts.accept_base)
-    if merged.dequantize:
-        model = api.dequantized(model, dtype)
-    if combining.weights is not None:
-        from ckpt.lora.combine import combine
-
-        how = combining.combination, combining.density, combining.seed
-        found = [combine(found, parse_weights(combining.weights), model, *how)]
-    layout = Layout(dtype, parse_size(merged.max_shard_size), names=merged.names)
-    conversion = lora.plan(found, model, layout, Resources(workers=workers))
+        to = _target(at_hub, merged.names, [opened[0].folder, Path(wanted[0])], "-merged")
+    conversion, found = planned(
+        opened,
+        base=base,
+        accept_base=parts.accept_base,
+        adapter_weights=None if combining.weights is None else parse_weights(combining.weights),
+        combination=combining.combination,
+        density=combining.density,
+        seed=combining.seed,
+        **vars(merged),
+        workers=workers,
+    )
     if to is not None and not outcome.dry_run:
         from ckpt.hub.push import check_room
 
         check_room(set(conversion.files), to)
     for one in opened if quiet else found:
         say_notes(one.checkpoint.passed_over if quiet else one.notes)
-    say_source(model, "merging into ", quiet=quiet)
-    facts = {"base": shown(base or found[0].config.base or model.path), "adapters": shown(", ".join(made_of))}
+    say_source(conversion.source, "merging into ", quiet=quiet)
+    facts = {"base": shown(base or found[0].config.base or conversion.source.path)}
+    facts["adapters"] = shown(", ".join(one.path for one in opened))
     report = carry_out(
         conversion,
         destination,
@@ -141,7 +134,9 @@ def merge_lora(
     if report is None:
         return
     if to is not None:
-        report["pushed"] = _push(places.local(destination), to, None, quiet).to_json()
+        from ckpt.hub.pushing import push_files
+
+        report["pushed"] = push_files(places.local(destination), to, None, **_telling(quiet)).to_json()
     print(json.dumps(report, indent=2) if outcome.as_json else printable(str(destination)))
     if to is not None and not outcome.as_json:
         print(printable(report["pushed"]["url"]))
@@ -190,34 +185,20 @@ def push(
     quiet: opt.QuietOption = False,
 ) -> None:
     """Push a folder to the Hugging Face Hub, and verify the checksums of what arrived. Run it again to go on."""
-    from ckpt import api
-    from ckpt.hub.card import CARD, model_card
+    from ckpt.hub.pushing import push_model
     from ckpt.stores import places
 
     path = places.local(path)
     to = _target(at_hub, names, [path])
-    if not to.own_names:
-        api.prove_names(path)
-    card: Callable[[], str] | None = None
-    if path.is_dir() and not (path / CARD).exists():
-        checkpoint = api.open(path)
-        say_notes(checkpoint.passed_over)
-        title, facts = to.repo_id.rpartition("/")[2], {"format": checkpoint.format}
-
-        def card() -> str:
-            return model_card(title, facts, api.digests(checkpoint).whole, ["ckpt", *sys.argv[1:]])
-
-    pushed = _push(path, to, card, quiet)
-    print(json.dumps(pushed.to_json(), indent=2) if as_json else printable(pushed.url))
+    pushed = push_model(path, to, ["ckpt", *sys.argv[1:]], note=say_notes, **_telling(quiet))
+    print(json.dumps(pushed.to_json(), indent=2) if as_json else pushed)
 
 
-def _push(folder: Path, to: Push, card: Callable[[], str] | None, quiet: bool) -> Pushed:
-    from ckpt.hub import push as hub
+def _telling(quiet: bool) -> dict[str, Any]:
+    """How a push tells what it does: a line each on stderr, and the library's own bars on a terminal."""
 
     def say(text: str) -> None:
         if not quiet:
             print(printable(text), file=sys.stderr)
 
-    pushed = hub.push(folder, to, card=card, say=say, progress=not quiet and sys.stderr.isatty())
-    say(f"verified: {counted(pushed.num_files, 'file')}, {show_size(pushed.num_bytes)}, on the Hub as they are here")
-    return pushed
+    return {"say": say, "progress": not quiet and sys.stderr.isatty()}

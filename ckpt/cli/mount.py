@@ -5,18 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ckpt.base.errors import UsageError, printable
-from ckpt.base.sizes import parse_size
 from ckpt.cli import complete
 from ckpt.cli import options as opt
-from ckpt.cli.text import lost_lines, plan_report, say_source
-
-if TYPE_CHECKING:
-    from ckpt.plan.checkpoint import Checkpoint
+from ckpt.cli.text import say_source
 
 
 def mount(
@@ -45,8 +41,7 @@ def mount(
     `fusermount3 -u VIEW` ends it.
     """
     from ckpt import api
-    from ckpt.plan.checkpoint import Layout
-    from ckpt.plan.dtypes import CASTABLE
+    from ckpt.show.planned import lost_lines
     from ckpt.stores import standins
     from ckpt.views.mount import check_free, library
     from ckpt.views.mount import mount as mount_conversion
@@ -55,15 +50,13 @@ def mount(
     if standins.is_standin(str(path)) and not foreground:
         hint = "--foreground serves it from this process; in a shell, with & behind the command"
         raise UsageError("a store cannot be served by a background process", path=path, hint=hint)
-    layout = Layout(CASTABLE.get(precision.dtype), parse_size(sharding.max_shard_size), sharding.world_size, options)
-    checkpoint: Checkpoint = api.open(path, format, tag=tag, config=config)
-    if precision.dequantize:
-        checkpoint = api.dequantized(checkpoint, layout.dtype)
-    conversion = api.plan(checkpoint, target, layout)
+    conversion = api.plan(
+        path, target, format=format, tag=tag, config=config, **vars(precision), **vars(sharding), **options
+    )
     check_free(conversion, view)  # from here on the messages hold: another process will serve the files
-    say_source(checkpoint, quiet=quiet)
+    say_source(conversion.source, quiet=quiet)
     if not quiet:
-        for line in lost_lines(plan_report(conversion, view)):
+        for line in lost_lines(conversion.to_json()):
             print(line, file=sys.stderr)
         print(printable(f"reads as {target} at {view}; `fusermount3 -u {view}` ends it"), file=sys.stderr, flush=True)
     mount_conversion(conversion, view, foreground=foreground)

@@ -203,7 +203,7 @@ def guarded(function: Function) -> Function:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             else:
                 head = typer.style("error:", fg="red", bold=True) if coloured(sys.stderr) else "error:"
-                print(f"{head} {error}", *_commands(error), sep="\n", file=sys.stderr)
+                print(f"{head} {error.on_command_line()}", *_commands(error), sep="\n", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(say_ended(interrupt)) from None

@@ -13,7 +13,7 @@ from ckpt.base.errors import printable, shown
 from ckpt.base.progress import progress
 from ckpt.base.sizes import show_size
 from ckpt.base.streams import coloured
-from ckpt.base.text import aligned, counted
+from ckpt.base.text import aligned
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion
@@ -58,9 +58,10 @@ def carry_out(
     """
     from ckpt.move.journal import JOURNAL
     from ckpt.run_folder import not_read
+    from ckpt.show.planned import plan_lines, written_lines
 
     conversion.check_destination(destination)
-    report = plan_report(conversion, destination)
+    report = conversion.to_json(str(destination))
     if outcome.dry_run:
         lines = (
             shown(json.dumps(report, indent=2)) if outcome.as_json else "\n".join(plan_lines(report, outcome.verbose))
@@ -87,76 +88,9 @@ def carry_out(
     else:
         if resume:
             print(f"{show_size(num_done)} were there already, and are as they were written", file=sys.stderr)
-        for line in _outcome(report, destination, outcome.manifest):
+        for line in written_lines(report, has_manifest=outcome.manifest):
             print(line, file=sys.stderr)
     return report
-
-
-def plan_report(conversion: Conversion, destination: Path) -> dict[str, Any]:
-    """What a conversion writes, moves, casts and leaves out, for printing and for JSON."""
-    from ckpt.run_folder.not_read import not_read
-
-    plan = conversion.plan
-    return {
-        "source": plan.checkpoint.path,
-        "format": plan.checkpoint.format,
-        "destination": str(destination),
-        "files": [{"name": file.name, "bytes": file.size} for file in plan.target.files],
-        "total_bytes": plan.total_bytes,
-        "moved_bytes": plan.moved_bytes,
-        "copied_by_the_kernel_bytes": plan.span_bytes,
-        "copies": plan.num_copies,
-        "peak_buffer_bytes": conversion.peak_buffers,
-        "casts": [
-            {"from": c.source.name, "to": c.target.name, "tensors": c.num_tensors, "bytes": c.nbytes}
-            for c in plan.casts
-        ],
-        "notes": list(plan.target.notes),
-        "left_out": list(plan.target.not_written),
-        "not_read": [one.to_json() for one in not_read(plan.checkpoint)],
-    }
-
-
-def plan_lines(report: dict[str, Any], verbose: bool) -> list[str]:
-    """The report of a plan as text; without `verbose` a long list of files is cut."""
-    files = report["files"]
-    shown = files if verbose or len(files) <= 12 else files[:10]
-    lines = [
-        f"would write {counted(len(files), 'file')}, {show_size(report['total_bytes'])}, to "
-        f"{printable(report['destination'])}"
-    ]
-    lines += [f"  {show_size(file['bytes']):>9}  {printable(file['name'])}" for file in shown]
-    if len(shown) < len(files):
-        lines.append(f"  ... and {len(files) - len(shown)} more (-v lists them)")
-    kernel = show_size(report["copied_by_the_kernel_bytes"])
-    lines.append(
-        f"bytes to move: {show_size(report['moved_bytes'])} in {report['copies']} copies, {kernel} as they are"
-    )
-    lines.append(f"peak buffer memory: {show_size(report['peak_buffer_bytes'])}")
-    lines += [
-        f"cast: {c['tensors']} tensors from {c['from']} to {c['to']}, {show_size(c['bytes'])}" for c in report["casts"]
-    ]
-    return lines + lost_lines(report)
-
-
-def lost_lines(report: dict[str, Any]) -> list[str]:
-    """What a plan's report has to say about precision, about what is not in the target, and what was not read."""
-    from ckpt.run_folder import not_read
-
-    notes = [f"note: {printable(note)}" for note in report["notes"]]
-    notes += [f"not in the target: {printable(one)}" for one in report["left_out"]]
-    return notes + not_read.lines(report["not_read"])
-
-
-def _outcome(report: dict[str, Any], destination: Path, manifest: bool) -> list[str]:
-    from ckpt.run_folder.steps import TRAINER_STATE
-    from ckpt.verify.manifest import MANIFEST
-
-    wrote = f"wrote {counted(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
-    lines = [*lost_lines(report), wrote + (f", and {MANIFEST}" if manifest else "")]
-    if any(file["name"] == TRAINER_STATE for file in report["files"]):  # whatever its name, Trainer takes the folder
-        lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={printable(str(destination))!r})")
-    return lines
 
 
 def say_notes(notes: Sequence[str]) -> None:

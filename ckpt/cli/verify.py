@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ckpt.base.errors import UsageError, printable, shown
+from ckpt.base.errors import shown
 from ckpt.base.progress import progress
+from ckpt.base.returned import Returned
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import say_notes, say_source
@@ -57,66 +58,41 @@ def verify(
 ) -> None:
     """Compare two checkpoints bit by bit, or a folder with its manifest. Exit code 0: equal, 1: different."""
     from ckpt import api
-    from ckpt.stores.standins import is_standin
 
-    if run and (b is None or loads or cast or only != "all"):
-        raise UsageError("--run takes two runs or checkpoints, and neither --only, --cast nor --loads")
-    if loads:
-        if b is not None:
-            raise UsageError("--loads takes one folder", found=f"{a} and {b}")
-        if is_standin(str(a)):
-            raise UsageError("transformers itself loads local folders only", path=a, hint="convert it to one first")
-        _verify_loads(a, as_json, quiet)
-        return
+    api.check_goes_together(a, b, only=only, cast=cast, run=run, loads=loads, **vars(sides))
     if b is None:
-        asked = {"--only": only != "all", "--cast": cast, "--config": sides.config, "--tag-a": sides.tag_a}
-        asked |= {"--from-a": sides.from_a != "auto", "--from-b": sides.from_b != "auto", "--tag-b": sides.tag_b}
-        if of_two := " ".join(name for name, given in asked.items() if given):
-            what = "a folder is held against its manifest as a whole: these options are for two checkpoints"
-            raise UsageError(what, path=a, found=of_two, hint="give a second checkpoint, or leave them out")
-        _verify_manifest(a, as_json, quiet)
+        _verify_one(a, loads, as_json, quiet)
         return
     one = api.open(a, sides.from_a, tag=sides.tag_a, config=sides.config)
     other = api.open(b, sides.from_b, tag=sides.tag_b, config=sides.config)
     say_source(one, "A: ", quiet=quiet)
     say_source(other, "B: ", quiet=quiet)
-    if run:
-        states = api.verify_runs(one, other)
-        _conclude(states.to_json, lambda: states.lines(verbose), 0 if states.equal else opt.DIFFERENT, as_json, quiet)
-        return
-    total = sum(tensor.nbytes for tensor in one.tensors.values())
-    with progress(total, "compare", quiet=quiet) as meter:
-        report = api.verify(one, other, only=only, cast=cast, progress=meter)
-    _conclude(report.to_json, lambda: report.lines(verbose), report.exit_code, as_json, quiet)
+    total = 0 if run else sum(tensor.nbytes for tensor in one.tensors.values())
+    with progress(total, "compare", quiet=quiet or run) as meter:
+        report = (
+            api.verify(one, other, run=True) if run else api.verify(one, other, only=only, cast=cast, progress=meter)
+        )
+    _conclude(report, report.lines(verbose), as_json, quiet)
 
 
-def _verify_loads(path: Path, as_json: bool, quiet: bool) -> None:
+def _verify_one(path: Path, loads: bool, as_json: bool, quiet: bool) -> None:
     from ckpt import api
-
-    loading = api.check_loads(path)
-    _conclude(loading.to_json, loading.lines, 0 if loading.good else opt.DIFFERENT, as_json, quiet)
-
-
-def _verify_manifest(path: Path, as_json: bool, quiet: bool) -> None:
     from ckpt.stores.places import local
     from ckpt.verify import manifest
 
-    path = local(path)
-    with progress(manifest.expected_bytes(path), "hash", quiet=quiet) as meter:
-        checked = manifest.check(path, meter)
-    _conclude(checked.to_json, checked.lines, 0 if checked.good else opt.DIFFERENT, as_json, quiet)
+    with progress(0 if loads else manifest.expected_bytes(local(path)), "hash", quiet=quiet or loads) as meter:
+        report = api.verify(path, loads=True) if loads else api.verify(path, progress=meter)
+    _conclude(report, report.lines(), as_json, quiet)
 
 
-def _conclude(
-    to_json: Callable[[], Any], lines: Callable[[], Iterable[str]], code: int, as_json: bool, quiet: bool
-) -> None:
-    """Print a report, and exit with its `code`."""
+def _conclude(report: Returned, lines: Iterable[str], as_json: bool, quiet: bool) -> None:
+    """Print a report, as its `lines` or as JSON, and exit with its code."""
     if as_json:
-        print(shown(json.dumps(to_json(), indent=2)))
+        print(shown(json.dumps(report.to_json(), indent=2)))
     elif not quiet:
-        print("\n".join(lines()))
-    if code:
-        raise typer.Exit(code)
+        print("\n".join(lines))
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)
 
 
 def check(
@@ -135,7 +111,7 @@ def check(
     total = checking.expected_bytes(path, tag) if every_byte else 0
     with progress(total, "check", quiet=quiet or not every_byte) as meter:
         report = checking.check(path, format, tag=tag, every_byte=every_byte, progress=meter)
-    _conclude(report.to_json, report.lines, report.exit_code, as_json, quiet)
+    _conclude(report, report.lines(), as_json, quiet)
 
 
 def hash_(
@@ -157,22 +133,11 @@ def hash_(
 ) -> None:
     """Print digests of what a checkpoint holds: the same whatever its format, sharding and order of files."""
     from ckpt import api
-    from ckpt.plan.dtypes import CASTABLE
-    from ckpt.verify.beside import not_hashed
-    from ckpt.verify.digest import ALGORITHM
 
     checkpoint = api.open(path, format, tag=tag, config=config)
     say_source(checkpoint, quiet=quiet)
     with progress(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), "hash", quiet=quiet) as meter:
-        found = api.digests(checkpoint, dtype=CASTABLE.get(dtype), workers=workers, progress=meter)
-    left_out = not_hashed(checkpoint)
-    if as_json:
-        content = {"algorithm": ALGORITHM, "digests": found.whole, "tensors": [t.to_json() for t in found.tensors]}
-        print(shown(json.dumps(content | {"not_hashed": left_out}, indent=2)))
-        return
-    say_notes(() if quiet else left_out)
-    for kind, digest in found.whole.items():
-        print(f"{ALGORITHM}:{digest}  {kind}  ({len(found.of_kind(kind))} tensors)")
-    if tensors:
-        for tensor in found.tensors:
-            print(printable(f"{tensor.digest}  {tensor.role}  {tensor.fqn}  {tensor.dtype} {list(tensor.shape)}"))
+        found = api.hash(checkpoint, dtype=dtype, workers=workers, progress=meter)
+    if not as_json:
+        say_notes(() if quiet else found.not_hashed)
+    _conclude(found, found.lines(tensors), as_json, quiet=False)

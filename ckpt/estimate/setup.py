@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Literal
 
 from ckpt.base.errors import UsageError
+
+TrainDType = Literal["bf16", "fp16", "fp32"]  # what a model may compute in
+StateDType = Literal["fp32", "bf16", "fp16", "fp8"]  # what an optimizer may keep its masters and states in
+Optimizer = Literal["adam", "adamw", "adamw_8bit", "lion", "lion_8bit", "momentum", "momentum_8bit", "sgd"]
+Device = Literal["none", "cpu", "nvme"]  # where states are offloaded to
 
 #: In the order of a table: what shards more comes later.
 STRATEGIES = (

@@ -1,4 +1,4 @@
 """The Hugging Face Hub: folders pushed, models fetched, model cards.
 
-May import: `ckpt.base`, `ckpt.move`, `ckpt.plan`, `ckpt.run_folder`, `ckpt.verify`.
+May import: `ckpt.api`, `ckpt.base`, `ckpt.move`, `ckpt.plan`, `ckpt.run_folder`, `ckpt.stores`, `ckpt.verify`.
 """

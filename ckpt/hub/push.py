@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
-from ckpt.base.text import HUB_ID
+from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
+from ckpt.base.returned import Returned
+from ckpt.base.text import HUB_ID, counted
 from ckpt.hub.card import CARD, is_ours
 from ckpt.move.files import OpenFiles, confined, translate_os_errors
 from ckpt.move.source import is_standin, open_stream, read_into
@@ -100,14 +101,20 @@ class Push:
         return f"the local folder stays as it is; `{shlex.join(words)}` goes on"
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
+@dataclass(frozen=True, slots=True, repr=False)
+class Pushed(Returned):
     """What is on the Hub now, and has been verified: `url` is that of the commit or the pull request."""
 
     repo_id: str
     url: str
     num_files: int
     num_bytes: int
+
+    def __repr__(self) -> str:
+        return f"<{self.repo_id}: {counted(self.num_files, 'file')}, verified, {self.url}>"
+
+    def lines(self) -> list[str]:
+        return [printable(self.url)]
 
     def to_json(self) -> dict[str, Any]:
         return {"repo_id": self.repo_id, "url": self.url, "files": self.num_files, "bytes": self.num_bytes}

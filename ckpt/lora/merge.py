@@ -127,7 +127,7 @@ def _plan(
     left_out = dict.fromkeys(line for one in given for line in training_left_out(one.checkpoint))
     target = replace(target, notes=notes, dropped=(*left_out, *target.dropped))
     merged = _with_sources(merged, [c for one in given for c in (one.checkpoint, *one.others)])
-    return api.Conversion(make_plan(merged, target, carries_optimizer=False), resources, "hf")
+    return api.Conversion(make_plan(merged, target, carries_optimizer=False), resources, "hf", base)
 
 
 def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpoint:

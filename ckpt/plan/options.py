@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from ckpt.base.errors import UsageError
+
 #: Ranks of a run, and of any axis of it: more than the largest have had, and few enough to be counted one by one.
 MAX_SIZE = 1 << 16
 
@@ -30,6 +32,18 @@ class Option:
     max: int | None = None
     metavar: str | None = None
     choices: tuple[str, ...] = ()
+
+    def check(self, value: Any) -> None:
+        """Raise UsageError where `value` is none that the option takes; the command line has looked before."""
+        is_kind = type(value) is self.type or (self.type is float and type(value) is int)
+        if is_kind and self.choices:
+            is_kind = value in self.choices
+        elif is_kind and (self.min is not None or self.max is not None):
+            is_kind = (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
+        if not is_kind:
+            limits = [f"{word} {end}" for word, end in (("from", self.min), ("to", self.max)) if end is not None]
+            expected = " or ".join(map(repr, self.choices)) or " ".join([self.type.__name__, *limits])
+            raise UsageError(f"{self.name} cannot be {value!r}", expected=expected)
 
 
 def option(help: str, *, default: Any = None, **more: Any) -> Any:

@@ -13,7 +13,7 @@ Other packages register theirs by entry points, each with a name and the value `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from ckpt.base.entries import entries, load
@@ -54,6 +54,9 @@ OPTIONS = {
 
 #: Other names that users type for these.
 ALIASES = {"fsdp": "dcp"}
+
+#: Options that every format has.
+_OF_ALL = ("format", "tag", "config", "dtype", "dequantize", "optimizer_dtype", "max_shard_size", "world_size")
 
 #: How the names of each namespace relate to the Hub's (see `ckpt.plan.namespace`).
 NAMESPACES = {
@@ -152,16 +155,21 @@ def declared_options() -> dict[type, list[str]]:
     return found
 
 
-def check_options(format: str, asked: Iterable[str]) -> None:
-    """Raise UsageError where an option is asked for that `format` does not declare."""
+def check_options(format: str, asked: Mapping[str, Any]) -> None:
+    """Raise UsageError where an option is asked for that `format` does not declare, or has another value."""
     declared = declared_options()
-    known = {one.name for owner, formats in declared.items() if format in formats for one in options_of(owner)}
+    known = {one.name: one for owner, formats in declared.items() if format in formats for one in options_of(owner)}
     if not (others := [name for name in asked if name not in known]):
+        for name, value in asked.items():
+            known[name].check(value)
         return
     owners = {owner: formats for owner, formats in declared.items() if {o.name for o in options_of(owner)} & {*others}}
+    if not owners:
+        hint = did_you_mean(others[0], [*known, *_OF_ALL]) or "see `ckpt convert --help`"
+        raise UsageError(f"the format {format!r} has no option {others[0]!r}", hint=hint)
     of = [getattr(owner, "about", "the options of " + ", ".join(formats)) for owner, formats in owners.items()]
     raise UsageError(
-        f"the format {format!r} has none of {' or '.join(of)}" if of else f"the format {format!r} has no such option",
+        f"the format {format!r} has none of {' or '.join(of)}",
         found=" ".join(f"--{name.replace('_', '-')}" for name in others),
         hint="see `ckpt convert --help`",
     )

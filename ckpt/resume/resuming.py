@@ -28,6 +28,7 @@ from ckpt.base.errors import (
 from ckpt.base.progress import progress
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, scheme_of
+from ckpt.base.typed import typed
 from ckpt.move.files import Staging, is_filled, staging_folder, translate_os_errors
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
@@ -46,7 +47,7 @@ T = TypeVar("T")
 #: In each converted folder, what it was made of.
 RECORD = "ckpt-resume.json"
 
-_MODEL_ONLY = "--model-only (in Python, model_only=True) goes on from the model, with a new optimizer"
+_MODEL_ONLY = "--model-only goes on from the model, with a new optimizer"
 #: Bytes of a conversion that are all read again before it is used again; of a larger one, all but the tensors.
 _AFFORDABLE = 4_000_000_000
 
@@ -71,10 +72,23 @@ def resume(
     model_only: bool = ...,
     missing_ok: Literal[False] = ...,
     say: Callable[[str], None] = ...,
-    **options: Any,
+    **options: api.OptionValue,
 ) -> str: ...
 @overload
-def resume(path: str | os.PathLike[str], *, missing_ok: bool, **options: Any) -> str | None: ...
+def resume(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = ...,
+    world_size: int | None = ...,
+    tag: str | None = ...,
+    config: str | None = ...,
+    dtype: str | None = ...,
+    model_only: bool = ...,
+    missing_ok: bool,
+    say: Callable[[str], None] = ...,
+    **options: api.OptionValue,
+) -> str | None: ...
+@typed
 def resume(
     path: str | os.PathLike[str],
     *,
@@ -86,7 +100,7 @@ def resume(
     model_only: bool = False,
     missing_ok: bool = False,
     say: Callable[[str], None] = say_on_stderr,
-    **options: Any,
+    **options: api.OptionValue,
 ) -> str | None:
     """The folder to resume from: of the run folder or checkpoint `path`, on the engine and ranks that there are now.
 
@@ -122,7 +136,7 @@ def resume(
         raise UsageError("no such dtype of weights", expected=f"one of {', '.join(CASTABLE)}", found=repr(dtype))
     if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
         raise UsageError("this is not a number of ranks", expected="an int of at least 1", found=f"{world_size=}")
-    layout = Layout(CASTABLE[dtype] if dtype else None, world_size=world_size or now.world_size, **options)
+    layout = Layout(CASTABLE[dtype] if dtype else None, world_size=world_size or now.world_size, options=options)
     format = format or now.format
     asked = {"path": path, "tag": tag, "config": config, "format": format, "dtype": dtype, **options}
     asked |= {"world_size": layout.world_size, "model_only": model_only, "missing_ok": missing_ok}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -22,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
+from ckpt.base.errors import printable
+from ckpt.base.returned import Returned
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.reading import strided
 from ckpt.move.source import DIRECT, GAP, is_standin
@@ -69,11 +71,26 @@ class TensorDigest:
         return {name: getattr(self, name) for name in names} | {"shape": list(self.shape), "digest": self.digest}
 
 
-@dataclass(frozen=True, slots=True)
-class Digests:
-    """Digests of a checkpoint's tensors, sorted by kind, name and role."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Digests(Returned):
+    """Digests of a checkpoint's tensors, sorted by kind, name and role; `not_hashed` says what none covers."""
 
     tensors: tuple[TensorDigest, ...]
+    not_hashed: tuple[str, ...] = field(default=(), compare=False)
+
+    def __repr__(self) -> str:
+        return f"<{', '.join(f'{kind} {digest}' for kind, digest in self.whole.items())}>"
+
+    def lines(self, tensors: bool = False) -> Iterator[str]:
+        """The digest of each kind, and with `tensors` that of every tensor."""
+        for kind, digest in self.whole.items():
+            yield f"{ALGORITHM}:{digest}  {kind}  ({len(self.of_kind(kind))} tensors)"
+        for one in self.tensors if tensors else ():
+            yield printable(f"{one.digest}  {one.role}  {one.fqn}  {one.dtype} {list(one.shape)}")
+
+    def to_json(self) -> dict[str, Any]:
+        content = {"algorithm": ALGORITHM, "digests": self.whole, "tensors": [one.to_json() for one in self.tensors]}
+        return content | {"not_hashed": list(self.not_hashed)}
 
     def of_kind(self, kind: str) -> list[TensorDigest]:
         return [tensor for tensor in self.tensors if tensor.kind == kind]

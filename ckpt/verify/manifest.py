@@ -19,7 +19,8 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from ckpt.base.errors import CkptError, CorruptError, NotFoundError, printable
+from ckpt.base.errors import CkptError, CorruptError, NotFoundError, printable, shown
+from ckpt.base.returned import Returned
 from ckpt.base.text import counted
 from ckpt.move.filehash import FileDigest, Hasher, jobs
 from ckpt.move.files import OpenFiles, confined, translate_os_errors
@@ -88,8 +89,8 @@ def own_digest(content: dict[str, Any]) -> str:
     return xxh3_128(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestCheck:
+@dataclass(frozen=True, slots=True, repr=False)
+class ManifestCheck(Returned):
     """The outcome of a check: `problems` with files and tensors, and files that the manifest does not know."""
 
     path: str
@@ -101,6 +102,15 @@ class ManifestCheck:
     @property
     def good(self) -> bool:
         return not self.problems
+
+    def __repr__(self) -> str:
+        return (
+            f"<{shown(self.path)}: {'as its manifest says' if self.good else counted(len(self.problems), 'problem')}>"
+        )
+
+    @property
+    def exit_code(self) -> int:
+        return int(not self.good)
 
     def lines(self) -> Iterator[str]:
         yield from (f"* {printable(problem)}" for problem in self.problems)

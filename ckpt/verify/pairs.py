@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable, shown
+from ckpt.base.returned import Returned
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, one_line
 from ckpt.containers.torchfile.scalars import read_scalar
@@ -78,7 +79,7 @@ class NotCompared:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Returned):
     """The outcome of a verification.  `num_bytes` counts those of side A that were compared."""
 
     a: Checkpoint

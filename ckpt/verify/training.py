@@ -17,6 +17,8 @@ from typing import Any
 
 from xxhash import xxh3_64
 
+from ckpt.base.errors import shown
+from ckpt.base.returned import Returned
 from ckpt.base.text import counted, one_line
 from ckpt.containers.torchfile.read import read
 from ckpt.containers.torchfile.scalars import read_scalar
@@ -53,8 +55,8 @@ class StateDifference:
         return f"only in B  {self.name}: {self.b}" if self.a is None else f"differs  {self.name}: {self.a} and {self.b}"
 
 
-@dataclass(frozen=True, slots=True)
-class RunReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class RunReport(Returned):
     """The outcome: the values that differ, and how many are the same."""
 
     a: Checkpoint
@@ -66,6 +68,14 @@ class RunReport:
     def equal(self) -> bool:
         """Whether nothing differs, and anything was compared."""
         return not self.differences and self.num_equal > 0
+
+    def __repr__(self) -> str:
+        outcome = "equal" if self.equal else f"{len(self.differences)} differences"
+        return f"<{shown(self.a.path)} and {shown(self.b.path)}: training states, {outcome}>"
+
+    @property
+    def exit_code(self) -> int:
+        return int(not self.equal)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import NotFoundError, UsageError, printable
+from ckpt.base.errors import NotFoundError, UsageError, printable, shown
+from ckpt.base.returned import Returned
 from ckpt.base.text import counted
 from ckpt.run_folder.companions import CONFIG, read_config
 
@@ -28,8 +29,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "sp
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
-@dataclass(frozen=True)
-class Loading:
+@dataclass(frozen=True, repr=False)
+class Loading(Returned):
     """What became of loading a folder: `problems` by part, and what was looked at."""
 
     path: str
@@ -41,6 +42,13 @@ class Loading:
     @property
     def good(self) -> bool:
         return not self.problems
+
+    def __repr__(self) -> str:
+        return f"<{shown(self.path)}: {'loads' if self.good else counted(len(self.problems), 'problem')}>"
+
+    @property
+    def exit_code(self) -> int:
+        return int(not self.good)
 
     def lines(self) -> list[str]:
         found = [f"- {printable(problem)}" for problem in self.problems]

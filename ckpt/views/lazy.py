@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView, Mapping
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import fields
 from functools import cached_property
+from html import escape
+from itertools import islice
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from ckpt.base.errors import UsageError, shown
+from ckpt.base.errors import UsageError, printable, shown
+from ckpt.base.text import aligned, did_you_mean
 from ckpt.plan.checkpoint import BUFFER, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Tensor
 
@@ -19,6 +22,13 @@ if TYPE_CHECKING:
     from ckpt.move.reading import Computed
 
 Index = int | slice | EllipsisType
+
+#: The attributes of an open checkpoint that `dir` shows to users; the others are for formats.
+_PUBLIC = (
+    *("config", "files", "format", "framework", "is_adapter", "items", "keys", "notes", "optimizer_states"),
+    *("parameters", "path", "shapes", "state", "tag", "tensors", "ties", "values", "world_size"),
+)
+_ROWS = 20  # tensors that a notebook shows of a checkpoint
 
 
 class LazyTensor:
@@ -82,6 +92,13 @@ class LazyTensor:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """So that `torch.as_tensor(tensor)` reads it all."""
+        return self[...].__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # the processor's memory, whatever is read
+
     def _read(self, index: Index | tuple[Index, ...]) -> NDArray:
         """The bits of the indexed part, in its shape."""
         from ckpt.move.reading import read_box
@@ -103,6 +120,9 @@ class OpenCheckpoint(Checkpoint):
         """`checkpoint` as one whose tensors can be read."""
         return cls(**{field.name: getattr(checkpoint, field.name) for field in fields(Checkpoint)})
 
+    def __dir__(self) -> list[str]:
+        return list(_PUBLIC)
+
     @cached_property
     def _named(self) -> Mapping[str, Tensor]:
         return {tensor.fqn: tensor for tensor in self.with_role(BUFFER)} | self.parameters
@@ -114,7 +134,7 @@ class OpenCheckpoint(Checkpoint):
         """
         tensor = self.tensors.get(key) if isinstance(key, tuple) else self._named.get(self.ties.get(key, key))
         if tensor is None:
-            raise KeyError(key)
+            raise KeyError(self._missing(key))
         return LazyTensor(tensor, self.computed)
 
     def __contains__(self, key: object) -> bool:
@@ -129,11 +149,33 @@ class OpenCheckpoint(Checkpoint):
     def __bool__(self) -> bool:
         return True
 
+    def _missing(self, key: str | Key) -> str:
+        """What to say of a key that is not there."""
+        fqn, role = key if isinstance(key, tuple) else (key, None)
+        roles = [role for name, role in self.tensors if name == fqn]
+        if role is not None and roles:
+            return f"{fqn!r} has no {role!r}: {did_you_mean(role, roles) or 'it has ' + ', '.join(roles)}"
+        hint = did_you_mean(str(fqn), [*self._named, *self.ties])
+        return f"there is no tensor {fqn!r}" + (f": {hint}" if hint else "")
+
     def keys(self) -> KeysView[str]:
         return self._named.keys()
 
-    def items(self) -> Iterator[tuple[str, LazyTensor]]:
-        return ((fqn, LazyTensor(tensor, self.computed)) for fqn, tensor in self._named.items())
+    def values(self) -> ValuesView[LazyTensor]:
+        return ValuesView(cast(Mapping[str, LazyTensor], self))
+
+    def items(self) -> ItemsView[str, LazyTensor]:
+        return ItemsView(cast(Mapping[str, LazyTensor], self))
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self._named)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (printable(fqn), one.dtype.name, str(list(one.shape))) for fqn, one in islice(self._named.items(), _ROWS)
+        ]
+        more = [f"... and {len(self) - _ROWS} more"] if len(self) > _ROWS else []
+        return f"<pre>{escape(chr(10).join([repr(self), *aligned(('name', 'dtype', 'shape'), rows), *more]))}</pre>"
 
     def __repr__(self) -> str:
         facts: list[Any] = [self.format]
@@ -153,13 +195,17 @@ def _box(index: tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int, ...]]:
     offsets, sizes, dropped = [], [], []
     for dim, (one, size) in enumerate(zip(full, shape, strict=True)):
         if isinstance(one, slice):
-            start, stop, step = one.indices(size)
+            try:
+                start, stop, step = one.indices(size)
+            except TypeError:
+                raise UsageError("a tensor is sliced by ints", found=repr(one)) from None
             if step != 1:
                 raise UsageError("only slices with step 1 are read", found=str(one))
             offsets.append(start)
             sizes.append(max(0, stop - start))
         else:
-            assert isinstance(one, int)
+            if not isinstance(one, int):
+                raise UsageError("a tensor is indexed by ints, slices and an ellipsis", found=repr(one))
             if not -size <= one < size:
                 raise IndexError(f"index {one} is out of range for dim {dim} of size {size}")
             offsets.append(one % size)

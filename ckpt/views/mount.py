@@ -129,7 +129,7 @@ class _Served:
             numbers = range(offset // _BLOCK, -(-min(offset + size, self._sizes[name]) // _BLOCK))
             content = b"".join(self._block(name, number) for number in numbers)
         except CkptError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {error.on_command_line()}", file=sys.stderr, flush=True)
             raise OSError(errno.EIO, error.what, path) from None
         start = offset - offset // _BLOCK * _BLOCK
         return content[start : start + size]

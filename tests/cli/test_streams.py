@@ -72,9 +72,9 @@ def test_a_reader_that_leaves_is_no_error(fixtures: Path) -> None:
 @pytest.mark.parametrize("error", ["MemoryError()", "RecursionError('deep')", "ImportError('no x')", "KeyError(1)"])
 def test_errors_of_its_own_have_a_code_and_a_hint(fixtures: Path, error: str) -> None:
     script = f"""
-import ckpt.api
+from ckpt.check import inspecting
 def fail(*_, **__): raise {error}
-ckpt.api.open = fail
+inspecting.open_checkpoint = fail
 from ckpt.__main__ import main
 main()
 """

@@ -1,5 +1,5 @@
-"""`ckpt/hub/push.py`, `card.py`, `recorded.py`: pushing to a server on the loopback that speaks the Hub's protocol,
-through huggingface_hub as users run it.
+"""`ckpt/hub/push.py`, `pushing.py`, `card.py`, `recorded.py`: pushing to a server on the loopback that speaks the
+Hub's protocol, through huggingface_hub as users run it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pytest
 from ckpt import api
 from ckpt.errors import UsageError
 from ckpt.hub import push as hub
+from ckpt.hub import pushing
 from ckpt.hub.card import model_card
 from ckpt.hub.recorded import recorded_repo
 from ckpt.plan.checkpoint import Layout
@@ -52,6 +53,21 @@ def folder(tmp_path: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_push_from_python(server: HubServer, folder: Path) -> None:
+    code = "import sys, ckpt; done = ckpt.push(*sys.argv[1:], private=True, say=print); print(repr(done), done)"
+    done = process(folder, REPO, script=code)
+    assert done.code == 0, done.err
+    tree = server.tree(REPO)
+    assert f'import ckpt; ckpt.push("{folder}", "{REPO}")' in tree.pop("README.md").decode()
+    assert tree == contents(folder) and server.repos[REPO].private
+    *_, said, shown = done.out.splitlines()
+    assert said.startswith(f"verified: {len(tree) + 1} files") and shown.startswith(f"<{REPO}: {len(tree) + 1} files, ")
+    with pytest.raises(UsageError, match=r"to which repository(.|\n)*give it with repo_id ORG/NAME"):
+        pushing.push(folder)
+    with pytest.raises(UsageError, match="no repository of the Hub\n  expected: ORG/NAME\n  found: name"):
+        pushing.push(folder, "name")
 
 
 @both_ways
@@ -284,12 +300,12 @@ def test_the_repository_that_a_run_records(tmp_path: Path) -> None:
 
     step = tmp_path / "checkpoint-3"
     step.mkdir()
-    with pytest.raises(UsageError, match="to which repository"):
+    with pytest.raises(UsageError, match=r"to which repository"):
         recorded_repo([step])
     torch.save(TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), step / "training_args.bin")
-    with pytest.raises(UsageError, match="to which repository") as error:
+    with pytest.raises(UsageError, match=r"to which repository") as error:
         recorded_repo([step])
-    assert "--repo-id" in str(error.value)
+    assert "repo_id" in str(error.value)
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], hub_model_id="me/my-run")
     torch.save(arguments, tmp_path / "training_args.bin")
     assert recorded_repo([step]) == "me/my-run"
@@ -298,7 +314,7 @@ def test_the_repository_that_a_run_records(tmp_path: Path) -> None:
     torch.save(arguments, tmp_path / "training_args.bin")
     with pytest.raises(UsageError, match="without its owner") as error:
         recorded_repo([step])
-    assert "--repo-id ORG/my-run" in str(error.value)
+    assert "repo_id ORG/my-run" in str(error.value)
 
 
 def test_what_an_unknown_class_records(tmp_path: Path) -> None:

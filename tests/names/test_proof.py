@@ -117,7 +117,7 @@ def test_what_is_not_the_architectures_is_refused_with_the_differences(tmp_path:
     folder = run(tmp_path / "run", change)
     with pytest.raises(LossError, match="(?m)" + difference) as caught:
         convert(folder)
-    assert "--names own" in str(caught.value) and not (tmp_path / "run-hf").exists()
+    assert "names='own'" in str(caught.value) and not (tmp_path / "run-hf").exists()
     if case == "an adapter":
         assert "ckpt merge-lora" in str(caught.value) and "peft" in str(caught.value)
 
@@ -168,7 +168,7 @@ def test_an_architecture_that_nothing_here_knows(tmp_path: Path, monkeypatch: py
         config.update(model_type="nobodys", architectures=["NobodysForCausalLM"], auto_map={"AutoModel": "m.M"})
 
     folder = run(tmp_path / "run", unknown)
-    with pytest.raises(UsageError, match=r"model_type 'nobodys', NobodysForCausalLM\n\nhint: --names own"):
+    with pytest.raises(UsageError, match=r"model_type 'nobodys', NobodysForCausalLM\n\nhint: names='own'"):
         convert(folder)
     assert len(load_file(convert(folder, names="own") / "model.safetensors")) == 21
     monkeypatch.setattr(installed, "can_be_asked", lambda: False)

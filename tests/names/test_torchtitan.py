@@ -99,7 +99,7 @@ def test_a_model_of_the_hub_is_written_as_torchtitan_has_it(fixtures: Path, tmp_
 def test_names_that_a_format_does_not_write(fixtures: Path) -> None:
     source = ckpt.open(fixtures / "torchtitan-llama3" / "step-2")
     for target, names in (("hf", "torchtitan"), ("dcp", "hub"), ("dcp", "own")):
-        with pytest.raises(UsageError, match="--names"):
+        with pytest.raises(UsageError, match="names"):
             ckpt.plan(source, target, Layout(names=names))
 
 

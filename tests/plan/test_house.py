@@ -37,16 +37,20 @@ def test_a_room_says_what_it_imports(room: Path) -> None:
 
 
 def test_arrows_between_the_rooms_of_the_core_stay_few() -> None:
-    """A room is a folder or a module at the top; all imports count, those in functions and of types too."""
+    """A room is a folder or a module at the top; all imports count, those in functions and of types too.
+
+    The package itself is none: it hands out the functions of all of them.
+    """
     top = [path for path in (REPOSITORY / "ckpt").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
     names = {path.stem for path in top}
+    top = [path for path in top if path.stem != "__init__"]
     arrows = {
         (room.stem, other if other in names else "__init__")
         for room in top
         for other in (name.partition(".")[2] for name in imported(room) if name.split(".")[0] == "ckpt")
         if other != room.stem
     }
-    assert len(arrows) <= 110, sorted(arrows)
+    assert len(arrows) <= 105, sorted(arrows)
 
 
 def test_five_modules_at_most_stand_at_the_top() -> None:

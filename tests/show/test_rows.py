@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt import api
+from ckpt.check import inspecting
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT32, DType
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, Shape, Tensor, Whole
@@ -730,7 +731,7 @@ def test_the_same_bytes_every_time(fixtures: Path, tmp_path: Path) -> None:
 
 def test_what_is_damaged_is_drawn_and_then_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = checkpoint(tensor("w", (4,), [FlatRange(0, 3)]), tensor("v", (4,), [FlatRange(0, 4)]))
-    monkeypatch.setattr(api, "open", lambda *args, **kwargs: broken)
+    monkeypatch.setattr(inspecting, "open_checkpoint", lambda *args, **kwargs: broken)
     out = tmp_path / "out.svg"
     done = run_ckpt("inspect", "anything", "--picture", out)
     assert done.code == 4

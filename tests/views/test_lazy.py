@@ -107,10 +107,40 @@ def test_a_checkpoint_is_like_a_dict_of_its_parameters(fixtures: Path) -> None:
     assert "head.weight" not in names  # it is tied: the same tensor, counted once
     assert ("embed.weight", "exp_avg") in checkpoint and ("embed.weight", "nothing") not in checkpoint
     assert len(repr(checkpoint)) < 400 and "zero3, 3 ranks, step 2" in repr(checkpoint)
-    functions = {"check", "load_into", "open", "plan", "resume", "verify"}
-    assert set(dir(ckpt)) == functions | {"CkptError", "StorageReader", "__version__"}
+    assert dir(ckpt) == sorted(ckpt.__all__) == sorted([*ckpt._FROM, "__version__"])
     with pytest.raises(ckpt.CkptError, match="no such file or folder"):
         ckpt.open(fixtures / "nowhere")
+
+
+def test_a_checkpoint_is_looked_into_in_a_shell(fixtures: Path) -> None:
+    checkpoint = ckpt.open(fixtures / "toy-zero3")
+    assert checkpoint._ipython_key_completions_() == list(checkpoint)
+    items = checkpoint.items()
+    assert len(items) == len(checkpoint) and len(list(items)) == len(list(items)) == len(list(checkpoint.values()))
+    with pytest.raises(KeyError, match=r"no tensor 'embed.weigt': did you mean embed.weight"):
+        checkpoint["embed.weigt"]
+    with pytest.raises(KeyError, match=r"'embed.weight' has no 'exp_av': did you mean exp_avg"):
+        checkpoint["embed.weight", "exp_av"]
+    with pytest.raises(KeyError, match=r"'embed.weight' has no 'rng': it has "):
+        checkpoint["embed.weight", "rng"]
+    assert {"items", "format", "state"} <= set(dir(checkpoint)) and all(
+        hasattr(checkpoint, one) for one in dir(checkpoint)
+    )
+    assert not {"passed_over", "facts_of", "given", "of"} & set(dir(checkpoint))
+    html = checkpoint._repr_html_()
+    assert html.startswith("<pre>&lt;") and "embed.weight" in html and html.count("\n") == len(checkpoint) + 1
+
+
+def test_a_tensor_is_read_by_torch_and_numpy(fixtures: Path) -> None:
+    stored = ckpt.open(fixtures / "toy-zero3")["embed.weight"]
+    assert torch.equal(torch.as_tensor(stored), stored[...]) and torch.as_tensor(stored).dtype == stored[...].dtype
+    assert torch.equal(torch.from_dlpack(stored), stored[...])
+
+
+@pytest.mark.parametrize("index", ["x", 1.5, None, slice("a", None), [0, 1]])
+def test_other_indices_are_mistakes(fixtures: Path, index: object) -> None:
+    with pytest.raises(UsageError):
+        ckpt.open(fixtures / "toy-zero3")["embed.weight"][index]  # type: ignore[index]
 
 
 def test_what_is_indexed_takes_torch(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:

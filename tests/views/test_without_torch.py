@@ -28,6 +28,7 @@ import ckpt
         ("import pydoc; print('StorageReader' in pydoc.render_doc(ckpt, renderer=pydoc.plaintext))", "True"),
         ("import inspect; print('StorageReader' in dict(inspect.getmembers(ckpt)))", "True"),
         ("print(hasattr(ckpt, 'StorageReader'), hasattr(ckpt, 'nothing'))", "True False"),
+        ("print(all(hasattr(ckpt, name) for name in ckpt.__all__), 'torch' in sys.modules)", "True False"),
         ("from ckpt import *; print(StorageReader.__name__, open.__name__)", "StorageReader open"),
         ("print('StorageReader' in dir(ckpt), 'torch' in sys.modules)", "True False"),
         ("print(ckpt.errors.UsageError.exit_code)", "2"),

@@ -243,7 +243,7 @@ def test_run_folders_of_torchtitan(tmp_path: Path) -> None:
     (tmp_path / "checkpoint" / "step-10" / ".metadata").unlink()
     with pytest.raises(CorruptError) as error:
         DCP.find(tmp_path, None)
-    assert "--tag step-5" in str(error.value)
+    assert "--tag step-5" in str(error.value.hint)
 
 
 def test_other_formats_folders_are_not_taken(tmp_path: Path) -> None:

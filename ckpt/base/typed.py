@@ -1,0 +1,69 @@
+"""Arguments of public functions, held against their annotations: a mistake is told where it was made."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+from collections import ChainMap, defaultdict
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ckpt.base.errors import UsageError
+from ckpt.base.text import did_you_mean
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def typed(function: Callable[P, R]) -> Callable[P, R]:
+    """Let `function` raise UsageError for an argument that its annotation does not allow, or that it does not have."""
+    signature = inspect.signature(function)
+    known = [name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD]
+    takes_any = len(known) < len(signature.parameters)
+    names = ChainMap(
+        inspect.unwrap(function).__globals__, vars(builtins), defaultdict(lambda: Any)
+    )  # any, where it is only typed
+    hints = functools.cache(lambda: get_type_hints(function, localns=names))
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        name = f"ckpt.{function.__name__}"
+        for unknown in kwargs if not takes_any else ():
+            if unknown not in known:
+                hint = did_you_mean(unknown, known)
+                raise UsageError(f"{name} takes no {unknown!r}", expected=", ".join(known), hint=hint)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UsageError(f"{name}: {error}", expected=str(signature).partition(" ->")[0]) from None
+        for parameter in known:
+            if parameter in bound.arguments and not _allows(hints()[parameter], bound.arguments[parameter]):
+                value = bound.arguments[parameter]
+                raise UsageError(f"{name} takes no {parameter}={value!r}", expected=_words(hints()[parameter]))
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _allows(hint: Any, value: object) -> bool:
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return any(_allows(one, value) for one in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    kind = origin or hint
+    if hint is Any or not isinstance(kind, type):
+        return True
+    if kind is float and isinstance(value, int):
+        kind = int
+    return isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_words, get_args(hint)))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    return "None" if hint is NoneType else getattr(hint, "__name__", str(hint))

@@ -1,0 +1,138 @@
+"""`ckpt estimate`: what each GPU will hold in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from ckpt.base.errors import UsageError
+from ckpt.base.returned import Returned
+from ckpt.base.sizes import parse_size
+from ckpt.base.text import counted
+from ckpt.base.typed import typed
+from ckpt.estimate import run_config as configs
+from ckpt.estimate import text
+from ckpt.estimate.setup import RECOMPUTED, STRATEGIES, Device, Optimizer, Setup, StateDType, TrainDType
+from ckpt.estimate.table import Sizing, find, size
+from ckpt.plan.options import Option
+
+#: Options that are counts, with the least that each may be.
+_LEAST = dict.fromkeys(("batch_size", "seq_len", "gpus", "cp", "tp", "pp", "ep"), 1) | {"lora_r": 0}
+
+
+class Estimate(Sizing, Returned):
+    """What `ckpt.estimate` returns: `rows`, one for each strategy, and `suggestions`."""
+
+    def __repr__(self) -> str:
+        return f"<{self.subject.path} on {counted(self.setup.gpus, 'GPU')}: {'; '.join(self.suggestions)}>"
+
+    def lines(self) -> Iterator[str]:
+        return text.lines(self)
+
+    def to_json(self) -> dict[str, Any]:
+        return text.to_json(self)
+
+
+@typed
+def estimate(
+    model: str | PathLike[str],
+    *,
+    strategy: str | Sequence[str] | None = None,
+    run_config: str | PathLike[str] | None = None,
+    ds_config: str | PathLike[str] | None = None,
+    dtype: TrainDType | None = None,
+    pure: bool = False,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    fused_cross_entropy: bool = False,
+    eager_attention: bool = False,
+    activation_offload: bool = False,
+    recompute_modules: str | Sequence[str] | None = None,
+    gpus: int | None = None,
+    gpu_memory: str = "80GB",
+    cp: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    no_sequence_parallel: bool = False,
+    optimizer: Optimizer | None = None,
+    master_dtype: StateDType | None = None,
+    state_dtype: StateDType | None = None,
+    offload_optimizer: Device | None = None,
+    offload_param: Device | None = None,
+    lora_r: int | None = None,
+    lora_target_modules: str | Sequence[str] | None = None,
+    qlora: bool = False,
+) -> Estimate:
+    """What each GPU will hold in training, by strategy, and one that fits.
+
+    `model` is a config.json or its folder, a Hub id, a checkpoint, or Axolotl's YAML.  The options are those of
+    `ckpt estimate`; what is None is what the run's config says, and failing that the command's default.
+    """
+    given = locals()
+    for name, least in _LEAST.items():
+        if given[name] is not None:
+            Option(name, int, None, "", min=least).check(given[name])
+    recompute, targets = _listed(recompute_modules), _listed(lora_target_modules)
+    for one in _listed(strategy) or ():
+        if one not in STRATEGIES:
+            raise UsageError(f"there is no strategy called {one!r}", expected="one of " + ", ".join(STRATEGIES))
+    for one in recompute or ():
+        if one not in RECOMPUTED:
+            raise UsageError(f"no module called {one!r} is recomputed", expected=", ".join(RECOMPUTED))
+    where = fspath(model)
+    if where.endswith((".yaml", ".yml")):
+        if run_config is not None:
+            raise UsageError("a run has one config", found=f"{where} and --run-config {run_config}")
+        run_config = where
+        where = configs.model_of(configs.load(Path(where)), Path(where))
+    subject = find(where)
+    run = configs.RunConfig()
+    for path in (Path(one) for one in (run_config, ds_config) if one is not None):
+        run = run.under(configs.understand(configs.load(path), path, subject.model.hidden))
+    asked: dict[str, Any] = {
+        "gpus": gpus,
+        "context_parallel": cp,
+        "sequence_parallel": False if no_sequence_parallel else None,
+        "dtype": dtype,
+        "mixed": False if pure else None,
+        "batch": batch_size,
+        "length": seq_len,
+        "fused_loss": fused_cross_entropy or None,
+        "eager_attention": eager_attention or None,
+        "activation_offload": activation_offload or None,
+        "recompute": recompute,
+        "optimizer": optimizer,
+        "master_dtype": master_dtype,
+        "state_dtype": state_dtype,
+        "offload_optimizer": offload_optimizer and offload_optimizer.replace("none", ""),
+        "offload_params": offload_param and offload_param.replace("none", ""),
+        "lora_rank": lora_r,
+        "lora_targets": targets,
+        "quantized": qlora or None,
+    }
+    setup = Setup(**{**run.setup, **{name: value for name, value in asked.items() if value is not None}})
+    chosen = _listed(strategy) or ([run.strategy] if run.strategy else [])
+    if (setup.lora_targets or setup.quantized) and not setup.lora_rank:
+        raise UsageError("--lora-target-modules and --qlora go with --lora-r")
+    axes = {name: count for name, count in (("tp", tp), ("pp", pp), ("ep", ep)) if count}
+    if axes and chosen and "megatron" not in chosen:
+        raise UsageError("--tp, --pp and --ep are of the strategy megatron", found=", ".join(chosen))
+    found = size(subject, setup, _gpu_memory(gpu_memory), list(chosen), **{**run.axes, **axes})
+    return Estimate(**vars(found))
+
+
+def _listed(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Names, or a text with commas between them; None where there are none."""
+    return tuple(names.split(",") if isinstance(names, str) else names) if names else None
+
+
+def _gpu_memory(size: str) -> int:
+    """Bytes; GPUs are sold by the GB, so a number alone is of these."""
+    if not size.strip().replace(".", "", 1).isdecimal():
+        return parse_size(size)
+    if float(size) >= 1 << 16:
+        raise UsageError("a GPU has no such memory", expected="GB, or a size as 24GB or 24564MiB", found=size)
+    return parse_size(f"{size.strip()}GB")

@@ -1,0 +1,92 @@
+"""`ckpt merge-lora`: adapters and a base by their paths, and the merged model as a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike, fspath
+from typing import Literal
+
+from ckpt import api
+from ckpt.base.sizes import parse_size
+from ckpt.base.typed import typed
+from ckpt.lora.find import Adapter, open_adapter, open_base
+from ckpt.lora.merge import plan
+from ckpt.move.workers import Resources
+from ckpt.plan.checkpoint import Layout
+from ckpt.plan.dtypes import CASTABLE
+
+
+def planned(
+    adapters: Sequence[Adapter],
+    *,
+    base: str | None,
+    accept_base: bool,
+    adapter_weights: Sequence[float] | None,
+    combination: str,
+    density: float | None,
+    seed: int | None,
+    dtype: api.Cast,
+    dequantize: bool,
+    max_shard_size: str,
+    names: str,
+    workers: int,
+) -> tuple[api.Conversion, Sequence[Adapter]]:
+    """The merge of `adapters` into their base; with `adapter_weights` they become one first, which is returned too."""
+    model, cast = open_base(adapters[0], base, accept=accept_base), CASTABLE.get(dtype)
+    if dequantize:
+        model = api.dequantized(model, cast)
+    if adapter_weights is not None:
+        from ckpt.lora.combine import combine
+
+        adapters = [combine(adapters, adapter_weights, model, combination, density, seed)]
+    layout = Layout(cast, parse_size(max_shard_size), names=names)
+    return plan(adapters, model, layout, Resources(workers=workers)), adapters
+
+
+@typed
+def merge_lora(
+    adapters: str | PathLike[str] | Sequence[str | PathLike[str]],
+    output: str | PathLike[str],
+    *,
+    base: str | PathLike[str] | None = None,
+    config: str | PathLike[str] | None = None,
+    tag: str | None = None,
+    accept_base: bool = False,
+    adapter_weights: Sequence[float] | None = None,
+    combination: str = "svd",
+    density: float | None = None,
+    seed: int | None = None,
+    dtype: api.Cast = "keep",
+    dequantize: bool = False,
+    max_shard_size: str = "5GB",
+    names: Literal["hub", "own"] = "hub",
+    workers: int = 0,
+    overwrite: bool = False,
+    manifest: bool = True,
+    progress: api.Progress | None = None,
+) -> api.Converted:
+    """Merge a LoRA adapter into its base model, as PEFT does, without loading the model, and write it to `output`.
+
+    An adapter is a PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache; of
+    several one is merged after the other, or with `adapter_weights` they become one by PEFT's `combination`.  `base` is
+    the model to merge into, in any format, failing that the one that was trained on; `accept_base` merges though it is
+    not the one that the adapter names.
+    """
+    api.WORKERS.check(workers)
+    several = [adapters] if isinstance(adapters, str | PathLike) else adapters
+    place = None if config is None else fspath(config)
+    conversion, _ = planned(
+        [open_adapter(fspath(one), config=place, tag=tag) for one in several],
+        base=None if base is None else fspath(base),
+        accept_base=accept_base,
+        adapter_weights=adapter_weights,
+        combination=combination,
+        density=density,
+        seed=seed,
+        dtype=dtype,
+        dequantize=dequantize,
+        max_shard_size=max_shard_size,
+        names=names,
+        workers=workers,
+    )
+    return conversion.write(output, overwrite=overwrite, manifest=manifest, progress=progress)

@@ -1,0 +1,72 @@
+"""What a plan will write, and what is not in it: as JSON, and in lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.base.errors import printable
+from ckpt.base.sizes import show_size
+from ckpt.base.text import counted
+from ckpt.plan.planner import Plan
+from ckpt.run_folder import not_read
+from ckpt.run_folder.runs import MANIFEST
+from ckpt.run_folder.steps import TRAINER_STATE
+
+
+def plan_report(plan: Plan, destination: str | None, peak_buffers: int) -> dict[str, Any]:
+    """What a conversion writes, moves, casts and leaves out, for printing and for JSON."""
+    return {
+        "source": plan.checkpoint.path,
+        "format": plan.checkpoint.format,
+        "destination": destination,
+        "files": [{"name": file.name, "bytes": file.size} for file in plan.target.files],
+        "total_bytes": plan.total_bytes,
+        "moved_bytes": plan.moved_bytes,
+        "copied_by_the_kernel_bytes": plan.span_bytes,
+        "copies": plan.num_copies,
+        "peak_buffer_bytes": peak_buffers,
+        "casts": [
+            {"from": c.source.name, "to": c.target.name, "tensors": c.num_tensors, "bytes": c.nbytes}
+            for c in plan.casts
+        ],
+        "notes": list(plan.target.notes),
+        "left_out": list(plan.target.not_written),
+        "not_read": [one.to_json() for one in not_read.not_read(plan.checkpoint)],
+    }
+
+
+def plan_lines(report: dict[str, Any], verbose: bool = False) -> list[str]:
+    """The report of a plan as text; without `verbose` a long list of files is cut."""
+    files = report["files"]
+    shown = files if verbose or len(files) <= 12 else files[:10]
+    to = "" if report["destination"] is None else f", to {printable(report['destination'])}"
+    lines = [f"would write {counted(len(files), 'file')}, {show_size(report['total_bytes'])}{to}"]
+    lines += [f"  {show_size(file['bytes']):>9}  {printable(file['name'])}" for file in shown]
+    if len(shown) < len(files):
+        lines.append(f"  ... and {len(files) - len(shown)} more (-v lists them)")
+    kernel = show_size(report["copied_by_the_kernel_bytes"])
+    lines.append(
+        f"bytes to move: {show_size(report['moved_bytes'])} in {report['copies']} copies, {kernel} as they are"
+    )
+    lines.append(f"peak buffer memory: {show_size(report['peak_buffer_bytes'])}")
+    lines += [
+        f"cast: {c['tensors']} tensors from {c['from']} to {c['to']}, {show_size(c['bytes'])}" for c in report["casts"]
+    ]
+    return lines + lost_lines(report)
+
+
+def lost_lines(report: dict[str, Any]) -> list[str]:
+    """What a plan's report has to say about precision, about what is not in the target, and what was not read."""
+    notes = [f"note: {printable(note)}" for note in report["notes"]]
+    notes += [f"not in the target: {printable(one)}" for one in report["left_out"]]
+    return notes + not_read.lines(report["not_read"])
+
+
+def written_lines(report: dict[str, Any], *, has_manifest: bool) -> list[str]:
+    """The report of a conversion that has been carried out, as text."""
+    wrote = f"wrote {counted(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
+    lines = [*lost_lines(report), wrote + (f", and {MANIFEST}" if has_manifest else "")]
+    if any(file["name"] == TRAINER_STATE for file in report["files"]):  # whatever its name, Trainer takes the folder
+        place = printable(report["destination"])
+        lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={place!r})")
+    return lines

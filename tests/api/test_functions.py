@@ -1,0 +1,137 @@
+"""`ckpt/api.py`, `ckpt/base/typed.py`, `words.py`, `returned.py`, `ckpt/show/planned.py`, `formats.py`,
+`ckpt/check/inspecting.py`, `ckpt/estimate/estimating.py`, `ckpt/lora/merging.py`: the commands from Python.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+from ckpt.base.words import in_python
+from ckpt.errors import UsageError
+from tests.support.commands import ckpt as run_ckpt
+from tests.support.places import FIXTURES
+
+MODEL = str(FIXTURES / "trainer-zero2")
+
+
+@pytest.fixture
+def run(fixtures: Path) -> str:
+    return str(fixtures / "toy-zero3")
+
+
+def test_a_run_is_converted_and_verified_by_its_path(run: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = ckpt.convert(run, "zero3", out, world_size=2)
+    assert done.path == str(out) and ckpt.open(out).world_size == 2
+    assert ckpt.verify(run, out).equal and ckpt.verify(run, ckpt.open(out)).equal
+    assert ckpt.verify(run, out, run=True).equal
+    assert ckpt.verify(out).good
+    assert ckpt.hash(run) == ckpt.hash(ckpt.open(out))
+    assert ckpt.check(out).whole
+
+
+def test_results_are_what_the_commands_print(run: str, fixtures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--names", "own", "--dtype", "bf16", "-o", str(out))
+    planned = ckpt.plan(run, "hf", dtype="bf16", names="own")
+    dry = run_ckpt("convert", "auto", "hf", run, *options, "--dry-run", "--json")
+    assert planned.to_json(str(out)) == json.loads(dry.out)
+    done = ckpt.convert(run, "hf", out, dtype="bf16", names="own")
+    printed = run_ckpt("convert", "auto", "hf", run, *options, "--overwrite")
+    assert printed.err.endswith(str(done) + "\n")
+    results: dict[tuple[str, ...], Any] = {
+        ("verify", run, str(out)): ckpt.verify(run, out),
+        ("verify", run, run, "--run"): ckpt.verify(run, run, run=True),
+        ("verify", str(out)): ckpt.verify(out),
+        ("hash", run): ckpt.hash(run),
+        ("check", run): ckpt.check(run),
+        ("inspect", run): ckpt.inspect(run),
+        ("inspect", run, "--tensors", "--tensor", "*.bias"): ckpt.inspect(run, tensors=True, tensor="*.bias"),
+        ("inspect", str(fixtures / "trainer-zero2")): ckpt.inspect(fixtures / "trainer-zero2"),
+        ("formats",): ckpt.formats(),
+        ("estimate", "-q", MODEL, "--gpus", "4", "--lora-r", "8"): ckpt.estimate(MODEL, gpus=4, lora_r=8),
+    }
+    for command, result in results.items():
+        said = run_ckpt(*command, "--json")
+        assert (result.to_json(), result.exit_code) == (json.loads(said.out), said.code), command
+        assert run_ckpt(*command).out == f"{result}\n", command
+        assert len(repr(result)) < 400 and "\n" not in repr(result)
+        assert result._repr_html_().startswith("<pre>") and "<toy" not in result._repr_html_()
+
+
+def test_an_adapter_is_merged_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(FIXTURES / "trl-lora-zero3/outputs/qwen3-lora", tmp_path / "run")
+    shutil.copytree(FIXTURES / "trl-lora-zero3/Qwen", tmp_path / "Qwen")
+    monkeypatch.chdir(tmp_path)
+    done = ckpt.merge_lora("run", "out", dtype="bf16")
+    printed = run_ckpt("merge-lora", "run", "-o", "out", "--dtype", "bf16", "--overwrite", "--json")
+    assert done.to_json() == json.loads(printed.out)
+    assert ckpt.verify("out").good and ckpt.hash(done.conversion.source, dtype="bf16") != ckpt.hash("out")
+    with pytest.raises(UsageError, match=r"adapter_weights needs one weight for each adapter\n"):
+        ckpt.merge_lora("run", "other", adapter_weights=[0.5, 0.5])
+    with pytest.raises(UsageError, match=r"combination dare_linear takes|combination dare_linear needs density"):
+        ckpt.merge_lora("run", "other", adapter_weights=[0.5], combination="dare_linear")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (lambda run: ckpt.plan(run, "hff"), "there is no format called 'hff'\n(.|\n)*did you mean hf?"),
+        (lambda run: ckpt.plan(run, "hf", dtyp="bf16"), "no option 'dtyp'(.|\n)*did you mean dtype?"),
+        (lambda run: ckpt.plan(run, "hf", tp=2), r"found: tp\n\nhint: see help\(ckpt.convert\)"),
+        (lambda run: ckpt.plan(run, "megatron", tp="two"), "tp cannot be 'two'\n  expected: int from 1 to"),
+        (lambda run: ckpt.plan(run, "hf", names="hubb"), "names cannot be 'hubb'\n  expected: 'hub' or 'own'"),
+        (lambda run: ckpt.convert(run, "hf", "out", world_size="two"), "ckpt.convert takes no world_size='two'\n"),
+        (lambda run: ckpt.convert(run, "zero3", "out", world_size=0), "world_size cannot be 0\n"),
+        (lambda run: ckpt.plan(run, "hf", dtype="bf17"), "no dtype='bf17'\n  expected: 'keep' or 'fp32'"),
+        (lambda run: ckpt.plan(run, "hf", workers=True), "no workers=True\n  expected: int"),
+        (lambda run: ckpt.plan(ckpt.open(run), "hf", tag="x"), "the checkpoint is open already, and takes no tag"),
+        (lambda run: ckpt.convert(run, "hf", run), "destination is, holds|overlap|holds files"),
+        (lambda run: ckpt.open(run, tag=5), "ckpt.open takes no tag=5\n  expected: str or None"),
+        (lambda run: ckpt.open(5), "ckpt.open takes no path=5"),
+        (lambda run: ckpt.open(run, tg="x"), "takes no 'tg'\n(.|\n)*did you mean tag?"),
+        (lambda run: ckpt.open(), "missing a required argument: 'path'"),
+        (lambda run: ckpt.verify(run, only="weights"), "found: only$|found: only\n"),
+        (lambda run: ckpt.verify(run, run, loads=True), "loads=?T?r?u?e? takes one folder|loads takes one folder"),
+        (lambda run: ckpt.check(run, every=True), "takes no 'every'"),
+        (
+            lambda run: ckpt.inspect(run, tensor="embd"),
+            "no tensor called 'embd'(.|\n)*(did you mean|tensors=True lists)",
+        ),
+        (lambda run: ckpt.estimate(MODEL, gpus=0), "gpus cannot be 0\n  expected: int from 1"),
+        (lambda run: ckpt.estimate(MODEL, optimizer="adm"), "takes no optimizer='adm'\n  expected: 'adam' or"),
+        (lambda run: ckpt.estimate(MODEL, strategy="zero"), "no strategy called 'zero'"),
+        (lambda run: ckpt.resume(5), "ckpt.resume takes no path=5"),
+        (lambda run: ckpt.resume(run, wrld_size=2), "no option 'wrld_size'(.|\n)*did you mean world_size?"),
+    ],
+)
+def test_mistakes_are_told_in_the_words_of_python(run: str, mistake: Callable[[str], object], said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        mistake(run)
+    assert " --" not in str(caught.value) and " -o" not in str(caught.value)
+
+
+def test_options_are_said_as_keywords() -> None:
+    for typed, said in (
+        ("give another folder with -o, or --overwrite to replace it", "another folder with output, or overwrite=True"),
+        (
+            "--dequantize makes plain weights; or leave --dtype out",
+            "dequantize=True makes plain weights; or leave dtype",
+        ),
+        ("--names own writes every tensor", "names='own' writes"),
+        ("hint: --tp 1", "hint: tp=1"),
+        ("the newest is step-9: --tag step-9", "step-9: tag='step-9'"),
+        ("--world-size says how many there are", "world_size says how"),
+        ("`ckpt merge-lora run --base MODEL` makes one", "`ckpt merge-lora run --base MODEL` makes"),
+        ("see `ckpt merge-lora --help`", "see help(ckpt.merge_lora)"),
+        ("save it with Megatron-LM, --ckpt-format torch_dist", "Megatron-LM, --ckpt-format torch_dist"),
+        ("a file called run--tag.pt", "run--tag.pt"),
+    ):
+        assert said in in_python(typed)

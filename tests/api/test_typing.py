@@ -1,0 +1,54 @@
+"""`ckpt/__init__.py`: a user's script is typed, runs, and its mistakes are seen by mypy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.places import FIXTURES, REPOSITORY
+
+SCRIPT = REPOSITORY / "tests/support/user_script.py"
+MISTAKES = """
+import ckpt
+ckpt.plan("run", "hf", dtype="bf17")
+ckpt.convert("run", "hf", "out", world_size="two")
+ckpt.verify("a").equal
+ckpt.estimate("model", gpu=8)
+ckpt.hash("run").hole
+"""
+
+
+def python(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "MYPYPATH": str(REPOSITORY)}
+    return subprocess.run([sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def mypy(script: Path) -> list[str]:
+    """What `mypy --strict` has to say of a script, as where ckpt is installed."""
+    quiet = ("--strict", "--ignore-missing-imports", "--follow-imports=silent", "--python-version=3.11")
+    cache = REPOSITORY / ".mypy_cache" / "scripts"
+    done = python("-m", "mypy", *quiet, "--config-file=", f"--cache-dir={cache}", script, cwd=script.parent)
+    return done.stdout.splitlines()
+
+
+def test_a_script_that_uses_all_of_it_is_typed() -> None:
+    assert mypy(SCRIPT)[-1].startswith("Success")
+
+
+def test_mistakes_are_seen_before_it_runs(tmp_path: Path) -> None:
+    script = tmp_path / "mistakes.py"
+    script.write_text(MISTAKES)
+    lines = [line.split(":")[1] for line in mypy(script) if ": error: " in line]
+    assert lines == ["3", "4", "5", "6", "7"]
+
+
+def test_the_script_runs(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "trl-zero3/outputs/qwen3-sft", tmp_path / "run")
+    shutil.copytree(FIXTURES / "trl-lora-zero3/outputs/qwen3-lora", tmp_path / "lora")
+    shutil.copytree(FIXTURES / "trl-lora-zero3/Qwen", tmp_path / "Qwen")
+    done = python(SCRIPT, "run", "lora", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "to which repository?" in done.stdout
