@@ -376,13 +376,15 @@ def formats(as_json: opt.JsonOption = False) -> None:
     """List the formats: what can be read and written, and what carries optimizer state."""
     from ckpt.plan import registry
 
-    rows = [
-        {"name": f.name, "reads": f.reads, "writes": f.writes, "optimizer": f.carries_optimizer, "title": f.title}
-        for f in registry.all_formats()
-    ]
+    every = registry.all_formats()
     if as_json:
-        print(json.dumps(rows, indent=2))
+        keys = {"name": "name", "aliases": "aliases", "reads": "reads", "writes": "writes"}
+        keys |= {"optimizer": "carries_optimizer", "title": "title"}
+        print(json.dumps([{key: getattr(one, name) for key, name in keys.items()} for one in every], indent=2))
         return
-    marks = [["yes" if row[key] else "-" for key in ("reads", "writes", "optimizer")] for row in rows]
-    table = [(str(row["name"]), *mark, str(row["title"])) for row, mark in zip(rows, marks, strict=True)]
+    table = []
+    for one in every:
+        marks = ["yes" if able else "-" for able in (one.reads, one.writes, one.carries_optimizer)]
+        also = f"; also {', '.join(one.aliases)}" if one.aliases else ""
+        table.append((one.name, *marks, one.title + also))
     print_table(("name", "reads", "writes", "optimizer", "what it is"), table)

@@ -29,7 +29,7 @@ DIFFERENT = 1
 #: The sections of the help texts, and the options in them, by name; of any other the section is Options.
 _SECTIONS = {
     "What is read": "format tag config replica from_a from_b tag_a tag_b base accept_base model_only",
-    "What is written": "output dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
+    "What is written": "output to dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
     "How it is done": "max_memory workers check resume dry_run foreground cast loads every_byte weights combination "
     "density seed",
     "What is shown": "tensors tensor everything picture only run",
@@ -151,7 +151,7 @@ def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 #: Arguments that may be URLs, by the function of the command.
 _TAKES_URLS = {
-    "convert": ("path", "output", "config"),
+    "convert": ("source", "path", "output", "config"),
     "resume": ("config",),
     "mount": ("path", "config"),
     "merge_lora": ("sources", "base", "config", "output"),
