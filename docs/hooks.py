@@ -44,6 +44,7 @@ GUIDES = {
     "hash": "verify.md",
     "estimate": "estimate.md",
     "formats": "formats.md",
+    "doctor": "doctor.md",
 }
 _LINK = re.compile(r"\[([^]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")
 #: Line ends of Japanese text that are no spaces: between two of its letters, or beside its punctuation.

@@ -11,7 +11,7 @@
     `- StorageError     7  the disk: no space, no permission, an I/O error
 
 Exit code 1 is no error: `ckpt verify` found a difference.  70 is an error of ckpt itself,
-130 Ctrl-C, 143 SIGTERM.
+130 Ctrl-C, 141 SIGPIPE, 143 SIGTERM.
 """
 
 from __future__ import annotations

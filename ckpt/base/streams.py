@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import select
 import sys
 from typing import TextIO
 
-INTERRUPTED, TERMINATED = 130, 143
+INTERRUPTED, READER_LEFT, TERMINATED = 130, 141, 143
 #: Commands whose work is what they write; what they print says where it is.
 _WRITING = (["convert"], ["merge-lora"], ["mount"], ["push"])
 
@@ -80,6 +81,19 @@ def flush_output() -> str | None:
     if isinstance(closed, _Unfailing) and closed.is_used and sys.argv[1:2] not in _WRITING:
         return "it is closed"
     return None
+
+
+def code_of_reader() -> int | None:
+    """The exit code where whoever read our output has left: that of SIGPIPE; None where it is not so.
+
+    It is 0 for a command whose work is what it writes, as that is done before it is printed.
+    """
+    asked = select.poll()
+    asked.register(1, 0)
+    if not any(event & select.POLLERR for _, event in asked.poll(0)):
+        return None
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 0 if sys.argv[1:2] in _WRITING else READER_LEFT
 
 
 def coloured(stream: TextIO) -> bool:

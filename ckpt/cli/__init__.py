@@ -1,14 +1,15 @@
 """The command `ckpt`.  Data goes to stdout, everything else to stderr.
 
 Exit codes: 0 done or equal; 1 verified and different; 2 usage; 3 not found or not recognised; 4 corrupt or incomplete;
-5 refused as unsafe; 6 would lose information; 7 I/O, no space or no memory;
-70 an error of ckpt itself; 130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
+5 refused as unsafe; 6 would lose information; 7 I/O, no space or no memory; 70 an error of ckpt itself;
+130 interrupted (Ctrl-C); 141 the reader of its output left; 143 terminated (SIGTERM).
 
 A module for each few commands, `options` and `text` for what they share.  May import everything in ckpt, but what is
 slow to import only in the command that needs it: `ckpt --help` imports neither numpy nor torch.
 
-May import: `ckpt.api`, `ckpt.base`, `ckpt.check`, `ckpt.estimate`, `ckpt.hub`, `ckpt.lora`, `ckpt.move`, `ckpt.plan`,
-`ckpt.processes`, `ckpt.resume`, `ckpt.run_folder`, `ckpt.show`, `ckpt.stores`, `ckpt.verify`, `ckpt.views`.
+May import: `ckpt.api`, `ckpt.base`, `ckpt.check`, `ckpt.doctor`, `ckpt.estimate`, `ckpt.hub`, `ckpt.lora`,
+`ckpt.move`, `ckpt.plan`, `ckpt.processes`, `ckpt.resume`, `ckpt.run_folder`, `ckpt.show`, `ckpt.stores`,
+`ckpt.verify`, `ckpt.views`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import typer
 from ckpt.base.version import __version__
 from ckpt.cli import complete, quick
 from ckpt.cli.convert import convert
+from ckpt.cli.doctor import doctor
 from ckpt.cli.look import estimate_, formats, inspect
 from ckpt.cli.lora import merge_lora, push
 from ckpt.cli.mount import mount
@@ -54,7 +56,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "push": with_options(push),
     },
     "Look and compare": {"inspect": inspect, "check": check, "verify": with_options(verify), "hash": hash_},
-    "Know beforehand": {"estimate": with_options(estimate_), "formats": formats},
+    "Know beforehand": {"estimate": with_options(estimate_), "formats": formats, "doctor": doctor},
 }
 for _section, _members in _COMMANDS.items():
     for _name, _command in _members.items():

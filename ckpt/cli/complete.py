@@ -38,7 +38,7 @@ def targets(incomplete: str) -> list[str]:
 def _formats() -> list[str]:
     from ckpt.plan import registry
 
-    return sorted([*registry.names(), *registry.ALIASES])
+    return registry.words()
 
 
 def tags(ctx: Any, incomplete: str) -> list[str]:

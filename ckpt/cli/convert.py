@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ckpt.base.errors import UsageError, printable, shown
+from ckpt.base.errors import CkptError, UsageError, printable, shown
 from ckpt.base.progress import progress
+from ckpt.base.text import did_you_mean
 from ckpt.base.version import __version__
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_and_config
 from ckpt.cli.text import carry_out, say_source
 
+_USAGE = "PATH and TO, or FROM, TO and PATH, or PATH alone"
 #: Options that may differ in several processes.
 _OF_EACH = ("as_json", "max_memory", "quiet", "verbose", "workers")
 
@@ -55,7 +58,7 @@ def convert(
         str | None,
         typer.Argument(
             metavar="FROM",
-            help="The format to read, or auto; see `ckpt formats`. With PATH alone it is guessed, and TO is asked for.",
+            help="The format to read, or auto; see `ckpt formats`. `ckpt convert PATH TO` finds it out.",
             autocompletion=complete.sources,
         ),
     ] = None,
@@ -67,6 +70,10 @@ def convert(
         typer.Argument(
             metavar="PATH", help="A checkpoint, the run folder it lies in, or Axolotl's YAML.", readable=False
         ),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="TO", help="The format to write, instead of TO.", autocompletion=complete.targets),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The folder to write. [default: PATH-TO, beside PATH]")
@@ -95,7 +102,7 @@ def convert(
         print(f"converting with {start}", file=sys.stderr)
     with joined(start) as group, translate_os_errors():
         check_alike({"version": __version__, **given}, group)
-        source, target, path, config = _meant(source, target, path, read, quiet)
+        source, target, path, config = _meant(source, target, path, to, read, quiet)
         destination = output or default_output(path, target)
         check_destination(destination, path)  # before the source is read, which may take long
         with progress(0, "plan", quiet=quiet):
@@ -131,36 +138,70 @@ def convert(
 
 
 def _meant(
-    source: str | None, target: str | None, path: Path | None, read: Read, quiet: bool
+    source: str | None, target: str | None, path: Path | None, to: str | None, read: Read, quiet: bool
 ) -> tuple[str, str, Path, str | None]:
     """FROM, TO, PATH and the config.  With one word it is PATH: FROM is found out, and TO asked for on a terminal.
 
-    Raises UsageError where there is nobody to be asked, which lists the formats, and with two words.
+    Raises UsageError where there is nobody to be asked, which lists the formats, and for words in another order.
     """
-    if source is not None and target is not None and path is not None:
-        return source, target, *run_and_config(path, read.config, quiet=quiet)
     from ckpt.plan import registry
+    from ckpt.run_folder.opening import AUTO
 
-    usage = "FROM, TO and PATH, or PATH alone"
-    if source is None:
-        raise UsageError("there is nothing to convert", expected=usage, hint="see `ckpt convert --help`")
-    if target is not None:
-        known = [word for word in (source, target) if word in (*registry.names(), *registry.ALIASES)]
-        place = target if source in known else source
-        line = f"ckpt convert auto {known[0] if known else 'TO'} {shlex.quote(place)}"
-        raise UsageError("a format or PATH is missing", expected=usage, found=f"{source} {target}", hint=line)
+    words = [str(word) for word in (source, target, path) if word is not None]
+    is_usual = len(words) == 3 and Path(words[2]).exists()
+    formats = [] if is_usual else registry.words()  # which imports them all
+    if not words:
+        raise UsageError("there is nothing to convert", expected=_USAGE, hint="see `ckpt convert --help`")
+    if to is not None:
+        if len(words) == 3:
+            raise UsageError("there are two formats to write", expected=_USAGE, found=f"{target} and --to {to}")
+        words = [*([AUTO] if len(words) == 1 else words[:1]), to, words[-1]]
+    elif len(words) == 2 and words[0] not in (*formats, AUTO) and words[1] in formats:
+        words = [AUTO, words[1], words[0]]
+    if len(words) == 2:
+        raise _one_is_missing(words, formats)
+    if len(words) == 3:
+        if words[2] in formats and not {*words} <= {*formats, AUTO}:
+            found, hint = " ".join(words), f"ckpt convert {_in_order(words, formats)}"
+            raise UsageError("the arguments stand in another order", expected="FROM TO PATH", found=found, hint=hint)
+        return words[0], words[1], *run_and_config(Path(words[2]), read.config, quiet=quiet)
     from ckpt import api
 
-    path, config = run_and_config(Path(source), read.config, quiet=quiet)
-    found = api.open(path, tag=read.tag, config=config)
+    path, config = run_and_config(Path(words[0]), read.config, quiet=quiet)
+    opened = api.open(path, tag=read.tag, config=config)
     written = [one for one in registry.all_formats() if one.writes]
-    print(printable(f"{found.path} is {found.format}, which becomes any of:"), file=sys.stderr)
+    print(printable(f"{opened.path} is {opened.format}, which becomes any of:"), file=sys.stderr)
     for one in written:
         print(f"  {one.name:<20} {one.title}{'' if one.carries_optimizer else ', weights alone'}", file=sys.stderr)
     if not is_interactive():
-        line = f"ckpt convert {found.format} hf {shlex.quote(str(path))}"
-        raise UsageError("to which format?", path=path, expected="FROM, TO and PATH", hint=f"for example {line}")
-    return found.format, registry.get(typer.prompt("to which format?", err=True)).name, path, config
+        line = f"ckpt convert {shlex.quote(str(path))} {'dcp' if opened.format == 'hf' else 'hf'}"
+        raise UsageError("to which format?", path=path, expected=_USAGE, hint=f"for example {line}")
+    return opened.format, registry.get(typer.prompt("to which format?", err=True)).name, path, config
+
+
+def _one_is_missing(words: list[str], formats: Sequence[str]) -> UsageError:
+    """The error for two words that are not PATH and TO, with a line that may be meant."""
+    from ckpt.run_folder.opening import AUTO
+
+    given = [word for word in words if word in formats]
+    place = next((word for word in words if word not in (*formats, AUTO)), "PATH")
+    line = f"ckpt convert {' '.join([AUTO, *(given or ['TO'])][-2:])} {shlex.quote(place)}"
+    near = None if given or AUTO in words else did_you_mean(words[1], formats)
+    return UsageError("a format or PATH is missing", expected=_USAGE, found=" ".join(words), hint=near or line)
+
+
+def _in_order(words: list[str], formats: Sequence[str]) -> str:
+    """Three words that end with a format, as FROM TO PATH: what is there tells which format is FROM."""
+    from ckpt import api
+    from ckpt.plan import registry
+    from ckpt.run_folder.opening import AUTO
+
+    place = next(word for word in words if word not in (*formats, AUTO))
+    one, other = [word for word in words if word in (*formats, AUTO)] or words[:2]
+    with contextlib.suppress(CkptError):
+        opened = api.open(place)
+        one, other = (other, one) if registry.get(other).name == opened.format else (one, other)
+    return shlex.join([one, other, place])
 
 
 def is_interactive() -> bool:

@@ -51,4 +51,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("ckpt formats", "a table"),
         ("ckpt formats --json", "the same for programs"),
     ),
+    "doctor": (
+        ("ckpt doctor", "versions, extras, FUSE, free space, and a block for a bug report"),
+        ("ckpt doctor outputs", "which commands work on this run, and what stands in the way of the others"),
+    ),
 }

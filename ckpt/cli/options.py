@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
-from ckpt.base.streams import coloured, say_ended
+from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
 from ckpt.cli import complete
 from ckpt.cli.examples import EXAMPLES
@@ -29,7 +29,7 @@ DIFFERENT = 1
 #: The sections of the help texts, and the options in them, by name; of any other the section is Options.
 _SECTIONS = {
     "What is read": "format tag config replica from_a from_b tag_a tag_b base accept_base model_only",
-    "What is written": "output dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
+    "What is written": "output to dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
     "How it is done": "max_memory workers check resume dry_run foreground cast loads every_byte weights combination "
     "density seed",
     "What is shown": "tensors tensor everything picture only run",
@@ -151,7 +151,7 @@ def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 #: Arguments that may be URLs, by the function of the command.
 _TAKES_URLS = {
-    "convert": ("path", "output", "config"),
+    "convert": ("source", "path", "output", "config"),
     "resume": ("config",),
     "mount": ("path", "config"),
     "merge_lora": ("sources", "base", "config", "output"),
@@ -199,16 +199,19 @@ def guarded(function: Function) -> Function:
                 sys.stdout.flush()
                 return result
         except CkptError as error:
-            if isinstance(error.__cause__, BrokenPipeError):  # whoever read our output has seen enough
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            else:
-                head = typer.style("error:", fg="red", bold=True) if coloured(sys.stderr) else "error:"
-                print(f"{head} {error.on_command_line()}", *_commands(error), sep="\n", file=sys.stderr)
+            if isinstance(error.__cause__, BrokenPipeError) and (code := code_of_reader()) is not None:
+                raise typer.Exit(code) from None
+            _say_error(error)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(say_ended(interrupt)) from None
 
     return run  # type: ignore[return-value]
+
+
+def _say_error(error: CkptError) -> None:
+    head = typer.style("error:", fg="red", bold=True) if coloured(sys.stderr) else "error:"
+    print(f"{head} {error.on_command_line()}", *_commands(error), sep="\n", file=sys.stderr)
 
 
 def _commands(error: CkptError) -> list[str]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ckpt.base.errors import CorruptError, LossError, StorageError
+from ckpt.base.sizes import show_size
 from ckpt.move.source import opened, read_up_to
 from ckpt.plan.dtypes import BY_TAG, DType
 from ckpt.plan.tensors import Shape
@@ -98,16 +99,16 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def _header_length(first: bytes, size: int, path: str) -> int:
-    length, found = int.from_bytes(first, "little"), size
+    length, found = int.from_bytes(first, "little"), f"{size} bytes"
     if len(first) < 8:
         what, expected = "the file is too short for a safetensors header", "8 bytes or more"
     elif length > MAX_HEADER:
-        what, expected, found = "the header is too long", f"at most {MAX_HEADER} bytes", length
+        what, expected, found = "the header is too long", f"at most {show_size(MAX_HEADER)}", show_size(length)
     elif length + 8 > size:
         what, expected = "the file ends within its header", f"{length + 8} bytes or more"
     else:
         return length
-    raise CorruptError(what, path=path, expected=expected, found=f"{found} bytes")
+    raise CorruptError(what, path=path, expected=expected, found=found)
 
 
 def parse_header(text: bytes, size: int, path: str) -> Header:

@@ -20,6 +20,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 
 from ckpt.base.errors import CorruptError, NotFoundError, StorageError, UnsafeError, UsageError
+from ckpt.base.sizes import show_size
 from ckpt.move.source import NO_NAME, open_file
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
@@ -271,8 +272,8 @@ class Staging:
             raise StorageError(
                 "not enough space for the output",
                 path=self.destination.parent,
-                expected=f"{self._total_bytes} bytes",
-                found=f"{free} bytes free",
+                expected=show_size(self._total_bytes),
+                found=f"{show_size(free)} free, {show_size(self._total_bytes - free)} too few",
                 hint="free some space, or choose another place with -o",
             )
 

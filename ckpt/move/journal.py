@@ -18,6 +18,7 @@ from typing import Any
 from xxhash import xxh3_128
 
 from ckpt.base.errors import CorruptError, UsageError, shown
+from ckpt.base.sizes import show_size
 from ckpt.base.version import __version__
 from ckpt.move.filehash import CHUNK, Hasher
 from ckpt.move.files import OpenFiles, translate_os_errors
@@ -144,7 +145,7 @@ def _lines(path: Path) -> Iterator[Any]:
                 raise CorruptError("this is no regular file", path=path, found="a link")
             with open_stream(path) as file:
                 if os.fstat(file.fileno()).st_size > _LARGEST:
-                    raise CorruptError("the journal is too large", path=path, expected=f"at most {_LARGEST} bytes")
+                    raise CorruptError("the journal is too large", path=path, expected=f"at most {show_size(_LARGEST)}")
                 for line in file:
                     try:
                         yield json.loads(line)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import UsageError
+from ckpt.base.sizes import show_size
 from ckpt.move import blocks
 from ckpt.move.blocks import Batch, ComputedBatch
 from ckpt.move.filehash import CHUNK, FileDigest, Hasher
@@ -72,7 +73,8 @@ class Resources:
         size = min(blocks.BUFFER, self.max_memory // (4 * self.num_workers))
         if size < _MIN_BUFFER:
             least = _MIN_BUFFER * 4 * self.num_workers
-            raise UsageError("--max-memory is too small", expected=f"at least {least} bytes", found=self.max_memory)
+            found = show_size(self.max_memory)
+            raise UsageError("--max-memory is too small", expected=f"at least {least >> 10}KiB", found=found)
         return size
 
     def peak_buffers(self, plan: Plan) -> int:

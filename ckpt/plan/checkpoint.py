@@ -413,6 +413,8 @@ class Format(Protocol):
 
     name: str
     title: str
+    #: Other names that users type for it.  Formats of one family may share one, which then means all that are read.
+    aliases: tuple[str, ...] = ()
     #: The namespace that what is written must have; None takes any.
     namespace: str | None
     reads: bool = True

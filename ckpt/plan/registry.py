@@ -52,9 +52,6 @@ OPTIONS = {
     "fsdp-ranks": "converters.pytorch.ranks_options:RanksOptions",
 }
 
-#: Other names that users type for these.
-ALIASES = {"fsdp": "dcp"}
-
 #: Options that every format has.
 _OF_ALL = ("format", "tag", "config", "dtype", "dequantize", "optimizer_dtype", "max_shard_size", "world_size")
 
@@ -114,14 +111,29 @@ def names() -> list[str]:
     return sorted(_registered(FORMATS, "ckpt.formats"), key=lambda name: name in FORMATS)
 
 
-def get(name: str) -> Format:
-    """The format called `name`; UsageError if there is none."""
+def words() -> list[str]:
+    """All that may be typed for a format: the names and aliases of all of them."""
+    return sorted({word for one in all_formats() for word in (one.name, *one.aliases)})
+
+
+def named(word: str) -> list[Format]:
+    """The format called `word`, or all that have it as an alias; UsageError if there is none."""
     known = _registered(FORMATS, "ckpt.formats")
-    name = ALIASES.get(name, name)
-    if name not in known:
-        hint = did_you_mean(name, [*known, *ALIASES])
-        raise UsageError(f"there is no format called {name!r}", expected="one of " + ", ".join(known), hint=hint)
-    return cast(Format, load(known[name]))
+    if word in known:
+        return [cast(Format, load(known[word]))]
+    if not (found := [one for one in all_formats() if word in one.aliases]):
+        hint = did_you_mean(word, words())
+        raise UsageError(f"there is no format called {word!r}", expected="one of " + ", ".join(known), hint=hint)
+    return found
+
+
+def get(word: str) -> Format:
+    """The one format that `word` names; UsageError if there is none, and where several share the alias."""
+    found = named(word)
+    if len(found) > 1:
+        several = "one of " + ", ".join(one.name for one in found)
+        raise UsageError(f"{word!r} means several formats", expected=several, hint="name the one that is meant")
+    return found[0]
 
 
 def namespace(name: str) -> Namespace:

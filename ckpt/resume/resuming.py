@@ -154,7 +154,7 @@ def resume(
                 "or give the path that `ckpt resume` prints",
             )
         is_first = group.rank == 0
-        source = _in_all(partial(_source, path, tag, config, model_only) if is_first else None, path, group)
+        source = _in_all(partial(source_of, path, tag, config, model_only) if is_first else None, path, group)
         way = partial(_way, path, source, format, layout, model_only, say) if source is not None else None
         found: _Way = group.gather(_in_all(way, path, group))[0]  # type: ignore[assignment]
         if found.layout is not None:
@@ -260,7 +260,7 @@ class _Way(NamedTuple):
 
 
 @listed_once()
-def _source(path: Path, tag: str | None, config: str | None, model_only: bool) -> Checkpoint:
+def source_of(path: Path, tag: str | None, config: str | None, model_only: bool) -> Checkpoint:
     """What to go on from.  LossError where that is a model without an optimizer, and nobody said that it may be."""
     checkpoint = open_training(path, tag=tag, config=config)
     if checkpoint is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError
+from ckpt.base.sizes import show_size
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import names_in
 from ckpt.move.source import read_file
@@ -79,7 +80,7 @@ def read_json(path: Path, *, unique: bool = False, max_bytes: int = MAX_JSON) ->
 def parse_json(content: bytes, path: Path, *, unique: bool = False, max_bytes: int = MAX_JSON) -> Any:
     """Same as `read_json`, from bytes in memory; `path` is for messages."""
     if len(content) > max_bytes:
-        raise CorruptError("the JSON file is too large", path=path, expected=f"at most {max_bytes} bytes")
+        raise CorruptError("the JSON file is too large", path=path, expected=f"at most {show_size(max_bytes)}")
     if content.count(b",") + content.count(b"[") + content.count(b"{") > MAX_JSON_ITEMS:
         raise CorruptError("the JSON file has too many values", path=path, expected=f"at most {MAX_JSON_ITEMS}")
 
@@ -165,7 +166,9 @@ def _content(folder: Path, name: str) -> bytes:
     path = confined(folder, name)
     with translate_os_errors(path):
         if path.stat().st_size > _MAX_FILE:
-            raise CorruptError("the file is too large to be carried along", path=path, expected=f"<= {_MAX_FILE} bytes")
+            raise CorruptError(
+                "the file is too large to be carried along", path=path, expected=f"at most {show_size(_MAX_FILE)}"
+            )
         return read_file(path)
 
 

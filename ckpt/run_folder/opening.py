@@ -52,13 +52,13 @@ def open_checkpoint(
     replica: int | None = None,
 ) -> Checkpoint:
     """Describe the checkpoint at `path`; arguments and errors as of `ckpt.open`."""
-    formats = registry.all_formats() if format == AUTO else [registry.get(format)]
+    formats = registry.all_formats() if format == AUTO else registry.named(format)
     for one in formats:
         if not one.reads:
             raise UsageError(f"the format {one.name!r} cannot be read", hint="see `ckpt formats`")
     path = places.local(path)
     checkpoint = _opened(path, formats, tag, config)
-    if checkpoint is None or (format != AUTO and checkpoint.format != formats[0].name):
+    if checkpoint is None or (format != AUTO and checkpoint.format not in [one.name for one in formats]):
         with translate_os_errors(path):
             raise _nothing_found(path, format, tag, [checkpoint.format] if checkpoint else [])
     if replica is not None:
@@ -346,7 +346,7 @@ def _is_part(path: Path) -> bool:
 
 def _checkpoints_inside(path: Path, format: str) -> list[str]:
     """What in a folder, or in the newest step there, is a checkpoint by itself: files, and models beside each other."""
-    formats = [one for one in registry.all_formats() if one.reads and format in (AUTO, one.name)]
+    formats = [one for one in (registry.all_formats() if format == AUTO else registry.named(format)) if one.reads]
     places = [path, *trainer_steps(path)[:1]] if path.is_dir() else []
     entries = [place / name for place in places for name in names_in(place)][:_MAX_ENTRIES]
     return [str(entry.relative_to(path)) for entry in entries if any(_finds(one, entry, None) for one in formats)]

@@ -28,21 +28,26 @@ class Formats(Returned):
 
     def rows(self) -> list[tuple[str, ...]]:
         """The cells under `HEADS`."""
-        return [
-            (one.name, *("yes" if can else "-" for can in (one.reads, one.writes, one.carries_optimizer)), one.title)
-            for one in self.formats
-        ]
+        return [(one.name, *map(_mark, (one.reads, one.writes, one.carries_optimizer)), _title(one)) for one in self]
 
     def lines(self) -> Iterator[str]:
         return aligned(HEADS, self.rows())
 
     def to_json(self) -> list[dict[str, Any]]:
-        return [
-            {"name": f.name, "reads": f.reads, "writes": f.writes, "optimizer": f.carries_optimizer, "title": f.title}
-            for f in self.formats
-        ]
+        keys = {"name": "name", "aliases": "aliases", "reads": "reads", "writes": "writes"}
+        keys |= {"optimizer": "carries_optimizer", "title": "title"}
+        return [{key: getattr(one, name) for key, name in keys.items()} for one in self]
 
 
 def formats() -> Formats:
     """The formats: what can be read and written, and what carries optimizer state."""
     return Formats(tuple(registry.all_formats()))
+
+
+def _mark(able: bool) -> str:
+    return "yes" if able else "-"
+
+
+def _title(one: Format) -> str:
+    """What the format is, and the other names that are taken for it."""
+    return one.title + (f"; also {', '.join(one.aliases)}" if one.aliases else "")

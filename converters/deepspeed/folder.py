@@ -20,6 +20,8 @@ from ckpt.move.listing import folders_in, has_name, names_in
 from ckpt.run_folder.finding import Steps, find_step, newest_first
 from ckpt.run_folder.steps import LATEST, recorded_step
 
+#: What users call any of the formats here.
+ALIASES = ("deepspeed", "ds")
 # The underscore before "optim" is missing in files from before DeepSpeed 0.3.
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL_PER_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")

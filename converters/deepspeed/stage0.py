@@ -39,6 +39,7 @@ from converters.deepspeed import model_file
 from converters.deepspeed.autoep import experts_of, routers
 from converters.deepspeed.autotp import RankSlice, sharing_of, together
 from converters.deepspeed.folder import (
+    ALIASES,
     is_model_file,
     is_of_experts,
     is_universal,
@@ -60,6 +61,7 @@ _TENSORS = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat", STATE, GR
 class Stage0(Format):
     name = "zero0"
     title = "DeepSpeed without ZeRO"
+    aliases = ALIASES
     namespace = TRANSFORMERS
     writes = False
     always_has_optimizer = True

@@ -46,7 +46,7 @@ from ckpt.run_folder.steps import LATEST_UNIVERSAL
 from converters.deepspeed import model as zero_model
 from converters.deepspeed import model_file
 from converters.deepspeed import write as zero_writer
-from converters.deepspeed.folder import experts_unsupported, is_of_one_rank, list_step_folder
+from converters.deepspeed.folder import ALIASES, experts_unsupported, is_of_one_rank, list_step_folder
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model import DeepSpeedModel
 from converters.deepspeed.options import UniversalOptions
@@ -66,6 +66,7 @@ class Universal(Format):
 
     name = "universal"
     title = "DeepSpeed Universal Checkpoint"
+    aliases = ALIASES
     namespace = TRANSFORMERS
     loads_from = "run"
 

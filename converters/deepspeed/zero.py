@@ -38,6 +38,7 @@ from converters.deepspeed.autoep import experts_of, routers, sharers_under_stage
 from converters.deepspeed.autotp import RankSlice, sharing_of, together
 from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.folder import (
+    ALIASES,
     StepFolder,
     experts_unsupported,
     find_stage,
@@ -77,6 +78,7 @@ _DEFAULT_TAG = re.compile(r"global_step(\d+)")
 class Zero(Format):
     """The three formats `zero1`, `zero2` and `zero3`."""
 
+    aliases = ALIASES
     namespace = TRANSFORMERS  # a run's own: what its modules are called in memory
     always_has_optimizer = True
     loads_from = "run"

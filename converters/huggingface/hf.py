@@ -43,6 +43,7 @@ _MAY_COMPUTE_IN_LESS = (
 class HuggingFace(Format):
     name = "hf"
     title = "Hugging Face safetensors"
+    aliases = ("huggingface", "safetensors")
     carries_optimizer = False
     namespace = HUB
 

@@ -56,6 +56,7 @@ _WRAPPED = (
 class Peft(Format):
     name = "peft"
     title = "PEFT adapter"
+    aliases = ("adapter", "lora")
     carries_optimizer = False
     namespace = None
 

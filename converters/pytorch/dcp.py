@@ -67,6 +67,7 @@ class DistributedCheckpoint(Format):
 
     name = "dcp"
     title = "PyTorch DCP (FSDP)"
+    aliases = ("fsdp", "fsdp2")
     #: An engine that loads it asks for the names that the model has in memory.
     namespace = TRANSFORMERS
     carries_blocks = True

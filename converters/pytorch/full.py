@@ -105,6 +105,7 @@ _LARGE = 1 << 20
 class Full(Format):
     name = "full"
     title = "full state dict in torch files"
+    aliases = ("torch",)
     namespace = TRANSFORMERS
     carries_blocks = True
 

@@ -141,7 +141,14 @@ complete -p ckpt
         (("convert", "auto", "hf", "outputs", "--max-memory", "4"), "4GB or 4MB or 4B"),
         (("convert", "auto", "hf", "outputs", "--max-shard-size", "1000000"), "a size needs a unit"),
         (("convert", "hf", "outputs"), "hint: ckpt convert auto hf outputs"),
-        (("convert", "outputs", "hf"), "hint: ckpt convert auto hf outputs"),
+        (("convert", "auto", "outputs"), "hint: ckpt convert auto TO outputs"),
+        (("convert", "outputs", "hff"), "hint: did you mean hf?"),
+        (("convert", "zero3", "hf"), "hint: ckpt convert zero3 hf PATH"),
+        (("convert", "outputs", "hf", "zero3"), "hint: ckpt convert zero3 hf outputs"),
+        (("convert", "outputs", "zero3", "hf"), "hint: ckpt convert zero3 hf outputs"),
+        (("convert", "auto", "outputs", "hf"), "hint: ckpt convert auto hf outputs"),
+        (("convert", "auto", "hf", "outputs", "--to", "dcp"), "there are two formats to write"),
+        (("convert", "auto", "deepspeed", "outputs"), "expected: one of megatron-deepspeed, zero1, zero2, zero3"),
         (("convert",), "there is nothing to convert"),
         (("inspcet", "outputs"), "Did you mean 'inspect'"),
     ],
@@ -153,6 +160,27 @@ def test_what_was_meant_is_said(
     result = run_ckpt(*typed)
     assert (result.code, result.out) == (3 if typed == ("inspect", "output") else 2, "")
     assert words in result.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("outputs", "hf"), ("outputs", "--to", "hf"), ("zero3", "outputs", "--to", "hf"), ("outputs", "safetensors")],
+)
+def test_the_format_that_is_read_may_be_left_out(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(runs)
+    usual = run_ckpt("convert", "auto", "hf", "outputs", "-o", "new", "--dry-run")
+    found = run_ckpt("convert", *words, "-o", "new", "--dry-run")
+    assert usual.code == 0 and found == usual
+
+
+def test_a_folder_called_as_a_format_is_a_path_in_its_place(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs)
+    (runs / "dcp").symlink_to("outputs")
+    assert run_ckpt("convert", "zero3", "hf", "dcp", "-o", "new", "--dry-run").code == 0
+    assert run_ckpt("convert", "./dcp", "hf", "-o", "new", "--dry-run").code == 0
+    (runs / "dcp").unlink()
 
 
 def test_a_path_alone_is_recognised_and_the_target_is_asked_for(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

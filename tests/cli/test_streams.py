@@ -64,9 +64,31 @@ def test_a_full_disk_behind_stdout(fixtures: Path, command: str) -> None:
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-def test_a_reader_that_leaves_is_no_error(fixtures: Path) -> None:
-    done = shell(f"ckpt inspect {fixtures / 'toy-zero2'} --tensors | head -n 1; exit ${{PIPESTATUS[0]}}")
-    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("inspect {run} --tensors", 141),
+        ("hash {run} --tensors", 141),
+        ("convert auto hf {run} -o {out}", 0),  # it is there, and only its name is not printed
+    ],
+)
+def test_a_reader_that_leaves_ends_a_command_as_sigpipe_does(
+    fixtures: Path, tmp_path: Path, command: str, code: int
+) -> None:
+    words = command.format(run=fixtures / "toy-zero2", out=tmp_path / "out")
+    done = shell(f"ckpt {words} | true; exit ${{PIPESTATUS[0]}}")
+    assert done.returncode == code, done.stderr
+    assert "error" not in done.stderr and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert (tmp_path / "out").exists() == (code == 0)
+
+
+def test_a_pipe_that_breaks_elsewhere_is_an_error(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("ckpt.api.open", broken)
+    done = ckpt("inspect", fixtures / "toy-zero2")
+    assert done.code == 7 and "error: Broken pipe" in done.err
 
 
 @pytest.mark.parametrize("error", ["MemoryError()", "RecursionError('deep')", "ImportError('no x')", "KeyError(1)"])

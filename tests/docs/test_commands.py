@@ -29,6 +29,7 @@ RUN = {"trl-zero3/outputs/qwen3-sft": "outputs"}
 PLACES: dict[str, dict[str, dict[str, str]]] = {
     "check": {"": {"trainer-zero2": "outputs"}},
     "command-line": {"": {"toy-zero3": "outputs"}},
+    "doctor": {"": {"trl-lora-zero3/outputs/qwen3-lora": "outputs"}},
     "exit-codes": {"": RUN},
     "formats": {"": RUN},
     "hf-trainer-resume": {

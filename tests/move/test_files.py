@@ -570,7 +570,7 @@ class TestDestination:
         with pytest.raises(StorageError, match="not enough space") as caught:
             write(tmp_path / "out", overwrite=True, total_bytes=5121)
         assert caught.value.exit_code == 7
-        assert (caught.value.expected, caught.value.found) == ("5121 bytes", "5120 bytes free")
+        assert (caught.value.expected, caught.value.found) == ("5.12 kB", "5.12 kB free, 1 B too few")
         assert contents(tmp_path / "out") == OLD and os.listdir(tmp_path) == ["out"]
         write(tmp_path / "out", overwrite=True, total_bytes=5120)
 

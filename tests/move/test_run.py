@@ -414,7 +414,7 @@ class TestMemory:
     def test_too_little_is_refused_before_anything_is_made(self, tmp_path: Path, case: Case) -> None:
         with pytest.raises(UsageError, match="too small") as caught:
             execute(case.plan, tmp_path / "out", resources=Resources(max_memory=1000, workers=2))
-        assert (caught.value.exit_code, caught.value.expected) == (2, f"at least {8 * threads._MIN_BUFFER} bytes")
+        assert (caught.value.exit_code, caught.value.expected) == (2, f"at least {8 * threads._MIN_BUFFER // 1024}KiB")
         assert listing(tmp_path) == ["source"]
 
     @pytest.mark.parametrize("workers", [1, 3])

@@ -94,3 +94,37 @@ def test_a_name_of_ours_cannot_be_taken(entries: dict[str, dict[str, str]], tmp_
     with pytest.raises(UsageError, match="registers 'zero3', which is ckpt's own") as caught:
         ckpt.open(tmp_path)
     assert caught.value.hint == "uninstall that package"
+
+
+def test_an_alias_means_its_format_and_one_that_is_shared_all_of_them() -> None:
+    assert {word: registry.get(word).name for word in ("fsdp", "fsdp2", "torch", "huggingface", "safetensors")} == {
+        "fsdp": "dcp",
+        "fsdp2": "dcp",
+        "torch": "full",
+        "huggingface": "hf",
+        "safetensors": "hf",
+    }
+    assert [registry.get(word).name for word in ("lora", "adapter")] == ["peft", "peft"]
+    family = {one.name for one in registry.named("deepspeed")}
+    assert family == {"zero0", "zero1", "zero2", "zero3", "universal", "megatron-deepspeed"}
+    assert registry.named("ds") == registry.named("deepspeed")
+    with pytest.raises(UsageError, match="means several formats"):
+        registry.get("ds")
+    assert set(registry.names()).isdisjoint(alias for one in registry.all_formats() for alias in one.aliases)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "format"),
+    [("toy-zero3", "zero3"), ("trl-zero2/outputs", "zero2"), ("toy-zero0", "zero0"), ("trl-lora-zero3", "zero3")],
+)
+def test_what_is_deepspeeds_is_read_as_auto_reads_it(fixtures: Path, fixture: str, format: str) -> None:
+    run = fixtures / fixture
+    found, usual = ckpt.open(run, "deepspeed"), ckpt.open(run)
+    assert (found.format, found.path, found.notes) == (usual.format, usual.path, usual.notes)
+    assert found.format == format
+
+
+def test_what_is_not_deepspeeds_is_not_found_as_that(fixtures: Path) -> None:
+    with pytest.raises(NotFoundError, match="no ds checkpoint here") as caught:
+        ckpt.open(fixtures / "dcp-fsdp2", "ds")
+    assert caught.value.hint == "what is here looks like dcp"

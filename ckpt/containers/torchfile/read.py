@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
+from ckpt.base.sizes import show_size
 from ckpt.containers.torchfile.alike import Parsed, Pickles
 from ckpt.containers.torchfile.machine import Machine, Table
 from ckpt.containers.torchfile.table import allowed
@@ -458,7 +459,8 @@ class _Archive:
         """The bytes of a record, checked against its CRC-32."""
         record = self.locate(name)
         if record.size > limit:
-            self.region.unsafe(f"the record {name} is absurdly large", f"at most {limit} bytes", f"{record.size} bytes")
+            most, found = f"at most {show_size(limit)}", show_size(record.size)
+            self.region.unsafe(f"the record {name} is absurdly large", most, found)
         data = self.region.read(record.offset - self.region.start, record.size)
         if record.crc32 is not None and zlib.crc32(data) != record.crc32:
             self.region.corrupt(
@@ -628,7 +630,9 @@ def _read_legacy(region: _Region) -> TorchFile:
                     found=f"{region.size} bytes",
                 )
             if length >= MAX_LEGACY_PICKLE:
-                region.corrupt("the pickle is too large", expected=f"at most {MAX_LEGACY_PICKLE} bytes", found="more")
+                region.corrupt(
+                    "the pickle is too large", expected=f"at most {show_size(MAX_LEGACY_PICKLE)}", found="more"
+                )
             length *= 4
             storages = _LegacyStorages(region, {})
     storages.places = _legacy_places(region, keys, storages.dtypes, end)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt.base.errors import CorruptError
+from ckpt.base.sizes import show_size
 from ckpt.containers.torchfile.machine import Machine, Table
 from ckpt.containers.torchfile.table import allowed
 from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError
@@ -61,8 +62,8 @@ def read_pickle(path: str) -> bytes:
             raise CorruptError(
                 "the pickle is too large to be one of a checkpoint",
                 path=path,
-                expected=f"at most {MAX_PICKLE} bytes",
-                found=f"{size} bytes",
+                expected=f"at most {show_size(MAX_PICKLE)}",
+                found=show_size(size),
             )
         if size == 0:
             raise CorruptError("the file is empty", path=path, found="0 bytes")

@@ -29,6 +29,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt.base.errors import CorruptError, LossError
+from ckpt.base.sizes import show_size
 from ckpt.containers.torchfile.pickler import TensorRef, dumps
 from ckpt.containers.torchfile.scalars import scalar_to_bytes
 from ckpt.containers.torchfile.values import StoredTensor
@@ -368,7 +369,7 @@ def _carried(stored: StoredTensor) -> NewTensor:
         raise LossError(
             "a tensor of the training state is too large to be carried along",
             path=extent.path,
-            expected=f"at most {MAX_CARRIED} bytes",
+            expected=f"at most {show_size(MAX_CARRIED)}",
             found=f"{extent.dtype} of shape {list(extent.shape)}",
         )
     with opened(extent.path) as descriptor:

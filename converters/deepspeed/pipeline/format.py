@@ -27,6 +27,7 @@ from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.steps import LATEST
 from converters.deepspeed.facts import DeepSpeedFacts
+from converters.deepspeed.folder import ALIASES
 from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, OPTIMIZER_FILE, PIPELINE, UNIVERSAL_INFO
 from converters.deepspeed.pipeline.args import attributes, current
 from converters.deepspeed.pipeline.read import (
@@ -67,6 +68,7 @@ class MegatronDeepSpeed(Format):
 
     name = "megatron-deepspeed"
     title = "Megatron-DeepSpeed, pipeline"
+    aliases = ALIASES
     namespace = NAMESPACE
     loads_from = "run"
     fits_other_ranks = False
