@@ -34,9 +34,17 @@ class Formats(Returned):
         return aligned(HEADS, self.rows())
 
     def to_json(self) -> list[dict[str, Any]]:
-        keys = {"name": "name", "aliases": "aliases", "reads": "reads", "writes": "writes"}
-        keys |= {"optimizer": "carries_optimizer", "title": "title"}
-        return [{key: getattr(one, name) for key, name in keys.items()} for one in self]
+        return [
+            {
+                "name": one.name,
+                "aliases": list(one.aliases),
+                "reads": one.reads,
+                "writes": one.writes,
+                "optimizer": one.carries_optimizer,
+                "title": one.title,
+            }
+            for one in self
+        ]
 
 
 def formats() -> Formats:

@@ -1,4 +1,4 @@
-"""`ckpt/api.py`, `ckpt/base/typed.py`, `words.py`, `returned.py`, `ckpt/show/planned.py`, `formats.py`,
+"""`ckpt/api.py`, `ckpt/base/typed.py`, `words.py`, `returned.py`, `errors.py`, `ckpt/show/planned.py`, `formats.py`,
 `ckpt/check/inspecting.py`, `ckpt/estimate/estimating.py`, `ckpt/lora/merging.py`: the commands from Python.
 """
 
