@@ -162,7 +162,7 @@ def check_casts(checkpoint: Checkpoint, target: Target, layout: Layout) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Conversion(Returned):
-    """A plan that has been proved and can be run; `source` is the checkpoint as it was opened."""
+    """A plan that has been proved and can be run; `source` is the checkpoint that is read."""
 
     plan: Plan
     resources: Resources
@@ -214,6 +214,7 @@ class Conversion(Returned):
         """
         return self.views.open(name)
 
+    @typed
     def run(
         self,
         destination: str | PathLike[str],
@@ -332,7 +333,7 @@ def plan(
     for one, value in ((_RANKS, world_size), (_REPLICA, replica), (WORKERS, workers)):
         if value is not None:
             one.check(value)
-    found = checkpoint = opened(source, format, tag=tag, config=config, replica=replica)
+    checkpoint = opened(source, format, tag=tag, config=config, replica=replica)
     if dequantize:
         checkpoint = dequantized(checkpoint, layout.dtype)
     if optimizer_dtype == "fp32":
@@ -358,7 +359,7 @@ def plan(
     if named.quantized.blocks and target.carries_optimizer:
         named = registry.service("as_stored")(named)
     made = make_plan(named, laid_out, carries_optimizer=target.carries_optimizer)
-    return Conversion(made, resources, to, found)
+    return Conversion(made, resources, to, checkpoint)
 
 
 @dataclass(frozen=True, repr=False)

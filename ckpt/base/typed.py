@@ -20,8 +20,8 @@ R = TypeVar("R")
 def typed(function: Callable[P, R]) -> Callable[P, R]:
     """Let `function` raise UsageError for an argument that its annotation does not allow, or that it does not have."""
     signature = inspect.signature(function)
-    known = [name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD]
-    takes_any = len(known) < len(signature.parameters)
+    known = [name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD and name != "self"]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     names = ChainMap(
         inspect.unwrap(function).__globals__, vars(builtins), defaultdict(lambda: Any)
     )  # any, where it is only typed
@@ -29,7 +29,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        name = f"ckpt.{function.__name__}"
+        name = f"ckpt.{function.__qualname__}"
         for unknown in kwargs if not takes_any else ():
             if unknown not in known:
                 hint = did_you_mean(unknown, known)
@@ -39,9 +39,10 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError as error:
             raise UsageError(f"{name}: {error}", expected=str(signature).partition(" ->")[0]) from None
         for parameter in known:
-            if parameter in bound.arguments and not _allows(hints()[parameter], bound.arguments[parameter]):
-                value = bound.arguments[parameter]
-                raise UsageError(f"{name} takes no {parameter}={value!r}", expected=_words(hints()[parameter]))
+            if parameter in bound.arguments and parameter in hints():
+                hint, value = hints()[parameter], bound.arguments[parameter]
+                if not _allows(hint, value):
+                    raise UsageError(f"{name} takes no {parameter}={value!r}", expected=_words(hint))
         return function(*args, **kwargs)
 
     return run

@@ -7,6 +7,7 @@ from os import PathLike, fspath
 from typing import Literal
 
 from ckpt import api
+from ckpt.base.errors import UsageError
 from ckpt.base.sizes import parse_size
 from ckpt.base.typed import typed
 from ckpt.lora.find import Adapter, open_adapter, open_base
@@ -74,6 +75,8 @@ def merge_lora(
     """
     api.WORKERS.check(workers)
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
+    if not several:
+        raise UsageError("there is no adapter to merge", expected="a path, or several", found=repr(adapters))
     place = None if config is None else fspath(config)
     conversion, _ = planned(
         [open_adapter(fspath(one), config=place, tag=tag) for one in several],

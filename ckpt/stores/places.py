@@ -30,7 +30,10 @@ def local(where: str | os.PathLike[str]) -> Path:
 
     Raises UsageError for a URL of an unknown kind, NotFoundError for a package that it takes, StorageError.
     """
-    text = os.fspath(where)
+    try:
+        text = os.fspath(where)
+    except TypeError:
+        raise UsageError("this is no path", expected="str or PathLike", found=repr(where)) from None
     if scheme_of(text) is None and not standins.is_standin(text):
         return Path(where)
     path = standins.place(text) if scheme_of(text) is not None else Path(where)

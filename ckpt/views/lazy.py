@@ -151,7 +151,7 @@ class OpenCheckpoint(Checkpoint):
 
     def _missing(self, key: str | Key) -> str:
         """What to say of a key that is not there."""
-        fqn, role = key if isinstance(key, tuple) else (key, None)
+        fqn, role = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
         roles = [role for name, role in self.tensors if name == fqn]
         if role is not None and roles:
             return f"{fqn!r} has no {role!r}: {did_you_mean(role, roles) or 'it has ' + ', '.join(roles)}"

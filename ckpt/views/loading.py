@@ -43,6 +43,8 @@ def load_into(
     except ModuleNotFoundError:
         raise needs_torch("ckpt.load_into") from None
 
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError("this is no module of torch's", expected="torch.nn.Module", found=type(model).__name__)
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, format)
     wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     _check_plain(wanted)

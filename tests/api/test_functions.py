@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckpt
 from ckpt.base.words import in_python
@@ -109,6 +110,11 @@ def test_an_adapter_is_merged_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
         (lambda run: ckpt.estimate(MODEL, optimizer="adm"), "takes no optimizer='adm'\n  expected: 'adam' or"),
         (lambda run: ckpt.estimate(MODEL, strategy="zero"), "no strategy called 'zero'"),
         (lambda run: ckpt.resume(5), "ckpt.resume takes no path=5"),
+        (lambda run: ckpt.load_into(5, run), "no module of torch's\n  expected: torch.nn.Module\n  found: int"),
+        (lambda run: ckpt.load_into(torch.nn.Linear(1, 1), 5), "this is no path\n"),
+        (lambda run: ckpt.plan(run, "hf").run(5), "ckpt.Conversion.run takes no destination=5"),
+        (lambda run: ckpt.plan(run, "hf").run("x", overwrit=True), "takes no 'overwrit'(.|\n)*mean overwrite?"),
+        (lambda run: ckpt.merge_lora([], "out"), "no adapter to merge"),
         (lambda run: ckpt.resume(run, wrld_size=2), "no option 'wrld_size'(.|\n)*did you mean world_size?"),
     ],
 )
