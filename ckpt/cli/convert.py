@@ -161,8 +161,9 @@ def _meant(
     if len(words) == 2:
         raise _one_is_missing(words, formats)
     if len(words) == 3:
-        if words[2] in formats and not {*words} <= {*formats, AUTO}:
-            found, hint = " ".join(words), f"ckpt convert {_in_order(words, formats)}"
+        places = [word for word in words if word not in (*formats, AUTO)]
+        if words[2] in formats and len(places) == 1:
+            found, hint = " ".join(words), f"ckpt convert {_in_order(words, places[0])}"
             raise UsageError("the arguments stand in another order", expected="FROM TO PATH", found=found, hint=hint)
         return words[0], words[1], *run_and_config(Path(words[2]), read.config, quiet=quiet)
     from ckpt import api
@@ -190,17 +191,17 @@ def _one_is_missing(words: list[str], formats: Sequence[str]) -> UsageError:
     return UsageError("a format or PATH is missing", expected=_USAGE, found=" ".join(words), hint=near or line)
 
 
-def _in_order(words: list[str], formats: Sequence[str]) -> str:
-    """Three words that end with a format, as FROM TO PATH: what is there tells which format is FROM."""
+def _in_order(words: list[str], place: str) -> str:
+    """Two formats and the path `place` as FROM TO PATH: what is there tells which of the two is FROM."""
     from ckpt import api
     from ckpt.plan import registry
     from ckpt.run_folder.opening import AUTO
 
-    place = next(word for word in words if word not in (*formats, AUTO))
-    one, other = [word for word in words if word in (*formats, AUTO)] or words[:2]
+    one, other = (word for word in words if word != place)
     with contextlib.suppress(CkptError):
-        opened = api.open(place)
-        one, other = (other, one) if registry.get(other).name == opened.format else (one, other)
+        found = api.open(place).format
+        if one != AUTO and found in [format.name for format in registry.named(other)]:
+            one, other = other, one
     return shlex.join([one, other, place])
 
 

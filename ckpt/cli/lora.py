@@ -28,10 +28,13 @@ class MergeOptions:
 
     base: Annotated[
         str | None,
-        typer.Option(help="The model to merge into: any format, or a Hub id. [default: the one trained on]"),
+        typer.Option(
+            metavar="MODEL", help="The model to merge into: any format, or a Hub id. [default: the one trained on]"
+        ),
     ] = None
     config: Annotated[
-        str | None, typer.Option(help="The folder with adapter_config.json, where it is not with the weights.")
+        str | None,
+        typer.Option(metavar="FOLDER", help="The folder with adapter_config.json, where it is not with the weights."),
     ] = None
     tag: opt.TagOption = None
     accept_base: Annotated[
@@ -48,7 +51,10 @@ class Combining:
         typer.Option("--adapter-weights", metavar="W,...", help="Weights by which several adapters become one."),
     ] = None
     combination: Annotated[
-        str, typer.Option(help="How adapters are combined: linear, cat, svd, ties, dare_linear, ... as PEFT calls it.")
+        str,
+        typer.Option(
+            metavar="NAME", help="How adapters are combined: linear, cat, svd, ties, dare_linear, ... as PEFT calls it."
+        ),
     ] = "svd"
     density: Annotated[float | None, typer.Option(help="Fraction of weights kept (ties, dare, magnitude_prune).")] = (
         None

@@ -22,6 +22,7 @@ from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
 from ckpt.cli import complete
 from ckpt.cli.examples import EXAMPLES
+from ckpt.cli.usage import say_error, saying_usage_errors
 from ckpt.plan.options import MAX_SIZE, Option, options_of
 
 DIFFERENT = 1
@@ -55,13 +56,20 @@ OptimizerDType = Literal["keep", "fp32"]
 PathArgument = Annotated[
     Path, typer.Argument(metavar="PATH", help="A checkpoint, or the run folder it lies in.", readable=False)
 ]
-FormatOption = Annotated[str, typer.Option(help="The format to read.", autocompletion=complete.sources)]
+FormatOption = Annotated[
+    str, typer.Option(metavar="FORMAT", help="The format to read.", autocompletion=complete.sources)
+]
 TagOption = Annotated[
     str | None,
-    typer.Option(help="The step folder to take, instead of the one recorded as latest.", autocompletion=complete.tags),
+    typer.Option(
+        metavar="TAG",
+        help="The step folder to take, instead of the one recorded as latest.",
+        autocompletion=complete.tags,
+    ),
 ]
 ConfigOption = Annotated[
-    str | None, typer.Option(help="The model's config and tokenizer: a folder, a config.json or a Hub id.")
+    str | None,
+    typer.Option(metavar="CONFIG", help="The model's config and tokenizer: a folder, a config.json or a Hub id."),
 ]
 ShardSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")]
 WorkersOption = Annotated[
@@ -201,17 +209,12 @@ def guarded(function: Function) -> Function:
         except CkptError as error:
             if isinstance(error.__cause__, BrokenPipeError) and (code := code_of_reader()) is not None:
                 raise typer.Exit(code) from None
-            _say_error(error)
+            say_error(error, *_commands(error))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(say_ended(interrupt)) from None
 
     return run  # type: ignore[return-value]
-
-
-def _say_error(error: CkptError) -> None:
-    head = typer.style("error:", fg="red", bold=True) if coloured(sys.stderr) else "error:"
-    print(f"{head} {error.on_command_line()}", *_commands(error), sep="\n", file=sys.stderr)
 
 
 def _commands(error: CkptError) -> list[str]:
@@ -225,8 +228,20 @@ def _commands(error: CkptError) -> list[str]:
     return [f"  {shlex.join(['ckpt', *words[:place], shown(run), *words[place + 1 :]])}" for run in error.runs]
 
 
+#: What typer calls types, and what people read in their place.
+_TYPES = {"<int range>": "N", "<int>": "N", "<float>": "X", "<path>": "PATH", "<str>": "TEXT", "<list[str]>": "TEXT"}
+
+
 class _Help:
     """Help in sections with examples at the end, as plain text; a format's options have a `rich_help_panel`."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with saying_usage_errors(f"{parent.command_path} {info_name}" if parent else "ckpt"):
+            return super().make_context(info_name, args, parent, **extra)  # type: ignore[misc]
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        return [piece.replace("{", "").replace("}", "") for piece in pieces]
 
     def format_sections(self, formatter: Any, sections: Mapping[str, list[tuple[str, str]]]) -> None:
         for title, records in sections.items():
@@ -237,8 +252,11 @@ class _Help:
         sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *_SECTIONS, "Options")}
         for param in self.get_params(ctx):  # type: ignore[attr-defined]
             if (record := param.get_help_record(ctx)) is not None:
-                kind = "Arguments" if param.param_type_name == "argument" else _SECTION_OF.get(param.name, "Options")
-                sections.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append(record)
+                is_argument = param.param_type_name == "argument"
+                kind = "Arguments" if is_argument else _SECTION_OF.get(param.name, "Options")
+                name, _, taken = record[0].partition(" <")
+                name += "" if is_argument or not taken else f" {_TYPES.get(f'<{taken}', f'<{taken}')}"
+                sections.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append((name, record[1]))
         self.format_sections(formatter, {title: records for title, records in sections.items() if records})
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
@@ -269,16 +287,24 @@ class Commands(_Help, TyperGroup):
             sections.setdefault(command.rich_help_panel, []).append((name, command.help.split("\n\n")[0]))
         self.format_sections(formatter, sections)
 
+    def invoke(self, ctx: Any) -> Any:
+        with saying_usage_errors(ctx.command_path):
+            return super().invoke(ctx)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        asks = args[:1] == ["help"]  # `ckpt help convert`
+        return super().parse_args(ctx, [*args[1:2], "--help"] if asks else args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if "" in args[1:]:  # no path: `Path("")` would be the current folder
             before = args[args.index("", 1) - 1]
-            where = f"'{before}'" if before.startswith("-") else None
-            raise typer.BadParameter("an argument is empty; is a variable of the shell not set?", param_hint=where)
+            where = before if before.startswith("-") else None
+            raise UsageError("an argument is empty", found=where, hint="is a variable of the shell not set?")
         for before, arg in pairwise(args):
             url = _URL.fullmatch(arg) if before.strip("-").replace("-", "_") not in _TEXTS else None
             if url and not {"", "."}.isdisjoint(url[1].removesuffix("/").split("/")[1:]):
                 # `Path` would fold it into another key
-                raise typer.BadParameter(f"a part of this URL's path is empty or a dot: {shown(arg)}")
+                raise UsageError("a part of this URL's path is empty or a dot", found=shown(arg))
         resolved: Any = super().resolve_command(ctx, args)
         name, command, rest = resolved
         if name in ("convert", "resume", "mount"):

@@ -49,8 +49,4 @@ class _Param:
                 return Path(value)
             if get_origin(annotation) is Literal and value in get_args(annotation):
                 return value
-        try:
-            return self.validated(self.parameter).coerce(value, **context)
-        except typer.BadParameter as error:
-            error.message = error.message.removeprefix("Value error, ")  # pydantic's
-            raise
+        return self.validated(self.parameter).coerce(value, **context)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ckpt.base.errors import printable
 from ckpt.base.sizes import show_size
 from ckpt.base.text import aligned, counted
-from ckpt.doctor.facts import DISTRIBUTION, Extra, Facts, System, Package, Place, Trial
+from ckpt.doctor.facts import DISTRIBUTION, Extra, Facts, Package, Place, System, Trial
 
 
 def lines(facts: Facts) -> Iterator[str]:

@@ -147,10 +147,32 @@ complete -p ckpt
         (("convert", "outputs", "hf", "zero3"), "hint: ckpt convert zero3 hf outputs"),
         (("convert", "outputs", "zero3", "hf"), "hint: ckpt convert zero3 hf outputs"),
         (("convert", "auto", "outputs", "hf"), "hint: ckpt convert auto hf outputs"),
+        (("convert", "outputs", "hf", "ds"), "hint: ckpt convert ds hf outputs"),
+        (("convert", "auto", "outputs-hf", "hf"), "hint: ckpt convert auto hf outputs-hf"),
         (("convert", "auto", "hf", "outputs", "--to", "dcp"), "there are two formats to write"),
         (("convert", "auto", "deepspeed", "outputs"), "expected: one of megatron-deepspeed, zero1, zero2, zero3"),
         (("convert",), "there is nothing to convert"),
-        (("inspcet", "outputs"), "Did you mean 'inspect'"),
+        (("inspcet", "outputs"), "hint: did you mean inspect?"),
+        (("convert", "auto", "hf", "outputs", "--bf16"), "hint: --dtype bf16"),
+        (("inspect", "outputs", "--bf16"), "hint: see `ckpt inspect --help`"),
+        (("convert", "--from", "zero3", "outputs"), "hint: the format that is read is the first argument"),
+        (("convert", "auto", "hf", "outputs", "--output_dir", "x"), "hint: -o\n"),
+        (("inspect", "outputs", "--jsn"), "hint: did you mean --json?"),
+        (
+            ("inspect", "outputs", "--tag"),
+            "takes a value, and none is given\n\nhint: see `ckpt inspect --help`",
+        ),
+        (("inspect",), "error: PATH is missing\n  expected: ckpt inspect [OPTIONS] PATH\n"),
+        (
+            ("inspect", "outputs", "more"),
+            "expected: ckpt inspect [OPTIONS] PATH\n  found: more\n",
+        ),
+        (("convert", "auto", "hf", "outputs", "--dtype", "half"), "one of keep, fp32, bf16, fp16\n  found: half\n"),
+        (
+            ("convert", "auto", "hf", "outputs", "--world-size", "two"),
+            "cannot be taken\n  expected: a valid integer\n",
+        ),
+        (("convert", "auto", "hf", "outputs", "--workers", "-1"), "expected: greater than or equal to 0\n"),
     ],
 )
 def test_what_was_meant_is_said(
@@ -160,6 +182,19 @@ def test_what_was_meant_is_said(
     result = run_ckpt(*typed)
     assert (result.code, result.out) == (3 if typed == ("inspect", "output") else 2, "")
     assert words in result.err
+    assert result.err.startswith("error: ") and "Usage:" not in result.err
+
+
+@pytest.mark.parametrize(("words", "same"), [(("help",), ("--help",)), (("help", "hash"), ("hash", "--help"))])
+def test_help_is_a_command_too(words: tuple[str, ...], same: tuple[str, ...]) -> None:
+    assert run_ckpt(*words) == run_ckpt(*same)
+    assert run_ckpt(*words).code == 0 and run_ckpt(*words).err == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_what_options_take_in_words_that_people_read(command: str) -> None:
+    shown = run_ckpt(command, "--help").out
+    assert not re.search(r"<(int|str|float|path|list)\b", shown) and not re.search(r"\{[A-Z]", shown)
 
 
 @pytest.mark.parametrize(

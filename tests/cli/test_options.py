@@ -53,7 +53,7 @@ def test_the_options_of_a_format_are_in_the_help_under_its_name(marks: ModuleTyp
         assert f"--{one.name.replace('_', '-')}" not in section(text, "Options")
     of_marks = section(text, "Options of marks")
     assert "--mark <red|blue>" in of_marks
-    assert "--depth <int range>" in of_marks
+    assert "--depth N" in of_marks
     assert "Without marks." in of_marks
     assert "--no-plain" not in of_marks
 

@@ -115,7 +115,7 @@ def test_an_alias_means_its_format_and_one_that_is_shared_all_of_them() -> None:
 
 @pytest.mark.parametrize(
     ("fixture", "format"),
-    [("toy-zero3", "zero3"), ("trl-zero2/outputs", "zero2"), ("toy-zero0", "zero0"), ("trl-lora-zero3/outputs", "zero3")],
+    [("toy-zero3", "zero3"), ("trl-zero2/outputs", "zero2"), ("toy-zero0", "zero0"), ("lora-zero3", "zero3")],
 )
 def test_what_is_deepspeeds_is_read_as_auto_reads_it(fixtures: Path, fixture: str, format: str) -> None:
     run = fixtures / fixture

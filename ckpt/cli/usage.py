@@ -1,0 +1,88 @@
+"""What was typed and is not understood, said as all errors are: typer's own messages have another form."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from ckpt.base.errors import CkptError, UsageError
+from ckpt.base.streams import coloured
+
+#: The class of all of typer's errors of this kind, which has no public name.
+_TYPED: Any = typer.BadParameter.__mro__[1]
+#: Options of other programs: what a command has to have for the hint to hold, and the hint.
+_MEANT = {
+    "--bf16": ("--dtype", "--dtype bf16"),
+    "--fp16": ("--dtype", "--dtype fp16"),
+    "--fp32": ("--dtype", "--dtype fp32"),
+    "--from": ("FROM", "the format that is read is the first argument, as in `ckpt convert FROM TO PATH`"),
+    "--out": ("--output", "-o"),
+    "--out-dir": ("--output", "-o"),
+    "--output-dir": ("--output", "-o"),
+}
+
+
+def say_error(error: CkptError, *more: str) -> None:
+    """Print an error on stderr, and further lines below it."""
+    head = typer.style("error:", fg="red", bold=True) if coloured(sys.stderr) else "error:"
+    print(f"{head} {error.on_command_line()}", *more, sep="\n", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def saying_usage_errors(command: str) -> Iterator[None]:
+    """Print an error in what was typed behind `command` in our form, and exit with its code."""
+    try:
+        yield
+    except UsageError as error:
+        say_error(error)
+        raise typer.Exit(error.exit_code) from None
+    except _TYPED as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # it is no error: its text is the help
+            raise
+        say_error(_ours(error, command))
+        raise typer.Exit(UsageError.exit_code) from None
+
+
+def _ours(error: Any, command: str) -> UsageError:
+    """What typer says, in parts: what is wrong, what was expected and found, and a hint."""
+    context, message = error.ctx, error.format_message().replace("Value error, ", "", 1).strip()
+    hint = f"see `{command} --help`"
+    usage = context.get_usage().removeprefix("Usage: ") if context else None
+    if found := re.match(r"No such option: (\S+)", message):
+        near = " or ".join(sorted(getattr(error, "possibilities", None) or ()))
+        hint = _meant(found[1], context) or (f"did you mean {near}?" if near else hint)
+        return UsageError(f"there is no option {found[1]}", hint=hint)
+    if found := re.match(r"No such command '(.*?)'\.?(?: Did you mean (.*?)\?)?$", message):
+        hint = f"did you mean {found[2].replace(chr(39), '')}?" if found[2] else hint
+        return UsageError(f"there is no command {found[1]!r}", hint=hint)
+    if found := re.match(r"Missing (?:argument|option) '?(.*?)'?\.", message):
+        return UsageError(f"{found[1]} is missing", expected=usage, hint=hint)
+    if found := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", message):
+        what = "there are more arguments than the command takes"
+        return UsageError(what, expected=usage, found=found[1], hint=hint)
+    if found := re.match(r"Option '(.*)' requires an argument", message):
+        return UsageError(f"the option {found[1]} takes a value, and none is given", hint=hint)
+    if found := re.match(r"Invalid value for '?(.*?)'?: '(.*)' is not one of (.*?)\.?$", message, re.DOTALL):
+        expected = f"one of {found[3].replace(chr(39), '')}"
+        return UsageError(f"the value of {_name(found[1])} is not known", expected=expected, found=found[2], hint=hint)
+    if found := re.match(r"Invalid value for '?(.*?)'?: (?:Input should be )?(.*)", message, re.DOTALL):
+        expected = found[2].partition(", unable")[0]
+        return UsageError(f"the value of {_name(found[1])} cannot be taken", expected=expected, hint=hint)
+    return UsageError(message, hint=hint)
+
+
+def _name(hint: str) -> str:
+    """`--output` of typer's `-o' / '--output`."""
+    return hint.rpartition(" / ")[2].strip("'")
+
+
+def _meant(option: str, context: Any) -> str | None:
+    """The hint at what a command has for an option of another program."""
+    needed, hint = _MEANT.get(option, (None, None))
+    known = {name for one in context.command.params for name in (*one.opts, one.metavar)} if context else set()
+    return hint if needed in known else None
