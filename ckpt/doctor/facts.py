@@ -59,9 +59,9 @@ class Extra:
 
 @dataclass(frozen=True)
 class System:
-    """The system and what it has; `memory` is the bytes that this process may have, None where that is not known."""
+    """The operating system and what this process has of it; `memory` is None where nothing tells it."""
 
-    system: str
+    name: str
     python: str
     cores: int
     memory: int | None
@@ -69,7 +69,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class Place:
+class Disk:
     """A folder and the file system that it lies on."""
 
     path: str
@@ -105,7 +105,7 @@ class Facts:
     packages: tuple[Package, ...]
     extras: tuple[Extra, ...]
     system: System
-    places: tuple[Place, ...]
+    disks: tuple[Disk, ...]
     cache: Cache
     mount: Trial
 
@@ -116,7 +116,7 @@ def gather(places: list[Path], cores: int, mount: Trial) -> Facts:
     every = {package.name: package for packages in required.values() for package in packages}
     extras = tuple(Extra(name, UNLOCKS[name], required[name]) for name in UNLOCKS if name in required)
     packages = tuple(every[name] for name in sorted(every))
-    return Facts(__version__, packages, extras, system(cores), tuple(map(place, places)), cache(), mount)
+    return Facts(__version__, packages, extras, system_of(cores), tuple(map(disk_of, places)), cache(), mount)
 
 
 def requirements() -> Mapping[str, tuple[Package, ...]]:
@@ -143,7 +143,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def system(cores: int) -> System:
+def system_of(cores: int) -> System:
     """The system, `cores` that this process may use, and memory: what is installed, or what its cgroup allows."""
     sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE))
     installed, available = (int(sizes[name]) * 1024 if name in sizes else None for name in ("MemTotal", "MemAvailable"))
@@ -154,7 +154,7 @@ def system(cores: int) -> System:
     return System(platform.platform(), python, cores, installed, available)
 
 
-def place(path: Path) -> Place:
+def disk_of(path: Path) -> Disk:
     """The file system that holds `path`: of all that are mounted above it, the last and deepest."""
     real, found, kind = os.path.realpath(path), "", "unknown"
     for line in _text("/proc/self/mounts").splitlines():
@@ -164,7 +164,7 @@ def place(path: Path) -> Place:
             found, kind = point, name
     info = os.statvfs(path)
     total, free = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
-    return Place(str(path), kind, free, total, os.access(path, os.W_OK))
+    return Disk(str(path), kind, free, total, os.access(path, os.W_OK))
 
 
 def cache() -> Cache:

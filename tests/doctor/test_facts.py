@@ -57,7 +57,7 @@ def test_packages_and_extras_are_those_of_the_metadata(monkeypatch: pytest.Monke
     shown = "\n".join(text.lines(found))
     assert re.search(r"^torch +2\.4\.0 +takes >=2\.6$", shown, re.MULTILINE)
     assert re.search(r"^lora .* missing torch>=2\.6$", shown, re.MULTILINE)
-    assert "pip install 'ckpt-toolkit[lora,remote]'" in shown
+    assert "hint: pip install 'ckpt-toolkit[lora]' adds lora" in shown
     assert "extras missing: lora, remote" in shown
 
 
@@ -76,19 +76,19 @@ def test_a_file_system_is_that_of_the_deepest_mount(monkeypatch: pytest.MonkeyPa
     spaced.mkdir()
     table = f"overlay / overlay rw 0 0\nnode:/x {tmp_path} nfs4 rw 0 0\ntmpfs {spaced}".replace("a b", "a\\040b")
     monkeypatch.setattr(facts, "_text", lambda _: f"{table} tmpfs rw 0 0\nlustre {tmp_path}x lustre rw 0 0\n")
-    assert [facts.place(path).file_system for path in (Path("/"), tmp_path, spaced)] == ["overlay", "nfs4", "tmpfs"]
+    assert [facts.disk_of(path).file_system for path in (Path("/"), tmp_path, spaced)] == ["overlay", "nfs4", "tmpfs"]
     usage = shutil.disk_usage(tmp_path)
-    assert facts.place(tmp_path).total == usage.total
+    assert facts.disk_of(tmp_path).total == usage.total
 
 
 def test_memory_is_what_the_cgroup_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"/proc/meminfo": "MemTotal:  2048 kB\nMemAvailable:  1024 kB\n", "/sys/fs/cgroup/memory.max": "max\n"}
     monkeypatch.setattr(facts, "_text", lambda path: files.get(path, ""))
-    assert (facts.system(3).cores, facts.system(3).memory, facts.system(3).available) == (3, 2 << 20, 1 << 20)
+    assert (facts.system_of(3).cores, facts.system_of(3).memory, facts.system_of(3).available) == (3, 2 << 20, 1 << 20)
     files["/sys/fs/cgroup/memory.max"] = "1000\n"
-    assert facts.system(3).memory == 1000
+    assert facts.system_of(3).memory == 1000
     files.clear()
-    assert facts.system(3).memory is None
+    assert facts.system_of(3).memory is None
     assert any("memory unknown" in line for line in text.lines(facts.gather([], 3, facts.Trial("ckpt mount"))))
 
 
