@@ -86,7 +86,7 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(fixtures: Path, monkeypatch: p
     def broken(*_: object, **__: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("ckpt.api.open", broken)
+    monkeypatch.setattr("ckpt.check.inspecting.open_checkpoint", broken)
     done = ckpt("inspect", fixtures / "toy-zero2")
     assert done.code == 7 and "error: Broken pipe" in done.err
 
