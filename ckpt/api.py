@@ -83,10 +83,11 @@ def open(
 
 
 def opened(source: Source, format: str = AUTO, **options: Any) -> Checkpoint:
-    """`source` where that has been opened, and otherwise what `open` makes of it."""
+    """Return `source` where it has been opened, and otherwise what `open` makes of it."""
     if not isinstance(source, Checkpoint):
         return open(source, format, **options)
-    if given := [name for name, value in options.items() if value is not None]:
+    asked = {"format": None if format == AUTO else format, **options}
+    if given := [name for name, value in asked.items() if value is not None]:
         raise UsageError(f"the checkpoint is open already, and takes no {given[0]}", path=source.path)
     return source
 
@@ -270,7 +271,7 @@ class Conversion(Returned):
             raise
 
     def write(self, output: str | PathLike[str], *, manifest: bool = True, **options: Any) -> Converted:
-        """Run it, and say what has been written."""
+        """Run it with the options of `run`, and return what has been written."""
         self.run(output, manifest=manifest, **options)
         return Converted(fspath(output), self, manifest)
 
@@ -303,7 +304,7 @@ def plan(
     source: Source,
     to: str,
     layout: Layout | None = None,
-    resources: Any = None,
+    resources: Resources | None = None,
     *,
     format: str = AUTO,
     tag: str | None = None,
@@ -318,16 +319,18 @@ def plan(
     workers: int = 0,
     **options: OptionValue,
 ) -> Conversion:
-    """The conversion of `source` to the format `to`, proved to be complete; nothing is written yet.
+    """Plan the conversion of `source` to the format `to`, and prove it complete; nothing is written yet.
 
     `source` is a path, a URL or what `ckpt.open` returned; all options are those of `ckpt convert`, and `options` those
-    that the format `to` declares, as `tp=2`.  A `layout` of one's own stands in place of what says what is written.
+    that the format `to` declares, as `tp=2`.  A `layout` of one's own says what is written in place of these.
     Raises LossError where a tensor would go nowhere or part of the target would be filled by nothing, UsageError.
     """
     from ckpt.move.workers import Resources
     from ckpt.plan.planner import make_plan  # it takes numpy, which describing a checkpoint does not
 
     asked = Layout(CASTABLE.get(dtype), parse_size(max_shard_size), world_size, options)
+    if layout is not None and asked != Layout():
+        raise UsageError("a layout says already what is written", found=f"{layout}, and options beside it")
     layout = layout or asked
     resources = resources or Resources(parse_size(max_memory), workers)
     for one, value in ((_RANKS, world_size), (_REPLICA, replica), (WORKERS, workers)):
@@ -364,7 +367,7 @@ def plan(
 
 @dataclass(frozen=True, repr=False)
 class Converted(Returned):
-    """What has been written to `path`, by which `conversion`."""
+    """A conversion that has been written to `path`."""
 
     path: str
     conversion: Conversion
@@ -408,7 +411,7 @@ def convert(
 ) -> Converted:
     """Convert `source` to the format `to` and write it to `output`, a folder or a URL.
 
-    It is `ckpt.plan` and `Conversion.run` in one, and what they take is said there.
+    It is `ckpt.plan` and `Conversion.run` in one, whose options it takes.
     """
     conversion = plan(
         source,
@@ -494,7 +497,7 @@ def hash(
     workers: int = 0,
     progress: Progress | None = None,
 ) -> Digests:
-    """Digests of what a checkpoint holds: the same whatever its format, sharding and order of files.
+    """Compute digests of what a checkpoint holds: the same whatever its format, sharding and order of files.
 
     `dtype` is the precision in which weights count, their own or as `ckpt.convert` casts them.  `progress` is told of
     bytes.

@@ -80,7 +80,7 @@ def inspect(
     tensor: str | Sequence[str] = (),
     everything: bool = False,
 ) -> Inspection:
-    """What a checkpoint holds, and the steps of its run; no tensor data is read.
+    """Describe what a checkpoint holds, and the steps of its run; no tensor data is read.
 
     `tensors` lists every tensor, and `tensor` those whose names one of these patterns fits, with where each of their
     parts lies; with `everything` no list and no value is cut short.

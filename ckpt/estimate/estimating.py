@@ -66,10 +66,10 @@ def estimate(
     lora_target_modules: str | Sequence[str] | None = None,
     qlora: bool = False,
 ) -> Estimate:
-    """What each GPU will hold in training, by strategy, and one that fits.
+    """Estimate what each GPU will hold in training, by strategy, and suggest one that fits.
 
     `model` is a config.json or its folder, a Hub id, a checkpoint, or Axolotl's YAML.  The options are those of
-    `ckpt estimate`; what is None is what the run's config says, and failing that the command's default.
+    `ckpt estimate`; one that is None is taken from the run's config, and failing that is the command's default.
     """
     given = locals()
     for name, least in _LEAST.items():

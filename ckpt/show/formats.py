@@ -48,7 +48,7 @@ class Formats(Returned):
 
 
 def formats() -> Formats:
-    """The formats: what can be read and written, and what carries optimizer state."""
+    """List the formats: what can be read and written, and what carries optimizer state."""
     return Formats(tuple(registry.all_formats()))
 
 

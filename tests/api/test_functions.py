@@ -16,6 +16,7 @@ import torch
 import ckpt
 from ckpt.base.words import in_python
 from ckpt.errors import UsageError
+from ckpt.plan.checkpoint import Layout
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import FIXTURES
 
@@ -94,6 +95,8 @@ def test_an_adapter_is_merged_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
         (lambda run: ckpt.plan(run, "hf", dtype="bf17"), "no dtype='bf17'\n  expected: 'keep' or 'fp32'"),
         (lambda run: ckpt.plan(run, "hf", workers=True), "no workers=True\n  expected: int"),
         (lambda run: ckpt.plan(ckpt.open(run), "hf", tag="x"), "the checkpoint is open already, and takes no tag"),
+        (lambda run: ckpt.hash(ckpt.open(run), "zero3"), "the checkpoint is open already, and takes no format"),
+        (lambda run: ckpt.plan(run, "hf", Layout(), names="own"), "a layout says already what is written"),
         (lambda run: ckpt.convert(run, "hf", run), "destination is, holds|overlap|holds files"),
         (lambda run: ckpt.open(run, tag=5), "ckpt.open takes no tag=5\n  expected: str or None"),
         (lambda run: ckpt.open(5), "ckpt.open takes no path=5"),
