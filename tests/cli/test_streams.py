@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.check import inspecting
 from ckpt.errors import CorruptError
 from ckpt.run_folder.adapter_config import read_config
 from tests.support.commands import ckpt
@@ -86,7 +87,7 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(fixtures: Path, monkeypatch: p
     def broken(*_: object, **__: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("ckpt.check.inspecting.open_checkpoint", broken)
+    monkeypatch.setattr(inspecting, "open_checkpoint", broken)
     done = ckpt("inspect", fixtures / "toy-zero2")
     assert done.code == 7 and "error: Broken pipe" in done.err
 
