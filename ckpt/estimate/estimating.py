@@ -69,7 +69,7 @@ def estimate(
     """Estimate what each GPU will hold in training, by strategy, and suggest one that fits.
 
     `model` is a config.json or its folder, a Hub id, a checkpoint, or Axolotl's YAML.  The options are those of
-    `ckpt estimate`; one that is None is taken from the run's config, and failing that is the command's default.
+    `ckpt estimate`.  An option that is not given is taken from the run's config, or else is the command's default.
     """
     given = locals()
     for name, least in _LEAST.items():
