@@ -119,7 +119,7 @@ def estimate(
         raise UsageError("--lora-target-modules and --qlora go with --lora-r")
     axes = {name: count for name, count in (("tp", tp), ("pp", pp), ("ep", ep)) if count}
     if axes and chosen and "megatron" not in chosen:
-        raise UsageError("--tp, --pp and --ep are of the strategy megatron", found=", ".join(chosen))
+        raise UsageError("--tp, --pp and --ep need the strategy megatron", found=", ".join(chosen))
     found = size(subject, setup, _gpu_memory(gpu_memory), list(chosen), **{**run.axes, **axes})
     return Estimate(**vars(found))
 
@@ -134,5 +134,5 @@ def _gpu_memory(size: str) -> int:
     if not size.strip().replace(".", "", 1).isdecimal():
         return parse_size(size)
     if float(size) >= 1 << 16:
-        raise UsageError("a GPU has no such memory", expected="GB, or a size as 24GB or 24564MiB", found=size)
+        raise UsageError("this is not a size of GPU memory", expected="GB, or a size as 24GB or 24564MiB", found=size)
     return parse_size(f"{size.strip()}GB")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.places import FIXTURES, REPOSITORY
 
-SCRIPT = REPOSITORY / "tests/support/user_script.py"
+SCRIPT = REPOSITORY / "tests/support/typed_script.py"
 MISTAKES = """
 import ckpt
 ckpt.plan("run", "hf", dtype="bf17")

@@ -1,56 +1,56 @@
-"""A user's script that uses all that `ckpt` offers to Python: mypy checks it, and it is run.
+"""A user's script with transformers' Trainer, on forked ranks: what it trained on is noted, and it may be stopped.
 
-python user_script.py RUN ADAPTER OUT CONFIG
+    python -m tests.support.forked '' '[[RANKS, "tests.support.user_script", ["STOP", "FOLDER", "SCRIPT", ...]]]'
+
+It runs in FOLDER.  After step STOP, unless that is 0, training ends as if the script's time were up.  In its output
+folder `rows-RANK.jsonl` gets, for each step, its number and the rows of this rank.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
-import ckpt
-from ckpt.errors import UsageError
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import DefaultFlowCallback
 
-run, adapter, out = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 
-checkpoint = ckpt.open(run)
-name = next(iter(checkpoint))
-rows = {fqn: tensor.shape for fqn, tensor in checkpoint.items()}
-assert rows[name] == checkpoint[name].shape and len(checkpoint.values()) == len(rows)
-first: float = checkpoint[name].numpy().reshape(-1)[0]
-print(checkpoint.format, checkpoint.world_size, checkpoint.state.step, first)
+def main() -> None:
+    """Run the script as `__main__`."""
+    stop = int(sys.argv[1])
+    os.chdir(sys.argv[2])
+    train, end, check = Trainer.training_step, DefaultFlowCallback.on_step_end, TrainingArguments.__post_init__
 
-planned = ckpt.plan(run, "hf", dtype="bf16")
-print(planned, planned.files, planned.peak_buffers)
-model = ckpt.convert(run, "hf", out / "hf", dtype="bf16")
-resharded = ckpt.convert(checkpoint, "zero3", out / "zero3", world_size=3)
-print(model.path, resharded.conversion.plan.total_bytes, sorted(resharded.to_json()))
+    def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with Path(self.args.output_dir, f"rows-{self.args.process_index}.jsonl").open("a") as file:
+            file.write(json.dumps([self.state.global_step + 1, inputs["input_ids"].tolist()]) + "\n")
+        return train(self, model, inputs, *args, **kwargs)
 
-report = ckpt.verify(run, resharded.path)
-assert report.equal and not report.of_kind("values") and report.exit_code == 0
-states = ckpt.verify(run, resharded.path, run=True)
-assert states.equal, states.differences
-written = ckpt.verify(resharded.path)
-assert written.good, written.problems
+    def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        end(self, args, state, control, **kwargs)
+        if state.global_step == stop:
+            control.should_training_stop = True
+        return control
 
-digests = ckpt.hash(run, dtype="bf16", workers=1)
-assert digests.whole["weights"] == ckpt.hash(model.path).whole["weights"]
+    def post_init(self: Any) -> None:
+        check(self)
+        if self.use_cpu and self.fsdp:
+            # Accelerate takes FSDP for a matter of GPUs. torch's runs on gloo too, so hide what it runs on from it.
+            PartialState._shared_state |= {"distributed_type": DistributedType.MULTI_GPU, "device": torch.device("cpu")}
 
-whole = ckpt.check(run, every_byte=True)
-assert whole.whole, [problem for one in whole.checkpoints for problem in one.problems]
-print(ckpt.inspect(run, tensors=True).checkpoint.notes)
+    setattr(Trainer, "training_step", training_step)  # noqa: B010
+    setattr(DefaultFlowCallback, "on_step_end", on_step_end)  # noqa: B010
+    setattr(TrainingArguments, "__post_init__", post_init)  # noqa: B010
+    del sys.argv[:3]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
-needed = ckpt.estimate(run, gpus=8, gpu_memory="24GB", strategy=["zero3", "fsdp2"], optimizer="adamw_8bit")
-print([row.title for row in needed.rows], needed.suggestions)
-print([one.name for one in ckpt.formats() if one.carries_optimizer])
 
-merged = ckpt.merge_lora(adapter, out / "merged")
-assert Path(merged.path).is_dir()
-
-folder: str = ckpt.resume(run, world_size=2)
-begun: str | None = ckpt.resume(out / "nothing", missing_ok=True)
-assert Path(folder).is_dir() and begun is None
-try:
-    ckpt.push(out / "hf", private=True)
-except UsageError as error:
-    print(error.what, error.hint)
+if __name__ == "__main__":
+    main()

@@ -84,7 +84,7 @@ def test_it_is_listed_and_its_option_is_in_the_help(run: Run) -> None:
     rows = [line.split() for line in run("ckpt", "formats").stdout.splitlines()]
     assert ["mlx", "yes", "yes", "-", "MLX", "safetensors"] in rows
     own = run("ckpt", "convert", "--help").stdout.split("\nOptions of mlx:\n")[1]
-    assert own.strip().startswith("--mlx-stem <str>")
+    assert own.strip().startswith("--mlx-stem TEXT")
 
 
 def test_it_is_converted_both_ways(run: Run, tmp_path: Path) -> None:
