@@ -120,6 +120,24 @@ def test_states_of_a_parameter_in_no_group_are_no_silent_loss(fixtures: Path, tm
         api.open(run)
 
 
+@pytest.mark.parametrize("role", [MASTER, "exp_avg"])
+def test_a_master_or_a_state_of_one_element_is_no_number(fixtures: Path, tmp_path: Path, role: str) -> None:
+    """Damage: of another parameter it is a tensor of the parameter's shape."""
+    run = tmp_path / "run"
+    shutil.copytree(fixtures / "toy-zero0", run)
+    (path,) = run.rglob("mp_rank_00_model_states.pt")
+    saved = torch.load(path, weights_only=False)
+    masters, states = saved["optimizer"]["fp32_groups"], saved["optimizer"]["optimizer_state_dict"]["state"]
+    if role == MASTER:
+        masters[-1][-1] = masters[-1][-1].flatten()[:1].clone()
+    else:
+        last = max(states)
+        states[last]["exp_avg"] = states[last]["exp_avg"].flatten()[:1].clone()
+    torch.save(saved, path)
+    with pytest.raises(CorruptError, match=f"{role} is a single number"):
+        ckpt.open(run)
+
+
 def test_states_of_other_kinds_than_adams(fixtures: Path, tmp_path: Path) -> None:
     """One number stays the tensor that it is, and a note names a state that has not the parameter's shape."""
     run = Path(shutil.copytree(fixtures / "toy-zero0", tmp_path / "run"))
