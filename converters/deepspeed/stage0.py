@@ -214,8 +214,8 @@ def _read_states(optimizer: Optimizer, rank: int, held: _Held, states: Optimizer
     shapes = held.sharing.held_by(rank, {fqn: t.shape for (fqn, role), t in held.tensors.items() if role == WEIGHT})
     for fqn, values in optimizer.states.items():
         own.add(fqn, shapes[fqn], values, held.file.path)
-    for role in sorted({MASTER, *(role for _, role in own.tensors)} & own.scalars.keys()):
-        fqn = next(iter(own.scalars[role]))  # of a state that is a tensor of each parameter
+    for role in sorted({MASTER, "exp_avg", "exp_avg_sq"} & own.scalars.keys()):  # Prodigy has numbers for some tensors
+        fqn = next(iter(own.scalars[role]))
         expected = f"a tensor of the shape {list(shapes[fqn])}"
         raise CorruptError(f"{role} is a single number", path=held.file.path, fqn=fqn, expected=expected)
     for (fqn, role), tensor in list(own.tensors.items()):
