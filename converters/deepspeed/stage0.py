@@ -214,14 +214,14 @@ def _read_states(optimizer: Optimizer, rank: int, held: _Held, states: Optimizer
     shapes = held.sharing.held_by(rank, {fqn: t.shape for (fqn, role), t in held.tensors.items() if role == WEIGHT})
     for fqn, values in optimizer.states.items():
         own.add(fqn, shapes[fqn], values, held.file.path)
-    for role in sorted({MASTER, "exp_avg", "exp_avg_sq"} & own.scalars.keys()):  # Prodigy has numbers for some tensors
-        fqn = next(iter(own.scalars[role]))
-        expected = f"a tensor of the shape {list(shapes[fqn])}"
-        raise CorruptError(f"{role} is a single number", path=held.file.path, fqn=fqn, expected=expected)
     for (fqn, role), tensor in list(own.tensors.items()):
         source = replace(tensor.source, rank=rank) if isinstance(tensor.source, Whole) else tensor.source
         own.tensors[fqn, role] = replace(tensor, source=source, native=held.tensors[fqn, WEIGHT].dtype)
         if tensor.shape != shapes[fqn]:
+            if role == MASTER:
+                expected, found = (str(list(shape)) for shape in (shapes[fqn], tensor.shape))
+                what = "a master does not have the shape of its parameter"
+                raise CorruptError(what, path=held.file.path, fqn=fqn, expected=expected, found=found)
             states.unread.add(role, "it is not of the parameter's shape", [fqn])
             del own.tensors[fqn, role]
     return own.tensors

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from ckpt.base.errors import CorruptError
 from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.plan.checkpoint import WEIGHT, Key, ParamGroup
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor, Whole, whole
 from ckpt.state.unread import Unread
@@ -29,6 +30,8 @@ _UNFINISHED = (
     "the file was written before FSDP had gathered it, and may hold anything there (torch waits for plain tensors "
     "only); a sharded state dict has it"
 )
+#: What every optimizer has for each element of a parameter; of other names some have a number for the whole of it.
+_OF_ITS_SHAPE = (MASTER, "exp_avg")
 
 
 @dataclass
@@ -93,6 +96,9 @@ class OptimizerStates:
     def add_stored(self, fqn: str, name: str, shape: Shape, value: StoredTensor, path: str) -> None:
         """Add a tensor; one of a single element is a number, but where the parameter itself has no more."""
         extent = value.extent
+        if extent.numel == 1 and prod(shape) > 1 and name in _OF_ITS_SHAPE:
+            expected = f"a tensor of the shape {list(shape)}"
+            raise CorruptError(f"{name} is a single number", path=path, fqn=fqn, expected=expected)
         if extent.numel == 1 and len(extent.shape) <= 1 and (name == "step" or extent.shape != shape):
             self.add_number(fqn, name, number_state(name, extent))
         else:

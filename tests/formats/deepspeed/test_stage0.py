@@ -120,21 +120,30 @@ def test_states_of_a_parameter_in_no_group_are_no_silent_loss(fixtures: Path, tm
         api.open(run)
 
 
-@pytest.mark.parametrize("role", [MASTER, "exp_avg"])
-def test_a_master_or_a_state_of_one_element_is_no_number(fixtures: Path, tmp_path: Path, role: str) -> None:
-    """Damage: of another parameter it is a tensor of the parameter's shape."""
+@pytest.mark.parametrize(
+    ("role", "count", "what"),
+    [
+        (MASTER, 0, "a master does not have the shape"),
+        (MASTER, 1, "master is a single number"),
+        (MASTER, 2, "a master does not have the shape"),
+        ("exp_avg", 1, "exp_avg is a single number"),
+    ],
+)
+def test_a_master_or_a_state_of_fewer_elements_is_damage(
+    fixtures: Path, tmp_path: Path, role: str, count: int, what: str
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(fixtures / "toy-zero0", run)
     (path,) = run.rglob("mp_rank_00_model_states.pt")
     saved = torch.load(path, weights_only=False)
     masters, states = saved["optimizer"]["fp32_groups"], saved["optimizer"]["optimizer_state_dict"]["state"]
     if role == MASTER:
-        masters[-1][-1] = masters[-1][-1].flatten()[:1].clone()
+        masters[-1][-1] = masters[-1][-1].flatten()[:count].clone()
     else:
         last = max(states)
-        states[last]["exp_avg"] = states[last]["exp_avg"].flatten()[:1].clone()
+        states[last]["exp_avg"] = states[last]["exp_avg"].flatten()[:count].clone()
     torch.save(saved, path)
-    with pytest.raises(CorruptError, match=f"{role} is a single number"):
+    with pytest.raises(CorruptError, match=what):
         ckpt.open(run)
 
 
