@@ -5,6 +5,7 @@ Their states are numbered in a script's file, go through other formats, and come
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+import ckpt
 from ckpt import api
+from ckpt.errors import CorruptError
 from ckpt.plan.checkpoint import Checkpoint, Layout, OneElement
 from ckpt.views.lazy import LazyTensor
 from tests.support.engines import raw
@@ -69,3 +72,16 @@ def test_states_are_those_that_torch_saved(name: str, tmp_path: Path) -> None:
         found = states(api.open(tmp_path / target))
         assert {key: found.get(key) for key in kept} == kept and (lost or found == kept), target
         assert all(any(state in line for line in conversion.plan.target.not_written) for state in lost)
+
+
+def test_a_first_moment_of_a_single_element_is_damage(fixtures: Path, tmp_path: Path) -> None:
+    """It was read as a number of the whole parameter, and the tensor was lost in silence."""
+    run = tmp_path / "run"
+    shutil.copytree(fixtures / "trainer-plain", run)
+    path = max(run.rglob("optimizer.pt"))
+    saved = torch.load(path, weights_only=False)
+    last = saved["state"][max(saved["state"])]
+    last["exp_avg"] = last["exp_avg"].flatten()[:1].clone()
+    torch.save(saved, path)
+    with pytest.raises(CorruptError, match="exp_avg is a single number"):
+        ckpt.open(run)
