@@ -98,7 +98,8 @@ def _ending(
     if checkpoint.passed_over:
         return "an older checkpoint is taken, and said to be", None
     may_be_said = case.hidden in (VALUE, CARRIED) or case.is_unchecked or TRAINING_ARGS in case.what
-    if may_be_said and set(checkpoint.notes) - set(ckpt.open(sample.path).notes):
+    intact = ckpt.open(sample.path)
+    if may_be_said and {*checkpoint.notes, *checkpoint.unread} - {*intact.notes, *intact.unread}:
         return "something is left out, and said to be", None
     there, expected = tensors_of(checkpoint), tensors(sample)
     differing = {os.path.basename(name) for name in found.keys() | truth.keys() if found.get(name) != truth.get(name)}
