@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
 from typing import Any
+
+from ckpt.base.text import preformatted
 
 
 class Returned:
@@ -29,4 +30,4 @@ class Returned:
         return "\n".join(self.lines())
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+        return preformatted(str(self))

@@ -45,3 +45,10 @@ def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
     for row in every:
         cells = zip(row, widths, heads, strict=True)
         yield "  ".join(t.rjust(width) if head in right else t.ljust(width) for t, width, head in cells).rstrip()
+
+
+def preformatted(text: str) -> str:
+    """`text` as HTML that a notebook shows as it stands."""
+    from html import escape  # its table of entities would be read at every start
+
+    return f"<pre>{escape(text)}</pre>"

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import fields
 from functools import cached_property
-from html import escape
 from itertools import islice
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, cast
 
 from ckpt.base.errors import UsageError, printable, shown
-from ckpt.base.text import aligned, did_you_mean
+from ckpt.base.text import aligned, did_you_mean, preformatted
 from ckpt.plan.checkpoint import BUFFER, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Tensor
 
@@ -175,7 +174,7 @@ class OpenCheckpoint(Checkpoint):
             (printable(fqn), one.dtype.name, str(list(one.shape))) for fqn, one in islice(self._named.items(), _ROWS)
         ]
         more = [f"... and {len(self) - _ROWS} more"] if len(self) > _ROWS else []
-        return f"<pre>{escape(chr(10).join([repr(self), *aligned(('name', 'dtype', 'shape'), rows), *more]))}</pre>"
+        return preformatted("\n".join([repr(self), *aligned(("name", "dtype", "shape"), rows), *more]))
 
     def __repr__(self) -> str:
         facts: list[Any] = [self.format]

@@ -31,6 +31,15 @@ OPTIMIZER_FILE = frozenset({
     "param_slice_mappings", "param_groups", "ds_zero_partition_groups", UNIVERSAL_INFO,
 })
 # fmt: on
+#: Entries of a model file that each slice has for itself: random states of Megatron-DeepSpeed and of GPT-NeoX.
+OF_SLICES = (
+    "rng_state",
+    "random_rng_state",
+    "np_rng_state",
+    "torch_rng_state",
+    "cuda_rng_state",
+    "rng_tracker_states",
+)
 #: What a pipeline of Megatron-DeepSpeed was read from, so that it can be written again.
 PIPELINE = "pipeline"
 #: A parameter of an expert of DeepSpeed's MoE layers: up to the expert's number, the number, and the rest.

@@ -25,7 +25,6 @@ from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.companions import CONFIG, read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import run_files_left_out, training_left_out
-from converters.names.hub.proof import names_architecture, prove, tables_differ
 from converters.names.options import OWN as OWN_NAMES
 from converters.names.options import NameOptions
 from converters.names.transformers.ties import kept_names, tied_names
@@ -56,6 +55,8 @@ class HuggingFace(Format):
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe a model folder's weights; all have the role `weight`, as files tell no buffers apart."""
+        from converters.names.hub.proof import tables_differ
+
         folder = path.parent if path.is_file() else path
         folders = tuple(p for p in (request.config, folder) if p is not None)
         config = read_config(folders)
@@ -213,6 +214,8 @@ def _tie_notes(checkpoint: Checkpoint, names: Mapping[str, str]) -> list[str]:
 
 def _name_notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: Layout) -> list[str]:
     """Notes on how the names were checked.  LossError or UsageError if the config's architecture has other names."""
+    from converters.names.hub.proof import names_architecture, prove
+
     config = checkpoint.config
     if config is None or checkpoint.namespace not in OF_THE_MODEL:
         return []

@@ -12,10 +12,13 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ckpt.move.listing import names_in
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.steps import TRACKER
 
 RELEASE = "release"
+MODEL, DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
+RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 
 
 def iteration_folder(step: int | None) -> str:
@@ -39,3 +42,17 @@ def _of_tag(tag: str) -> Sequence[str]:
 
 def _of_record(said: str) -> Sequence[str]:
     return _of_tag(said) if said == RELEASE or said.isdecimal() else ()
+
+
+def rank_folders(folder: Path) -> list[str]:
+    """Names of the folders of ranks in an iteration's folder, in the order of their numbers."""
+    found = [(m, name) for name in names_in(folder) if (m := RANK_FOLDER.fullmatch(name))]
+    return [name for _, name in sorted(found, key=lambda item: [int(n or -1) for n in item[0].groups()])]
+
+
+def is_iteration(folder: Path) -> bool:
+    """Whether there are folders of ranks with a model's file, wherever the folder came to lie."""
+    if not folder.is_dir():
+        return False
+    names = rank_folders(folder)
+    return any((folder / name / MODEL).is_file() or (folder / name / "model_rng.pt").is_file() for name in names[:4])

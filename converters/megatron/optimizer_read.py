@@ -27,8 +27,9 @@ from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.tensors import Extent
 from converters.megatron.buffers import bucket_sizes, by_buffer, find_buffer, gathered
+from converters.megatron.folder import DISTRIBUTED, MODEL
 from converters.megatron.optimizer import Optimizers, belongs, check_kind, plain
-from converters.megatron.read import DISTRIBUTED, MODEL, LocalTensor, MegatronReading, RankContent
+from converters.megatron.read import LocalTensor, MegatronReading, RankContent
 
 #: Under which name the masters stand in distrib_optim.pt; the others there are optimizer states.
 _PARAM = "param"

@@ -17,13 +17,13 @@ from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.move.files import confined
-from ckpt.move.listing import names_in
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent, Fragment, Shape, Tensor
 from converters.megatron.chunks import BUFFERS, ChunkPiece, pieces_of
 from converters.megatron.entries import is_empty, plain_args
+from converters.megatron.folder import MODEL, RANK_FOLDER, rank_folders
 from converters.megatron.legacy_names import LANGUAGE_MODEL, core_names
 from converters.names.megatron.model.axes import Grid, Rank, Stages
 from converters.names.megatron.model.spelling import (
@@ -46,10 +46,8 @@ from converters.names.megatron.model.splits import (
     second_linear,
 )
 
-MODEL, DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
 #: A note of the reader, which keeps the writer from dealing optimizer states to the wrong parameters.
 OTHER_ORDER = "the model's modules are in another order than those of megatron-core 0.16"
-_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 _WRAPPERS = re.compile(r"^(?:module\.)+")
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 _GROUPED_GEMM = re.compile(r"(?P<layer>.*\.mlp\.experts\.)weight(?P<number>[12])")
@@ -61,12 +59,6 @@ def folder_name(rank: Rank, grid: Grid) -> str:
     if grid.pp > 1:
         name += f"_{rank.pp:03d}"
     return f"{name}_{rank.ep:03d}" if grid.ep > 1 else name
-
-
-def rank_folders(folder: Path) -> list[str]:
-    """Names of the folders of ranks in an iteration's folder, in the order of their numbers."""
-    found = [(m, name) for name in names_in(folder) if (m := _FOLDER.fullmatch(name))]
-    return [name for _, name in sorted(found, key=lambda item: [int(n or -1) for n in item[0].groups()])]
 
 
 # -- one rank's file -----------------------------------------------------------------------------------------
@@ -206,7 +198,7 @@ def _model_file(folder: Path, name: str) -> Path:
 
 
 def _recorded_grid(reading: MegatronReading, names: Sequence[str]) -> Grid:
-    parts = {sum(number is not None for number in m.groups()) for name in names if (m := _FOLDER.fullmatch(name))}
+    parts = {sum(number is not None for number in m.groups()) for name in names if (m := RANK_FOLDER.fullmatch(name))}
     if not reading.args:
         if parts != {1}:
             raise CorruptError(

@@ -14,10 +14,10 @@ from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor, Whole, whole
 from ckpt.state.unread import Unread
-from converters.quantized.carry import Stored
 from converters.quantized.states import (
     NESTED,
     Quantized,
+    Stored,
     check_place,
     is_unfinished,
     kind_of,

@@ -21,7 +21,6 @@ from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, writer_of
-from ckpt.containers.dcp.write import Writing
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.values import Record
 from ckpt.move.files import confined
@@ -45,7 +44,6 @@ from ckpt.run_folder.carried import run_companions, trainer_folder
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from converters.names.options import NameOptions
-from converters.names.registered import registered_shapes
 from converters.names.transformers.ties import tied_names
 from converters.optimizers.ranks import check_same
 from converters.optimizers.state_dicts import GROUPS
@@ -53,7 +51,6 @@ from converters.optimizers.states import OptimizerStates
 from converters.pytorch.facts import TorchFacts
 from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, SHARD, find_folder, other_models, parts, run_folders
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand
-from converters.pytorch.local_state import read_local
 from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
 
@@ -90,6 +87,8 @@ class DistributedCheckpoint(Format):
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """One folder, or Accelerate's two where the source is a step of HF Trainer or Accelerate."""
+        from ckpt.containers.dcp.write import Writing
+
         num_ranks = layout.world_size or checkpoint.world_size or 1
         _check_can_be_read(checkpoint)
         state = state_dict(checkpoint, layout.dtype, flat_optimizer=layout.read(NameOptions).flat_optimizer)
@@ -187,6 +186,9 @@ class _DcpReading:
 
     def local(self, folder: Path, names: tuple[tuple[int, str], ...], config: Mapping[str, Any] | None) -> None:
         """Add what files of ranks hold; call after `folder`, as the shapes of the optimizer's states are theirs."""
+        from converters.names.registered import registered_shapes
+        from converters.pytorch.local_state import read_local
+
         sources = Sources()
         files = [sources.of_rank(confined(folder, name), rank, "state dict") for rank, name in names]
         sources.check_distinct((file.rank, file.path) for file in files)

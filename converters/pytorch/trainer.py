@@ -38,8 +38,6 @@ from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.steps import TRAINER_STATE, enclosing_folders, trainer_step
 from ckpt.state.numbered import has_decay
-from converters.names.registered import in_order
-from converters.names.transformers.relation import from_hub, to_hub
 from converters.names.transformers.ties import kept_names, tied_names
 from converters.pytorch.full import FSDP_MODEL, OPTIMIZERS, SCHEDULERS, first, own_state, state_files, trained_weights
 from converters.pytorch.optimizer_file import optimizer_file
@@ -150,6 +148,9 @@ def _with_optimizer(reading: Reading, weights: Checkpoint) -> Checkpoint:
 
     A tensor that the optimizer takes for one may be several of the Hub's.
     """
+    from converters.names.registered import in_order
+    from converters.names.transformers.relation import from_hub, to_hub
+
     name = first(reading.folder, OPTIMIZERS)
     assert name is not None
     path, content = reading.load(name)
@@ -172,6 +173,9 @@ def _with_optimizer(reading: Reading, weights: Checkpoint) -> Checkpoint:
 
 def _order(checkpoint: Checkpoint) -> list[str]:
     """The model's parameters in the order in which it registers them; LossError where nothing tells it."""
+    from converters.names.registered import in_order
+    from converters.names.transformers.relation import to_hub
+
     order = None
     if checkpoint.config is not None:
         try:

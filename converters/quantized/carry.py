@@ -7,7 +7,7 @@ element that a rank holds, in row-major order (`converters.quantized.states`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -20,19 +20,10 @@ from ckpt.containers.torchfile.write import Bytes, FromSource, NewTensor, Part
 from ckpt.move.source import opened, read_at
 from ckpt.plan.checkpoint import Checkpoint, Key
 from ckpt.plan.dtypes import FLOAT32
-from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Shape, Tensor, Whole, flat_range
-from converters.quantized.states import Quantized
+from ckpt.plan.tensors import Box, Extent, FlatRange, Shape, Tensor, Whole, flat_range
+from converters.quantized.states import Quantized, Stored
 
 _HINT = "--optimizer-dtype fp32 writes the values that the optimizer itself computes of them"
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A state of a parameter of `shape`: the boxes that are quantized, and those that are kept in fp32."""
-
-    shape: Shape
-    parts: Mapping[Box, Quantized]
-    plain: tuple[Fragment, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,15 @@ class Quantized:
         return compute(self.codes, self.factors, self.values, self.num_bits, self.block_size, start, stop)
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A state of a parameter of `shape`: the boxes that are quantized, and those that are kept in fp32."""
+
+    shape: Shape
+    parts: Mapping[Box, Quantized]
+    plain: tuple[Fragment, ...]
+
+
 # -- where the plain values are -----------------------------------------------------------------------------------
 
 

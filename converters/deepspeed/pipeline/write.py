@@ -47,15 +47,6 @@ from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import is_gated, known_split, rank_boxes, rank_shape, second_linear
 from converters.names.megatron.options import MegatronOptions
 
-#: Entries of a model file that each slice has for itself: random states of Megatron-DeepSpeed and of GPT-NeoX.
-OF_SLICES = (
-    "rng_state",
-    "random_rng_state",
-    "np_rng_state",
-    "torch_rng_state",
-    "cuda_rng_state",
-    "rng_tracker_states",
-)
 _POSITIONS = "embedding.position_embeddings.weight"
 
 

@@ -17,23 +17,15 @@ core.py); Megatron-LM of August 2026, training/checkpointing.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ckpt.base.errors import NotFoundError
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
-from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Format, Layout, ReadRequest, Target
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
-from ckpt.run_folder.companions import read_config
-from converters.megatron.dist import fsdp as megatron_fsdp
-from converters.megatron.dist.optimizer import is_optimizers, read_optimizer
-from converters.megatron.dist.read import BACKENDS, COMMON, DistReading, is_iteration, read_folder
-from converters.megatron.dist.write import lay_out
-from converters.megatron.entries import OF_RANKS, read_state
+from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target
+from converters.megatron.dist.folder import BACKENDS, COMMON, is_fsdp_iteration, is_iteration
 from converters.megatron.folder import find_iteration, is_iterations_name
-from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 
 class MegatronDist(Format):
@@ -65,32 +57,14 @@ class MegatronDist(Format):
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the checkpoint of one iteration."""
-        if is_iteration(path):
-            reading = read_folder(path)
-            optimizers = read_optimizer(reading)
-        else:
-            reading, optimizers = megatron_fsdp.read_folder(path)
-        tensors = reading.tensors()
-        parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
-        folders = tuple(p for p in (request.config, path, path.parent) if p)
-        world_size = reading.args.get("world_size")
-        return Checkpoint(
-            path=str(path),
-            format=self.name,
-            tensors=tensors,
-            files=tuple(reading.data.files.values()),
-            framework="Megatron-LM" if reading.args else "megatron-core",
-            world_size=world_size if type(world_size) is int and world_size > 0 else reading.data.ranks,
-            namespace=NAMESPACE,
-            ties={OUTPUT: EMBEDDING} if EMBEDDING in parameters and OUTPUT not in parameters else {},
-            state=read_state(reading.common, optimizers, parameters, _per_rank(reading)),
-            config=read_config(folders),
-            folders=tuple(str(p) for p in folders if p.is_dir()),
-            notes=(*reading.notes, *reading.data.notes),
-        )
+        from converters.megatron.dist.checkpoint import read_iteration
+
+        return read_iteration(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """The files of a run folder; see `converters.megatron.dist.write`."""
+        from converters.megatron.dist.write import lay_out
+
         return lay_out(checkpoint, layout)
 
 
@@ -110,14 +84,4 @@ def _refuse_nemo(path: Path) -> None:
 
 
 def _is_read(folder: Path) -> bool:
-    return is_iteration(folder) or megatron_fsdp.is_iteration(folder)
-
-
-def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:
-    """What each rank has for itself, by its place among them."""
-    common = {name: value for name in OF_RANKS if isinstance(value := reading.common.get(name), Mapping)}
-    return {name: {str(key): value for key, value in values.items()} for name, values in common.items()} | {
-        key: {str(place).rpartition("/")[2]: value for place, value in values.items()}
-        for key, values in reading.objects.items()
-        if not is_optimizers(key)
-    }
+    return is_iteration(folder) or is_fsdp_iteration(folder)

@@ -32,27 +32,22 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError
-from ckpt.containers.dcp.metadata import METADATA, Metadata, Path_, read_metadata
+from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.tensors import FoundTensor
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.tensors import Box, Extent, Shape, whole
 from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.keys import ObjectKey, TensorKey
-from converters.megatron.dist.read import BACKENDS, COMMON, DistReading, is_models
+from converters.megatron.dist.read import DistReading, is_models
 from converters.megatron.optimizer import Optimizers, plain
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import Spelling, is_expert, layer_kinds, split_layer
 from converters.names.megatron.model.splits import is_gated, second_linear
 from converters.optimizers.state_dicts import with_same_options
 
-_MARK = re.compile(
-    rb"model\.module\.(embedding\.word_embeddings\.|decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.)))"
-)
-_MARKED = 1 << 20  # bytes of the metadata in which the first keys stand
 _HALF = re.compile(r"(?P<name>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])")
 _PLACE = re.compile(r"\((\d+), (\d+)\)")
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -66,14 +61,6 @@ _SINKS = ".softmax_offset"
 _EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<expert>\d+)(?P<after>\..*)")
 _LEGACY_EXPERTS = re.compile(r"\.mlp\.experts\.weight[12]$")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-
-
-def is_iteration(folder: Path) -> bool:
-    """Whether this is DCP's folder of a GPT model under Megatron-FSDP, by the first names in its metadata."""
-    path = folder / METADATA
-    if not path.is_file() or (folder / BACKENDS).is_file() or (folder / COMMON).is_file():
-        return False
-    return _MARK.search(read_file(path, _MARKED)) is not None
 
 
 def read_folder(folder: Path) -> tuple[DistReading, Optimizers]:

@@ -22,11 +22,11 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
 from ckpt.run_folder.companions import read_json
 from converters.megatron.chunks import BUFFERS
+from converters.megatron.dist.folder import BACKENDS, COMMON
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key
 from converters.megatron.entries import is_empty, plain_args
 from converters.names.megatron.model.spelling import registered
 
-COMMON, BACKENDS = "common.pt", "metadata.json"
 #: Where megatron-core since 0.19 keeps what `common.pt` had.
 _COMMON_STATE = "common_state"
 _CLASSES = (
@@ -193,13 +193,6 @@ class DistReading:
                 corner = tuple(number * size for number, size in zip(numbers, part, strict=True))
                 skip = sum(number * stride for number, stride in zip(index, extent.strides, strict=False))
                 yield from flat_pieces(part, corner, box.offsets[-1], extent.flat(skip, skip + box.sizes[-1]))
-
-
-def is_iteration(folder: Path) -> bool:
-    """Whether megatron-core wrote this folder: DCP's files with one of its own beside them."""
-    if not folder.is_dir():
-        return False
-    return (folder / BACKENDS).is_file() or ((folder / COMMON).is_file() and (folder / ".metadata").is_file())
 
 
 def read_folder(folder: Path) -> DistReading:

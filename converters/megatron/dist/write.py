@@ -29,8 +29,8 @@ from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
 from converters.megatron.chunks import MegatronModel, describe_model
+from converters.megatron.dist.folder import BACKENDS, COMMON
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
-from converters.megatron.dist.read import BACKENDS, COMMON
 from converters.megatron.entries import to_write
 from converters.megatron.folder import iteration_folder
 from converters.megatron.optimizer import MegatronOptimizer

@@ -1,0 +1,57 @@
+"""The description of a checkpoint in Megatron's `torch_dist` format, from what its files hold.
+
+Format facts: see `converters.megatron.dist.format`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, ReadRequest
+from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
+from ckpt.run_folder.companions import read_config
+from converters.megatron.dist import fsdp as megatron_fsdp
+from converters.megatron.dist.folder import is_iteration
+from converters.megatron.dist.optimizer import is_optimizers, read_optimizer
+from converters.megatron.dist.read import DistReading, read_folder
+from converters.megatron.entries import OF_RANKS, read_state
+from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
+
+
+def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
+    """Describe the checkpoint of one iteration."""
+    if is_iteration(path):
+        reading = read_folder(path)
+        optimizers = read_optimizer(reading)
+    else:
+        reading, optimizers = megatron_fsdp.read_folder(path)
+    tensors = reading.tensors()
+    parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
+    folders = tuple(p for p in (request.config, path, path.parent) if p)
+    world_size = reading.args.get("world_size")
+    return Checkpoint(
+        path=str(path),
+        format="megatron-dist",
+        tensors=tensors,
+        files=tuple(reading.data.files.values()),
+        framework="Megatron-LM" if reading.args else "megatron-core",
+        world_size=world_size if type(world_size) is int and world_size > 0 else reading.data.ranks,
+        namespace=NAMESPACE,
+        ties={OUTPUT: EMBEDDING} if EMBEDDING in parameters and OUTPUT not in parameters else {},
+        state=read_state(reading.common, optimizers, parameters, _per_rank(reading)),
+        config=read_config(folders),
+        folders=tuple(str(p) for p in folders if p.is_dir()),
+        notes=(*reading.notes, *reading.data.notes),
+    )
+
+
+def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:
+    """What each rank has for itself, by its place among them."""
+    common = {name: value for name in OF_RANKS if isinstance(value := reading.common.get(name), Mapping)}
+    return {name: {str(key): value for key, value in values.items()} for name, values in common.items()} | {
+        key: {str(place).rpartition("/")[2]: value for place, value in values.items()}
+        for key, values in reading.objects.items()
+        if not is_optimizers(key)
+    }

@@ -1,0 +1,33 @@
+"""The folder of one iteration in Megatron's `torch_dist` format, or of Megatron-FSDP, by its names.
+
+Format facts: see `converters.megatron.dist.format`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ckpt.containers.dcp.metadata import METADATA
+from ckpt.move.source import read_file
+
+COMMON, BACKENDS = "common.pt", "metadata.json"
+_MARK = re.compile(
+    rb"model\.module\.(embedding\.word_embeddings\.|decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.)))"
+)
+_MARKED = 1 << 20  # bytes of the metadata in which the first keys stand
+
+
+def is_iteration(folder: Path) -> bool:
+    """Whether megatron-core wrote this folder: DCP's files with one of its own beside them."""
+    if not folder.is_dir():
+        return False
+    return (folder / BACKENDS).is_file() or ((folder / COMMON).is_file() and (folder / METADATA).is_file())
+
+
+def is_fsdp_iteration(folder: Path) -> bool:
+    """Whether this is DCP's folder of a GPT model under Megatron-FSDP, by the first names in its metadata."""
+    path = folder / METADATA
+    if not path.is_file() or (folder / BACKENDS).is_file() or (folder / COMMON).is_file():
+        return False
+    return _MARK.search(read_file(path, _MARKED)) is not None
