@@ -40,6 +40,13 @@ class MergeOptions:
     accept_base: Annotated[
         bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
     ] = False
+    expert_layout: Annotated[
+        opt.ExpertLayout | None,
+        typer.Option(
+            "--expert-layout",
+            help="Who packed an adapter of stacked experts: peft, or unsloth before 2026.9.6. [default: as recorded]",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,9 @@ def merge_lora(
     given = [run_of(where, quiet=quiet) for where in sources or ["."]]
     wanted, base = [where for where, _ in given], parts.base or given[0][1]
     destination = output or default_output(Path(wanted[0]), "merged")
-    opened = [open_adapter(where, config=parts.config, tag=parts.tag) for where in wanted]
+    opened = [
+        open_adapter(where, config=parts.config, tag=parts.tag, expert_layout=parts.expert_layout) for where in wanted
+    ]
     if output is None and not outcome.overwrite:
         destination = beside_another(Path(wanted[0]), "merged", opened[0].checkpoint.state.step, quiet=quiet)
     if not push and at_hub != opt.HubTarget():

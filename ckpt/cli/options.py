@@ -29,7 +29,7 @@ DIFFERENT = 1
 
 #: The sections of the help texts, and the options in them, by name; of any other the section is Options.
 _SECTIONS = {
-    "What is read": "format tag config replica from_a from_b tag_a tag_b base accept_base model_only",
+    "What is read": "format tag config replica from_a from_b tag_a tag_b base accept_base expert_layout model_only",
     "What is written": "output to dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
     "How it is done": "max_memory workers check resume dry_run foreground cast loads every_byte weights combination "
     "density seed",
@@ -50,6 +50,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 DType = Literal["keep", "fp32", "bf16", "fp16"]
 Only = Literal["weights", "optimizer", "all"]
 Names = Literal["hub", "own"]
+ExpertLayout = Literal["peft", "unsloth"]
 OptimizerDType = Literal["keep", "fp32"]
 
 #: What is given to be read may not be readable, which is no matter of usage: whoever opens it says so.

@@ -92,17 +92,20 @@ def merge_conv(
 
 
 def merge_parameter(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scaling: float, input_last: bool
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scaling: float, input_last: bool, by_expert: bool
 ) -> torch.Tensor:
     """A parameter that `target_parameters` names: `weight` [experts, out, in], or [experts, in, out], or [out, in].
 
-    `a` [experts * r, in] has an expert's rows together, `b` [out, r * experts] a rank's columns.
+    `a` [experts * r, in] has an expert's rows together, `b` [out, r * experts] a rank's columns, or an
+    expert's where `by_expert`.
     """
     num_experts = weight.shape[0] if weight.dim() == 3 else 1
     if num_experts == 1:
         delta = _linear_delta(a, b, scaling, False)
     else:
         stacked_a = a.reshape(num_experts, -1, a.shape[-1])
+        if by_expert:  # into PEFT's order first, in memory too: BLAS adds in an order that depends on strides
+            b = b.reshape(b.shape[0], num_experts, -1).transpose(1, 2).reshape(b.shape)
         stacked_b = b.reshape(b.shape[0], -1, num_experts)
         order = "e o i" if input_last else "e i o"
         delta = torch.einsum(f"o r e, e r i -> {order}", stacked_b, stacked_a).mul_(scaling)

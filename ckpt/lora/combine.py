@@ -70,9 +70,15 @@ def combine(
     of_all = (item for one in adapters for item in one.factors.items())
     factors = {fqn: factor for fqn, factor in of_all if parse_name(fqn).kind == names.BASE}
     factors |= {fqn: _in_memory(fqn, tensor, first.checkpoint) for fqn, tensor in combined.items()}
-    settings = parse_config(_plain_config(wrapped.peft_config[_NAME].to_dict()), Path(first.config.path))
+    raw = _plain_config(wrapped.peft_config[_NAME].to_dict())
+    # The factors are scaled already, and so alpha is the rank.  Under the first adapter's rsLoRA, which PEFT leaves on,
+    # they would be scaled once more, by the root of the rank (peft#3473, in 0.21.2).
+    settings = parse_config(raw | {"use_rslora": False}, Path(first.config.path))
     shares = " and ".join(f"{weight} of {one.path}" for one, weight in zip(adapters, weights, strict=True))
     notes = (*(note for one in adapters for note in one.notes), f"combined by PEFT ({combination}): {shares}")
+    if raw.get("use_rslora"):
+        root = f"the root of its rank, {settings.rank}"
+        notes = (*notes, f"the combined adapter is no rsLoRA one: PEFT itself would scale it once more, by {root}")
     others = tuple(one.checkpoint for one in adapters[1:])
     return Adapter(first.path, first.folder, settings, first.checkpoint, factors, notes, others)
 
@@ -105,6 +111,7 @@ def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
     factors |= {fqn: _in_memory(fqn, tensor, adapter.checkpoint) for fqn, tensor in state.items()}
     kept = {key: adapter.config.raw.get(key) for key in whole}
     settings = parse_config(_plain_config(wrapped.peft_config["default"].to_dict()) | kept, Path(adapter.config.path))
+    settings = replace(settings, given_layout="peft")  # as PEFT has stacked them just now
     note = "the adapter is of single experts; PEFT has converted it to the stacked ones of transformers 5"
     return replace(adapter, config=settings, factors=factors, notes=(*adapter.notes, note))
 
@@ -138,7 +145,7 @@ def _check(
             ("DoRA", config.use_dora),
             ("target_parameters", config.target_parameters),
             ("modules_to_save", config.saved),
-            ("trained biases", config.bias != "none"),
+            ("trained biases", config.bias != "none" or config.raw.get("lora_bias")),
             ("trained tokens", config.token_indices),
             ("another merge than W + BA", config.is_of_peft),
         ):

@@ -16,7 +16,7 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Shape, Tensor
-from ckpt.run_folder.adapter_config import AdapterConfig, config_path, read_config
+from ckpt.run_folder.adapter_config import AdapterConfig, ExpertLayout, config_path, read_config
 from ckpt.run_folder.opening import is_run
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import trainer_steps
@@ -83,11 +83,14 @@ class Adapter:
 # -- adapters ------------------------------------------------------------------------------------------------
 
 
-def open_adapter(where: str, *, config: str | None = None, tag: str | None = None) -> Adapter:
+def open_adapter(
+    where: str, *, config: str | None = None, tag: str | None = None, expert_layout: ExpertLayout | None = None
+) -> Adapter:
     """The adapter at `where`: a PEFT folder, a run folder (the newest in it), a sharded checkpoint, a URL, or a Hub id.
 
-    `config` is the folder that has `adapter_config.json`, where the checkpoint's own do not; `tag` names a step.  Hub
-    ids are looked up in the local cache only.
+    `config` is the folder that has `adapter_config.json`, where the checkpoint's own do not; `tag` names a step;
+    `expert_layout` says how adapters of stacked experts are packed, where that is not recorded.  Hub ids are looked up
+    in the local cache only.
     """
     path = local(where)
     if not path.exists() and HUB_ID.fullmatch(where):
@@ -98,7 +101,7 @@ def open_adapter(where: str, *, config: str | None = None, tag: str | None = Non
         checkpoint = _open(path, config, tag)
     place = local(config) if config else None
     found = config_path(checkpoint, place if place is not None and place.is_dir() else None)
-    settings = read_config(found)
+    settings = replace(read_config(found), given_layout=expert_layout)
     chosen = names.tensors(checkpoint, settings.raw)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
     if not checkpoint.is_adapter:

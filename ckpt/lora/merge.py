@@ -155,6 +155,7 @@ class _Merge:
     replaced: dict[str, Factor] = field(default_factory=dict)
     untied: set[str] = field(default_factory=set)
     normed: set[str] = field(default_factory=set)
+    by_expert: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.chosen = choices(self.base, self.layout.dtype)
@@ -352,8 +353,29 @@ class _Merge:
             raise UsageError("PEFT does not merge into a single expert of this orientation", path=adapter.path, fqn=fqn)
         if any(kind not in (names.A, names.B) for kind in parts):
             raise UsageError("a targeted parameter has neither DoRA nor a bias", path=adapter.path, fqn=fqn)
-        update = _arithmetic("merge_parameter", a, b, scaling=scaling, input_last=input_last)
+        by_expert = self._is_packed_by_expert(adapter, fqn, shape)
+        update = _arithmetic("merge_parameter", a, b, scaling=scaling, input_last=input_last, by_expert=by_expert)
         self._update(self.base.ties.get(fqn, fqn), update)
+
+    def _is_packed_by_expert(self, adapter: Adapter, fqn: str, shape: Shape) -> bool:
+        """Whether all columns of an expert stand together in `lora_B`, and not all of a rank; of one, both do."""
+        if len(shape) < 3 or shape[0] == 1 or adapter.config.rank_of(fqn) == 1:
+            return False
+        layout = adapter.config.expert_layout(fqn)
+        if layout is None:
+            raise UsageError(
+                "nothing records how Unsloth packed this adapter of experts: in its own way, in which versions before "
+                "2026.9.6 trained, or in PEFT's; merged in the other one, every expert gets columns of others",
+                path=adapter.config.path,
+                fqn=fqn,
+                expected="lora_B_layout: grouped_by_expert or rank_major",
+                found="unsloth_fixed in auto_mapping, and no lora_B_layout",
+                hint="--expert-layout unsloth where a version before 2026.9.6 trained it; --expert-layout peft where a "
+                "later one did, or UNSLOTH_MOE_LORA_MERGED=1 was set",
+            )
+        if layout == "unsloth":
+            self.by_expert.append(fqn)
+        return layout == "unsloth"
 
     # -- what the base is ------------------------------------------------------------------------------------
 
@@ -460,6 +482,8 @@ class _Merge:
         yield f"merged into {counted(len(self.updates), 'tensor')}"
         if whole := self.replaced.keys() - self.updates.keys():
             yield f"{counted(len(whole), 'tensor')} taken from the adapter as a whole"
+        if self.by_expert:
+            yield f"{counted(len(self.by_expert), 'adapter')} of stacked experts read as Unsloth packed them"
         if self.untied:
             yield f"no longer tied: {', '.join(sorted(self.untied))}"
 

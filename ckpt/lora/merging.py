@@ -15,6 +15,7 @@ from ckpt.lora.merge import plan
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Layout
 from ckpt.plan.dtypes import CASTABLE
+from ckpt.run_folder.adapter_config import ExpertLayout
 
 
 def planned(
@@ -53,6 +54,7 @@ def merge_lora(
     config: str | PathLike[str] | None = None,
     tag: str | None = None,
     accept_base: bool = False,
+    expert_layout: ExpertLayout | None = None,
     adapter_weights: Sequence[float] | None = None,
     combination: str = "svd",
     density: float | None = None,
@@ -71,7 +73,8 @@ def merge_lora(
     An adapter is a PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache; of
     several one is merged after the other, or with `adapter_weights` they become one by PEFT's `combination`.  `base` is
     the model to merge into, in any format, failing that the one that was trained on; `accept_base` merges though it is
-    not the one that the adapter names.
+    not the one that the adapter names.  `expert_layout` says who packed an adapter of stacked experts, PEFT or
+    Unsloth before 2026.9.6, where nothing records it.
     """
     api.WORKERS.check(workers)
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
@@ -79,7 +82,7 @@ def merge_lora(
         raise UsageError("there is no adapter to merge", expected="a path, or several", found=repr(adapters))
     place = None if config is None else fspath(config)
     conversion, _ = planned(
-        [open_adapter(fspath(one), config=place, tag=tag) for one in several],
+        [open_adapter(fspath(one), config=place, tag=tag, expert_layout=expert_layout) for one in several],
         base=None if base is None else fspath(base),
         accept_base=accept_base,
         adapter_weights=adapter_weights,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined
@@ -34,6 +34,15 @@ _MUTATING_INITS = ("pissa_niter_", "corda", "loftq", "lora_ga")
 #: MonteCLoRA, KaSA, and inits that are made of the base weight.
 OF_PEFT = ("use_bdlora", "velora_config", "monteclora_config", "kasa_config")
 _INITS_OF_PEFT = ("pissa", "olora", "mica")
+#: How the columns of a `lora_B` of stacked experts are packed: PEFT has all experts of a rank together, Unsloth before
+#: 2026.9.6 all ranks of an expert.
+ExpertLayout = Literal["peft", "unsloth"]
+#: What Unsloth records of it, in the config itself or in its `auto_mapping` (unsloth_zoo 2026.10.9,
+#: temporary_patches/moe_utils.py, `write_fused_expert_lora_layout` and `saved_lora_b_layouts`): for all parameters, or
+#: for each by its name.  The parameters are the two that its own forward computes.
+_LAYOUT, _LAYOUTS_BY_NAME = "lora_B_layout", "unsloth_fused_expert_lora"
+_RECORDED: Mapping[object, ExpertLayout] = {"rank_major": "peft", "grouped_by_expert": "unsloth"}
+_UNSLOTHS_PARAMETERS = ("gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,8 @@ class AdapterConfig:
     token_indices: Mapping[str, list[int]] | list[int] | None
     base: str | None
     revision: str | None
+    #: What the user says of the layout of stacked experts, which comes before what is recorded.
+    given_layout: ExpertLayout | None = None
 
     def rank_of(self, key: str) -> int:
         """The rank of module (or targeted parameter) `key`."""
@@ -65,6 +76,19 @@ class AdapterConfig:
         rank = self.rank_of(key)
         alpha = self.alpha_pattern.get(self._pattern(self.alpha_pattern, key), self.alpha)
         return alpha / sqrt(rank) if self.use_rslora else alpha / rank
+
+    def expert_layout(self, fqn: str) -> ExpertLayout | None:
+        """How `lora_B` of the stacked experts `fqn` is packed; None where Unsloth trained it and did not record it."""
+        name = fqn.rpartition(".")[2]
+        if self.given_layout is not None or name not in _UNSLOTHS_PARAMETERS:
+            return self.given_layout or "peft"
+        auto_mapping = _mapping(self.raw.get("auto_mapping"))
+        for source in (self.raw, auto_mapping):
+            by_name = _mapping(_mapping(source.get(_LAYOUTS_BY_NAME)).get("parameters"))
+            recorded = _mapping(by_name.get(name)).get(_LAYOUT, source.get(_LAYOUT))
+            if recorded is not None:
+                return _RECORDED.get(recorded) if isinstance(recorded, str) else None
+        return None if auto_mapping.get("unsloth_fixed") else "peft"
 
     @property
     def is_of_peft(self) -> bool:
@@ -86,6 +110,10 @@ class AdapterConfig:
     def targets_parameter(self, fqn: str) -> bool:
         """Whether `target_parameters` names the parameter `fqn` (peft `_inject_parameters`)."""
         return any(fqn == target or fqn.endswith(f".{target}") for target in self.target_parameters)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def find_config(folders: Iterable[str | Path]) -> Path | None:

@@ -11,7 +11,17 @@ import torch
 from ckpt.errors import UsageError
 from ckpt.lora import find as adapters
 from ckpt.lora import merge as lora
-from tests.support.adapters import MODELS, TABLE, Tables, compare, load_base, save_adapter
+from tests.support.adapters import (
+    MODELS,
+    TABLE,
+    Tables,
+    compare,
+    load_base,
+    same,
+    save_adapter,
+    save_base,
+    weights,
+)
 from tests.support.commands import ckpt
 
 COMBINATIONS: dict[str, dict[str, Any]] = {
@@ -57,6 +67,27 @@ def test_combinations_are_pefts_own(model: str, bases: dict[str, Path], tmp_path
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.parametrize("combination", ["cat", "linear", "svd"])
+def test_an_rslora_adapter_alone_stays_what_it_is(combination: str, tmp_path: Path) -> None:
+    """PEFT's own result is larger by the root of the rank."""
+    from ckpt.lora.combine import combine
+
+    base = save_base("llama", torch.float32, tmp_path / "base")
+    saved = save_adapter(base, tmp_path / "adapter", {"target_modules": MODELS["llama"].linear, "use_rslora": True})
+    adapter = adapters.open_adapter(str(saved))
+    opened = adapters.open_base(adapter, str(base))
+    lora.plan([adapter], opened).run(tmp_path / "plain")
+    combined = combine([adapter], [1.0], opened, combination)
+    assert combined.config.scaling("model.layers.0.self_attn.q_proj") == 1
+    assert any("once more, by the root of its rank, 3" in note for note in combined.notes)
+    lora.plan([combined], opened).run(tmp_path / "combined")
+    plain, ours, before = (weights(tmp_path / name) for name in ("plain", "combined", "base"))
+    changed = [name for name in plain if not same(plain[name], before[name])]
+    assert len(changed) == 8
+    for name in changed:
+        torch.testing.assert_close(ours[name] - before[name], plain[name] - before[name], rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -71,6 +102,14 @@ def test_combinations_need_what_they_need(linear: Path, tmp_path: Path, options:
     result = ckpt("merge-lora", linear, linear, "-o", tmp_path / "out", *options)
     assert result.code == UsageError.exit_code
     assert message in result.err
+
+
+def test_an_adapter_with_lora_bias_is_not_combined(bases: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT combines the factors and forgets the biases."""
+    saved = save_adapter(bases["qwen2"], tmp_path / "adapter", {"target_modules": ["q_proj"], "lora_bias": True})
+    result = ckpt("merge-lora", saved, saved, "--adapter-weights", "1,1", "-o", tmp_path / "out")
+    assert result.code == UsageError.exit_code
+    assert "adapters with trained biases are not combined" in result.err
 
 
 def test_combined_on_the_command_line(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:

@@ -1,0 +1,123 @@
+"""`ckpt/lora/merge.py`, `ckpt/run_folder/adapter_config.py`: adapters of stacked experts as Unsloth trained them.
+
+The fixture's logits are those of the live model under Unsloth's own forward (fixtures/make_unsloth.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt as package
+from ckpt.errors import UsageError
+from tests.support.adapters import edited, load_base, merge_by_peft, same, weights
+from tests.support.commands import ckpt
+from tests.support.places import FIXTURES
+
+FIXTURE = FIXTURES / "unsloth-moe"
+BASE = FIXTURE / "base"
+GROUPED, RANK_MAJOR = FIXTURE / "grouped_by_expert", FIXTURE / "rank_major"
+RECORD = ("lora_B_layout", "unsloth_fused_expert_lora")
+AUTO_MAPPING = {"base_model_class": "Qwen3MoeForCausalLM", "parent_library": "transformers", "unsloth_fixed": True}
+UNRECORDED: dict[str, Any] = {**dict.fromkeys(RECORD), "auto_mapping": AUTO_MAPPING}
+
+
+def merged(adapter: Path, folder: Path, *options: str) -> Path:
+    outcome = ckpt("merge-lora", adapter, "--base", BASE, "--accept-base", "-o", folder, *options)
+    assert outcome.code == 0, outcome.err
+    return folder
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        computed: torch.Tensor = load_base(folder)(input_ids=load_file(FIXTURE / "logits.safetensors")["ids"]).logits
+    return computed
+
+
+def equal(one: Path, other: Path) -> bool:
+    a, b = weights(one), weights(other)
+    return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("layout", ["grouped_by_expert", "rank_major"])
+def test_the_merged_model_computes_what_the_trained_one_did(layout: str, tmp_path: Path) -> None:
+    live = load_file(FIXTURE / "logits.safetensors")[layout]
+    ours = logits(merged(FIXTURE / layout, tmp_path / "ours"))
+    torch.testing.assert_close(ours, live, rtol=0, atol=1e-5)
+    other = "peft" if layout == "grouped_by_expert" else "unsloth"
+    wrong = logits(merged(FIXTURE / layout, tmp_path / "wrong", "--expert-layout", other))
+    assert (wrong - live).abs().max() > 0.01
+
+
+def test_it_is_pefts_merge_of_the_same_adapter_in_pefts_layout(tmp_path: Path) -> None:
+    shutil.copytree(GROUPED, tmp_path / "in-pefts-layout")
+    file = tmp_path / "in-pefts-layout" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".experts." in name and "lora_B" in name]:
+        b = tensors[name]
+        tensors[name] = b.reshape(len(b), 5, 3).transpose(1, 2).reshape(len(b), 15).contiguous()
+    save_file(tensors, file)
+    merge_by_peft(BASE, [tmp_path / "in-pefts-layout"], tmp_path / "peft")
+    assert equal(merged(GROUPED, tmp_path / "ours"), tmp_path / "peft")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**UNRECORDED, "lora_B_layout": "grouped_by_expert"},
+        {**UNRECORDED, "auto_mapping": {**AUTO_MAPPING, "lora_B_layout": "grouped_by_expert"}},
+        {
+            **UNRECORDED,
+            "unsloth_fused_expert_lora": {
+                "parameters": {name: {"lora_B_layout": "grouped_by_expert"} for name in ("gate_up_proj", "down_proj")}
+            },
+        },
+    ],
+    ids=["for all", "in auto_mapping", "by name"],
+)
+def test_each_record_of_the_layout_is_taken(changes: dict[str, Any], tmp_path: Path) -> None:
+    adapter = edited(GROUPED, tmp_path / "adapter", **changes)
+    assert equal(merged(adapter, tmp_path / "ours"), merged(GROUPED, tmp_path / "recorded"))
+
+
+@pytest.mark.parametrize(
+    "changes", [UNRECORDED, {**UNRECORDED, "lora_B_layout": "mixed"}], ids=["no record", "a record that is no layout"]
+)
+def test_unsloths_mark_without_a_layout_is_refused_and_both_ways_are_named(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    adapter = edited(GROUPED, tmp_path / "adapter", **changes)
+    outcome = ckpt("merge-lora", adapter, "--base", BASE, "--accept-base", "-o", tmp_path / "out")
+    assert outcome.code == 2
+    assert "--expert-layout unsloth" in outcome.err
+    assert "--expert-layout peft" in outcome.err
+    assert not (tmp_path / "out").exists()
+    assert equal(
+        merged(adapter, tmp_path / "unsloth", "--expert-layout", "unsloth"), merged(GROUPED, tmp_path / "recorded")
+    )
+    merge_by_peft(BASE, [adapter], tmp_path / "by-peft")
+    assert equal(merged(adapter, tmp_path / "peft", "--expert-layout", "peft"), tmp_path / "by-peft")
+
+
+def test_in_python(tmp_path: Path) -> None:
+    adapter = edited(GROUPED, tmp_path / "adapter", **UNRECORDED)
+    with pytest.raises(UsageError, match="how Unsloth packed") as refused:
+        package.merge_lora(adapter, tmp_path / "out", base=BASE, accept_base=True)
+    assert "expert_layout='unsloth'" in str(refused.value)
+    package.merge_lora(adapter, tmp_path / "out", base=BASE, accept_base=True, expert_layout="unsloth")
+    assert equal(tmp_path / "out", merged(GROUPED, tmp_path / "recorded"))
+
+
+def test_a_model_without_stacked_experts_needs_no_layout(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+    adapter = edited(linear, tmp_path / "adapter", auto_mapping=AUTO_MAPPING)
+    plain = json.loads((linear / "adapter_config.json").read_text())
+    assert plain["auto_mapping"] is None or "unsloth_fixed" not in plain["auto_mapping"]
+    for one in (adapter, linear):
+        assert ckpt("merge-lora", one, "--base", bases["llama"], "-o", tmp_path / one.parent.name).code == 0
+    assert equal(tmp_path / adapter.parent.name, tmp_path / linear.parent.name)
