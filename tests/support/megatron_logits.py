@@ -25,11 +25,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ckpt import api
 from ckpt.plan.checkpoint import MEGATRON, Checkpoint, Layout
 from ckpt.state.naming import to_namespace
-from train.config import Config
+from tests.support.tiny_sizes import tiny_sizes
+from train.config import ARCHITECTURES, Config
 from train.megatron import args as megatron_args
 from train.megatron import engine as megatron
 from train.megatron.cpu import on_this_machine
-from train.models import sizes_of
 from train.truth import megatron as megatron_truth
 
 _LENGTH = 24
@@ -68,8 +68,9 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
     if more.get("num_nextn_predict_layers"):
         add_mtp(folder / "hub")
     moved = to_namespace(api.open(folder / "hub"), MEGATRON, Layout())
-    args, theirs = arguments(moved), vars(megatron_args.arguments(model.config, Config(tp=1)))
-    ours = dict(moved.state.args or {})
+    args, ours = arguments(moved), dict(moved.state.args or {})
+    trained = architecture in ARCHITECTURES
+    theirs = vars(megatron_args.arguments(model.config, Config(tp=1))) if trained else {}
     outcome: dict[str, Any] = {
         "arguments": sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name])
     }
@@ -110,7 +111,7 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
 def random_model(architecture: str, more: Mapping[str, Any]) -> Any:
     """transformers' model with random weights and buffers everywhere, norms and biases included."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture.removesuffix("_wide"), **{**sizes_of(architecture), **more})
+    config = AutoConfig.for_model(architecture.removesuffix("_wide"), **{**tiny_sizes(architecture), **more})
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )

@@ -33,7 +33,7 @@ def arguments(sizes: Any, config: Config) -> Namespace:
 
 def transformer_config(args: Namespace) -> Any:
     """Megatron-core's configuration of the same model."""
-    from megatron.core.activations import quick_gelu
+    from megatron.core.activations import quick_gelu, squared_relu
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
@@ -52,6 +52,8 @@ def transformer_config(args: Namespace) -> Any:
     }
     if args.openai_gelu:
         values["activation_func"] = _GELU_TANH
+    if args.squared_relu:
+        values["activation_func"] = squared_relu
     made = kind(**values)
     for name, value in args.yarn.items():
         setattr(made, f"yarn_{name}", value)
@@ -91,6 +93,7 @@ def _common(sizes: Any, config: Config) -> dict[str, Any]:
         "quick_geglu": False,
         "openai_gelu": False,
         "squared_relu": False,
+        "no_rope_freq": None,
         "glu_linear_offset": 0.0,
         "activation_func_clamp_value": None,
         "untie_embeddings_and_output_weights": not sizes.tie_word_embeddings,

@@ -247,6 +247,7 @@ FAMILIES: dict[str, Family] = {
         dims=_experts,
         experts=("num_experts",),
         kinds=_by_step,
+        expert_modules=("gate.", "experts.", "shared_expert.", "shared_expert_gate."),
     ),
     "qwen3_moe": replace(
         _QWEN3,

@@ -48,6 +48,7 @@ def common(sizes: Sizes) -> dict[str, Any]:
         "quick_geglu": False,
         "openai_gelu": False,
         "squared_relu": False,
+        "no_rope_freq": None,
         "glu_linear_offset": 0.0,
         "activation_func_clamp_value": None,
         "untie_embeddings_and_output_weights": not sizes.tied,
@@ -64,16 +65,18 @@ def common(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def gated(sizes: Sizes, *, base: float = 10000.0, slides: bool | str = True) -> dict[str, Any]:
+def gated(sizes: Sizes, *, base: float = 10000.0, slides: bool | str = True, epsilon: float = 1e-6) -> dict[str, Any]:
     """Arguments of models after Llama: SwiGLU, rotary positions, experts, and a sliding window if `slides`.
 
-    `slides` may be the name of the config's flag for it.
+    `slides` may be the name of the config's flag for it; `base` and `epsilon` are the class's own numbers where the
+    config states none.
     """
     config = sizes.config
     silu(config)
     more = experts(sizes) if sizes.num_experts else {}
     used = config.flag(slides) if isinstance(slides, str) else slides
-    return common(sizes) | rotary(config, base) | window(config, used=used) | more
+    norm = {"norm_epsilon": config.number("rms_norm_eps", epsilon)}
+    return common(sizes) | rotary(config, base) | window(config, used=used) | norm | more
 
 
 def dtype(config: Config) -> dict[str, Any]:

@@ -124,17 +124,33 @@ def interleaved(sizes: Sizes, shape: Shape) -> Pattern:
 
 def qkv(sizes: Sizes, shape: Shape) -> Pattern:
     """Queries, keys and values of the hub, of which `shape` is that of the queries, by query group."""
+    pieces = tuple(
+        _rows_piece(number, (taken, size), (placed, size), shape)
+        for number, taken, size, placed in _rows_by_group(sizes)
+    )
+    keys = (sizes.dims["groups"] * sizes.dims["d"], *shape[1:])
+    return Pattern((shape, keys, keys), (shape[0] + 2 * keys[0], *shape[1:]), pieces)
+
+
+def one_qkv(sizes: Sizes, shape: Shape) -> Pattern:
+    """One tensor of all queries, all keys, all values, by query group; a matrix is [out, in]."""
+    head, heads, groups = (sizes.dims[name] for name in ("d", "heads", "groups"))
+    first = (0, heads * head, (heads + groups) * head)
+    pieces = tuple(
+        _rows_piece(0, (first[number] + taken, size), (placed, size), shape)
+        for number, taken, size, placed in _rows_by_group(sizes)
+    )
+    return Pattern((shape,), shape, pieces)
+
+
+def _rows_by_group(sizes: Sizes) -> Iterator[tuple[int, int, int, int]]:
+    """Queries (0), keys (1) and values (2) of each group: their first row among all of the kind, rows, first row."""
     head, groups = sizes.dims["d"], sizes.dims["groups"]
-    per_group = sizes.dims["heads"] // groups * head
-    pieces = []
+    queries = sizes.dims["heads"] // groups * head
     for group in range(groups):
-        start = group * (per_group + 2 * head)
-        pieces.append(_rows_piece(0, (group * per_group, per_group), (start, per_group), shape))
-        for number in (1, 2):
-            place = start + per_group + (number - 1) * head
-            pieces.append(_rows_piece(number, (group * head, head), (place, head), shape))
-    keys = (groups * head, *shape[1:])
-    return Pattern((shape, keys, keys), (shape[0] + 2 * keys[0], *shape[1:]), tuple(pieces))
+        start = group * (queries + 2 * head)
+        for number, (size, offset) in enumerate(((queries, 0), (head, queries), (head, queries + head))):
+            yield number, group * size, size, start + offset
 
 
 def fused_qkv(sizes: Sizes, shape: Shape) -> Pattern:
@@ -170,4 +186,5 @@ KINDS: Mapping[str, Callable[[Sizes, Shape], Pattern]] = {
     "interleaved": interleaved,
     "qkv": qkv,
     "fused_qkv": fused_qkv,
+    "one_qkv": one_qkv,
 }

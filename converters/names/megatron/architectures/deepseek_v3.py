@@ -43,11 +43,17 @@ PREDICTION = """
 
 def args(sizes: Sizes) -> dict[str, Any]:
     config = sizes.config
-    silu(config)
     if not config.flag("norm_topk_prob", True):
         raise LossError("Megatron normalises the scores of the chosen experts", found="norm_topk_prob false")
     if not config.flag("rope_interleave", True):
         raise LossError("Megatron's latent attention interleaves rotary positions", found="rope_interleave false")
+    return latent(sizes) | routing(sizes)
+
+
+def latent(sizes: Sizes) -> dict[str, Any]:
+    """Arguments of latent attention, and of experts whose router takes a softmax."""
+    config = sizes.config
+    silu(config)
     return (
         common(sizes)
         | _positions(config)
@@ -60,16 +66,26 @@ def args(sizes: Sizes) -> dict[str, Any]:
             "qk_head_dim": config.size("qk_nope_head_dim"),
             "qk_pos_emb_head_dim": config.size("qk_rope_head_dim"),
             "v_head_dim": config.size("v_head_dim"),
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_dtype": "fp32",
-            "moe_router_topk_scaling_factor": config.number("routed_scaling_factor", 2.5),
-            "moe_router_num_groups": config.get("n_group"),
-            "moe_router_group_topk": config.get("topk_group"),
-            "moe_shared_expert_intermediate_size": sizes.dims["s"],
-            "mtp_num_layers": len(sizes.predicted) or None,
         }
     )
+
+
+def routing(sizes: Sizes, scaling: float = 2.5) -> dict[str, Any]:
+    """A router that takes sigmoids and a bias for the choice, shared experts, and multi-token prediction.
+
+    `scaling` is the class's own where the config does not state one.
+    """
+    config = sizes.config
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": config.number("routed_scaling_factor", scaling),
+        "moe_router_num_groups": config.get("n_group"),
+        "moe_router_group_topk": config.get("topk_group"),
+        "moe_shared_expert_intermediate_size": sizes.dims["s"],
+        "mtp_num_layers": len(sizes.predicted) or None,
+    }
 
 
 def _positions(config: Config) -> dict[str, Any]:

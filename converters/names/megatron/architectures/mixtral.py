@@ -16,4 +16,4 @@ EXPERTS = """
     mlp.experts.local_experts.{e}.linear_fc2.weight    block_sparse_moe.experts.{e}.w2.weight        same
 """
 
-TABLE = Table(FAMILIES["mixtral"], partial(gated, base=1e6), llama.TOP, llama.ATTENTION, sparse=EXPERTS)
+TABLE = Table(FAMILIES["mixtral"], partial(gated, base=1e6, epsilon=1e-5), llama.TOP, llama.ATTENTION, sparse=EXPERTS)

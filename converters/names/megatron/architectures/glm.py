@@ -1,0 +1,19 @@
+"""GLM-4 as `glm`: Llama's attention with biases, rotary positions in turns, and one tensor of gate and up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from converters.names.families.rows import Sizes
+from converters.names.families.tables import FAMILIES
+from converters.names.megatron.architectures import llama, phi3
+from converters.names.megatron.args import gated
+from converters.names.megatron.table import Table
+
+
+def args(sizes: Sizes) -> dict[str, Any]:
+    positions = {"rotary_percent": sizes.config.rope.get("partial_rotary_factor", 0.5), "rotary_interleaved": True}
+    return gated(sizes, slides=False, epsilon=1.5625e-7) | positions
+
+
+TABLE = Table(FAMILIES["glm"], args, llama.TOP, llama.ATTENTION, dense=phi3.MLP)

@@ -1,0 +1,33 @@
+"""GLM-4.5 and 4.6: Llama's attention, dense first layers, DeepSeek's experts and multi-token prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.base.errors import LossError
+from converters.names.families.rows import Sizes
+from converters.names.families.tables import FAMILIES
+from converters.names.megatron.architectures import deepseek_v3, llama, qwen3_moe
+from converters.names.megatron.args import gated
+from converters.names.megatron.table import Table
+
+
+def args(sizes: Sizes) -> dict[str, Any]:
+    config = sizes.config
+    if not config.flag("norm_topk_prob", True):
+        raise LossError("Megatron normalises the scores of the chosen experts", found="norm_topk_prob false")
+    return gated(sizes, slides=False, epsilon=1e-5) | {
+        "rotary_percent": config.rope.get("partial_rotary_factor", 0.5),
+        **deepseek_v3.routing(sizes, scaling=1.0),
+    }
+
+
+TABLE = Table(
+    FAMILIES["glm4_moe"],
+    args,
+    llama.TOP,
+    llama.ATTENTION,
+    dense=llama.MLP,
+    sparse=qwen3_moe.EXPERTS + deepseek_v3.SHARED,
+    prediction=deepseek_v3.PREDICTION,
+)

@@ -1,0 +1,69 @@
+"""Sizes of tiny models of the architectures in Megatron's formats, those too that the trainer does not train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from train.config import ARCHITECTURES
+from train.data import VOCABULARY
+from train.models import sizes_of
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 40,
+    "intermediate_size": 53,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+#: A head whose width is not that of hidden_size / heads, where the architecture has one of its own.
+_HEAD = {"hidden_size": 35, "head_dim": 6}
+_EXPERTS = {"moe_intermediate_size": 11, "num_experts_per_tok": 2}
+_SIZES: dict[str, dict[str, Any]] = {
+    "seed_oss": _HEAD,
+    "ministral": _HEAD,
+    "smollm3": {},
+    "arcee": _HEAD,
+    "starcoder2": {"num_key_value_heads": 5},
+    "stablelm": {},
+    "phi3": {},
+    "glm": {"hidden_size": 35, "head_dim": 8},
+    "ernie4_5": _HEAD,
+    "qwen2_moe": {**_EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 13, "mlp_only_layers": [0]},
+    "glm4_moe": {
+        **_EXPERTS,
+        "hidden_size": 35,
+        "head_dim": 8,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
+    "deepseek_v2": {
+        **_EXPERTS,
+        "hidden_size": 35,
+        "num_key_value_heads": 5,
+        "head_dim": 4,
+        "q_lora_rank": 15,
+        "kv_lora_rank": 12,  # transformers' rotary positions take no odd stride
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 7,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+def tiny_sizes(architecture: str) -> dict[str, Any]:
+    """What the configuration of a tiny model has otherwise than the architecture's defaults."""
+    if architecture.removesuffix("_wide") in ARCHITECTURES:
+        return sizes_of(architecture)
+    return {**_COMMON, **_SIZES[architecture]}
