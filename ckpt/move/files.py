@@ -15,6 +15,7 @@ import shutil
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
+from datetime import datetime
 from io import FileIO
 from itertools import accumulate, islice
 from pathlib import Path
@@ -124,6 +125,13 @@ def check_destination(destination: Path, source: Path) -> None:
             found=f"source {source}",
             hint="give another folder with -o",
         )
+
+
+def _what_lies_in(folder: Path) -> str:
+    """A few names in a folder, and when any was last added or removed."""
+    names, changed = sorted(os.listdir(folder)), datetime.fromtimestamp(os.stat(folder).st_mtime)
+    more = ", ..." if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}, written {changed:%Y-%m-%d %H:%M:%S}"
 
 
 def lies_in(inner: Path, outer: Path) -> bool:
@@ -262,6 +270,7 @@ class Staging:
             raise UsageError(
                 "the destination exists",
                 path=self.destination,
+                found=_what_lies_in(self.destination),
                 hint="give another folder with -o, or --overwrite to replace it",
             )
 
