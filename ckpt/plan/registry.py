@@ -19,9 +19,9 @@ from typing import Any, cast
 from ckpt.base.entries import entries, load
 from ckpt.base.errors import UsageError
 from ckpt.base.text import did_you_mean
-from ckpt.plan.checkpoint import Format
+from ckpt.plan.checkpoint import Format, Layout
 from ckpt.plan.namespace import Namespace
-from ckpt.plan.options import options_of
+from ckpt.plan.options import OF_FILES, options_of
 
 #: In the order in which a folder is asked what it is: what holds most comes first.
 FORMATS = {
@@ -53,7 +53,7 @@ OPTIONS = {
 }
 
 #: Options that every format has.
-_OF_ALL = ("format", "tag", "config", "dtype", "dequantize", "optimizer_dtype", "max_shard_size", "world_size")
+_OF_ALL = ("format", "tag", "config", "dtype", "dequantize", "optimizer_dtype", *OF_FILES)
 
 #: How the names of each namespace relate to the Hub's (see `ckpt.plan.namespace`).
 NAMESPACES = {
@@ -165,6 +165,18 @@ def declared_options() -> dict[type, list[str]]:
     for name, where in _registered(OPTIONS, "ckpt.format_options").items():
         found.setdefault(load(where), []).append(name)
     return found
+
+
+def check_layout(format: Format, layout: Layout) -> None:
+    """Raise UsageError where `layout` asks for what says nothing about the files of `format`."""
+    for name in layout.of_files().keys() - set(format.takes):
+        flag = f"--{name.replace('_', '-')}"
+        others = ", ".join(one.name for one in all_formats() if one.writes and name in one.takes)
+        raise UsageError(
+            f"the format {format.name!r} takes no {flag}: {OF_FILES[name]}",
+            hint=f"leave {flag} out; it is an option of {others}",
+        )
+    check_options(format.name, layout.options)
 
 
 def check_options(format: str, asked: Mapping[str, Any]) -> None:
