@@ -292,8 +292,9 @@ class Commands(_Help, TyperGroup):
             return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        asks = args[:1] == ["help"]  # `ckpt help convert`
-        return super().parse_args(ctx, [*args[1:2], "--help"] if asks else args)
+        if args[:1] == ["help"]:  # `ckpt help convert`
+            args = [*args[1:2], "--help"]
+        return super().parse_args(ctx, ["--version"] if args == ["version"] else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if "" in args[1:]:  # no path: `Path("")` would be the current folder

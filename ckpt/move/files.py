@@ -124,6 +124,7 @@ def check_destination(destination: Path, source: Path) -> None:
             expected="a folder that neither is, contains nor lies in the source",
             found=f"source {source}",
             hint="give another folder with -o",
+            code="destination-overlaps",
         )
 
 
@@ -272,6 +273,7 @@ class Staging:
                 path=self.destination,
                 found=_what_lies_in(self.destination),
                 hint="give another folder with -o, or --overwrite to replace it",
+                code="destination-exists",
             )
 
     def _check_space(self) -> None:
@@ -284,6 +286,7 @@ class Staging:
                 expected=show_size(self._total_bytes),
                 found=f"{show_size(free)} free, {show_size(self._total_bytes - free)} too few",
                 hint="free some space, or choose another place with -o",
+                code="no-space",
             )
 
     def _bytes_there(self) -> int:

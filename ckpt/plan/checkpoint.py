@@ -348,7 +348,7 @@ class Layout:
         return declaration(**{name: value for name, value in self.options.items() if name in names})
 
     def of_files(self) -> dict[str, Any]:
-        """Those of `ckpt.plan.options.OF_FILES` that were asked for, by name."""
+        """The options of `ckpt.plan.options.OF_FILES` that were asked for, by name."""
         usual = Layout()
         return {name: getattr(self, name) for name in OF_FILES if getattr(self, name) != getattr(usual, name)}
 

@@ -123,7 +123,8 @@ def named(word: str) -> list[Format]:
         return [cast(Format, load(known[word]))]
     if not (found := [one for one in all_formats() if word in one.aliases]):
         hint = did_you_mean(word, words())
-        raise UsageError(f"there is no format called {word!r}", expected="one of " + ", ".join(known), hint=hint)
+        what, expected = f"there is no format called {word!r}", "one of " + ", ".join(known)
+        raise UsageError(what, expected=expected, hint=hint, code="unknown-format")
     return found
 
 
@@ -175,6 +176,7 @@ def check_layout(format: Format, layout: Layout) -> None:
         raise UsageError(
             f"the format {format.name!r} takes no {flag}: {OF_FILES[name]}",
             hint=f"leave {flag} out; it is an option of {others}",
+            code="option-not-taken",
         )
     check_options(format.name, layout.options)
 
@@ -196,6 +198,7 @@ def check_options(format: str, asked: Mapping[str, Any]) -> None:
         f"the format {format!r} has none of {' or '.join(of)}",
         found=" ".join(f"--{name.replace('_', '-')}" for name in others),
         hint="see `ckpt convert --help`",
+        code="option-not-taken",
     )
 
 

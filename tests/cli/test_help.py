@@ -71,7 +71,7 @@ def test_every_example_is_a_command_that_works(runs: Path, monkeypatch: pytest.M
 
 
 def test_version_has_a_short_option() -> None:
-    assert run_ckpt("-V").out == run_ckpt("--version").out != ""
+    assert run_ckpt("-V").out == run_ckpt("--version").out == run_ckpt("version").out != ""
 
 
 # -- completion -------------------------------------------------------------------------------------------------------

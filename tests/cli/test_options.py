@@ -123,7 +123,7 @@ def test_commands_other_than_convert_do_not_look_for_options() -> None:
 
 # -- every target and every option -------------------------------------------------------------------------------------
 
-#: Sources by what of them an option is about, each with what every target needs of it.
+#: Sources, each with options to which the one that is tried is added.
 SOURCES: dict[str, tuple[dict[str, Any], ...]] = {
     "trainer-plain": ({"world_size": 2}, {}, {"tp": 2}),
     "autotp-zero1": (
