@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
 from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
-from ckpt.cli import complete
+from ckpt.cli import complete, defaults
 from ckpt.cli.examples import EXAMPLES
 from ckpt.cli.usage import say_error, saying_usage_errors
 from ckpt.plan.options import MAX_SIZE, Option, options_of
@@ -228,6 +228,8 @@ def _commands(error: CkptError) -> list[str]:
     return [f"  {shlex.join(['ckpt', *words[:place], shown(run), *words[place + 1 :]])}" for run in error.runs]
 
 
+#: How the title of a section of options begins that formats declare; `ckpt convert --help` says what these mean.
+_OF_FORMATS = "Options of "
 #: What typer calls types, and what people read in their place.
 _TYPES = {"<int range>": "N", "<int>": "N", "<float>": "X", "<path>": "PATH", "<str>": "TEXT", "<list[str]>": "TEXT"}
 
@@ -257,6 +259,13 @@ class _Help:
                 name, _, taken = record[0].partition(" <")
                 name += "" if is_argument or not taken else f" {_TYPES.get(f'<{taken}', f'<{taken}')}"
                 sections.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append((name, record[1]))
+        if self.name != "convert":  # type: ignore[attr-defined]
+            names = {
+                title.removeprefix(_OF_FORMATS): ", ".join(name.partition(" ")[0] for name, _ in sections.pop(title))
+                for title in [*sections]
+                if title.startswith(_OF_FORMATS)
+            }
+            sections["Options of formats, explained by `ckpt convert --help`"] = [*names.items()]
         self.format_sections(formatter, {title: records for title, records in sections.items() if records})
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
@@ -312,6 +321,7 @@ class Commands(_Help, TyperGroup):
             alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
             alone.command(name, cls=Command)(guarded(_with_declared(inspect.unwrap(command.callback))))
             command = typer.main.get_command(alone)
+        ctx.default_map = {name: defaults.of_command(name, command.params)}
         return name, command, rest
 
 
@@ -351,7 +361,7 @@ def with_options(
                     hint="uninstall the package of one of the two, or rename its option",
                 )
             declared[one.name] = one
-            known[one.name] = _parameter(one, f"Options of {', '.join(formats)}")
+            known[one.name] = _parameter(one, f"{_OF_FORMATS}{', '.join(formats)}")
 
     @functools.wraps(function)
     def run(**arguments: Any) -> Any:

@@ -22,6 +22,7 @@ def resume(
     format: Annotated[
         str | None,
         typer.Option(
+            metavar="FORMAT",
             help="The format that is loaded. [default: accelerate's setting, or the source's]",
             autocompletion=complete.targets,
         ),
