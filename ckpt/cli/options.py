@@ -261,7 +261,7 @@ class _Help:
                 sections.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append((name, record[1]))
         if self.name != "convert":  # type: ignore[attr-defined]
             names = {
-                title.removeprefix(_OF_FORMATS): ", ".join(name.partition(" ")[0] for name, _ in sections.pop(title))
+                title.removeprefix(_OF_FORMATS): _few([name.partition(" ")[0] for name, _ in sections.pop(title)])
                 for title in [*sections]
                 if title.startswith(_OF_FORMATS)
             }
@@ -275,6 +275,10 @@ class _Help:
                 formatter.write(f"{'':{formatter.current_indent}}{command}\n")
                 with formatter.indentation():
                     formatter.write_text(meaning)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _bold(title: str) -> str:
