@@ -9,6 +9,7 @@
     ckpt.check("outputs").whole                           # nothing missing, cut off or damaged
     ckpt.resume("outputs")                                # the folder to go on from, on the ranks that there are now
     ckpt.StorageReader("outputs")                         # for torch's dcp.load, from any format into FSDP2
+    Trainer(..., callbacks=[ckpt.TrainerCallback()])      # each checkpoint checked, converted and verified meanwhile
     except ckpt.CkptError as error: ...                   # the base of all errors of `ckpt.base.errors`
 
 Importing this package imports neither torch nor any framework.
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ckpt.lora.merging import merge_lora
     from ckpt.resume.resuming import resume
     from ckpt.show.formats import formats
+    from ckpt.training.callback import TrainerCallback
     from ckpt.views.loading import load_into
     from ckpt.views.storage_reader import StorageReader
 else:
@@ -51,6 +53,7 @@ _FROM = {
         "ckpt.lora.merging": "merge_lora",
         "ckpt.resume.resuming": "resume",
         "ckpt.show.formats": "formats",
+        "ckpt.training.callback": "TrainerCallback",
         "ckpt.views.loading": "load_into",
         "ckpt.views.storage_reader": "StorageReader",
     }.items()
@@ -59,6 +62,7 @@ _FROM = {
 __all__ = [
     "CkptError",
     "StorageReader",
+    "TrainerCallback",
     "__version__",
     "check",
     "convert",

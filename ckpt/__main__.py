@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import signal
 import sys
 import traceback
@@ -50,8 +51,9 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def _say(error: Exception) -> int:
     """Print what ended the command, in a few lines, and return the exit code."""
-    from ckpt.base.errors import printable
+    from ckpt.base.errors import json_error, printable
 
+    name = "storage"
     if isinstance(error, MemoryError):
         what, hint, code = "there is not enough memory", "a smaller --max-memory, or fewer --workers", STORAGE
     elif isinstance(error, RuntimeError) and "start new thread" in str(error):
@@ -63,8 +65,11 @@ def _say(error: Exception) -> int:
     else:
         places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-3:]]
         what = f"an error of ckpt itself: {type(error).__name__}: {error}\n  at: {', '.join(places)}"
-        hint, code = "please report it with the command and these lines", INTERNAL
-    print(f"error: {printable(what, 2000)}\n\nhint: {hint}", file=sys.stderr)
+        hint, code, name = "please report it with the command and these lines", INTERNAL, "internal"
+    if streams.asks_for_json():
+        print(json.dumps(json_error(name, printable(what, 2000), code, hint=hint)), file=sys.stderr)
+    else:
+        print(f"error: {printable(what, 2000)}\n\nhint: {hint}", file=sys.stderr)
     return code
 
 

@@ -339,12 +339,13 @@ def plan(
     checkpoint = opened(source, format, tag=tag, config=config, replica=replica)
     if dequantize:
         checkpoint = dequantized(checkpoint, layout.dtype)
-    if optimizer_dtype == "fp32":
-        checkpoint = checkpoint.with_plain_states()
     target = registry.get(to)
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
-    registry.check_options(target.name, layout.options)
+    if optimizer_dtype == "fp32":
+        _check_holds_optimizer(target, "--optimizer-dtype")
+        checkpoint = checkpoint.with_plain_states()
+    registry.check_layout(target, layout)
     # The reader's notes are known already.  A writer sees no notes, so those of the renaming are new.
     if target.carries_optimizer:
         _check_states_are_plain(checkpoint, target, layout)
@@ -467,10 +468,19 @@ def _namespace(target: Format, layout: Layout) -> str | None:
     if target.namespace == TRANSFORMERS and names == TORCHTITAN:
         return TORCHTITAN
     if names is not None and (target.namespace != HUB or names == TORCHTITAN):
-        raise UsageError(f"the format {target.name!r} cannot be written under these names", found=f"--names {names}")
-    if layout.options.get("flat_optimizer") and not target.carries_optimizer:
-        raise UsageError(f"the format {target.name!r} holds no optimizer", found="--flat-optimizer")
+        raise UsageError(
+            f"the format {target.name!r} cannot be written under these names",
+            found=f"--names {names}",
+            hint="leave --names out",
+        )
+    if layout.options.get("flat_optimizer"):
+        _check_holds_optimizer(target, "--flat-optimizer")
     return target.namespace
+
+
+def _check_holds_optimizer(target: Format, option: str) -> None:
+    if not target.carries_optimizer:
+        raise UsageError(f"the format {target.name!r} holds no optimizer", found=option, hint=f"leave {option} out")
 
 
 def digests(checkpoint: Checkpoint, **options: Any) -> Digests:

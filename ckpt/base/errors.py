@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ckpt.base.words import in_python
 
@@ -33,10 +34,12 @@ _PASSWORD = re.compile(r":/{1,2}[^/\s@:]*:[^/\s@]*@")
 class CkptError(Exception):
     """What went wrong, where, what was expected and found, and what to do about it.
 
-    `where` is a file, optionally with a rank and an fqn; all of them may be absent.
+    `where` is a file, optionally with a rank and an fqn; all of them may be absent.  `code` names the kind of error for
+    programs and does not change from release to release; docs/errors.md lists them.
     """
 
     exit_code = 1
+    code = "error"
 
     def __init__(
         self,
@@ -48,8 +51,10 @@ class CkptError(Exception):
         expected: object = None,
         found: object = None,
         hint: str | None = None,
+        code: str | None = None,
     ) -> None:
         super().__init__(what)
+        self.code = code or self.code
         self.what = what
         self.path = None if path is None else os.fspath(path)
         self.rank = rank
@@ -73,6 +78,13 @@ class CkptError(Exception):
         }
         return {name: printable(str(value)) for name, value in parts.items() if value is not None}
 
+    def to_json(self) -> dict[str, Any]:
+        """The error as `--json` prints it; what is not known is null."""
+        facts, hint = self.facts(), None if self.hint is None else printable(self.hint)
+        parts = {name: facts.get(name) for name in ("expected", "found")}
+        where = {name: facts.get(name) for name in ("file", "rank", "tensor")}
+        return json_error(self.code, printable(self.what), self.exit_code, where=where, **parts, hint=hint)
+
     def __str__(self) -> str:
         """The message as Python has it, `world_size` and not `--world-size`."""
         return self._text(in_python)
@@ -89,6 +101,12 @@ class CkptError(Exception):
         return "\n".join(lines)
 
 
+def json_error(code: str, what: str, exit: int, **parts: Any) -> dict[str, Any]:
+    """What `--json` prints of an error: always with these names, in this order."""
+    nothing = {"where": {"file": None, "rank": None, "tensor": None}, "expected": None, "found": None, "hint": None}
+    return {"code": code, "what": what, **nothing, **parts, "exit": exit}
+
+
 def _restored(kind: type[CkptError], args: tuple[object, ...]) -> CkptError:
     error = kind.__new__(kind)
     error.args = args
@@ -97,10 +115,13 @@ def _restored(kind: type[CkptError], args: tuple[object, ...]) -> CkptError:
 
 class UsageError(CkptError):
     exit_code = 2
+    code = "usage"
 
 
 class SeveralRunsError(UsageError):
     """A folder holds several run folders, `runs`, the newest first; the user has to name one."""
+
+    code = "several-runs"
 
     def __init__(self, path: os.PathLike[str], runs: Sequence[os.PathLike[str]]) -> None:
         found = ", ".join(os.path.relpath(run, path) for run in runs[:8]) + (", ..." if len(runs) > 8 else "")
@@ -110,26 +131,33 @@ class SeveralRunsError(UsageError):
 
 class NotFoundError(CkptError):
     exit_code = 3
+    code = "not-found"
 
 
 class CorruptError(CkptError):
     exit_code = 4
+    code = "corrupt"
 
 
 class IncompleteError(CorruptError):
     """What a run that is still writing leaves, or one that was killed; its run may have an older checkpoint."""
 
+    code = "incomplete"
+
 
 class UnsafeError(CkptError):
     exit_code = 5
+    code = "unsafe"
 
 
 class LossError(CkptError):
     exit_code = 6
+    code = "loss"
 
 
 class StorageError(CkptError):
     exit_code = 7
+    code = "storage"
 
 
 def printable(text: str, limit: int = 400) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import select
 import sys
 from typing import TextIO
+
+from ckpt.base.errors import json_error
 
 INTERRUPTED, READER_LEFT, TERMINATED = 130, 141, 143
 #: Commands whose work is what they write; what they print says where it is.
@@ -18,10 +21,18 @@ class TerminatedError(KeyboardInterrupt):
     """SIGTERM, which ends a command as Ctrl-C does."""
 
 
+def asks_for_json() -> bool:
+    """Whether the command was given `--json`: errors are one JSON object then, on the last line of stderr."""
+    return "--json" in sys.argv[1:]
+
+
 def say_ended(interrupt: KeyboardInterrupt) -> int:
     """Say what ended a command so; its exit code."""
-    print(*(interrupt.args or ["interrupted; the destination is as it was"]), file=sys.stderr)
-    return TERMINATED if isinstance(interrupt, TerminatedError) else INTERRUPTED
+    is_terminated = isinstance(interrupt, TerminatedError)
+    code, name = (TERMINATED, "terminated") if is_terminated else (INTERRUPTED, "interrupted")
+    what = " ".join(map(str, interrupt.args)) or "interrupted; the destination is as it was"
+    print(json.dumps(json_error(name, what, code)) if asks_for_json() else what, file=sys.stderr)
+    return code
 
 
 class _Unfailing(io.RawIOBase):

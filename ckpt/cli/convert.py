@@ -120,11 +120,7 @@ def convert(
                 workers=work.workers,
                 **options,
             )
-        checkpoint = conversion.source
-        say_source(checkpoint, quiet=quiet)
-        if output is None and not outcome.overwrite:
-            destination = beside_another(path, target, checkpoint.state.step, quiet=quiet)
-            destination = group.gather(destination)[0]  # before any process can have written there
+        say_source(conversion.source, quiet=quiet)
         report = carry_out(
             conversion,
             destination,
@@ -223,16 +219,3 @@ def default_output(path: Path, target: str) -> Path:
     # a relative sibling, so that what is printed is what the user would type; `.` and `..` need the real name
     named = Path(path.resolve()) if path.name in ("", "..") else path
     return named.with_name(f"{named.name}-{target}")
-
-
-def beside_another(path: Path, target: str, step: int | None, *, quiet: bool) -> Path:
-    """The default output of what was taken at `step`; with the step in its name where a former output has the other."""
-    from ckpt.verify.manifest import MANIFEST
-
-    plain = default_output(path, target)
-    if step is None or not (plain / MANIFEST).is_file():
-        return plain
-    numbered = default_output(path, f"step{step}-{target}")
-    if not quiet:
-        print(printable(f"note: {plain} is there already, so this is written to {numbered}"), file=sys.stderr)
-    return numbered

@@ -43,6 +43,7 @@ def inspect(
     only: Annotated[opt.Only, typer.Option(help="Draw only these tensors.")] = "all",
     as_json: opt.JsonOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing picture.")] = False,
+    quiet: opt.QuietOption = False,
 ) -> None:
     """Show what a checkpoint holds, and with --picture which ranks hold which parts of it."""
     from ckpt.check import inspecting
@@ -60,14 +61,14 @@ def inspect(
             if run := inspecting.run_of(path, tag, everything):
                 if as_json:
                     print(shown(json.dumps(inspecting.run_json(run), indent=2)))
-                else:
+                elif not quiet:
                     _print_run(run)
                 sys.stdout.flush()
             raise
         damaged = _draw(found.checkpoint, picture, only, overwrite) if picture is not None else None
         if as_json:
             print(shown(json.dumps(found.to_json(), indent=2)))
-        else:
+        elif not quiet:
             print("\n".join(found.facts(terminal_width())))
             if found.run:
                 print()
@@ -257,12 +258,12 @@ def estimate_(
         print(printable(line))
 
 
-def formats(as_json: opt.JsonOption = False) -> None:
+def formats(as_json: opt.JsonOption = False, quiet: opt.QuietOption = False) -> None:
     """List the formats: what can be read and written, and what carries optimizer state."""
     from ckpt.show import formats as known
 
     found = known.formats()
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
-    else:
+    elif not quiet:
         print_table(known.HEADS, found.rows())

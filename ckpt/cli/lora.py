@@ -15,7 +15,7 @@ import typer
 from ckpt.base.errors import UsageError, printable, shown
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_of
-from ckpt.cli.convert import beside_another, default_output
+from ckpt.cli.convert import default_output
 from ckpt.cli.text import carry_out, say_notes, say_source
 
 if TYPE_CHECKING:
@@ -112,8 +112,6 @@ def merge_lora(
     opened = [
         open_adapter(where, config=parts.config, tag=parts.tag, expert_layout=parts.expert_layout) for where in wanted
     ]
-    if output is None and not outcome.overwrite:
-        destination = beside_another(Path(wanted[0]), "merged", opened[0].checkpoint.state.step, quiet=quiet)
     if not push and at_hub != opt.HubTarget():
         raise UsageError("--repo-id, --private, --revision, --create-pr and --commit-message go with --push")
     to = None

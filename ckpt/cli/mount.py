@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckpt.base.errors import UsageError, printable
+from ckpt.base.errors import UsageError, printable, shown
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.text import say_source
@@ -33,6 +34,7 @@ def mount(
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Serve it from this process, until it is unmounted.")
     ] = False,
+    as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
     options: Mapping[str, Any],
 ) -> None:
@@ -59,4 +61,6 @@ def mount(
         for line in lost_lines(conversion.to_json()):
             print(line, file=sys.stderr)
         print(printable(f"reads as {target} at {view}; `fusermount3 -u {view}` ends it"), file=sys.stderr, flush=True)
+    if as_json:
+        print(shown(json.dumps(conversion.to_json(str(view)), indent=2)), flush=True)
     mount_conversion(conversion, view, foreground=foreground)

@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
 from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
-from ckpt.cli import complete
+from ckpt.cli import complete, defaults
 from ckpt.cli.examples import EXAMPLES
 from ckpt.cli.usage import say_error, saying_usage_errors
 from ckpt.plan.options import MAX_SIZE, Option, options_of
@@ -229,6 +229,8 @@ def _commands(error: CkptError) -> list[str]:
     return [f"  {shlex.join(['ckpt', *words[:place], shown(run), *words[place + 1 :]])}" for run in error.runs]
 
 
+#: How the title of a section of options begins that formats declare; `ckpt convert --help` says what these mean.
+_OF_FORMATS = "Options of "
 #: What typer calls types, and what people read in their place.
 _TYPES = {"<int range>": "N", "<int>": "N", "<float>": "X", "<path>": "PATH", "<str>": "TEXT", "<list[str]>": "TEXT"}
 
@@ -258,6 +260,13 @@ class _Help:
                 name, _, taken = record[0].partition(" <")
                 name += "" if is_argument or not taken else f" {_TYPES.get(f'<{taken}', f'<{taken}')}"
                 sections.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append((name, record[1]))
+        if self.name != "convert":  # type: ignore[attr-defined]
+            names = {
+                title.removeprefix(_OF_FORMATS): _few([name.partition(" ")[0] for name, _ in sections.pop(title)])
+                for title in [*sections]
+                if title.startswith(_OF_FORMATS)
+            }
+            sections["Options of formats, explained by `ckpt convert --help`"] = [*names.items()]
         self.format_sections(formatter, {title: records for title, records in sections.items() if records})
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
@@ -267,6 +276,10 @@ class _Help:
                 formatter.write(f"{'':{formatter.current_indent}}{command}\n")
                 with formatter.indentation():
                     formatter.write_text(meaning)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _bold(title: str) -> str:
@@ -293,8 +306,9 @@ class Commands(_Help, TyperGroup):
             return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        asks = args[:1] == ["help"]  # `ckpt help convert`
-        return super().parse_args(ctx, [*args[1:2], "--help"] if asks else args)
+        if args[:1] == ["help"]:  # `ckpt help convert`
+            args = [*args[1:2], "--help"]
+        return super().parse_args(ctx, ["--version"] if args == ["version"] else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if "" in args[1:]:  # no path: `Path("")` would be the current folder
@@ -312,6 +326,7 @@ class Commands(_Help, TyperGroup):
             alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
             alone.command(name, cls=Command)(guarded(_with_declared(inspect.unwrap(command.callback))))
             command = typer.main.get_command(alone)
+        ctx.default_map = {name: defaults.of_command(name, command.params)}
         return name, command, rest
 
 
@@ -351,7 +366,7 @@ def with_options(
                     hint="uninstall the package of one of the two, or rename its option",
                 )
             declared[one.name] = one
-            known[one.name] = _parameter(one, f"Options of {', '.join(formats)}")
+            known[one.name] = _parameter(one, f"{_OF_FORMATS}{', '.join(formats)}")
 
     @functools.wraps(function)
     def run(**arguments: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
-from ckpt.base.errors import printable
+from ckpt.base.errors import printable, shown
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_and_config
@@ -21,6 +22,7 @@ def resume(
     format: Annotated[
         str | None,
         typer.Option(
+            metavar="FORMAT",
             help="The format that is loaded. [default: accelerate's setting, or the source's]",
             autocompletion=complete.targets,
         ),
@@ -39,6 +41,7 @@ def resume(
     missing_ok: Annotated[
         bool, typer.Option("--missing-ok", help="Print nothing where there is no checkpoint yet: the run begins.")
     ] = False,
+    as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
     options: Mapping[str, Any],
 ) -> None:
@@ -64,5 +67,7 @@ def resume(
             say=(lambda _: None) if quiet else say_on_stderr,
             **options,
         )
-    if found is not None:
+    if as_json:
+        print(f"{shown(json.dumps({'path': found}))}\n", end="")
+    elif found is not None:
         print(f"{printable(found)}\n", end="")  # in one piece: the other processes print it, too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -10,8 +11,8 @@ from typing import Any
 
 import typer
 
+from ckpt.base import streams
 from ckpt.base.errors import CkptError, UsageError
-from ckpt.base.streams import coloured
 
 #: The class of all of typer's errors of this kind, which has no public name.
 _TYPED: Any = typer.BadParameter.__mro__[1]
@@ -28,8 +29,11 @@ _MEANT = {
 
 
 def say_error(error: CkptError, *more: str) -> None:
-    """Print an error on stderr, and further lines below it."""
-    head = typer.style("error:", fg="red", bold=True) if coloured(sys.stderr) else "error:"
+    """Print an error on stderr, and further lines below it; with `--json` as one object on one line."""
+    if streams.asks_for_json():
+        print(json.dumps(error.to_json()), file=sys.stderr)
+        return
+    head = typer.style("error:", fg="red", bold=True) if streams.coloured(sys.stderr) else "error:"
     print(f"{head} {error.on_command_line()}", *more, sep="\n", file=sys.stderr)
 
 

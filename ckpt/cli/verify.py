@@ -130,6 +130,7 @@ def hash_(
     workers: Annotated[int, typer.Option(min=0, max=256, help="Threads that read. 0: by the processors.")] = 0,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
+    verbose: opt.VerboseOption = False,
 ) -> None:
     """Print digests of what a checkpoint holds: the same whatever its format, sharding and order of files."""
     from ckpt import api
@@ -140,4 +141,4 @@ def hash_(
         found = api.hash(checkpoint, dtype=dtype, workers=workers, progress=meter)
     if not as_json:
         say_notes(() if quiet else found.not_hashed)
-    _conclude(found, found.lines(tensors), as_json, quiet=False)
+    _conclude(found, found.lines(tensors or verbose), as_json, quiet=False)

@@ -15,6 +15,7 @@ import shutil
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
+from datetime import datetime
 from io import FileIO
 from itertools import accumulate, islice
 from pathlib import Path
@@ -123,7 +124,15 @@ def check_destination(destination: Path, source: Path) -> None:
             expected="a folder that neither is, contains nor lies in the source",
             found=f"source {source}",
             hint="give another folder with -o",
+            code="destination-overlaps",
         )
+
+
+def _what_lies_in(folder: Path) -> str:
+    """A few names in a folder, and when any was last added or removed."""
+    names, changed = sorted(os.listdir(folder)), datetime.fromtimestamp(os.stat(folder).st_mtime)
+    more = ", ..." if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}, written {changed:%Y-%m-%d %H:%M:%S}"
 
 
 def lies_in(inner: Path, outer: Path) -> bool:
@@ -262,7 +271,9 @@ class Staging:
             raise UsageError(
                 "the destination exists",
                 path=self.destination,
+                found=_what_lies_in(self.destination),
                 hint="give another folder with -o, or --overwrite to replace it",
+                code="destination-exists",
             )
 
     def _check_space(self) -> None:
@@ -275,6 +286,7 @@ class Staging:
                 expected=show_size(self._total_bytes),
                 found=f"{show_size(free)} free, {show_size(self._total_bytes - free)} too few",
                 hint="free some space, or choose another place with -o",
+                code="no-space",
             )
 
     def _bytes_there(self) -> int:

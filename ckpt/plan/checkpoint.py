@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.plan.dtypes import DType
+from ckpt.plan.options import OF_FILES
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
 
 #: Roles with a meaning of their own, those of the model itself; every other role is the name of an optimizer state.
@@ -346,6 +347,11 @@ class Layout:
         names = {one.name for one in fields(cast(Any, declaration))}
         return declaration(**{name: value for name, value in self.options.items() if name in names})
 
+    def of_files(self) -> dict[str, Any]:
+        """The options of `ckpt.plan.options.OF_FILES` that were asked for, by name."""
+        usual = Layout()
+        return {name: getattr(self, name) for name in OF_FILES if getattr(self, name) != getattr(usual, name)}
+
     def num_ranks(self, checkpoint: Checkpoint) -> int:
         """The number of ranks to write files for.  UsageError if neither the source nor the user gives it."""
         found = self.world_size or checkpoint.world_size
@@ -432,6 +438,8 @@ class Format(Protocol):
     fits_other_axes: bool = False
     #: Whether files say for how many ranks they are, although they fit others.
     records_ranks: bool = False
+    #: Those of `ckpt.plan.options.OF_FILES` that say something about what it writes; others are refused.
+    takes: tuple[str, ...] = ()
     #: Where its ranks stand on Megatron's axes: `all` on all of them, `model` one for all data parallel ranks of a tp
     #: and pp rank; None where that is not known.
     ranks_on_axes: Literal["all", "model"] | None = None

@@ -16,6 +16,12 @@ from ckpt.base.errors import UsageError
 #: Ranks of a run, and of any axis of it: more than the largest have had, and few enough to be counted one by one.
 MAX_SIZE = 1 << 16
 
+#: Options that say into which files a target is cut, with what is so of formats that do not take them.
+OF_FILES = {
+    "world_size": "any number of ranks loads what it writes",
+    "max_shard_size": "its files are not cut by size",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Option:

@@ -19,9 +19,9 @@ from typing import Any, cast
 from ckpt.base.entries import entries, load
 from ckpt.base.errors import UsageError
 from ckpt.base.text import did_you_mean
-from ckpt.plan.checkpoint import Format
+from ckpt.plan.checkpoint import Format, Layout
 from ckpt.plan.namespace import Namespace
-from ckpt.plan.options import options_of
+from ckpt.plan.options import OF_FILES, options_of
 
 #: In the order in which a folder is asked what it is: what holds most comes first.
 FORMATS = {
@@ -53,7 +53,7 @@ OPTIONS = {
 }
 
 #: Options that every format has.
-_OF_ALL = ("format", "tag", "config", "dtype", "dequantize", "optimizer_dtype", "max_shard_size", "world_size")
+_OF_ALL = ("format", "tag", "config", "dtype", "dequantize", "optimizer_dtype", *OF_FILES)
 
 #: How the names of each namespace relate to the Hub's (see `ckpt.plan.namespace`).
 NAMESPACES = {
@@ -123,7 +123,8 @@ def named(word: str) -> list[Format]:
         return [cast(Format, load(known[word]))]
     if not (found := [one for one in all_formats() if word in one.aliases]):
         hint = did_you_mean(word, words())
-        raise UsageError(f"there is no format called {word!r}", expected="one of " + ", ".join(known), hint=hint)
+        what, expected = f"there is no format called {word!r}", "one of " + ", ".join(known)
+        raise UsageError(what, expected=expected, hint=hint, code="unknown-format")
     return found
 
 
@@ -167,6 +168,19 @@ def declared_options() -> dict[type, list[str]]:
     return found
 
 
+def check_layout(format: Format, layout: Layout) -> None:
+    """Raise UsageError where `layout` asks for what says nothing about the files of `format`."""
+    for name in layout.of_files().keys() - set(format.takes):
+        flag = f"--{name.replace('_', '-')}"
+        others = ", ".join(one.name for one in all_formats() if one.writes and name in one.takes)
+        raise UsageError(
+            f"the format {format.name!r} takes no {flag}: {OF_FILES[name]}",
+            hint=f"leave {flag} out; it is an option of {others}",
+            code="option-not-taken",
+        )
+    check_options(format.name, layout.options)
+
+
 def check_options(format: str, asked: Mapping[str, Any]) -> None:
     """Raise UsageError where an option is asked for that `format` does not declare, or has another value."""
     declared = declared_options()
@@ -184,6 +198,7 @@ def check_options(format: str, asked: Mapping[str, Any]) -> None:
         f"the format {format!r} has none of {' or '.join(of)}",
         found=" ".join(f"--{name.replace('_', '-')}" for name in others),
         hint="see `ckpt convert --help`",
+        code="option-not-taken",
     )
 
 

@@ -89,7 +89,8 @@ def is_adapter(fqns: Iterable[str]) -> bool:
 def check_is_there(checkpoint: Checkpoint) -> None:
     """Raise UsageError where `checkpoint` holds no LoRA adapter."""
     if not is_adapter(fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES):
-        raise UsageError("this checkpoint holds no LoRA adapter", path=checkpoint.path)
+        hint = "the format `hf` is for a whole model"
+        raise UsageError("this checkpoint holds no LoRA adapter", path=checkpoint.path, hint=hint)
 
 
 def under_saved_names(checkpoint: Checkpoint, saved: Container[str]) -> Checkpoint:

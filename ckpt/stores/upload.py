@@ -115,7 +115,9 @@ def _check_free(to: WritableStore, folder: str, claim: str, destination: Path, *
         raise _taken(destination, ours, len(there))
     if there:
         hint = "give another folder with -o, or remove it"
-        raise UsageError("the destination exists", path=destination, found=min(there), hint=hint)
+        raise UsageError(
+            "the destination exists", path=destination, found=min(there), hint=hint, code="destination-exists"
+        )
 
 
 def _taken(destination: Path, claim: Entry | None = None, num_others: int = 0) -> StorageError:

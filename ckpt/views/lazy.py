@@ -68,7 +68,7 @@ class LazyTensor:
         bits = self._read(index)
         return torch.from_numpy(bits.reshape(-1).view(np.uint8)).view(getattr(torch, self.dtype)).reshape(bits.shape)
 
-    def numpy(self, index: Index | tuple[Index, ...] = ...) -> NDArray:
+    def numpy(self, index: Index | tuple[Index, ...] = ...) -> NDArray[Any]:
         """The indexed part as a numpy array, by default the whole tensor; torch is not needed.
 
         bfloat16 and the 8-bit floats are those of `ml_dtypes`.  Raises what indexing raises, and UsageError where that

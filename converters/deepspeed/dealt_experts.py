@@ -111,7 +111,8 @@ def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int,
     counts = _counts(names)
     if not counts:
         if ep_size is not None:
-            raise UsageError("the model has no experts of `deepspeed.moe` layers", found=f"--ep-size {ep_size}")
+            what, hint = "the model has no experts of `deepspeed.moe` layers", "leave --ep-size out"
+            raise UsageError(what, found=f"--ep-size {ep_size}", hint=hint)
         return Sharing(model.checkpoint.path)
     if not model.is_deepspeed or not model.resumable or model.checkpoint.facts_of(DeepSpeedFacts).own_module_order:
         refuse_experts(names, config)

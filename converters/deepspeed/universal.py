@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, NotFoundError, UsageError
+from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
@@ -81,11 +81,6 @@ class Universal(Format):
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """A folder that `load_checkpoint` takes with `"checkpoint": {"load_universal": true}` in its config."""
-        if layout.world_size is not None:
-            raise UsageError(
-                "a universal checkpoint has no ranks: any number of them loads it",
-                found=f"--world-size {layout.world_size}",
-            )
         return _lay_out(checkpoint, layout, is_step=layout.read(UniversalOptions).step_folder)
 
 

@@ -83,6 +83,7 @@ class Zero(Format):
     always_has_optimizer = True
     loads_from = "run"
     fits_other_ranks = False
+    takes = ("world_size",)
 
     def __init__(self, stage: int) -> None:
         self.stage, self.name, self.title = stage, f"zero{stage}", f"DeepSpeed ZeRO-{stage}"

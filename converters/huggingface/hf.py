@@ -44,6 +44,7 @@ class HuggingFace(Format):
     title = "Hugging Face safetensors"
     aliases = ("huggingface", "safetensors")
     carries_optimizer = False
+    takes = ("max_shard_size",)
     namespace = HUB
 
     def find(self, path: Path, tag: str | None) -> Path | None:
@@ -82,8 +83,6 @@ class HuggingFace(Format):
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """Weights only: one tensor per parameter and buffer, as `ckpt.plan.precision` chooses them."""
-        if layout.world_size is not None:
-            raise UsageError("a Hugging Face folder has no ranks", found=f"--world-size {layout.world_size}")
         names = kept_names(checkpoint)
         run = checkpoint.computes_in if layout.dtype is None else None
         dtype = run.dtype if run else layout.dtype

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
+from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.base.sizes import show_size
 from ckpt.containers.safetensors import read_header
 from ckpt.containers.sources import Sources
@@ -91,8 +91,6 @@ class Peft(Format):
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """The adapter of a checkpoint as one safetensors file, with its config and tokenizer beside it."""
-        if layout.world_size is not None:
-            raise UsageError("an adapter's folder has no ranks", found=f"--world-size {layout.world_size}")
         adapter.check_is_there(checkpoint)
         config = config_path(checkpoint)
         chosen = adapter.tensors(checkpoint, read_object(config, "the adapter's config"), layout.dtype)

@@ -281,7 +281,7 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
     options = layout.read(MegatronOptions)
     grid = _grid(args, options)
     if grid.ep > 1 and not experts:  # megatron/core/transformer/transformer_config.py refuses this too
-        raise UsageError("a model without experts has no expert parallel ranks", found=f"ep {grid.ep}")
+        raise UsageError("a model without experts has no expert parallel ranks", found=f"ep {grid.ep}", hint="--ep 1")
     stages = _stages(args, grid, options, len(layers))
     if options.transformer_impl:
         args["transformer_impl"] = options.transformer_impl
@@ -323,6 +323,7 @@ def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:
             "attention does not divide among the tensor parallel ranks",
             expected="heads that --tp divides, and query groups that it divides or that divide it",
             found=f"{heads} heads, {groups} query groups, tp {tp}",
+            hint="another --tp",
         )
     return grid
 
@@ -378,6 +379,7 @@ def _args(
             f"{layout.world_size} ranks do not divide into this layout",
             expected=f"a multiple of {grid.pp * grid.ranks_in_stage}",
             found=f"--world-size {layout.world_size}",
+            hint="another --world-size, --tp or --pp",
         )
     if not world_size or world_size % model_ranks or world_size % (grid.pp * grid.ranks_in_stage):
         world_size = grid.pp * grid.ranks_in_stage

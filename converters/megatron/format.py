@@ -27,6 +27,7 @@ class Megatron(Format):
     namespace = NAMESPACE
     loads_from = "run"
     records_ranks = True
+    takes = ("world_size",)
     ranks_on_axes = "model"
 
     def find(self, path: Path, tag: str | None) -> Path | None:

@@ -76,7 +76,8 @@ def megatron_stages(
             found=f"--tp {tp}",
         )
     if sizes.num_experts % ep:
-        raise UsageError(f"{sizes.num_experts} experts do not divide among {ep} expert parallel ranks")
+        what = f"{sizes.num_experts} experts do not divide among {ep} expert parallel ranks"
+        raise UsageError(what, hint="another --ep")
     stages = _deal(sizes.num_layers, pp)
     padded = padded_vocab_size(sizes.dims["v"], vocab_multiple, tp)
     whole = list(_megatron_parameters(table, sizes, padded))

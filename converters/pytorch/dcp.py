@@ -68,6 +68,7 @@ class DistributedCheckpoint(Format):
     #: An engine that loads it asks for the names that the model has in memory.
     namespace = TRANSFORMERS
     carries_blocks = True
+    takes = ("world_size",)
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         return find_folder(path, tag)

@@ -73,6 +73,7 @@ class FsdpRanks(Format):
     namespace = TRANSFORMERS
     carries_blocks = True
     fits_other_ranks = False
+    takes = ("world_size",)
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A folder with files of ranks, `actor` in verl's folder of a step, or that of the step its tracker names."""

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, IncompleteError, LossError, NotFoundError
+from ckpt.base.errors import CorruptError, IncompleteError, LossError, NotFoundError, UsageError
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
 from ckpt.containers.weights import MAX_INDEX, index_file, missing_file, parse_index, shards
@@ -108,6 +108,7 @@ class Full(Format):
     aliases = ("torch",)
     namespace = TRANSFORMERS
     carries_blocks = True
+    takes = ("world_size", "max_shard_size")
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A torch file, a folder with one (`tag` names one in it), or the newest step in a run folder.
@@ -162,6 +163,9 @@ class Full(Format):
         chosen = trained_weights(checkpoint, layout, trained)
         extra = checkpoint.state.extra_state or {}
         if trained:
+            if "max_shard_size" in layout.of_files():
+                what = "a training state is written in two files, one for the model and one for the optimizer"
+                raise UsageError(what, found="--max-shard-size", hint="leave --max-shard-size out")
             files = [
                 torch_file(FSDP_MODEL, _model(chosen, checkpoint.ties, extra)),
                 optimizer_file(OPTIMIZERS[0], checkpoint),

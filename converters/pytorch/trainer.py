@@ -62,6 +62,7 @@ class Trainer(Format):
     title = "HF Trainer's and Accelerate's own"
     namespace = TRANSFORMERS
     always_has_optimizer = True
+    takes = ("world_size", "max_shard_size")
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """The folder `path`, or `tag` in it, with weights of safetensors beside an optimizer's file."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.support.places import FIXTURES, REPOSITORY
 
@@ -43,6 +46,23 @@ def test_mistakes_are_seen_before_it_runs(tmp_path: Path) -> None:
     script.write_text(MISTAKES)
     lines = [line.split(":")[1] for line in mypy(script) if ": error: " in line]
     assert lines == ["3", "4", "5", "6", "7"]
+
+
+def test_pyright_agrees(tmp_path: Path) -> None:
+    program = shutil.which("pyright")
+    if program is None:
+        pytest.skip("pyright is not installed")
+    shutil.copy(SCRIPT, tmp_path)
+    (tmp_path / "mistakes.py").write_text(MISTAKES)
+    config = {"extraPaths": [str(REPOSITORY)], "pythonVersion": "3.11", "typeCheckingMode": "strict"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
+    command = [program, "--outputjson", "--pythonpath", sys.executable]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = [
+        (Path(one["file"]).name, one["range"]["start"]["line"] + 1)
+        for one in json.loads(done.stdout)["generalDiagnostics"]
+    ]
+    assert set(found) == {("mistakes.py", line) for line in (3, 4, 5, 6, 7)}
 
 
 def test_the_script_runs(tmp_path: Path) -> None:

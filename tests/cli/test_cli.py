@@ -244,9 +244,13 @@ def test_an_existing_destination_is_kept(run: Path) -> None:
     assert os.listdir("outputs-hf") == ["mine.txt"]
     shutil.rmtree("outputs-hf")
     assert run_ckpt("convert", "zero3", "hf", run).code == 0
-    another = run_ckpt("convert", "zero3", "hf", run)  # of a later step, say
-    assert (another.code, another.out) == (0, "outputs-step2-hf\n") and "outputs-hf is there already" in another.err
-    assert run_ckpt("convert", "zero3", "hf", run).code == 2
+    before = snapshot(Path("outputs-hf"))
+    for _ in range(2):  # the same command means the same folder, whatever lies there
+        again = run_ckpt("convert", "zero3", "hf", run)
+        assert (again.code, again.out) == (2, "")
+        assert "found: ckpt-manifest.json, model.safetensors, written 20" in again.err
+        assert "hint: give another folder with -o, or --overwrite to replace it" in again.err
+    assert snapshot(Path("outputs-hf")) == before and sorted(os.listdir()) == ["outputs", "outputs-hf"]
     Path("outputs-hf/config.json").write_text("{}")
     assert run_ckpt("convert", "zero3", "hf", run, "--overwrite").code == 0
     assert sorted(os.listdir("outputs-hf")) == ["ckpt-manifest.json", "model.safetensors"]

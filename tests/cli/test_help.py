@@ -65,13 +65,13 @@ def test_every_example_is_a_command_that_works(runs: Path, monkeypatch: pytest.M
     monkeypatch.chdir(runs)
     words = shlex.split(line)[1:]
     (runs / "who-holds-what.svg").unlink(missing_ok=True)
-    shutil.rmtree(runs / "outputs-step2-hf", ignore_errors=True)
-    result = run_ckpt(*words, *(["--help"] if words[0] in PARSED else []))
+    more = ["--help"] if words[0] in PARSED else ["--overwrite"] if words[1:3] == ["auto", "hf"] else []
+    result = run_ckpt(*words, *more)
     assert result.code == 0, result.err
 
 
 def test_version_has_a_short_option() -> None:
-    assert run_ckpt("-V").out == run_ckpt("--version").out != ""
+    assert run_ckpt("-V").out == run_ckpt("--version").out == run_ckpt("version").out != ""
 
 
 # -- completion -------------------------------------------------------------------------------------------------------

@@ -8,14 +8,16 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import ckpt
-from ckpt.errors import UsageError
+from ckpt.errors import CkptError, UsageError
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Layout
-from ckpt.plan.options import Option, option, options_of
+from ckpt.plan.options import OF_FILES, Option, option, options_of
+from ckpt.views.lazy import OpenCheckpoint
 from converters.names.megatron.options import MegatronOptions
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import process
@@ -117,3 +119,94 @@ def test_commands_other_than_convert_do_not_look_for_options() -> None:
     known = process("convert", "--help", script=code).out.splitlines()[-1]
     assert "converters.names.megatron.options" in known
     assert "converters.names.megatron.relation" not in known
+
+
+# -- every target and every option -------------------------------------------------------------------------------------
+
+#: Sources, each with options to which the one that is tried is added.
+SOURCES: dict[str, tuple[dict[str, Any], ...]] = {
+    "trainer-plain": ({"world_size": 2}, {}, {"tp": 2}),
+    "autotp-zero1": (
+        {},
+        {"pp": 2},
+        {"pp": 2, "pipeline_model_parallel_layout": "E|t|t|L"},
+        {"pp": 2, "account_for_loss_in_pipeline_split": True},
+        {"pp": 2, "account_for_embedding_in_pipeline_split": True},
+    ),
+    "experts-zero1": ({},),
+    "quantized-zero2/bnb8": ({},),
+    "lora-zero3": ({},),
+    "autoep-full": ({},),
+    "verl-fsdp1": ({},),
+}
+#: A value of each that is not what there is without it.
+VALUES: dict[str, Any] = {
+    "dtype": "fp16",
+    "optimizer_dtype": "fp32",
+    "world_size": 8,
+    "max_shard_size": "2KB",
+    "tp": 2,
+    "pp": 2,
+    "ep": 2,
+    "vpp": 2,
+    "etp": 2,
+    "decoder_first_pipeline_num_layers": 1,
+    "decoder_last_pipeline_num_layers": 1,
+    "account_for_embedding_in_pipeline_split": True,
+    "account_for_loss_in_pipeline_split": True,
+    "pipeline_model_parallel_layout": "Ett|L",
+    "transformer_impl": "local",
+    "make_vocab_size_divisible_by": 64,
+    "names": "own",
+    "flat_optimizer": True,
+    "step_folder": True,
+    "ep_size": 2,
+    "fsdp_version": 2,
+    "mesh_device": "npu",
+}
+#: What is so already in some sources, as the plain values of states that are plain.
+HOLDS = {"optimizer_dtype", "names", "fsdp_version", "etp", "tp", "pp", "world_size", "transformer_impl", "ep_size"}
+HOLDS |= {"flat_optimizer", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"}
+#: Options that a format shares the declaration of, and refuses.
+OF_OTHERS = {"hf": {"flat_optimizer"}, "megatron-deepspeed": {"ep", "vpp", "etp", "transformer_impl"}}
+
+
+def outcome(source: OpenCheckpoint, target: str, base: dict[str, Any], **option: Any) -> str | None:
+    """Whether an option changes what is planned; None where the source does not become the target at all."""
+
+    def planned(options: dict[str, Any]) -> object:
+        conversion = ckpt.plan(source, target, **options)
+        return conversion.plan.target.files, conversion.plan.target.not_written, conversion.plan.checkpoint.computed
+
+    try:
+        usual = planned(base)
+    except CkptError:
+        usual = None
+    try:
+        changed = planned(base | option)
+    except UsageError as error:
+        assert error.hint, error
+        return "refused"
+    except CkptError:
+        return None
+    return "none" if changed == usual else "effect"
+
+
+@pytest.mark.parametrize("target", [one.name for one in registry.all_formats() if one.writes])
+def test_every_option_has_an_effect_or_is_refused(fixtures: Path, target: str) -> None:
+    declared = {one.name for owner in registry.declared_options() for one in options_of(owner)}
+    assert VALUES.keys() == declared | {"dtype", "optimizer_dtype", *OF_FILES}
+    takes = {"dtype", *registry.get(target).takes}
+    for owner, formats in registry.declared_options().items():
+        takes |= {one.name for one in options_of(owner)} if target in formats else set()
+    values = VALUES | ({"names": "torchtitan"} if target == "dcp" else {})
+    found: dict[str, set[str | None]] = {name: set() for name in values}
+    for place, bases in SOURCES.items():
+        source = ckpt.open(fixtures / place)
+        for base in bases:
+            for name, value in values.items():
+                found[name].add(outcome(source, target, base, **{name: value}))
+    assert {name for name, seen in found.items() if "none" in seen} <= HOLDS
+    taken = {name for name, seen in found.items() if seen & {"effect", "none"}}
+    assert taken - {"optimizer_dtype"} == takes - OF_OTHERS.get(target, set())
+    assert {name for name, seen in found.items() if "refused" in seen} >= VALUES.keys() - taken

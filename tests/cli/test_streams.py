@@ -4,8 +4,10 @@ itself: a line and an exit code, never 1.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from ckpt.check import inspecting
+from ckpt.cli import app
 from ckpt.errors import CorruptError
 from ckpt.run_folder.adapter_config import read_config
-from tests.support.commands import ckpt
+from tests.support.commands import ckpt, process
 from tests.support.places import REPOSITORY
 
 FULL = Path("/dev/full")
@@ -191,3 +194,48 @@ def test_an_alpha_without_sense(tmp_path: Path, alpha: str) -> None:
     (tmp_path / "adapter_config.json").write_text(f'{{"peft_type": "LORA", "r": 4, "lora_alpha": {alpha}}}')
     with pytest.raises(CorruptError, match="lora_alpha"):
         read_config(tmp_path / "adapter_config.json")
+
+
+# -- errors for programs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit", "where"),
+    [
+        (("inspect", "nowhere"), "not-found", 3, "nowhere"),
+        (("inspect",), "usage", 2, None),
+        (("resume", "nowhere"), "not-found", 3, "nowhere"),
+        (("convert", "auto", "hff", "outputs"), "unknown-format", 2, None),
+        (("convert", "auto", "dcp", "outputs", "--max-shard-size", "1GB"), "option-not-taken", 2, None),
+        (("convert", "auto", "hf", "outputs", "-o", "outputs/x"), "destination-overlaps", 2, "outputs/x"),
+        (("convert", "auto", "hf", "outputs", "-o", "full"), "destination-exists", 2, "full"),
+        (("mount", "hf", "outputs", "full"), None, None, None),
+    ],
+)
+def test_an_error_is_an_object_with_json(
+    fixtures: Path, tmp_path: Path, words: tuple[str, ...], code: str | None, exit: int | None, where: str | None
+) -> None:
+    shutil.copytree(fixtures / "toy-zero3", tmp_path / "outputs")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    done = process(*words, "--json", cwd=tmp_path)
+    found = json.loads(done.err.splitlines()[-1])
+    assert list(found) == ["code", "what", "where", "expected", "found", "hint", "exit"]
+    assert done.out == "" and found["exit"] == done.code != 0 and "\n" not in found["what"]
+    if code is not None:
+        assert (found["code"], found["exit"], done.code) == (code, exit, exit)
+        assert where is None or found["where"]["file"].endswith(where)
+
+
+def test_every_command_takes_json(fixtures: Path) -> None:
+    for command in app.registered_commands:
+        assert "  --json " in ckpt(command.name or "", "--help").out, command.name
+    found = ckpt("resume", fixtures / "toy-zero3", "--json", "-q")
+    assert json.loads(found.out) == {"path": ckpt("resume", fixtures / "toy-zero3", "-q").out.strip()}
+
+
+def test_quiet_commands_print_nothing_but_errors(fixtures: Path) -> None:
+    for words in (("inspect", fixtures / "toy-zero3"), ("formats",)):
+        assert ckpt(*words, "-q").out == "" and ckpt(*words).out != ""
+    verbose = ckpt("hash", fixtures / "toy-zero3", "-v")
+    assert verbose == ckpt("hash", fixtures / "toy-zero3", "--tensors") and "embed.weight" in verbose.out

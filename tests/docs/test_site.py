@@ -223,6 +223,22 @@ def test_every_message_on_the_page_of_errors_is_in_the_code() -> None:
             assert any(piece in constant for constant in constants), message
 
 
+def test_every_code_of_an_error_is_on_the_page() -> None:
+    raised: set[str] = set()
+    for room in ("ckpt", "converters"):
+        for path in (REPOSITORY / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("Error"):
+                    raised |= {ast.literal_eval(one.value) for one in node.keywords if one.arg == "code"}
+    pending = [errors.CkptError]
+    for kind in pending:
+        pending += kind.__subclasses__()
+    raised |= {kind.code for kind in pending[1:]} | {"internal", "interrupted", "terminated"}
+    listed = re.findall(r"^\| `([a-z-]+)` \| [^|]+ \| (\d+) \|$", (DOCS / "errors.md").read_text(), re.MULTILINE)
+    assert {code for code, _ in listed} == raised and len(listed) == len(raised)
+    assert {(kind.code, str(kind.exit_code)) for kind in pending[1:]} <= set(listed)
+
+
 def test_the_groups_of_the_page_of_errors_are_the_exit_codes() -> None:
     codes = re.findall(r"^## (\d+):", (DOCS / "errors.md").read_text(), re.MULTILINE)
     assert {int(code) for code in codes} == {kind.exit_code for kind in errors.CkptError.__subclasses__()} | {70}

@@ -50,6 +50,8 @@ assert Path(merged.path).is_dir()
 folder: str = ckpt.resume(run, world_size=2)
 begun: str | None = ckpt.resume(out / "nothing", missing_ok=True)
 assert Path(folder).is_dir() and begun is None
+callback = ckpt.TrainerCallback(to="hf", verify=True, dtype="bf16")
+print(callback.on_save)
 try:
     ckpt.push(out / "hf", private=True)
 except UsageError as error:

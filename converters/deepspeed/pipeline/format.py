@@ -52,6 +52,7 @@ class MegatronDeepSpeed(Format):
     namespace = NAMESPACE
     loads_from = "run"
     fits_other_ranks = False
+    takes = ("world_size",)
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A step's folder: `path` itself, the one that `tag` names, or the one that `latest` records."""

@@ -199,9 +199,14 @@ def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
                 "Megatron-DeepSpeed's pipelines have no such layout",
                 expected="--tp, --pp, --world-size, how layers are dealt to stages and the vocabulary padded",
                 found=f"--{name.replace('_', '-')} {value}",
+                hint=f"leave --{name.replace('_', '-')} out",
             )
     source = Grid.of_args(args)
     grid = Grid(options.tp or source.tp, options.pp or source.pp)
+    if grid.pp == 1 and (dealt := [name for name in STAGE_ARGS if getattr(options, name)]):
+        flag = f"--{dealt[0].replace('_', '-')}"
+        hint = f"leave {flag} out"
+        raise UsageError("one pipeline stage has all layers", expected="--pp above 1", found=flag, hint=hint)
     heads = args.get("num_attention_heads")
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
     if any(isinstance(count, int) and count % grid.tp for count in (heads, groups)):
@@ -216,7 +221,8 @@ def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
 def _stages(num_layers: int, grid: Grid, layout: Layout, recorded: Any) -> Stages:
     """Pipeline stages as asked for; otherwise the source's where there are as many, and balanced ones where not."""
     if num_layers < grid.pp:
-        raise UsageError("there are more pipeline stages than layers", expected=f"--pp {num_layers} or less")
+        what, hint = "there are more pipeline stages than layers", "a smaller --pp"
+        raise UsageError(what, expected=f"--pp {num_layers} or less", hint=hint)
     even = Stages(num_layers, grid.pp)
     asked = {name: value for name in STAGE_ARGS if (value := getattr(layout.read(MegatronOptions), name))}
     if asked:

@@ -36,6 +36,7 @@ class MegatronDist(Format):
     namespace = NAMESPACE
     loads_from = "run"
     fits_other_axes = True
+    takes = ("world_size",)
     records_ranks = True
     ranks_on_axes = "all"
 

@@ -84,6 +84,7 @@ class Mlx(Format):
     name, title = NAME, "MLX safetensors"
     namespace = NAME
     carries_optimizer = False
+    takes = ("max_shard_size",)
 
     def find(self, path: Path, tag: str | None) -> Path | None:
         return find_step(path, tag, Steps(is_model))

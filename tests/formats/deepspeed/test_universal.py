@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ckpt.api import plan
 from ckpt.errors import CorruptError, UsageError
 from ckpt.move.run import execute
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, ReadRequest, TrainingState
@@ -117,8 +118,8 @@ def test_weights_alone_keep_the_engines_hyperparameters(fixtures: Path, tmp_path
 
 
 def test_it_has_no_ranks(fixtures: Path) -> None:
-    with pytest.raises(UsageError, match="no ranks"):
-        UNIVERSAL.lay_out(source(fixtures, "toy-zero2"), Layout(world_size=2))
+    with pytest.raises(UsageError, match="any number of ranks loads"):
+        plan(source(fixtures, "toy-zero2"), "universal", Layout(world_size=2))
 
 
 def test_a_steps_own_folder_as_deepspeeds_converter_writes_it(fixtures: Path, tmp_path: Path) -> None:

@@ -62,13 +62,17 @@ class Grid:
         """UsageError for a combination that Megatron has no ranks for."""
         if self.vpp > 1 and self.pp == 1:
             raise UsageError(
-                "a virtual pipeline needs a pipeline", expected="--pp above 1", found=f"--vpp {self.vpp} with --pp 1"
+                "a virtual pipeline needs a pipeline",
+                expected="--pp above 1",
+                found=f"--vpp {self.vpp} with --pp 1",
+                hint="give --pp, or leave --vpp out",
             )
         if self.tp % self.etp or self.ranks_in_stage % self.tp or self.ranks_in_stage % (self.etp * self.ep):
             raise UsageError(
                 "expert and tensor parallel ranks do not fit each other",
                 expected="an --etp that divides --tp, and one of tp and etp * ep that divides the other",
                 found=f"tp {self.tp}, ep {self.ep}, etp {self.etp}",
+                hint="another --ep or --etp",
             )
 
     @property
@@ -100,7 +104,8 @@ def _size(args: Mapping[str, Any], name: str, default: int) -> int:
 def expert_range(ep: int, grid: Grid, num_experts: int) -> range:
     """The experts of expert parallel rank `ep`, by their numbers in the whole model."""
     if num_experts % grid.ep:
-        raise UsageError(f"{num_experts} experts do not divide among {grid.ep} expert parallel ranks")
+        what = f"{num_experts} experts do not divide among {grid.ep} expert parallel ranks"
+        raise UsageError(what, hint="another --ep")
     count = num_experts // grid.ep
     return range(ep * count, (ep + 1) * count)
 
@@ -174,7 +179,10 @@ class Stages:
         chunks = [(p, v) for v in range(self.vpp) for p in range(self.pp)]
         if self.layout is not None and len(self.layout) != len(chunks):
             raise UsageError(
-                "the pipeline layout has another number of stages", expected=len(chunks), found=len(self.layout)
+                "the pipeline layout has another number of stages",
+                expected=len(chunks),
+                found=len(self.layout),
+                hint="--pp times --vpp is their number",
             )
         reached, shares = 0, self._shares()
         for p, v in chunks:
@@ -187,6 +195,7 @@ class Stages:
                 f"{self.num_layers} layers cannot be dealt to {self.pp} pipeline stages of {self.vpp} chunks",
                 expected="a number of layers (embedding and loss counted where asked) that divides evenly",
                 found=self._as_asked(),
+                hint="another --pp, or the layers of the first and the last stage",
             )
         return self
 

@@ -1,0 +1,82 @@
+"""Defaults of options that a user sets once: `CKPT_CONVERT_MAX_MEMORY=4GB`, or a table in pyproject.toml.
+
+    [tool.ckpt.convert]
+    max-memory = "4GB"
+
+The command line goes first, then the environment, then the table of the nearest pyproject.toml from the working
+directory upward, then what is built in.  Functions of Python read neither.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt.base.errors import UsageError
+from ckpt.base.text import did_you_mean
+from ckpt.cli.examples import EXAMPLES
+
+FILE, TABLE = "pyproject.toml", "tool.ckpt"
+
+
+def of_command(name: str, params: list[Any]) -> dict[str, Any]:
+    """The defaults that are set for the command `name`, by its parameters' names.
+
+    Raises UsageError for a command or an option that there is not, with what may be meant.
+    """
+    known = {opt.lstrip("-"): one for one in params for opt in one.opts if opt[:2] == "--"}
+    known.pop("help", None)
+    found: dict[str, Any] = {}
+    path, tables = _tables()
+    for key, value in tables.get(name, {}).items():
+        option = _known(key, known, f"[{TABLE}.{name}] in {path}")
+        found[known[option].name] = value
+    prefix = f"CKPT_{name.replace('-', '_').upper()}_"
+    for variable, text in os.environ.items():
+        if variable.startswith(prefix):
+            key = variable.removeprefix(prefix).lower()
+            param = known[_known(key, known, f"the environment: {variable}")]
+            found[param.name] = text.split() if param.multiple else text
+    return found
+
+
+def _known(key: str, known: Mapping[str, Any], where: str) -> str:
+    option = key.replace("_", "-")
+    if option not in known:
+        raise UsageError(
+            "there is no such option",
+            expected="an option of the command",
+            found=f"{key}, {where}",
+            hint=did_you_mean(option, list(known)),
+            code="unknown-default",
+        )
+    return option
+
+
+def _tables() -> tuple[Path | None, dict[str, dict[str, Any]]]:
+    """The table of each command, and the file in which they are; UsageError for anything else that stands there."""
+    here = Path.cwd()
+    path = next((place / FILE for place in (here, *here.parents) if (place / FILE).is_file()), None)
+    text = path.read_text("utf-8", "replace") if path else ""
+    if not re.search(r"^\[?\s*\[tool\s*\.\s*ckpt\b", text, re.MULTILINE):
+        return path, {}
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib  # type: ignore[no-redef,import-not-found,unused-ignore]
+
+    try:
+        tables = tomllib.loads(text)["tool"]["ckpt"]
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError("this is not TOML", path=path, found=str(error)) from None
+    commands = [name for name in EXAMPLES if name != "ckpt"]
+    for name, table in tables.items():
+        if name not in commands or not isinstance(table, dict):
+            hint = did_you_mean(name, commands) or f"options stand in a table of their command, [{TABLE}.convert]"
+            expected = f"tables of commands: {', '.join(commands)}"
+            what = f"[{TABLE}] has no {name!r}"
+            raise UsageError(what, path=path, expected=expected, hint=hint, code="unknown-default")
+    return path, tables

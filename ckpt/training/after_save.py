@@ -1,0 +1,67 @@
+"""The process that `ckpt.TrainerCallback` starts for one checkpoint: `python -m ckpt.training.after_save JSON`.
+
+It checks, converts, verifies and pushes, as far as it is asked to, prints a line for each, and exits with the code of
+the first error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import ckpt
+from ckpt.base.errors import CkptError, CorruptError
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done with the checkpoint at `path`: `output` is where it is converted to."""
+
+    path: str
+    output: str
+    to: str | None = "hf"
+    check: bool = True
+    verify: bool = True
+    push: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def carry_out(work: Work) -> None:
+    """Do it; CkptError where the checkpoint is not whole, or what was converted is not what it holds."""
+    if work.check:
+        checked = ckpt.check(work.path)
+        if not checked.whole:
+            raise CorruptError("the checkpoint is not whole", path=work.path, found="; ".join(checked.lines()))
+        print(f"{work.path} is whole")
+    if work.to is None:
+        return
+    done = ckpt.convert(work.path, work.to, work.output, overwrite=True, **work.options)
+    print(f"{work.path} is converted to {done.path}")
+    if work.verify:
+        has_optimizer = any(one.carries_optimizer for one in ckpt.formats() if work.to in (one.name, *one.aliases))
+        report = ckpt.verify(work.path, done.path, only="all" if has_optimizer else "weights", cast=True)
+        if not report.equal:
+            raise CorruptError("what was written differs from the checkpoint", path=done.path, found=report.outcome)
+        print(f"{done.path} is verified")
+    if work.push:
+        print(f"{done.path} is pushed to {ckpt.push(done.path, work.push).url}")
+
+
+def main() -> int:
+    os.nice(10)  # training goes first
+    try:
+        carry_out(Work(**json.loads(sys.argv[1])))
+    except CkptError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""`ckpt.TrainerCallback`: each checkpoint of a run of HF Trainer, TRL or Axolotl is checked, converted and pushed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from queue import Queue
+from typing import TYPE_CHECKING, Any
+
+from ckpt.base.errors import UsageError
+from ckpt.training.after_save import Work
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback as _Base
+else:
+    _Base = object
+
+_LOG = logging.getLogger("ckpt.training")
+
+
+class TrainerCallback(_Base):  # type: ignore[misc]
+    """Checks, converts, verifies and pushes each checkpoint that a Trainer saves, in a process of its own.
+
+        Trainer(..., callbacks=[ckpt.TrainerCallback(push="org/name", dtype="bf16")])
+
+    `check` says whether the checkpoint is whole; `to` is the format it is converted to (None: to none), into
+    `output/checkpoint-N`, by default `OUTPUT_DIR-TO/checkpoint-N` beside the run folder; `verify` compares every bit of
+    what was written; `push` is the repository on the Hub, whose main branch becomes the newest checkpoint.  `options`
+    are those of `ckpt.convert`.
+
+    Training is not held up: the first rank hands each checkpoint to a queue, whose processes run one after the other,
+    and the end of training waits for the last.  What fails is a warning in the log (`ckpt.training`) and ends nothing.
+    """
+
+    def __new__(cls, *_: Any, **__: Any) -> TrainerCallback:
+        try:
+            from transformers import TrainerCallback as Theirs
+        except ImportError:
+            what, hint = "ckpt.TrainerCallback needs transformers, which is not installed", "pip install transformers"
+            raise UsageError(what, hint=hint) from None
+        # Trainer calls every event of its own class; it is a base only now, as `import ckpt` imports no framework
+        return object.__new__(cls if issubclass(cls, Theirs) else type(cls.__name__, (cls, Theirs), {}))
+
+    def __init__(
+        self,
+        *,
+        check: bool = True,
+        to: str | None = "hf",
+        output: str | os.PathLike[str] | None = None,
+        verify: bool = True,
+        push: str | None = None,
+        **options: Any,
+    ) -> None:
+        if push and to is None:
+            raise UsageError("what is pushed is what is converted", expected="to='hf'", found="to=None")
+        self._asked: dict[str, Any] = {"check": check, "to": to, "verify": verify, "push": push, "options": options}
+        self._output = None if output is None else os.fspath(output)
+        self._saved: list[Work] = []
+        self._queue: Queue[Work] = Queue()
+        self._worker: threading.Thread | None = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called by Trainer in each rank that has saved."""
+        if state.is_world_process_zero:
+            name, run = f"checkpoint-{state.global_step}", Path(args.output_dir)
+            output = Path(self._output or f"{os.path.normpath(run)}-{self._asked['to']}") / name
+            self._saved.append(Work(str(run / name), str(output), **self._asked))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called by Trainer behind each step: the other ranks have saved, as this one has heard of them since."""
+        self._hand_over()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called by Trainer at the end: wait for what is still being done."""
+        self._hand_over()
+        self._queue.join()
+
+    def _hand_over(self) -> None:
+        for work in self._saved:
+            self._queue.put(work)
+        self._saved.clear()
+        if self._worker is None and not self._queue.empty():
+            self._worker = threading.Thread(target=self._work, name="ckpt.TrainerCallback", daemon=True)
+            self._worker.start()
+
+    def _work(self) -> None:
+        while True:
+            work = self._queue.get()
+            try:
+                _run(work)
+            except Exception as error:  # whatever it is: training goes on
+                _LOG.warning("ckpt: nothing was done with %s: %s", work.path, error)
+            finally:
+                self._queue.task_done()
+
+
+def _run(work: Work) -> None:
+    """Do the work in a process, without GPUs, and log what it printed."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "ckpt.training.after_save", work.to_json()]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        _LOG.info("ckpt: %s", line)
+    if done.returncode:
+        _LOG.warning("ckpt: %s: exit code %d: %s", work.path, done.returncode, done.stderr.strip()[-4000:])

@@ -1,0 +1,108 @@
+"""`ckpt/training`: `ckpt.TrainerCallback` in a run of HF Trainer on a CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import TrainerCallback as Theirs
+
+import ckpt
+from ckpt.errors import UsageError
+from tests.support.places import REPOSITORY
+
+
+def trained(output: Path, callback: Any, **options: Any) -> Trainer:
+    """A run of four steps that saves two checkpoints."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
+    args = TrainingArguments(
+        str(output),
+        max_steps=4,
+        save_steps=2,
+        per_device_train_batch_size=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(16, (4, 8))]
+    trainer = Trainer(model=model, args=args, train_dataset=rows, callbacks=[callback])
+    trainer.train()
+    return trainer
+
+
+def test_each_checkpoint_is_converted_and_verified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ckpt.training")
+    run, out = tmp_path / "outputs", tmp_path / "outputs-hf"
+    trainer = trained(run, ckpt.TrainerCallback(dtype="bf16"))
+    assert sorted(os.listdir(out)) == ["checkpoint-2", "checkpoint-4"]
+    assert ckpt.verify(out / "checkpoint-4").good
+    held = trainer.model.state_dict()
+    written = ckpt.open(out / "checkpoint-4")
+    assert set(written) <= set(held)
+    for name in written:
+        assert torch.equal(torch.as_tensor(written[name][...]), held[name].to(torch.bfloat16)), name
+    said = [record.getMessage() for record in caplog.records]
+    assert [f"ckpt: {out / f'checkpoint-{step}'} is verified" in said for step in (2, 4)] == [True, True]
+    assert f"ckpt: {run / 'checkpoint-2'} is whole" in said
+
+
+def test_what_fails_is_logged_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trained(tmp_path / "outputs", ckpt.TrainerCallback(to="zero3"))  # for how many ranks?
+    assert trainer.state.global_step == 4
+    warnings = [record.getMessage() for record in caplog.records if record.name == "ckpt.training"]
+    assert len(warnings) == 2 and all("exit code 2: the source has no number of ranks" in text for text in warnings)
+    assert sorted(os.listdir(tmp_path)) == ["outputs"]
+
+
+def test_a_checkpoint_that_is_gone_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Removing(ckpt.TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            super().on_save(args, state, control, **kwargs)
+            if state.global_step == 2:
+                (tmp_path / "outputs" / "checkpoint-2").rename(tmp_path / "moved")
+
+    trained(tmp_path / "outputs", Removing(to=None))
+    assert any("no such file or folder" in record.getMessage() for record in caplog.records)
+
+
+def test_only_the_first_rank_does_it(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    callback = ckpt.TrainerCallback()
+    args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(is_world_process_zero=False, global_step=1)
+    callback.on_save(args, state, None)
+    callback.on_train_end(args, state, None)
+    assert os.listdir(tmp_path) == []
+
+
+def test_it_is_a_callback_of_transformers_only_when_it_is_made() -> None:
+    assert isinstance(ckpt.TrainerCallback(), Theirs) and isinstance(ckpt.TrainerCallback(), ckpt.TrainerCallback)
+    with pytest.raises(UsageError, match="what is pushed is what is converted"):
+        ckpt.TrainerCallback(to=None, push="org/name")
+    code = """
+import sys
+from ckpt import *
+import ckpt, pydoc
+pydoc.render_doc(ckpt)
+assert hasattr(ckpt, "TrainerCallback") and "transformers" not in sys.modules
+sys.modules["transformers"] = None
+try:
+    ckpt.TrainerCallback()
+except ckpt.CkptError as error:
+    print(error)
+"""
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == (
+        "ckpt.TrainerCallback needs transformers, which is not installed\n\nhint: pip install transformers\n"
+    )
