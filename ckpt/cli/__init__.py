@@ -30,7 +30,7 @@ from ckpt.cli.lora import merge_lora, push
 from ckpt.cli.mount import mount
 from ckpt.cli.options import Command, Commands, guarded, with_options
 from ckpt.cli.resume import resume
-from ckpt.cli.verify import check, hash_, verify
+from ckpt.cli.verify import check, diff, hash_, verify
 from ckpt.processes.launch import silence_all_but_one
 
 app = typer.Typer(
@@ -55,7 +55,13 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "merge-lora": with_options(merge_lora),
         "push": with_options(push),
     },
-    "Look and compare": {"inspect": inspect, "check": check, "verify": with_options(verify), "hash": hash_},
+    "Look and compare": {
+        "inspect": with_options(inspect),
+        "check": check,
+        "verify": with_options(verify),
+        "diff": with_options(diff),
+        "hash": hash_,
+    },
     "Know beforehand": {"estimate": with_options(estimate_), "formats": formats, "doctor": doctor},
 }
 for _section, _members in _COMMANDS.items():
