@@ -1,7 +1,7 @@
 """The command `ckpt`.  Data goes to stdout, everything else to stderr.
 
-Exit codes: 0 done or equal; 1 verified and different; 2 usage; 3 not found or not recognised; 4 corrupt or incomplete;
-5 refused as unsafe; 6 would lose information; 7 I/O, no space or no memory; 70 an error of ckpt itself;
+Exit codes: 0 done or equal; 1 different, or beyond a tolerance; 2 usage; 3 not found or not recognised; 4 corrupt or
+incomplete; 5 refused as unsafe; 6 would lose information; 7 I/O, no space or no memory; 70 an error of ckpt itself;
 130 interrupted (Ctrl-C); 141 the reader of its output left; 143 terminated (SIGTERM).
 
 A module for each few commands, `options` and `text` for what they share.  May import everything in ckpt, but what is

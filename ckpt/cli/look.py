@@ -251,14 +251,24 @@ def estimate_(
     on: Gpus,
     states: StateOptions,
     lora: Lora,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="OUT.svg", help="Draw it: bars by strategy under the GPU's limit.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing picture.")] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:
     """Estimate what each GPU will hold in training, by strategy, and suggest one that fits."""
+    if picture is not None:
+        check_place(picture, ".svg")
+    elif overwrite:
+        raise UsageError("--overwrite goes with --picture")
     given = opt.by_name({"stated": stated, "training": training, "on": on, "states": states, "lora": lora})
     from ckpt.estimate.estimating import estimate
 
     found = estimate(model, **given)
+    if picture is not None:
+        write(picture, found.picture(), overwrite=overwrite)
     if not quiet:
         say_notes(found.subject.notes)
     if as_json:
