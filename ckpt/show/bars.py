@@ -27,7 +27,7 @@ class Bar:
 
 
 def draw_bars(title: str, facts: Sequence[str], bars: Sequence[Bar], limit: int, usable: float) -> str:
-    """The bars as the text of an SVG file; `limit` is a GPU's memory, of which the part `usable` may be filled."""
+    """The bars as the text of an SVG file; `limit` is a GPU's memory, `usable` the part of it that may be filled."""
     names = list(dict.fromkeys(name for bar in bars for parts in (bar.parts, bar.checkpointed or {}) for name in parts))
     colours = {name: COLOURS[number] for number, name in enumerate(names)}
     totals = [sum(parts.values()) for bar in bars for parts in (bar.parts, bar.checkpointed or {})]

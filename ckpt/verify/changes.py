@@ -19,6 +19,8 @@ from ckpt.plan.planner import first_index
 from ckpt.plan.tensors import Fragment, Shape, overlay
 from ckpt.verify.compare import Reader, blocks, check_covered, numbers
 
+_STEP = 1 << 15  # elements that are measured at a time: as float64 they stay in the processor's cache
+
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
@@ -78,7 +80,7 @@ class Change:
 def together(changes: Iterable[Change]) -> Change:
     """The change of several tensors, or parts of one, as if they were one."""
     every = list(changes)
-    measured = [one for one in every if one.largest is not None]
+    measured = (one for one in every if one.largest is not None)
     most = max(measured, key=lambda one: one.largest or 0.0, default=Change())
     a, b, between = (sum(one.squares[side] for one in every) for side in range(3))
     return Change(
@@ -110,10 +112,12 @@ def measure(
     for common in overlay(a, b, shape):
         for region, start, one, other in blocks(common):
             x, y = reader.gather(0, one).reshape(-1), reader.gather(1, other).reshape(-1)
-            change = _of_block(x, one.dtype, y, other.dtype, allowed)
-            if change.index:
-                change = replace(change, index=first_index(region, shape, start + change.index[0]))
-            found = together((found, change))
+            for at in range(0, len(x), _STEP):
+                part = slice(at, at + _STEP)
+                change = _of_block(x[part], one.dtype, y[part], other.dtype, allowed)
+                if change.index:
+                    change = replace(change, index=first_index(region, shape, start + at + change.index[0]))
+                found = together((found, change))
             advance(one.nbytes)
     check_covered(found.numel, shape)
     return found
@@ -127,26 +131,42 @@ def can_measure(a: DType, b: DType) -> bool:
 def _of_block(a: NDArray, a_dtype: DType, b: NDArray, b_dtype: DType, allowed: Tolerance) -> Change:
     """The change between bits of two sides; its `index` is the position in the block of the largest difference."""
     is_same = a_dtype == b_dtype and np.array_equal(a, b)
-    x, y = numbers(a, a_dtype), numbers(b, b_dtype)
+    x = numbers(a, a_dtype)
+    y = x if is_same else numbers(b, b_dtype)
     if x is None or y is None:
         different = 0 if is_same else int(np.count_nonzero(a != b))
         return Change(len(a), different, different)
     x, y = (one if one.dtype.kind == "c" else one.astype(np.float64, copy=False) for one in (x, y))
-    odd_x, odd_y = ~np.isfinite(x), ~np.isfinite(y)
-    odd, num_odd = odd_x | odd_y, 0
-    if odd.any():
-        num_odd = int(np.count_nonzero(odd & (x != y) & ~(np.isnan(x) & np.isnan(y))))
-        x, y = np.where(odd, 0, x), np.where(odd, 0, y)
     with np.errstate(over="ignore", invalid="ignore"):
+        squares, num_odd, odd = (_square(x), _square(y)), 0, (0, 0)
+        if not isfinite(sum(squares)):
+            x, y, num_odd, odd = _finite(x, y)
+            squares = _square(x), _square(y)
+        if is_same:
+            return Change(len(x), 0, 0, odd, (*squares, 0.0), squares[0], 0.0)
         size = np.abs(y - x)
         place = int(size.argmax())
+        num_beyond = np.count_nonzero(size > allowed.atol + allowed.rtol * np.abs(x))
         return Change(
             len(x),
             int(np.count_nonzero(size)) + num_odd,
-            int(np.count_nonzero(size > allowed.atol + allowed.rtol * np.abs(x))) + num_odd,
-            (int(np.count_nonzero(odd_x)), int(np.count_nonzero(odd_y))),
-            (float(np.vdot(x, x).real), float(np.vdot(y, y).real), float(size @ size)),
+            int(num_beyond) + num_odd,
+            odd,
+            (*squares, _square(size)),
             float(np.vdot(x, y).real),
             float(size[place]),
             (place,),
         )
+
+
+def _square(x: NDArray) -> float:
+    return float(np.vdot(x, x).real)
+
+
+def _finite(x: NDArray, y: NDArray) -> tuple[NDArray, NDArray, int, tuple[int, int]]:
+    """Both, 0 where one of them is NaN or infinite; how many of these places differ; how many each side has."""
+    odd_x, odd_y = ~np.isfinite(x), ~np.isfinite(y)
+    odd = odd_x | odd_y
+    num_different = int(np.count_nonzero(odd & (x != y) & ~(np.isnan(x) & np.isnan(y))))
+    counts = int(np.count_nonzero(odd_x)), int(np.count_nonzero(odd_y))
+    return np.where(odd, 0, x), np.where(odd, 0, y), num_different, counts

@@ -102,7 +102,7 @@ class Diff(Report):
             yield from (*aligned(("layer", "tensors", *HEADS), rows, ("tensors", *HEADS)), "")
         changed = self.changed if verbose else self.changed[:_SHOWN]
         if changed:
-            yield from aligned(("changed most", *HEADS, "largest at"), list(map(_row, changed)), HEADS)
+            yield from aligned(("changed most", *HEADS, "largest at"), list(map(_changed_row, changed)), HEADS)
             yield from _more(len(self.changed) - len(changed))
             yield ""
         others = [one for one in self.results if one.status != EQUAL and one.change is None and not one.is_scalar]
@@ -183,7 +183,7 @@ def _together(results: Sequence[Result]) -> Change:
     return together(one.change for one in results if one.change is not None)
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _changed_row(result: Result) -> tuple[str, ...]:
     assert result.change is not None
     role = "" if result.role == WEIGHT else f" ({one_line(result.role)})"
     return one_line(result.fqn) + role, *_cells(result.change), str(list(result.change.index))
