@@ -14,6 +14,11 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+#: The scripts of each page, in order.
+_SCRIPTS = {
+    "inspect": ("common.js", "tensors.js", "map.js", "inspect.js"),
+    "heat": ("common.js", "heat.js"),
+}
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -36,7 +41,7 @@ style-src 'unsafe-inline'; script-src 'sha256-{digest}'">
 
 def page(name: str, content: dict[str, Any]) -> str:
     """The page `name` (`inspect`, `heat`) of its content, which has a `title`."""
-    script = _file("common.js") + _file(f"{name}.js")
+    script = "".join(map(_file, _SCRIPTS[name]))
     packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 6)
     return _PAGE.format(
         title=escape(content["title"]),

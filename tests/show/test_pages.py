@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import pickle
 import re
 import shutil
 import time
@@ -124,6 +125,30 @@ def test_what_is_damaged_is_in_it(tmp_path: Path) -> None:
     assert faults["layers.0.twice.weight"] == ["overlap at elements 16:24"]
     assert faults["layers.0.whole.weight"] == faults["norm.weight"] == []
     assert {one.fqn for one in wrong} == {"layers.0.hole.weight", "layers.0.twice.weight"}
+
+
+def test_a_checkpoint_with_a_hole_has_a_page_and_the_exit_code_of_damage(tmp_path: Path) -> None:
+    step = shutil.copytree(FIXTURES / "dcp-fsdp2/step-2", tmp_path / "step-2")
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.down.weight"].chunks.pop()
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    done = run_ckpt("inspect", step, "--html", tmp_path / "out.html")
+    assert done.code == 4 and f"hint: {tmp_path / 'out.html'} shows in red where" in done.err
+    found = content((tmp_path / "out.html").read_text())
+    assert [look[4] for look in found["looks"] if look[4]] == [["hole at elements 9:15"]]
+
+
+def test_the_steps_of_a_run_and_all_that_inspect_prints_are_in_it(tmp_path: Path) -> None:
+    run = FIXTURES / "trainer-zero2"
+    inspection = ckpt.inspect(run)
+    found = content(inspection.page()[0])
+    assert found["steps"] == [
+        ["checkpoint", "format", "step", "size", "state"],
+        *(list(one.row()) for one in inspection.run),
+    ]
+    assert len(found["steps"]) == 3
+    for name, text in found["facts"]:
+        assert f"{name} " in str(inspection) and text in str(inspection)
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -271,7 +296,7 @@ def test_a_large_run_is_searched_and_zoomed(browser: browsers.Browser, tmp_path:
     assert names(browser) == [f"model.layers.17.mlp.experts.3.{one}_proj.weight" for one in ("gate", "up", "down")]
     browser.click(".row")
     card = browser.script("return document.querySelector('#card').textContent")
-    assert "model.layers.17.mlp.experts.3.gate_proj.weight" in card and "held by0-511" in card
+    assert "model.layers.17.mlp.experts.3.gate_proj.weight" in card and "ranks0-511" in card
     browser.type("#search", "rank:511")
     browser.wait("document.querySelector('#count').textContent.startsWith('99,808 of')")
     browser.type("#search", "nothing.like.this")

@@ -38,7 +38,8 @@ function tip(event, text) {
 
 // A canvas of its element's width and of `height`, in device pixels; drawing is in those of CSS.
 function paper(canvas, height) {
-  const ratio = devicePixelRatio || 1, width = canvas.clientWidth;
+  const ratio = devicePixelRatio || 1,
+    width = canvas.clientWidth;
   canvas.style.height = `${height}px`;
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(height * ratio);
@@ -49,10 +50,12 @@ function paper(canvas, height) {
 
 function fitted(pen, text, width) {
   if (pen.measureText(text).width <= width) return text;
-  let low = 0, high = text.length;
+  let low = 0,
+    high = text.length;
   while (low < high) {
     const middle = (low + high + 1) >> 1;
-    if (pen.measureText(text.slice(0, middle) + "…").width <= width) low = middle; else high = middle - 1;
+    if (pen.measureText(text.slice(0, middle) + "…").width <= width) low = middle;
+    else high = middle - 1;
   }
   return low ? text.slice(0, low) + "…" : "";
 }
@@ -60,7 +63,13 @@ function fitted(pen, text, width) {
 // Draw anew, at most once a frame, whenever the width or the colours change.
 function redrawn(draw) {
   let asked = 0;
-  const ask = () => { if (!asked) asked = requestAnimationFrame(() => { asked = 0; draw(); }); };
+  const ask = () => {
+    if (!asked)
+      asked = requestAnimationFrame(() => {
+        asked = 0;
+        draw();
+      });
+  };
   addEventListener("resize", ask);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", ask);
   return ask;
@@ -68,39 +77,41 @@ function redrawn(draw) {
 
 // A list of any length: only the rows that can be seen are elements.
 class List {
-  constructor(box, columns, { widths, fill, chosen, sorted }) {
-    Object.assign(this, { fill, chosen, items: [], pool: [], picked: null, widths });
+  constructor(box, heads, numbers, { widths, texts, style, chosen, sorted }) {
+    Object.assign(this, { texts, style, chosen, widths, items: [], pool: [], picked: null });
+    this.kinds = heads.map((name) => (numbers.includes(name) ? "num" : ""));
     const head = make("div", "head");
     head.style.gridTemplateColumns = widths;
-    for (const [key, title, isNumber] of columns) {
-      const button = make("button", isNumber ? "num" : "", title);
-      button.addEventListener("click", () => sorted(key));
+    heads.forEach((name, at) => {
+      const button = make("button", this.kinds[at], name);
+      button.addEventListener("click", () => sorted(name));
       head.append(button);
-    }
+    });
     this.view = make("div", "rows");
     this.view.tabIndex = 0;
     this.inner = make("div");
     this.view.append(this.inner);
     box.replaceChildren(head, this.view);
-    this.columns = columns;
     this.view.addEventListener("scroll", () => this.draw());
     this.view.addEventListener("keydown", (event) => {
       const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-      if (!step) return;
+      if (!step || !this.items.length) return;
       event.preventDefault();
-      const at = Math.max(0, Math.min(this.items.length - 1, this.items.indexOf(this.picked) + step));
-      if (this.items.length) this.chosen(this.items[at]);
+      this.chosen(this.items[Math.max(0, Math.min(this.items.length - 1, this.items.indexOf(this.picked) + step))]);
     });
   }
   show(items) {
     this.items = items;
     this.inner.style.height = `${items.length * 26}px`;
+    this.view.style.height = `${Math.min(480, Math.max(4, items.length) * 26)}px`;
     this.view.scrollTop = 0;
     this.draw();
   }
   pick(item) {
     this.picked = item;
-    const at = this.items.indexOf(item) * 26, top = this.view.scrollTop, height = this.view.clientHeight;
+    const at = this.items.indexOf(item) * 26,
+      top = this.view.scrollTop,
+      height = this.view.clientHeight;
     if (at >= 0 && (at < top || at + 26 > top + height)) this.view.scrollTop = at - height / 2;
     this.draw();
   }
@@ -110,7 +121,7 @@ class List {
     while (this.pool.length < count) {
       const row = make("div", "row");
       row.style.gridTemplateColumns = this.widths;
-      for (const [, , isNumber] of this.columns) row.append(make("span", isNumber ? "num" : ""));
+      row.append(...this.kinds.map((kind) => make("span", kind)));
       row.addEventListener("click", () => this.chosen(row.item));
       this.pool.push(row);
       this.inner.append(row);
@@ -121,18 +132,91 @@ class List {
       row.item = this.items[first + i];
       row.style.top = `${(first + i) * 26}px`;
       row.classList.toggle("on", row.item === this.picked);
-      this.fill(row.item, row.children);
+      const texts = this.texts(row.item);
+      texts.forEach((text, at) => (row.children[at].textContent = text));
+      row.children[0].className = `mono ${this.style(row.item)}`;
+      row.children[0].title = texts[0];
     });
   }
+}
+
+function sortedBy(items, key, sign) {
+  const values = new Map(items.map((one) => [one, key(one)]));
+  return [...items].sort((a, b) => {
+    const [x, y] = [values.get(a), values.get(b)];
+    return (x < y ? -1 : x > y ? 1 : 0) * sign;
+  });
+}
+
+// -- parts of pages ------------------------------------------------------------------------------------------------------
+function facts(pairs) {
+  const found = make("dl");
+  for (const [name, text] of pairs) found.append(make("dt", "", name), make("dd", "", String(text)));
+  return found;
+}
+
+function legend(box, entries) {
+  const made = entries.map(([name, shade]) => {
+    const one = make("span", "", name);
+    one.style.setProperty("--of", shade);
+    return one;
+  });
+  box.replaceChildren(...made);
+}
+
+const isPressed = (button) => button.getAttribute("aria-pressed") === "true";
+function toggled(button, changed) {
+  button.addEventListener("click", () => {
+    button.setAttribute("aria-pressed", String(!isPressed(button)));
+    changed();
+  });
+}
+
+// A button for each value; the values whose buttons are not pressed.
+function chips(box, values, changed) {
+  const off = new Set();
+  for (const value of values) {
+    const one = make("button", "chip", value);
+    one.setAttribute("aria-pressed", "true");
+    toggled(one, () => {
+      if (isPressed(one)) off.delete(value);
+      else off.add(value);
+      changed();
+    });
+    box.append(one);
+  }
+  return off;
+}
+
+// Search while somebody types; `/` begins.
+function searched(search) {
+  let wait = 0;
+  $("search").addEventListener("input", () => {
+    clearTimeout(wait);
+    wait = setTimeout(search, 80);
+  });
+  addEventListener("keydown", (event) => {
+    if (event.key !== "/" || document.activeElement === $("search")) return;
+    event.preventDefault();
+    $("search").focus();
+  });
 }
 
 // `*` and `?` as in a shell, `/…/` as an expression, and otherwise words that all have to be there.
 function matcher(text) {
   if (/^\/.+\/$/.test(text)) {
-    try { const found = new RegExp(text.slice(1, -1), "i"); return (name) => found.test(name); } catch { return () => false; }
+    try {
+      const found = new RegExp(text.slice(1, -1), "i");
+      return (name) => found.test(name);
+    } catch {
+      return () => false;
+    }
   }
   if (/[*?]/.test(text)) {
-    const parts = text.replace(/[.+^${}()|[\]\\]/g, "\\$&").replace(/\*/g, ".*").replace(/\?/g, ".");
+    const parts = text
+      .replace(/[.+^${}()|[\]\\]/g, "\\$&")
+      .replace(/\*/g, ".*")
+      .replace(/\?/g, ".");
     const found = new RegExp(`^${parts}$`, "i");
     return (name) => found.test(name);
   }
@@ -140,21 +224,7 @@ function matcher(text) {
   return (name) => name.includes(low);
 }
 
-function ready(start) {
-  document.documentElement.dataset.ready = Math.round(performance.now() - start);
-}
-
-function chips(box, values, changed) {
-  const off = new Set();
-  for (const value of values) {
-    const one = make("button", "chip", value);
-    one.setAttribute("aria-pressed", "true");
-    one.addEventListener("click", () => {
-      if (off.has(value)) off.delete(value); else off.add(value);
-      one.setAttribute("aria-pressed", String(!off.has(value)));
-      changed();
-    });
-    box.append(one);
-  }
-  return off;
+// Milliseconds since the page was asked for.
+function ready() {
+  document.documentElement.dataset.ready = Math.round(performance.now());
 }

@@ -1,198 +1,305 @@
 const OUTSIDE = "outside of layers";
-// From no change to a large one; the colours rise in lightness, so that they can be told apart without hue.
-const RAMP = [[48, 18, 98], [72, 70, 160], [45, 125, 165], [40, 170, 130], [150, 205, 70], [250, 230, 60]];
-const NAN = "#ff2bd6", MISSING = "#8a93a3";
-const STATES = { "=": "equal", "*": "differs", "-": "only in A", "+": "only in B", "!": "not readable" };
+// From a small change to a large one: colours rise in lightness, so that they can be told apart without hue.
+const RAMP = [
+  [48, 18, 98],
+  [72, 70, 160],
+  [45, 125, 165],
+  [40, 170, 130],
+  [150, 205, 70],
+  [250, 230, 60],
+];
+const NAN = "#ff2bd6",
+  MISSING = "#8a93a3";
+const STATES = { "=": "equal", "*": "different", "-": "only in A", "+": "only in B", "!": "not readable" };
+const MODEL = ["weight", "master", "buffer"];
+// Of each measure: its value, and the powers of ten that the ramp begins and ends at.
+const MEASURES = {
+  "relative error": [(one) => (one.change ? (one.change.relative ?? 1) : 0), -8, 0],
+  "1 - cosine": [(one) => Math.max(0, 1 - (one.change?.cosine ?? 1)), -12, 0],
+  "largest change": [(one) => Number(one.change?.largest ?? 0), -8, 1],
+  "share of changed elements": [shareOf, -4, 0],
+};
 
-async function start() {
-  const all = await content();
-  const tensors = all.tensors;
-  const lower = tensors.map((one) => one.fqn.toLowerCase());
-  const isOdd = (one) => (one.change ? one.change.not_finite[0] + one.change.not_finite[1] : one.difference ? one.difference.num_nan : 0) > 0;
-  const isMeasured = (one) => one.status === "=" || (one.change && one.change.largest !== null);
-  const measures = {
-    "relative error": [(one) => (one.change ? (one.change.relative === null ? 1 : one.change.relative) : 0), -8, 0],
-    "1 - cosine": [(one) => (one.change && one.change.cosine !== null ? Math.max(0, 1 - one.change.cosine) : 0), -12, 0],
-    "largest change": [(one) => (one.change ? Number(one.change.largest) : 0), -8, 1],
-    "share of changed elements": [(one) => (one.change ? one.change.num_changed / Math.max(1, one.change.numel) : 0), -4, 0],
-  };
-  for (const name of Object.keys(measures)) $("by").append(make("option", "", name));
-  const roles = [...new Set(tensors.map((one) => one.role))];
-  const model = ["weight", "master", "buffer"];
-  for (const name of ["the model", ...roles.filter((role) => !model.includes(role))]) $("role").append(make("option", "", name));
-  if (!roles.some((role) => model.includes(role))) $("role").selectedIndex = 1;
-  const isWanted = (one) => ($("role").value === "the model" ? model.includes(one.role) : one.role === $("role").value);
+function shareOf(one) {
+  return one.change ? one.change.num_changed / Math.max(1, one.change.numel) : 0;
+}
+function isNan(one) {
+  return (one.change ? one.change.not_finite[0] + one.change.not_finite[1] : (one.difference?.num_nan ?? 0)) > 0;
+}
+function isMeasured(one) {
+  return one.status === "=" || (one.change && one.change.largest !== null);
+}
+function stateOf(one) {
+  const isOther = one.kind === "shape" || one.kind === "dtype";
+  return isOther ? `another ${one.kind}: ${one.a} in A, ${one.b} in B` : STATES[one.status];
+}
+// The layer of a name, and what is behind it: experts and the like together.
+function placeOf(fqn) {
+  const found = /^(.*?\.\d+)\.(.+)$/.exec(fqn);
+  return found ? [found[1], found[2].replace(/(^|\.)\d+(?=\.|$)/g, "$1*")] : [OUTSIDE, fqn];
+}
+function aboutAll(found) {
+  const one = found[0],
+    change = one.change;
+  const words = [one.fqn, stateOf(one)];
+  if (found.length > 1) words.splice(1, 0, `the furthest of ${found.length}`);
+  if (change) {
+    words.push(`relative error ${number(change.relative)}, cosine ${change.cosine?.toFixed(6) ?? "?"}`);
+    words.push(`largest change ${number(change.largest)} at [${change.index.join(", ")}]`);
+  }
+  if (isNan(one)) words.push("has NaN or infinite elements");
+  return words.join("\n");
+}
 
-  // -- where each tensor stands: its layer, and its name in the layer, experts and the like together ----------------------
-  function place(fqn) {
-    const found = /^(.*?\.\d+)\.(.+)$/.exec(fqn);
-    return found ? [found[1], found[2].replace(/(^|\.)\d+(?=\.|$)/g, "$1*")] : [OUTSIDE, fqn];
+class Heat {
+  constructor(canvas, { chosen }) {
+    Object.assign(this, { canvas, rows: [], columns: [], boxes: new Map(), cells: [], picked: null });
+    this.draw = redrawn(() => this.drawNow());
+    canvas.addEventListener("mousemove", (event) => {
+      const found = this.at(event);
+      tip(event, found && aboutAll(found));
+    });
+    canvas.addEventListener("mouseleave", (event) => tip(event, ""));
+    canvas.addEventListener("click", (event) => {
+      const found = this.at(event);
+      if (found) chosen(found[0]);
+    });
   }
-  const natural = (a, b) => a.localeCompare(b, "en", { numeric: true });
-  const value = (one) => measures[$("by").value][0](one);
-  function shade(one) {
-    if (isOdd(one)) return NAN;
-    if (!isMeasured(one)) return MISSING;
-    return ramp(value(one));
-  }
-  function ramp(x) {
-    const [, low, high] = measures[$("by").value];
-    if (!(x > 0)) return colour("--track");
-    const at = Math.max(0, Math.min(1, (Math.log10(x) - low) / (high - low))) * (RAMP.length - 1);
-    const n = Math.min(RAMP.length - 2, Math.floor(at)), part = at - n;
-    return `rgb(${RAMP[n].map((c, i) => Math.round(c + (RAMP[n + 1][i] - c) * part)).join(",")})`;
-  }
-  const weight = (one) => (isOdd(one) ? Infinity : isMeasured(one) ? value(one) : 1e9);
-
-  let rows = [], columns = [], boxes = new Map(), cells = [], chosen = null, matching = [];
-  function arrange() {
-    boxes = new Map();
-    const layers = new Map(), names = new Map();
-    for (const one of matching) {
-      const [layer, name] = place(one.fqn), key = `${layer}\n${name}`;
-      layers.set(layer, 1);
-      if (layer !== OUTSIDE) names.set(name, 1);
-      if (boxes.has(key)) boxes.get(key).push(one); else boxes.set(key, [one]);
+  // Put tensors into boxes by layer and name; of those in one box the one that is furthest comes first.
+  arrange(items, weight) {
+    const layers = new Set(),
+      names = new Set();
+    this.boxes = new Map();
+    for (const one of items) {
+      const [layer, name] = placeOf(one.fqn),
+        key = `${layer}\n${name}`;
+      if (layer !== OUTSIDE) {
+        layers.add(layer);
+        names.add(name);
+      }
+      if (this.boxes.has(key)) this.boxes.get(key).push(one);
+      else this.boxes.set(key, [one]);
     }
-    rows = [...layers.keys()].filter((layer) => layer !== OUTSIDE).sort(natural);
-    columns = [...names.keys()];
-    for (const found of boxes.values()) found.sort((a, b) => weight(b) - weight(a));
+    this.rows = [...layers].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+    this.columns = [...names];
+    for (const found of this.boxes.values()) found.sort((a, b) => weight(b) - weight(a));
   }
-  function drawMap() {
-    const outside = [...boxes.entries()].filter(([key]) => key.startsWith(`${OUTSIDE}\n`)).map(([, found]) => found);
-    const left = 150, width = $("map").clientWidth, slant = columns.length ? 150 : 0;
-    const across = Math.max(3, Math.min(90, (width - left - 110) / Math.max(1, columns.length)));
-    const down = rows.length > 64 ? Math.max(6, Math.floor(900 / rows.length)) : 18;
-    const perLine = Math.max(1, Math.floor((width - 10) / 220)), lines = Math.ceil(outside.length / perLine);
-    const [pen] = paper($("map"), slant + rows.length * down + 12 + lines * 24 + 6);
-    cells = [];
+  at(event) {
+    const edge = this.canvas.getBoundingClientRect(),
+      x = event.clientX - edge.left,
+      y = event.clientY - edge.top;
+    const found = this.cells.find(([l, t, w, h]) => l <= x && x < l + w && t <= y && y < t + h);
+    return found && found[4];
+  }
+  drawNow() {
+    const others = [...this.boxes].filter(([key]) => key.startsWith(`${OUTSIDE}\n`)).map(([, found]) => found);
+    const width = this.canvas.clientWidth,
+      left = 150,
+      top = this.columns.length ? 150 : 0;
+    const across = Math.max(3, Math.min(90, (width - left - 110) / Math.max(1, this.columns.length)));
+    const down = this.rows.length > 64 ? Math.max(6, Math.floor(900 / this.rows.length)) : 18;
+    const perLine = Math.max(1, Math.floor((width - 10) / 220)),
+      below = top + this.rows.length * down + 12;
+    const [pen, , height] = paper(this.canvas, below + Math.ceil(others.length / perLine) * 24 + 6);
+    this.cells = [];
     pen.fillStyle = colour("--paper");
-    pen.fillRect(0, 0, width, 5000);
+    pen.fillRect(0, 0, width, height);
     pen.textBaseline = "middle";
     pen.font = "11px ui-monospace,Menlo,Consolas,monospace";
-    const ink = colour("--ink"), soft = colour("--soft");
-    columns.forEach((name, x) => {
-      if (across < 9 && x % Math.ceil(12 / across)) return;
+    pen.fillStyle = colour("--soft");
+    this.columns.forEach((name, x) => {
+      if (x % Math.ceil(12 / across)) return;
       pen.save();
-      pen.translate(left + (x + 0.5) * across, slant - 6);
+      pen.translate(left + (x + 0.5) * across, top - 6);
       pen.rotate(-Math.PI / 3.4);
-      pen.fillStyle = soft;
       pen.fillText(fitted(pen, name, 175), 0, 0);
       pen.restore();
     });
-    rows.forEach((layer, y) => {
-      const top = slant + y * down;
-      if (down >= 11 || y % Math.ceil(12 / down) === 0) { pen.fillStyle = soft; pen.textAlign = "right"; pen.fillText(fitted(pen, layer, left - 10), left - 8, top + down / 2); pen.textAlign = "left"; }
-      columns.forEach((name, x) => {
-        const found = boxes.get(`${layer}\n${name}`);
-        if (found) box(found, left + x * across, top, across, down);
+    this.rows.forEach((layer, y) => {
+      pen.textAlign = "right";
+      pen.fillStyle = colour("--soft");
+      if (y % Math.ceil(12 / down) === 0) pen.fillText(fitted(pen, layer, left - 10), left - 8, top + (y + 0.5) * down);
+      pen.textAlign = "left";
+      this.columns.forEach((name, x) => {
+        const found = this.boxes.get(`${layer}\n${name}`);
+        if (found) this.box(pen, found, left + x * across, top + y * down, across, down);
       });
     });
-    outside.forEach((found, n) => {
-      const x = (n % perLine) * 220, y = slant + rows.length * down + 12 + Math.floor(n / perLine) * 24;
-      box(found, x, y, 18, 18);
-      pen.fillStyle = ink;
+    others.forEach((found, n) => {
+      const x = (n % perLine) * 220,
+        y = below + Math.floor(n / perLine) * 24;
+      this.box(pen, found, x, y, 18, 18);
+      pen.fillStyle = colour("--ink");
       pen.fillText(fitted(pen, found[0].fqn, 190), x + 24, y + 9);
     });
-    function box(found, x, y, w, h) {
-      const edge = w > 6 && h > 6 ? 1 : 0;
-      pen.fillStyle = shade(found[0]);
-      pen.fillRect(x, y, w - edge, h - edge);
-      if (!isMeasured(found[0]) && w > 12) { pen.fillStyle = "#fff"; pen.textAlign = "center"; pen.fillText(found[0].kind === "shape" ? "S" : found[0].kind === "dtype" ? "T" : found[0].status, x + w / 2, y + h / 2); pen.textAlign = "left"; }
-      if (found.includes(chosen)) { pen.strokeStyle = ink; pen.lineWidth = 2; pen.strokeRect(x, y, w - edge, h - edge); }
-      cells.push([x, y, w, h, found]);
+  }
+  box(pen, found, x, y, w, h) {
+    const edge = w > 6 && h > 6 ? 1 : 0,
+      one = found[0];
+    pen.fillStyle = this.shade(one);
+    pen.fillRect(x, y, w - edge, h - edge);
+    if (!isMeasured(one) && w > 12) {
+      pen.textAlign = "center";
+      pen.fillStyle = "#fff";
+      pen.fillText({ shape: "S", dtype: "T" }[one.kind] || one.status, x + w / 2, y + h / 2);
+      pen.textAlign = "left";
     }
+    if (found.includes(this.picked)) {
+      pen.strokeStyle = colour("--ink");
+      pen.lineWidth = 2;
+      pen.strokeRect(x, y, w - edge, h - edge);
+    }
+    this.cells.push([x, y, w, h, found]);
   }
-  const redrawMap = redrawn(drawMap);
-  function cellAt(event) {
-    const edge = $("map").getBoundingClientRect(), x = event.clientX - edge.left, y = event.clientY - edge.top;
-    const found = cells.find(([left, top, w, h]) => left <= x && x < left + w && top <= y && y < top + h);
-    return found && found[4];
+}
+
+async function start() {
+  const all = await content(),
+    tensors = all.tensors;
+  const lower = new Map(tensors.map((one) => [one, one.fqn.toLowerCase()]));
+  for (const name of Object.keys(MEASURES)) $("by").append(make("option", "", name));
+  const roles = [...new Set(tensors.map((one) => one.role))],
+    states = roles.filter((role) => !MODEL.includes(role));
+  const choices = states.length < roles.length ? ["the model", ...states] : states;
+  for (const name of choices) $("role").append(make("option", "", name));
+  const isWanted = (one) =>
+    one.role === $("role").value || ($("role").value === "the model" && MODEL.includes(one.role));
+  const weight = (one) => (isNan(one) ? Infinity : isMeasured(one) ? MEASURES[$("by").value][0](one) : 1e9);
+  let matching = [],
+    order = ["relative", -1];
+
+  // -- the map ----------------------------------------------------------------------------------------------------------
+  const map = new Heat($("map"), { chosen: choose });
+  map.shade = (one) => (isNan(one) ? NAN : isMeasured(one) ? ramp(MEASURES[$("by").value][0](one)) : MISSING);
+  function ramp(x) {
+    const [, low, high] = MEASURES[$("by").value];
+    if (!(x > 0)) return colour("--track");
+    const at = Math.max(0, Math.min(1, (Math.log10(x) - low) / (high - low))) * (RAMP.length - 1);
+    const n = Math.min(RAMP.length - 2, Math.floor(at));
+    return `rgb(${RAMP[n].map((c, i) => Math.round(c + (RAMP[n + 1][i] - c) * (at - n))).join(",")})`;
   }
-  const state = (one) => (one.kind === "shape" || one.kind === "dtype" ? `another ${one.kind}: ${one.a} in A, ${one.b} in B` : STATES[one.status]);
-  function about(found) {
-    const one = found[0];
-    const words = [one.fqn + (found.length > 1 ? `\nthe furthest of ${found.length}` : ""), state(one)];
-    if (one.change) words.push(`relative error ${number(one.change.relative)}, cosine ${one.change.cosine === null ? "?" : one.change.cosine.toFixed(6)}`, `largest change ${number(one.change.largest)} at [${one.change.index.join(", ")}]`);
-    if (isOdd(one)) words.push("has NaN or infinite elements");
-    return words.join("\n");
+  function explain() {
+    const [, low, high] = MEASURES[$("by").value],
+      steps = [];
+    for (let at = low; at <= high; at += Math.ceil((high - low) / 5)) steps.push([`1e${at}`, ramp(10 ** at)]);
+    const others = [
+      ["NaN or infinite", NAN],
+      ["another shape (S) or dtype (T), or on one side (- +)", MISSING],
+    ];
+    legend($("legend"), [["no change", colour("--track")], ...steps, ...others]);
   }
-  $("map").addEventListener("mousemove", (event) => { const found = cellAt(event); tip(event, found && about(found)); });
-  $("map").addEventListener("mouseleave", (event) => tip(event, ""));
-  $("map").addEventListener("click", (event) => { const found = cellAt(event); if (found) choose(found[0]); });
 
   // -- the list ---------------------------------------------------------------------------------------------------------
-  let order = ["relative", -1];
-  const keys = { name: (one) => one.fqn, state: state, relative: weight, cosine: (one) => (one.change && one.change.cosine !== null ? one.change.cosine : 1),
-    largest: (one) => (one.change ? Number(one.change.largest) : 0), changed: (one) => (one.change ? one.change.num_changed / one.change.numel : 0) };
-  const list = new List($("list"), [["name", "name"], ["state", "state"], ["changed", "changed", true], ["relative", "relative", true], ["cosine", "cosine", true], ["largest", "largest", true]], {
+  const keys = {
+    name: (one) => one.fqn,
+    state: stateOf,
+    changed: shareOf,
+    relative: weight,
+    cosine: (one) => one.change?.cosine ?? 1,
+    largest: (one) => Number(one.change?.largest ?? 0),
+  };
+  const list = new List($("list"), Object.keys(keys), ["changed", "relative", "cosine", "largest"], {
     widths: "minmax(0,3fr) minmax(0,1fr) 70px 90px 90px 90px",
-    fill(one, cells) {
-      const c = one.change, share = c ? `${((100 * c.num_changed) / Math.max(1, c.numel)).toPrecision(3)} %` : "";
-      const texts = [one.fqn, state(one), share, c ? number(c.relative) : "", c && c.cosine !== null ? c.cosine.toFixed(6) : "", c ? number(c.largest) : ""];
-      texts.forEach((text, at) => { cells[at].textContent = text; });
-      cells[0].className = `mono${isOdd(one) || one.status === "!" ? " bad" : one.status === "=" ? "" : " odd"}`;
-      cells[0].title = one.fqn;
+    texts(one) {
+      const change = one.change,
+        name = [one.fqn, stateOf(one)];
+      if (!change) return [...name, "", "", "", ""];
+      const share = `${(100 * shareOf(one)).toPrecision(3)} %`;
+      return [...name, share, number(change.relative), change.cosine?.toFixed(6) ?? "?", number(change.largest)];
     },
-    chosen: (one) => choose(one),
-    sorted(key) { order = [key, order[0] === key ? -order[1] : key === "name" || key === "state" || key === "cosine" ? 1 : -1]; list.show(sortedItems()); },
+    style: (one) => (isNan(one) || one.status === "!" ? "bad" : one.status === "=" ? "" : "odd"),
+    chosen: choose,
+    sorted(key) {
+      const first = ["name", "state", "cosine"].includes(key) ? 1 : -1;
+      order = [key, order[0] === key ? -order[1] : first];
+      list.show(sortedBy(matching, keys[order[0]], order[1]));
+    },
   });
-  function sortedItems() {
-    const key = keys[order[0]], values = new Map(matching.map((one) => [one, key(one)]));
-    return [...matching].sort((a, b) => { const [x, y] = [values.get(a), values.get(b)]; return (x < y ? -1 : x > y ? 1 : 0) * order[1]; });
-  }
+
+  // -- one tensor -------------------------------------------------------------------------------------------------------
   function choose(one) {
-    chosen = one;
+    map.picked = one;
     list.pick(one);
-    redrawMap();
+    map.draw();
     card();
   }
   function card() {
-    if (!chosen) { $("card").replaceChildren(make("span", "soft", "Choose a tensor, in the map or in the list.")); return; }
-    const facts = make("dl"), { change, difference } = chosen;
-    const pairs = [["role", chosen.role], ["state", state(chosen)], ["in B", chosen.b_fqn], ["rounded to", chosen.cast], ["error", chosen.error]];
-    if (change) pairs.push(["elements", change.numel.toLocaleString("en")], ["changed", change.num_changed.toLocaleString("en")], ["relative error", number(change.relative)],
-      ["cosine", change.cosine], ["largest change", number(change.largest)], ["at", `[${change.index.join(", ")}]`], ["NaN or infinite", `${change.not_finite[0]} in A, ${change.not_finite[1]} in B`]);
-    if (difference) for (const [side, x] of [["A", difference.a], ["B", difference.b]]) pairs.push([`first, ${side}`, `[${difference.index.join(", ")}] is ${x.value} (0x${x.bits}), at byte ${x.offset} of ${x.file}${x.rank === null ? "" : `, rank ${x.rank}`}`]);
-    for (const [name, text] of pairs) if (text !== undefined && text !== null) facts.append(make("dt", "", name), make("dd", "", String(text)));
-    $("card").replaceChildren(make("h3", "", chosen.fqn), facts);
+    const one = map.picked;
+    if (!one) {
+      $("card").replaceChildren(make("span", "soft", "Choose a tensor, in the map or in the list."));
+      return;
+    }
+    const { change, difference } = one,
+      pairs = [
+        ["role", one.role],
+        ["state", stateOf(one)],
+      ];
+    pairs.push(["in B", one.b_fqn], ["rounded to", one.cast], ["error", one.error]);
+    if (change) {
+      const [a, b] = change.not_finite;
+      pairs.push(["elements", change.numel.toLocaleString("en")], ["changed", change.num_changed.toLocaleString("en")]);
+      pairs.push(["relative error", number(change.relative)], ["cosine", change.cosine]);
+      pairs.push(["largest change", number(change.largest)], ["at", `[${change.index.join(", ")}]`]);
+      pairs.push(["NaN or infinite", `${a} in A, ${b} in B`]);
+    }
+    for (const [side, found] of difference
+      ? [
+          ["A", difference.a],
+          ["B", difference.b],
+        ]
+      : []) {
+      const where = `at byte ${found.offset} of ${found.file}${found.rank === null ? "" : `, rank ${found.rank}`}`;
+      pairs.push([
+        `first in ${side}`,
+        `[${difference.index.join(", ")}] is ${found.value} (0x${found.bits}), ${where}`,
+      ]);
+    }
+    const known = pairs.filter(([, text]) => text !== undefined && text !== null);
+    $("card").replaceChildren(make("h3", "", one.fqn), facts(known));
   }
+
+  // -- the search -------------------------------------------------------------------------------------------------------
   function search() {
-    const fits = $("search").value.split(/\s+/).filter(Boolean).map(matcher), onlyOdd = $("odd").getAttribute("aria-pressed") === "true";
-    matching = tensors.filter((one, i) => isWanted(one) && (!onlyOdd || one.status !== "=") && fits.every((fit) => fit(lower[i])));
+    const fits = $("search").value.split(/\s+/).filter(Boolean).map(matcher),
+      onlyOdd = isPressed($("odd"));
+    const isIn = (one) => isWanted(one) && (!onlyOdd || one.status !== "=") && fits.every((fit) => fit(lower.get(one)));
+    matching = tensors.filter(isIn);
     const differing = matching.filter((one) => one.status !== "=").length;
     $("count").textContent = `${counted(matching.length, "tensor")}, ${differing.toLocaleString("en")} not equal`;
-    arrange();
-    list.show(sortedItems());
-    redrawMap();
+    map.arrange(matching, weight);
+    map.draw();
+    list.show(sortedBy(matching, keys[order[0]], order[1]));
   }
-  function legend() {
-    const [, low, high] = measures[$("by").value], steps = [];
-    for (let at = low; at <= high; at += Math.max(1, Math.round((high - low) / 5))) steps.push([`1e${at}`, ramp(10 ** at)]);
-    const entries = [["no change", colour("--track")], ...steps, ["NaN or infinite", NAN], ["other shape (S), dtype (T), or on one side (- +)", MISSING]];
-    $("legend").replaceChildren(...entries.map(([name, of]) => { const one = make("span", "", name); one.style.setProperty("--of", of); return one; }));
-  }
-  let wait = 0;
-  $("search").addEventListener("input", () => { clearTimeout(wait); wait = setTimeout(search, 80); });
-  $("odd").addEventListener("click", () => { $("odd").setAttribute("aria-pressed", String($("odd").getAttribute("aria-pressed") !== "true")); search(); });
-  $("by").addEventListener("change", () => { legend(); search(); });
+  searched(search);
+  toggled($("odd"), search);
   $("role").addEventListener("change", search);
-  addEventListener("keydown", (event) => { if (event.key === "/" && document.activeElement !== $("search")) { event.preventDefault(); $("search").focus(); } });
+  $("by").addEventListener("change", () => {
+    explain();
+    search();
+  });
 
-  document.title = all.title;
+  // -- the rest ---------------------------------------------------------------------------------------------------------
   $("sides").textContent = `A: ${all.a.path} (${all.a.format})   B: ${all.b.path} (${all.b.format})`;
-  for (const [sign, words, style] of [["=", "equal", "good"], ["*", "different", "odd"], ["-", "only in A", "odd"], ["+", "only in B", "odd"], ["!", "not readable", "bad"]]) {
-    if (all.counts[sign]) $("badges").append(make("span", `badge ${style}`, `${all.counts[sign].toLocaleString("en")} ${words}`));
+  const styles = { "=": "good", "!": "bad" };
+  for (const [sign, words] of Object.entries(STATES)) {
+    const text = `${all.counts[sign].toLocaleString("en")} ${words}`;
+    if (all.counts[sign]) $("badges").append(make("span", `badge ${styles[sign] || "odd"}`, text));
   }
-  const numOdd = tensors.filter(isOdd).length;
-  if (numOdd) $("badges").append(make("span", "badge bad", `${counted(numOdd, "tensor")} with NaN or infinity`));
-  for (const one of all.not_compared) $("notes").append(make("div", "soft", `not compared: ${one.role} of ${counted(one.count, "tensor")} of ${one.side}: ${one.why}`));
+  const numNan = tensors.filter(isNan).length;
+  if (numNan) $("badges").append(make("span", "badge bad", `${counted(numNan, "tensor")} with NaN or infinity`));
+  for (const one of all.not_compared) {
+    const text = `not compared: ${one.role} of ${counted(one.count, "tensor")} of ${one.side}: ${one.why}`;
+    $("notes").append(make("div", "soft", text));
+  }
   for (const note of all.notes) $("notes").append(make("div", "soft", note));
-  $("made").textContent = "layers" in all ? "Made by ckpt diff --html." : "Made by ckpt verify --html: every bit was compared, and what differs was measured.";
-  legend();
+  const isDiff = "layers" in all;
+  $("made").textContent = isDiff
+    ? "Made by ckpt diff --html."
+    : "Made by ckpt verify --html: every bit was compared, and what differs was measured.";
+  explain();
   search();
   card();
-  drawMap();
-  ready(0);
+  map.drawNow();
+  ready();
 }
 start();
