@@ -10,9 +10,9 @@ _FLAGS = (
     "resume run tensors"
 )
 _OPTIONS = (
-    "adapter-weights base batch-size combination commit-message config density dtype ep ep-size etp from-a from-b "
+    "adapter-weights atol base batch-size combination commit-message config density dtype ep ep-size etp from-a from-b "
     "fsdp-version lora-r lora-target-modules make-vocab-size-divisible-by master-dtype max-memory max-shard-size names "
-    "only optimizer optimizer-dtype output picture pp recompute-modules replica repo-id revision run-config seed "
+    "only optimizer optimizer-dtype output picture pp recompute-modules replica repo-id revision rtol run-config seed "
     "seq-len tag tag-a tag-b tp vpp workers world-size"
 )
 #: Where a function's parameter has another name.

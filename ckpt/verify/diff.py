@@ -72,12 +72,12 @@ class Diff(Report):
     @property
     def layers(self) -> dict[str, tuple[Result, ...]]:
         """The tensors that were measured, by layer; behind them the optimizer's, by what they are."""
-        found: dict[tuple[bool, str], list[Result]] = {}
+        found: dict[str, list[Result]] = {}
         for one in self.results:
             if one.change is not None:
-                is_state = self._is_state(one)
-                found.setdefault((is_state, one.role if is_state else layer_of(one.fqn)), []).append(one)
-        return {name: tuple(found[key, name]) for key, name in sorted(found, key=lambda at: (at[0], _natural(at[1])))}
+                found.setdefault(one.role if self._is_state(one) else layer_of(one.fqn), []).append(one)
+        order = sorted(found, key=lambda name: (self._is_state(found[name][0]), _natural(name)))
+        return {name: tuple(found[name]) for name in order}
 
     @cached_property
     def _roles(self) -> set[str]:
@@ -162,7 +162,7 @@ def layer_of(fqn: str) -> str:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """What sorts `layers.2` before `layers.10`."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(len(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _measure_tensors(a: Tensor, b: Tensor, reader: Reader, *, allowed: Tolerance) -> Result:

@@ -163,7 +163,7 @@ def test_what_cannot_be_read_ends_with_its_own_code(tmp_path: Path) -> None:
 
 def test_a_tolerance_below_zero_is_a_mistake(tmp_path: Path) -> None:
     place = saved(tmp_path / "a", model(1))
-    with pytest.raises(UsageError, match="rtol is no tolerance"):
+    with pytest.raises(UsageError, match=r"^rtol is no tolerance"):
         ckpt.diff(place, place, rtol=float("nan"))
     assert run_ckpt("diff", place, place, "--atol", "-1").code == 2
 
@@ -179,6 +179,11 @@ def test_parts_together_are_the_whole(parts: list[list[float]]) -> None:
     assert whole.numel == len(every) and whole.largest == max(map(abs, every))
     assert whole.squares[0] == pytest.approx(sum(x * x for x in every))
     assert max(map(abs, parts[whole.index[0]])) == whole.largest
+
+
+def test_a_number_of_any_length_in_a_name_is_sorted(tmp_path: Path) -> None:
+    place = saved(tmp_path / "a", {f"l.{number}.w": np.ones(2, "f4") for number in ("9" * 5000, "10", "9")})
+    assert [name[:4] for name in ckpt.diff(place, place).layers] == ["l.9", "l.10", "l.99"]
 
 
 def test_states_of_the_optimizer_are_a_layer_each() -> None:
